@@ -1,0 +1,53 @@
+"""attnkit: vision and graph attention for PyTorch Lightning, on one block with every kernel.
+
+This file is the public table and nothing else. Names are imported when first used, so that
+`import attnkit` and the command line's help do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "attend": "attnkit.core.attend",
+    "masks": "attnkit.core.masks",
+    "Causal": "attnkit.core.masks",
+    "Padding": "attnkit.core.masks",
+    "Dense": "attnkit.core.masks",
+    "explain_backends": "attnkit.core.backends",
+    "record_backends": "attnkit.core.record",
+    "attention_weights": "attnkit.core.weights",
+    "capture_attention": "attnkit.core.weights",
+    "MultiHeadAttention": "attnkit.core.multihead",
+    "ViT": "attnkit.models.vit",
+    "interop": "attnkit.interop",
+    "lightning": "attnkit.lightning",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'attnkit' has no attribute {name!r}")
+    home = import_module(_HOME[name])
+    # a name is an attribute of its home, or the module itself
+    globals()[name] = value = getattr(home, name, home)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]
+
+
+if TYPE_CHECKING:
+    from attnkit import interop, lightning
+    from attnkit.core import masks
+    from attnkit.core.attend import attend
+    from attnkit.core.backends import explain_backends
+    from attnkit.core.masks import Causal, Dense, Padding
+    from attnkit.core.multihead import MultiHeadAttention
+    from attnkit.core.record import record_backends
+    from attnkit.core.weights import attention_weights, capture_attention
+    from attnkit.models.vit import ViT

@@ -1,0 +1,1 @@
+"""The mathematics of attention; needs torch alone."""

@@ -1,0 +1,73 @@
+"""`attend`: the one function all attention in attnkit goes through."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnkit.core.backends import choose_backend
+from attnkit.core.inputs import check_inputs
+from attnkit.core.masks import Mask
+from attnkit.core.scores import Score
+
+__all__ = ["attend"]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: str | Score = "scaled_dot",
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    normalizer: str = "softmax",
+    edge_features: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention: each query's average of the values, weighted by how well their keys match it.
+
+        output_i = Σ_j softmax_j(score(query_i, key_j) + bias_ij) · value_j,   j where mask allows
+
+    A row that may look nowhere is exactly 0, and so are its gradients.
+
+    Args:
+        query: [batch, heads, queries, head_dim].
+        key: [batch, kv_heads, keys, head_dim]; kv_heads divides heads (grouped-query attention:
+            query head h reads key/value head h // (heads // kv_heads)).
+        value: [batch, kv_heads, keys, value_dim].
+        score: "scaled_dot", query·key · scale (Vaswani et al. 2017), or "dot", query·key (Luong
+            et al. 2015).
+        mask: where to look, True = may look: a mask of `attnkit.masks` or a boolean tensor that
+            broadcasts to [batch, heads, queries, keys]. None is everywhere.
+        bias: added to the scores; broadcasts to [batch, heads, queries, keys].
+        normalizer: "softmax".
+        edge_features: for attention over the edges of a graph only.
+        scale: the factor of "scaled_dot"; 1/√head_dim if None.
+        dropout_p: the share of weights zeroed, the rest scaled by 1/(1 − dropout_p). Applied
+            whenever it is not 0; modules pass 0 in evaluation.
+        backend: "auto" takes the first kernel that can; "flash", "cudnn", "efficient", "math" or
+            "reference" forces one. `attnkit.explain_backends` tells which can and why not.
+
+    Returns:
+        [batch, heads, queries, value_dim], in the dtype of the inputs (under autocast, in
+        autocast's).
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong value, shape or type, or is not served.
+        UnsupportedError: the backend that was forced cannot serve this; every reason is given.
+    """
+    inputs = check_inputs(
+        query,
+        key,
+        value,
+        score=score,
+        mask=mask,
+        bias=bias,
+        normalizer=normalizer,
+        edge_features=edge_features,
+        scale=scale,
+        dropout_p=dropout_p,
+    )
+    return choose_backend(inputs, backend)(inputs)

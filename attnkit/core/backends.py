@@ -1,0 +1,283 @@
+"""The kernels: what each can do, in which order they are preferred, and how they are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnkit.core.inputs import Inputs, check_inputs
+from attnkit.core.record import note_kernel
+from attnkit.core.reference import reference_attention
+
+__all__ = ["BACKENDS", "Backend", "UnsupportedError", "choose_backend", "explain_backends"]
+
+
+class UnsupportedError(ValueError):
+    """The backend that was asked for cannot do what was asked; the message gives every reason."""
+
+
+class Backend:
+    """One kernel: `unsupported_reasons(inputs)` declares its limits, calling it computes."""
+
+    name: str
+
+    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+        """Every reason why this kernel cannot serve the inputs; empty if it can."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """The attention's output, [batch, heads, queries, value_dim]."""
+        raise NotImplementedError
+
+
+class Reference(Backend):
+    """The definition itself: serves everything, fast at nothing."""
+
+    name = "reference"
+
+    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+        return []
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        note_kernel("reference")
+        return reference_attention(inputs)
+
+
+class Sdpa(Backend):
+    """A kernel of torch's scaled_dot_product_attention, forced by `sdpa_kernel`.
+
+    Subclasses declare their limits per device type; what a kernel cannot read but exact algebra
+    can give it (unequal head dimensions, grouped heads) is lowered rather than refused.
+    """
+
+    kernel: SDPBackend
+    device_types: tuple[str, ...] = ("cpu", "cuda")
+    serves_grouped = True
+    # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do
+    guards_dead_rows = False
+
+    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+        device_type = inputs.query.device.type
+        if device_type not in self.device_types:
+            return [f"runs on {' and '.join(self.device_types)}, the tensors are on {device_type}"]
+        reasons = []
+        if inputs.is_empty:
+            reasons.append(
+                f"a size is zero: query {list(inputs.query.shape)}, "
+                f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
+            )
+        return reasons + (
+            self.cuda_reasons(inputs) if device_type == "cuda" else self.cpu_reasons(inputs)
+        )
+
+    def cpu_reasons(self, inputs: Inputs) -> list[str]:
+        return []
+
+    def cuda_reasons(self, inputs: Inputs) -> list[str]:
+        return []
+
+    def head_dims(self, inputs: Inputs) -> tuple[int, int]:
+        """The head dimensions of query/key and of value that the kernel wants, padded with 0."""
+        return inputs.query.shape[3], inputs.value.shape[3]
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        query, key, value = inputs.query, inputs.key, inputs.value
+        head_dim, value_dim = self.head_dims(inputs)
+        grouped = inputs.is_grouped
+        if grouped and not self.serves_grouped:
+            key, value = inputs.repeated_heads()
+            grouped = False
+        term, alive = inputs.term(), None
+        if term is not None and self.guards_dead_rows and query.is_cuda:
+            term, alive = _revive(term)
+        with sdpa_kernel(self.kernel):
+            output = F.scaled_dot_product_attention(
+                _pad(query, head_dim),
+                _pad(key, head_dim),
+                _pad(value, value_dim),
+                attn_mask=term,
+                dropout_p=inputs.dropout_p,
+                is_causal=inputs.is_causal and term is None,
+                scale=inputs.scale,
+                enable_gqa=grouped,
+            )
+        output = output[..., : inputs.value.shape[3]]
+        return output if alive is None else output.masked_fill(~alive, 0.0)
+
+
+class Flash(Sdpa):
+    """FlashAttention: torch's own on CPU, FlashAttention-2 on CUDA."""
+
+    name = "flash"
+    kernel = SDPBackend.FLASH_ATTENTION
+
+    def head_dims(self, inputs: Inputs) -> tuple[int, int]:
+        largest = max(inputs.query.shape[3], inputs.value.shape[3])
+        return largest, largest
+
+    def cpu_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = []
+        if inputs.dropout_p > 0:
+            reasons.append(f"dropout_p={inputs.dropout_p}: the CPU's kernel has no dropout")
+        if inputs.bias is not None and inputs.bias.requires_grad:
+            reasons.append("bias requires a gradient, which the CPU's kernel does not compute")
+        return reasons
+
+    def cuda_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = _half_precision_reasons(inputs) + _capability_reasons(inputs)
+        if max(self.head_dims(inputs)) > 256:
+            reasons.append(f"head_dim is at most 256, got {max(self.head_dims(inputs))}")
+        if inputs.has_term:
+            reasons.append("reads no mask or bias but causal on CUDA")
+        elif inputs.is_causal and inputs.num_queries != inputs.num_keys:
+            reasons.append(
+                "causal needs as many queries as keys on CUDA, "
+                f"got {inputs.num_queries} and {inputs.num_keys}"
+            )
+        return reasons
+
+
+class Cudnn(Sdpa):
+    """cuDNN's fused attention."""
+
+    name = "cudnn"
+    kernel = SDPBackend.CUDNN_ATTENTION
+    device_types = ("cuda",)
+    guards_dead_rows = True
+
+    def head_dims(self, inputs: Inputs) -> tuple[int, int]:
+        return _multiple_of_8(inputs.query.shape[3]), _multiple_of_8(inputs.value.shape[3])
+
+    def cuda_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = _half_precision_reasons(inputs) + _capability_reasons(inputs)
+        if max(self.head_dims(inputs)) > 128:
+            reasons.append(f"head_dim is at most 128, got {max(self.head_dims(inputs))}")
+        if inputs.bias is not None and inputs.bias.requires_grad:
+            reasons.append("bias requires a gradient, which this kernel does not compute")
+        if inputs.is_causal and not inputs.has_term and inputs.num_queries != inputs.num_keys:
+            reasons.append(
+                "causal needs as many queries as keys, "
+                f"got {inputs.num_queries} and {inputs.num_keys}"
+            )
+        if 1 in (inputs.num_queries, inputs.num_keys):
+            reasons.append("needs more than one query and one key")
+        return reasons
+
+
+class Efficient(Sdpa):
+    """Memory-efficient attention (Rabe and Staats 2021; xformers' kernel)."""
+
+    name = "efficient"
+    kernel = SDPBackend.EFFICIENT_ATTENTION
+    device_types = ("cuda",)
+    serves_grouped = False
+    guards_dead_rows = True
+
+    def head_dims(self, inputs: Inputs) -> tuple[int, int]:
+        return _multiple_of_8(inputs.query.shape[3]), _multiple_of_8(inputs.value.shape[3])
+
+    def cuda_reasons(self, inputs: Inputs) -> list[str]:
+        if inputs.query.dtype == torch.float64:
+            return ["computes in float32, bfloat16 and float16, got torch.float64"]
+        return []
+
+
+class Math(Sdpa):
+    """torch's composition of matrix products and softmax; holds all scores in memory."""
+
+    name = "math"
+    kernel = SDPBackend.MATH
+    device_types = ("cpu", "cuda", "mps", "xpu")
+
+
+BACKENDS: tuple[Backend, ...] = (Flash(), Cudnn(), Efficient(), Math(), Reference())
+"""The kernels in order of preference."""
+
+
+def choose_backend(inputs: Inputs, backend: str = "auto") -> Backend:
+    """The named backend, or the first that can serve the inputs.
+
+    UnsupportedError if a named one cannot, with every reason; ValueError for an unknown name.
+    """
+    if backend == "auto":
+        for candidate in BACKENDS:
+            if not candidate.unsupported_reasons(inputs):
+                return candidate
+    for candidate in BACKENDS:
+        if candidate.name == backend:
+            reasons = candidate.unsupported_reasons(inputs)
+            if reasons:
+                raise UnsupportedError(
+                    f"backend={backend!r} cannot serve this attention: {'; '.join(reasons)}"
+                )
+            return candidate
+    names = ", ".join(candidate.name for candidate in BACKENDS)
+    raise ValueError(f"backend: expected 'auto' or one of {names}, got {backend!r}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Per backend, in order of preference, why it cannot serve; `str()` is a table."""
+
+    reasons: dict[str, list[str]]
+
+    @property
+    def chosen(self) -> str:
+        """The backend that `backend="auto"` takes."""
+        return next(name for name, reasons in self.reasons.items() if not reasons)
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        lines = []
+        for name, reasons in self.reasons.items():
+            verdict = "; ".join(reasons) or ("chosen" if name == self.chosen else "can")
+            lines.append(f"{name:<{width}}  {verdict}")
+        return "\n".join(lines)
+
+
+def explain_backends(query: Tensor, key: Tensor, value: Tensor, **options) -> Explanation:
+    """Which kernels can serve `attend(query, key, value, **options)`, and why the others cannot.
+
+    Takes `attend`'s options but `backend`; computes nothing.
+
+        print(attnkit.explain_backends(query, key, value, mask=attnkit.Causal(), dropout_p=0.1))
+    """
+    inputs = check_inputs(query, key, value, **options)
+    return Explanation({kernel.name: kernel.unsupported_reasons(inputs) for kernel in BACKENDS})
+
+
+def _half_precision_reasons(inputs: Inputs) -> list[str]:
+    dtype = inputs.query.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        return []
+    return [f"computes in float16 and bfloat16 on CUDA, got {dtype}"]
+
+
+def _capability_reasons(inputs: Inputs) -> list[str]:
+    major, minor = torch.cuda.get_device_capability(inputs.query.device)
+    if major >= 8:
+        return []
+    return [f"needs a GPU of compute capability 8.0 or newer, this one has {major}.{minor}"]
+
+
+def _multiple_of_8(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _pad(tensor: Tensor, head_dim: int) -> Tensor:
+    # zeros add nothing to the scores, and to the output only columns that are cut off again
+    missing = head_dim - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _revive(term: Tensor) -> tuple[Tensor, Tensor]:
+    """Let rows that may look nowhere look everywhere, and say which rows are alive."""
+    if term.dtype == torch.bool:
+        alive = term.any(dim=-1, keepdim=True)
+        return term | ~alive, alive
+    alive = (term != -torch.inf).any(dim=-1, keepdim=True)
+    return term.masked_fill(~alive, 0.0), alive

@@ -1,0 +1,183 @@
+"""The checked inputs of one attention: what every kernel is given and decides upon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnkit.core.masks import Causal, Mask, as_4d, as_mask, check_broadcastable
+from attnkit.core.scores import Score, as_score
+
+__all__ = ["Inputs", "check_inputs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What `attend` was asked for, checked: shapes agree, names are resolved.
+
+    query [batch, heads, queries, head_dim], key [batch, kv_heads, keys, head_dim],
+    value [batch, kv_heads, keys, value_dim]; bias is None or four-dimensional.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def num_queries(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def num_keys(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether several query heads share a key/value head (grouped-query attention)."""
+        return self.query.shape[1] != self.key.shape[1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a size is zero, where kernels differ and there is nothing to compute."""
+        return 0 in (*self.query.shape, *self.key.shape, *self.value.shape)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is what kernels call causal: j ≤ i and nothing else."""
+        return (
+            isinstance(self.mask, Causal) and self.mask.offset(self.num_queries, self.num_keys) == 0
+        )
+
+    @property
+    def has_term(self) -> bool:
+        """Whether a kernel has to read a tensor of biases or of permissions."""
+        return self.bias is not None or not (self.mask is None or self.is_causal)
+
+    def repeated_heads(self) -> tuple[Tensor, Tensor]:
+        """Key and value with as many heads as the query."""
+        if not self.is_grouped:
+            return self.key, self.value
+        groups = self.query.shape[1] // self.key.shape[1]
+        return self.key.repeat_interleave(groups, dim=1), self.value.repeat_interleave(
+            groups, dim=1
+        )
+
+    def dense_mask(self) -> Tensor | None:
+        """The mask as booleans broadcastable to [batch, heads, queries, keys]."""
+        if self.mask is None:
+            return None
+        return self.mask.dense(self.num_queries, self.num_keys, self.query.device)
+
+    def term(self) -> Tensor | None:
+        """Mask and bias as the one tensor fused kernels read: booleans, or biases with −inf."""
+        if not self.has_term:
+            return None
+        allowed = self.dense_mask()
+        if self.bias is None:
+            return allowed
+        bias = self.bias.to(self.query.dtype)
+        return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+
+
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: str | Score = "scaled_dot",
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    normalizer: str = "softmax",
+    edge_features: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Inputs:
+    """Check `attend`'s arguments against each other; ValueError or TypeError name the wrong one."""
+    if normalizer != "softmax":
+        raise ValueError(f"normalizer: expected 'softmax', got {normalizer!r}")
+    if edge_features is not None:
+        raise ValueError("edge_features: only attention over the edges of a graph takes them")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+    query, key, value = _autocast(query, key, value)
+    _check_tensors(query, key, value)
+    batch, num_heads, num_queries, head_dim = query.shape
+    num_keys = key.shape[2]
+    if mask is not None:
+        mask = as_mask(mask)
+        mask.check(batch, num_heads, num_queries, num_keys)
+        if isinstance(mask, Causal) and mask.align == "bottom_right" and num_queries == 1:
+            mask = None  # the last query sees everything
+    if bias is not None:
+        if not bias.is_floating_point():
+            raise TypeError(f"bias: expected a floating-point tensor, got {bias.dtype}")
+        check_broadcastable("bias", bias, (batch, num_heads, num_queries, num_keys))
+        # kernels without a gradient for the bias can serve it where none is asked
+        bias = as_4d(bias if torch.is_grad_enabled() else bias.detach())
+    return Inputs(
+        query,
+        key,
+        value,
+        scale=as_score(score).scale(scale, head_dim),
+        mask=mask,
+        bias=bias,
+        dropout_p=float(dropout_p),
+    )
+
+
+def in_high_precision(inputs: Inputs) -> Inputs:
+    """The same inputs in float32, or float64 if they are; how the definition is computed."""
+    dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+    return replace(
+        inputs,
+        query=inputs.query.to(dtype),
+        key=inputs.key.to(dtype),
+        value=inputs.value.to(dtype),
+        bias=None if inputs.bias is None else inputs.bias.to(dtype),
+    )
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    # torch casts SDPA's inputs under autocast; doing it first lets every kernel, ours included,
+    # be chosen for the precision that will run. Like torch, leave float64 alone.
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name}: expected [batch, heads, tokens, head_dim], got {list(tensor.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"{name}: is {tensor.dtype} on {tensor.device}, "
+                f"but query is {query.dtype} on {query.device}"
+            )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            "value: expected the batch, heads and tokens of key "
+            f"{list(key.shape[:3])}, got {list(value.shape[:3])}"
+        )
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(f"key: expected query's batch {query.shape[0]}, got {key.shape[0]}")
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"key: expected query's head_dim {query.shape[3]}, got {key.shape[3]}")
+    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
+        raise ValueError(
+            f"key: its {key.shape[1]} heads do not divide query's {query.shape[1]} heads"
+        )

@@ -1,0 +1,163 @@
+"""Attention weights on demand, in blocks, whatever kernel computes the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.inputs import Inputs, check_inputs, in_high_precision
+from attnkit.core.masks import Mask
+from attnkit.core.reference import softmax
+from attnkit.core.scores import Score
+
+__all__ = ["Indices", "attention_weights", "capture_attention"]
+
+Indices = int | slice | Sequence[int] | Tensor | None
+"""Which rows or heads: one, a slice, several, or None for all. Negative ones count from the end."""
+
+BLOCK_ELEMENTS = 2**24  # scores computed at once: 64 MB in float32
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    score: str | Score = "scaled_dot",
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    rows: Indices = None,
+    heads: Indices = None,
+) -> Tensor:
+    """The weights `attend` averages the values with: softmax_j(score(query_i, key_j) + bias_ij).
+
+    Before dropout, for the query rows and heads asked for and no others. Computed in float32
+    (float64 if the inputs are), a block of rows at a time, so that beside the result only one
+    block of scores is held. Differentiable.
+
+    Args:
+        query, key, score, mask, bias, scale: as in `attend`.
+        rows: which queries, None for all.
+        heads: which query heads, None for all.
+
+    Returns:
+        [batch, len(heads), len(rows), keys], in the dtype of the inputs; a row that may look
+        nowhere is 0.
+
+    Raises:
+        IndexError: a row or head that is not there. Else as `attend`.
+    """
+    inputs = check_inputs(query, key, key, score=score, mask=mask, bias=bias, scale=scale)
+    batch, num_heads, num_queries, _ = inputs.query.shape
+    row_indices = _indices("rows", rows, num_queries, query.device)
+    head_indices = _indices("heads", heads, num_heads, query.device)
+    kv_heads = head_indices // (num_heads // inputs.key.shape[1])
+    exact = in_high_precision(
+        replace(inputs, query=inputs.query[:, head_indices], key=inputs.key[:, kv_heads])
+    )
+    per_row = max(1, batch * len(head_indices) * inputs.num_keys)
+    with torch.autocast(query.device.type, enabled=False):
+        blocks = [
+            _weights_of_rows(exact, block, head_indices).to(inputs.query.dtype)
+            for block in row_indices.split(max(1, BLOCK_ELEMENTS // per_row))
+        ]
+    return torch.cat(blocks, dim=2)
+
+
+def _weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
+    scores = inputs.scale * (inputs.query[:, :, rows] @ inputs.key.transpose(-2, -1))
+    if inputs.bias is not None:
+        bias = inputs.bias if inputs.bias.shape[1] == 1 else inputs.bias[:, heads]
+        scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows])
+    if inputs.mask is None:
+        return softmax(scores, None)
+    return softmax(scores, inputs.mask.select(rows, heads, inputs.num_queries, inputs.num_keys))
+
+
+@contextmanager
+def capture_attention(
+    model: nn.Module,
+    layers: int | str | Sequence[int | str] | None = None,
+    rows: Indices = None,
+    heads: Indices = None,
+) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect the attention weights of a model's layers while it runs.
+
+        with attnkit.capture_attention(vit, layers=-1, rows=0) as weights:
+            logits = vit(images)
+        weights["blocks.11.attention"][0]    # [batch, heads, 1, tokens]
+
+    The kernels that compute the output stay what they were: the weights asked for are computed
+    beside them, without gradients, by the modules' own `attention_weights`, for every call of
+    `forward`. Compiled modules run uncompiled inside the block, since hooks added after
+    compilation would not be called.
+
+    Args:
+        model: any module that contains attention of attnkit, or of yours with a method
+            `attention_weights(<arguments of forward>, rows=, heads=)`.
+        layers: positions among those modules, or names (`*` matches anything); None for all.
+        rows: which queries, None for all.
+        heads: which heads, None for all.
+
+    Raises:
+        ValueError: the model has no such layers.
+    """
+    captured: dict[str, list[Tensor]] = {}
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in _select_layers(model, layers).items():
+
+            def hook(module, args, kwargs, output, name=name):
+                with torch.no_grad():
+                    weights = module.attention_weights(*args, **kwargs, rows=rows, heads=heads)
+                captured.setdefault(name, []).append(weights)
+
+            handle = module.register_forward_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield captured
+
+
+def _select_layers(
+    model: nn.Module, layers: int | str | Sequence[int | str] | None
+) -> dict[str, nn.Module]:
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if callable(getattr(module, "attention_weights", None))
+    }
+    if not found:
+        raise ValueError(f"model: {type(model).__name__} has no module with attention weights")
+    if layers is None:
+        return found
+    names = list(found)
+    chosen: dict[str, nn.Module] = {}
+    for layer in [layers] if isinstance(layers, int | str) else layers:
+        if isinstance(layer, int):
+            matches = names[layer : layer + 1 or None] if -len(names) <= layer else []
+        else:
+            matches = [name for name in names if fnmatchcase(name, layer)]
+        if not matches:
+            raise ValueError(
+                f"layers: {layer!r} is none of the {len(names)} attention layers {', '.join(names)}"
+            )
+        chosen.update((name, found[name]) for name in matches)
+    return chosen
+
+
+def _indices(name: str, given: Indices, size: int, device: torch.device) -> Tensor:
+    everything = torch.arange(size, device=device)
+    if given is None:
+        return everything
+    if isinstance(given, slice):
+        return everything[given]
+    chosen = torch.as_tensor([given] if isinstance(given, int) else given, device=device)
+    if chosen.dtype == torch.bool or chosen.is_floating_point() or chosen.ndim != 1:
+        raise TypeError(f"{name}: expected an integer, a slice or integers, got {given!r}")
+    if len(chosen) and (int(chosen.min()) < -size or int(chosen.max()) >= size):
+        raise IndexError(f"{name}: there are {size}, got {given!r}")
+    return everything[chosen.long()]
