@@ -93,6 +93,11 @@ def note_kernel(kernel: str) -> None:
             recorder.add(kernel)
 
 
+def module_name(name: str) -> str:
+    """A name of `named_modules()` as it was before torch.compile wrapped the model."""
+    return name.removeprefix("_orig_mod").removeprefix(".")
+
+
 _RECORDERS: list[_Recorder] = []
 
 
@@ -107,11 +112,7 @@ class _Recorder:
 
     def enter_module(self, module: nn.Module, args: object) -> None:
         if not self.modules:
-            # torch.compile wraps a module in one that calls it _orig_mod
-            self.names = {
-                child: name.removeprefix("_orig_mod").removeprefix(".")
-                for name, child in module.named_modules()
-            }
+            self.names = {child: module_name(name) for name, child in module.named_modules()}
         self.modules.append(module)
 
     def leave_module(self, module: nn.Module, args: object, output: object) -> None:

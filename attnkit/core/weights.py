@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnkit.core.inputs import Inputs, check_inputs, in_high_precision
 from attnkit.core.masks import Mask
+from attnkit.core.record import module_name
 from attnkit.core.reference import softmax
 from attnkit.core.scores import Score
 
@@ -126,7 +127,7 @@ def _select_layers(
     model: nn.Module, layers: int | str | Sequence[int | str] | None
 ) -> dict[str, nn.Module]:
     found = {
-        name: module
+        module_name(name): module
         for name, module in model.named_modules()
         if callable(getattr(module, "attention_weights", None))
     }

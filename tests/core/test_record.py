@@ -1,0 +1,90 @@
+"""The record of kernels against torch's profiler, by module, in eager and compiled models."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import attnkit
+from attnkit import MultiHeadAttention
+
+PROFILED = {
+    "flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "math": "aten::_scaled_dot_product_attention_math",
+}
+
+
+class Two(nn.Module):
+    def __init__(self, backends=("auto", "auto")):
+        super().__init__()
+        self.first = MultiHeadAttention(14, 2, backend=backends[0])
+        self.second = nn.ModuleList([MultiHeadAttention(14, 2, backend=backends[1])])
+
+    def forward(self, x):
+        return self.second[0](self.first(x))
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math", "reference"])
+@pytest.mark.parametrize("training", [True, False])
+def test_record_equals_the_profiler(kernel, training):
+    model = Two((kernel, kernel)).train(training)
+    x = torch.randn(3, 5, 14)
+    with attnkit.record_backends() as record:
+        model(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(x).sum().backward()
+    profiled = {event.key: event.count for event in profiler.key_averages()}
+    for name, operator in PROFILED.items():
+        assert profiled.get(operator, 0) == record.total()[name]
+    assert record.counts == {"first": {kernel: 1}, "second.0": {kernel: 1}}
+
+
+def test_record_by_module_and_outside_of_modules():
+    x = torch.randn(3, 5, 14)
+    model = Two(("math", "flash"))
+    with attnkit.record_backends() as record:
+        model(x)
+        model(x)
+        F.scaled_dot_product_attention(x, x, x)
+        with attnkit.record_backends() as inner:
+            nn.Sequential(model.first)(x)
+    assert record.counts == {
+        "first": {"math": 2},
+        "second.0": {"flash": 2},
+        "": {"flash": 1},
+        "0": {"math": 1},
+    }
+    assert inner.counts == {"0": {"math": 1}}
+    assert "second.0  flash ×2" in str(record)
+    model(x)
+    assert record.total() == {"math": 3, "flash": 3}
+
+
+def test_record_survives_an_error_inside():
+    model = Two()
+    with attnkit.record_backends() as record:
+        with pytest.raises(RuntimeError):
+            model(torch.randn(3, 5, 13))
+        model(torch.randn(3, 5, 14))
+    assert record.counts == {"first": {"flash": 1}, "second.0": {"flash": 1}}
+    assert str(attnkit.core.record.KernelCounts()) == "no attention ran"
+
+
+def test_record_sees_modules_nobody_here_wrote():
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3)
+    with attnkit.record_backends() as record:
+        model(torch.randn(2, 3, 32, 32))
+    assert record.counts == {"blocks.0.attn": {"flash": 1}, "blocks.1.attn": {"flash": 1}}
+
+
+def test_record_and_capture_see_compiled_models():
+    model = torch.compile(Two(), backend="eager", fullgraph=True)
+    x = torch.randn(3, 5, 14)
+    model(x)
+    with attnkit.record_backends() as record, attnkit.capture_attention(model) as weights:
+        model(x)
+    assert record.counts == {"first": {"flash": 1}, "second.0": {"flash": 1}}
+    assert list(weights) == ["first", "second.0"]
