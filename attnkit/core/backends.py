@@ -198,25 +198,31 @@ BACKENDS: tuple[Backend, ...] = (Flash(), Cudnn(), Efficient(), Math(), Referenc
 """The kernels in order of preference."""
 
 
-def choose_backend(inputs: Inputs, backend: str = "auto") -> Backend:
+def named_backend(name: str) -> Backend | None:
+    """The backend of that name, None for "auto"; ValueError lists the names there are."""
+    if name == "auto":
+        return None
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    names = ", ".join(backend.name for backend in BACKENDS)
+    raise ValueError(f"backend: expected 'auto' or one of {names}, got {name!r}")
+
+
+def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
     """The named backend, or the first that can serve the inputs.
 
     UnsupportedError if a named one cannot, with every reason; ValueError for an unknown name.
     """
-    if backend == "auto":
-        for candidate in BACKENDS:
-            if not candidate.unsupported_reasons(inputs):
-                return candidate
-    for candidate in BACKENDS:
-        if candidate.name == backend:
-            reasons = candidate.unsupported_reasons(inputs)
-            if reasons:
-                raise UnsupportedError(
-                    f"backend={backend!r} cannot serve this attention: {'; '.join(reasons)}"
-                )
-            return candidate
-    names = ", ".join(candidate.name for candidate in BACKENDS)
-    raise ValueError(f"backend: expected 'auto' or one of {names}, got {backend!r}")
+    backend = named_backend(name)
+    if backend is None:
+        # the reference serves everything
+        return next(b for b in BACKENDS if not b.unsupported_reasons(inputs))
+    if reasons := backend.unsupported_reasons(inputs):
+        raise UnsupportedError(
+            f"backend={name!r} cannot serve this attention: {'; '.join(reasons)}"
+        )
+    return backend
 
 
 @dataclass(frozen=True)

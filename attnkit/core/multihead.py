@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit.core.attend import attend
+from attnkit.core.backends import named_backend
 from attnkit.core.masks import Mask
 from attnkit.core.weights import Indices, attention_weights
 
@@ -77,6 +78,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"num_kv_heads: {num_kv_heads} does not divide num_heads {num_heads}")
         if not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+        named_backend(backend)
         key_dim = dim if key_dim is None else key_dim
         value_dim = key_dim if value_dim is None else value_dim
         self.dim = dim

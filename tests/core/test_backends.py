@@ -65,7 +65,7 @@ def with_gradients(tensors, function=attend, **options):
 
 
 def assert_equal(actual, exact, plain):
-    """As torch tests its kernels: tolerances grow with the error of plain code in the same dtype."""
+    """As torch tests its kernels: the error of plain code in the same dtype is allowed too."""
     atol, rtol = TOLERANCES[actual.dtype]
     atol = max(atol, (plain.double() - exact).abs().max().item())
     assert actual.isfinite().all()

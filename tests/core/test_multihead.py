@@ -1,4 +1,4 @@
-"""MultiHeadAttention: against torch's functional form, its forms against each other, its refusals."""
+"""MultiHeadAttention: against torch's, its forms against each other, and its refusals."""
 
 import pytest
 import torch

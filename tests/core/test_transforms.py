@@ -1,4 +1,4 @@
-"""attend and the block under torch.compile(fullgraph=True), torch.export, autocast and low precision."""
+"""attend and the block under torch.compile, torch.export, autocast and in low precision."""
 
 import pytest
 import torch

@@ -1,0 +1,7 @@
+"""Layout in, attention block, layout out."""
+
+from attnkit.layers.block import TransformerBlock
+from attnkit.layers.patch import PatchEmbedding
+from attnkit.layers.pooling import AttentionPooling
+
+__all__ = ["AttentionPooling", "PatchEmbedding", "TransformerBlock"]

@@ -1,0 +1,309 @@
+"""The Vision Transformer, on attnkit's block."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import torch
+from timm.layers import PatchDropoutWithIndices, trunc_normal_
+from torch import Tensor, nn
+
+from attnkit.core.positions import Rotary2d, Rotation, resize_positions, sincos_2d
+from attnkit.layers.block import Activation, TransformerBlock
+from attnkit.layers.patch import PatchEmbedding
+from attnkit.layers.pooling import AttentionPooling
+
+__all__ = ["VIT_SIZES", "ViT"]
+
+PositionKind = Literal["learned", "sincos2d", "rotary2d"]
+Pooling = Literal["class", "mean", "attention"]
+
+VIT_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # Touvron et al., Training data-efficient image transformers, 2021, table 1
+        "tiny": {"dim": 192, "depth": 12, "num_heads": 3},
+        "small": {"dim": 384, "depth": 12, "num_heads": 6},
+        # Dosovitskiy et al., An image is worth 16x16 words, 2021, table 1
+        "base": {"dim": 768, "depth": 12, "num_heads": 12},
+        "large": {"dim": 1024, "depth": 24, "num_heads": 16},
+    }
+)
+"""The published sizes; 5.7, 22, 86 and 304 million parameters at 224 pixels and patch 16."""
+
+
+class ViT(nn.Module):
+    """Vision Transformer (Dosovitskiy et al., An image is worth 16x16 words, 2021).
+
+        tokens = [class, registers, patches · W + positions]
+        tokens = block(tokens)    depth times
+        logits = head(norm(pool(tokens)))
+
+    Images `[batch, channels, height, width]` in, logits `[batch, num_classes]` out.
+
+    With class-token pooling the last block computes the query, output and MLP of that token alone;
+    keys and values still come from all. The result is exactly the same, at less work. A position
+    of the class token, which some implementations add, is here a part of the class token.
+
+    Args:
+        image_size: height and width in pixels, or one number for both.
+        patch_size: likewise; must divide the image.
+        in_channels: channels of the images.
+        num_classes: logits; 0 for none, when `forward` returns the features.
+        dim, depth, num_heads, mlp_ratio: channels, blocks, heads, and the MLP's width over `dim`.
+        positions: "learned"; "sincos2d", fixed (MoCo v3, MAE); "rotary2d", applied to queries and
+            keys (Heo et al. 2024); None.
+        pooling: "class" token, "mean" over the patches, or "attention", one learned query over
+            the patches (Zhai et al. 2022).
+        class_token: None: there is one if the pooling reads it.
+        num_registers: learned extra tokens (Darcet et al. 2024), not pooled.
+        qkv_bias, qk_norm: of the attention.
+        layer_scale: start value of learned scales on the branches (Touvron et al. 2021); None: no
+            scales.
+        dropout_p: after embedding, attention and in the MLPs.
+        attention_dropout_p: of the attention weights.
+        drop_path: chance that a sample skips a branch, rising linearly to this at the last block.
+        patch_dropout: share of patches left out in training (Li et al. 2023), after positions.
+        embed_norm: layer norm before the first block, and no bias in the patches (CLIP).
+        norm_after_pooling: None: for mean pooling (as timm and BEiT), else before.
+        activation: "gelu" or its approximation "gelu_tanh".
+        norm_eps: of every layer norm.
+        backend: the attention kernel, as in `attnkit.attend`.
+
+    Raises:
+        ValueError: sizes that do not divide, unknown choices, images of another size.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_channels: int = 3,
+        num_classes: int = 1000,
+        dim: int = 192,
+        depth: int = 12,
+        num_heads: int = 3,
+        mlp_ratio: float = 4.0,
+        positions: PositionKind | None = "learned",
+        pooling: Pooling = "class",
+        class_token: bool | None = None,
+        num_registers: int = 0,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        layer_scale: float | None = None,
+        dropout_p: float = 0.0,
+        attention_dropout_p: float = 0.0,
+        drop_path: float = 0.0,
+        patch_dropout: float = 0.0,
+        embed_norm: bool = False,
+        norm_after_pooling: bool | None = None,
+        activation: Activation = "gelu",
+        norm_eps: float = 1e-6,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        _check_choice("pooling", pooling, get_args(Pooling))
+        _check_choice("positions", positions, (*get_args(PositionKind), None))
+        for name, count in (("depth", depth), ("in_channels", in_channels)):
+            if count < 1:
+                raise ValueError(f"{name}: expected at least 1, got {count}")
+        for name, count in (("num_classes", num_classes), ("num_registers", num_registers)):
+            if count < 0:
+                raise ValueError(f"{name}: expected at least 0, got {count}")
+        for name, share in (("drop_path", drop_path), ("patch_dropout", patch_dropout)):
+            if not 0.0 <= share < 1.0:
+                raise ValueError(f"{name}: expected 0 <= {name} < 1, got {share}")
+        if class_token is None:
+            class_token = pooling == "class"
+        elif pooling == "class" and not class_token:
+            raise ValueError("pooling: 'class' reads the class token, but class_token is False")
+        if norm_after_pooling is None:
+            norm_after_pooling = pooling == "mean"
+
+        self.image_size = _pair("image_size", image_size)
+        self.num_classes = num_classes
+        self.dim = dim
+        self.head_dim = dim // num_heads
+        self.pooling = pooling
+        self.positions = positions
+        self.num_prefix_tokens = int(class_token) + num_registers
+
+        self.patch_embed = PatchEmbedding(
+            _pair("patch_size", patch_size), in_channels, dim, bias=not embed_norm
+        )
+        grid = self._grid(self.image_size, self.patch_embed.patch_size)
+        self.class_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
+        self.registers = nn.Parameter(torch.empty(1, num_registers, dim)) if num_registers else None
+        self.position_table: Tensor | None
+        if positions == "learned":
+            self.position_table = nn.Parameter(torch.empty(1, grid[0] * grid[1], dim))
+        else:
+            table = sincos_2d(grid, dim)[None] if positions == "sincos2d" else None
+            self.register_buffer("position_table", table, persistent=False)
+        self.rotary = self._rotary(grid) if positions == "rotary2d" else None
+        self.dropout = nn.Dropout(dropout_p)
+        self.patch_dropout = PatchDropoutWithIndices(patch_dropout, num_prefix_tokens=0)
+        self.embed_norm = nn.LayerNorm(dim, eps=norm_eps) if embed_norm else nn.Identity()
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                layer_scale=layer_scale,
+                dropout_p=dropout_p,
+                attention_dropout_p=attention_dropout_p,
+                drop_path=drop_path * index / max(1, depth - 1),
+                activation=activation,
+                norm_eps=norm_eps,
+                backend=backend,
+            )
+            for index in range(depth)
+        )
+        norms = [nn.Identity(), nn.LayerNorm(dim, eps=norm_eps)]
+        self.norm, self.pooled_norm = norms if norm_after_pooling else reversed(norms)
+        self.pool = (
+            AttentionPooling(
+                dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                activation=activation,
+                norm_eps=norm_eps,
+                backend=backend,
+            )
+            if pooling == "attention"
+            else None
+        )
+        self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
+        self.reset_parameters()
+
+    @classmethod
+    def from_size(cls, size: str, **options: Any) -> "ViT":
+        """A published size, "tiny", "small", "base" or "large" (`VIT_SIZES`), and any options."""
+        _check_choice("size", size, tuple(VIT_SIZES))
+        return cls(**{**VIT_SIZES[size], **options})
+
+    def reset_parameters(self) -> None:
+        """Truncated normals of 0.02 and zero biases, as timm; the patches' as a convolution's."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if isinstance(self.position_table, nn.Parameter):
+            trunc_normal_(self.position_table, std=0.02)
+        for token in (self.class_token, self.registers):
+            if token is not None:
+                nn.init.normal_(token, std=1e-6)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits `[batch, num_classes]` of images `[batch, channels, height, width]`."""
+        return self.head(self.features(images))
+
+    def features(self, images: Tensor) -> Tensor:
+        """What the head reads: the pooled, normalised vector, `[batch, dim]`."""
+        tokens = self._encode(images, only_class_token=self.pooling == "class")
+        return self.pooled_norm(self._pool(self.norm(tokens)))
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """All tokens after the last block and norm, `[batch, prefix + patches, dim]`.
+
+        The first `num_prefix_tokens` are the class token and the registers, in this order.
+        """
+        return self.norm(self._encode(images, only_class_token=False))
+
+    def resize(
+        self,
+        image_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+    ) -> "ViT":
+        """Change, in place, the image and patch size the model takes; returns self.
+
+        Learned positions are resampled (bicubic, antialiased), patch weights by FlexiViT's
+        pseudo-inverse resize (Beyer et al. 2023); fixed and rotary positions are made anew. The
+        parameters are new ones, so resize before you make an optimiser.
+        """
+        old_grid = self._grid(self.image_size, self.patch_embed.patch_size)
+        image = self.image_size if image_size is None else _pair("image_size", image_size)
+        patch = (
+            self.patch_embed.patch_size if patch_size is None else _pair("patch_size", patch_size)
+        )
+        grid = self._grid(image, patch)
+        self.image_size = image
+        self.patch_embed.resize(patch)
+        table = self.position_table
+        if isinstance(table, nn.Parameter):
+            resized = resize_positions(table.detach(), old_grid, grid)
+            self.position_table = nn.Parameter(resized, requires_grad=table.requires_grad)
+        elif table is not None:
+            self.position_table = sincos_2d(grid, self.dim)[None].to(table)
+        elif self.rotary is not None:
+            self.rotary = self._rotary(grid).to(self.rotary.cos)
+        return self
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters an optimiser should not shrink: tokens and positions."""
+        names = {"class_token", "registers", "position_table", "pool.query"}
+        return names & {name for name, _ in self.named_parameters()}
+
+    def _encode(self, images: Tensor, *, only_class_token: bool) -> Tensor:
+        if tuple(images.shape[-2:]) != self.image_size:
+            raise ValueError(
+                f"images: expected {self.image_size[0]} x {self.image_size[1]} pixels, "
+                f"got {list(images.shape)}; resize() makes the model take another size"
+            )
+        tokens, rotation = self._embed(images)
+        *blocks, last = self.blocks
+        for block in blocks:
+            tokens = block(tokens, positions=rotation)
+        if not only_class_token:
+            return last(tokens, positions=rotation)
+        if rotation is not None:
+            rotation = rotation.first_queries(1)
+        return last(tokens, query_tokens=1, positions=rotation)
+
+    def _embed(self, images: Tensor) -> tuple[Tensor, Rotation | None]:
+        tokens = self.patch_embed(images)
+        if self.position_table is not None:
+            tokens = tokens + self.position_table
+        tokens, kept = self.patch_dropout(tokens)  # kept is None where nothing was left out
+        prefix = [
+            token.expand(images.shape[0], -1, -1)
+            for token in (self.class_token, self.registers)
+            if token is not None
+        ]
+        if prefix:
+            tokens = torch.cat([*prefix, tokens], dim=1)
+        rotation = None if self.rotary is None else self.rotary.rotation(kept)
+        return self.embed_norm(self.dropout(tokens)), rotation
+
+    def _pool(self, tokens: Tensor) -> Tensor:
+        if self.pooling == "class":
+            return tokens[:, 0]
+        patches = tokens[:, self.num_prefix_tokens :]
+        return patches.mean(dim=1) if self.pool is None else self.pool(patches)
+
+    def _rotary(self, grid: tuple[int, int]) -> Rotary2d:
+        return Rotary2d(self.head_dim, grid, num_prefix_tokens=self.num_prefix_tokens)
+
+    @staticmethod
+    def _grid(image: tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:
+        if image[0] % patch[0] or image[1] % patch[1]:
+            raise ValueError(
+                f"patch_size: {patch[0]} x {patch[1]} does not divide "
+                f"image_size {image[0]} x {image[1]}"
+            )
+        return image[0] // patch[0], image[1] // patch[1]
+
+
+def _pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or min(pair) < 1:
+        raise ValueError(f"{name}: expected a positive number or two, got {size}")
+    return pair
+
+
+def _check_choice(name: str, given: object, choices: tuple[object, ...]) -> None:
+    if given not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {given!r}")

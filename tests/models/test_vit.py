@@ -1,0 +1,182 @@
+"""ViT: sizes, poolings, positions, resizing, transforms; parity with others is in test_interop."""
+
+import pytest
+import torch
+from torch import nn
+
+import attnkit
+from attnkit import ViT
+from attnkit.models.loading import load_matching
+
+SMALL = {"image_size": (12, 20), "patch_size": 4, "dim": 24, "depth": 2, "num_classes": 5}
+VARIANTS = {
+    "plain": {},
+    "registers": {"num_registers": 2},
+    "mean": {"pooling": "mean"},
+    "mean with class token": {"pooling": "mean", "class_token": True},
+    "attention": {"pooling": "attention", "positions": None},
+    "rotary": {"positions": "rotary2d", "num_registers": 1},
+    "sincos": {"positions": "sincos2d"},
+    "all": {"layer_scale": 0.1, "qk_norm": True, "embed_norm": True, "qkv_bias": False},
+}
+
+
+def make(**options):
+    torch.manual_seed(0)
+    model = ViT(**{**SMALL, **options})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def images():
+    return torch.randn(3, 3, 12, 20, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"), [("tiny", 5.7), ("small", 22.1), ("base", 86.6), ("large", 304.3)]
+)
+def test_published_sizes(size, millions):
+    with torch.device("meta"):
+        model = ViT.from_size(size, num_classes=1000)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiled_exported_and_autocast(variant, images):
+    torch._dynamo.reset()
+    model = make(**VARIANTS[variant]).eval()
+    logits = model(images)
+    assert logits.shape == (3, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(images), logits)
+    exported = torch.export.export(model, (images,)).module()
+    torch.testing.assert_close(exported(2 * images), model(2 * images))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = model(images)
+    assert (cast - logits).norm() < 0.1 * logits.norm()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_gets_a_gradient(variant, images):
+    model = make(**VARIANTS[variant])
+    model(images).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary2d"])
+def test_class_token_alone_is_exactly_that_of_all_tokens(positions, images):
+    model = make(positions=positions, num_registers=2).double().eval()
+    images = images.double()
+    tokens = model.tokens(images)
+    assert tokens.shape == (3, 1 + 2 + 15, 24)
+    torch.testing.assert_close(model.head(tokens[:, 0]), model(images))
+    with attnkit.capture_attention(model) as weights:
+        model(images)
+    assert [w[0].shape for w in weights.values()] == [(3, 3, 18, 18), (3, 3, 1, 18)]
+    assert list(weights) == ["blocks.0.attention", "blocks.1.attention"]
+
+
+def test_poolings_read_what_they_say(images):
+    mean = make(pooling="mean", num_registers=2).double().eval()
+    images = images.double()
+    expected = mean.pooled_norm(mean.tokens(images)[:, 2:].mean(dim=1))
+    torch.testing.assert_close(mean.features(images), expected)
+    attention = make(pooling="attention").double().eval()
+    expected = attention.head(attention.pool(attention.tokens(images)))
+    torch.testing.assert_close(attention(images), expected)
+    no_head = make(num_classes=0)
+    assert torch.equal(no_head(images.float()), no_head.features(images.float()))
+
+
+def test_without_positions_patches_may_be_swapped(images):
+    swapped = torch.cat([images[:, :, 4:8], images[:, :, :4], images[:, :, 8:]], dim=2)
+    for positions in (None, "learned", "sincos2d", "rotary2d"):
+        model = make(positions=positions).eval()
+        same = torch.allclose(model(swapped), model(images), atol=1e-4)
+        assert same == (positions is None)
+
+
+def test_patch_dropout_leaves_patches_out_in_training_only(images):
+    for positions in ("learned", "rotary2d"):
+        model = make(patch_dropout=0.4, positions=positions)
+        assert model.tokens(images).shape == (3, 1 + 9, 24)
+        model.eval()
+        assert model.tokens(images).shape == (3, 1 + 15, 24)
+
+
+@pytest.mark.parametrize("positions", ["learned", "sincos2d", "rotary2d", None])
+def test_resize(positions, images):
+    model = make(positions=positions).eval()
+    before = model(images)
+    torch.testing.assert_close(model.resize()(images), before)
+    assert model.resize(image_size=(24, 40), patch_size=(8, 8)) is model
+    enlarged = nn.functional.interpolate(images, scale_factor=2, mode="bilinear")
+    assert (model(enlarged) - before).norm() < 0.35 * before.norm()
+    model.resize(image_size=16, patch_size=4)
+    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 5)
+    fresh = ViT(**{**SMALL, "image_size": 16, "positions": positions})
+    load_matching(fresh, model.state_dict())
+    torch.testing.assert_close(fresh.eval()(enlarged[:, :, :16, :16]),
+                               model(enlarged[:, :, :16, :16]))  # fmt: skip
+
+
+def test_no_weight_decay_names_tokens_and_positions():
+    model = make(num_registers=2, pooling="attention", class_token=True)
+    assert model.no_weight_decay() == {"class_token", "registers", "position_table", "pool.query"}
+    assert make(positions="sincos2d").no_weight_decay() == {"class_token"}
+
+
+def test_drop_path_rises_linearly():
+    model = make(depth=5, drop_path=0.2)
+    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
+    assert rates == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch_size": 5}, "patch_size: 5 x 5 does not divide image_size 12 x 20"),
+        ({"patch_size": 0}, "patch_size: expected a positive number or two, got 0"),
+        ({"dim": 23}, "num_heads: 3 does not divide dim 23"),
+        ({"pooling": "max"}, "pooling: expected one of 'class', 'mean', 'attention', got 'max'"),
+        ({"positions": "fixed"}, "positions: expected one of 'learned'.*None, got 'fixed'"),
+        ({"class_token": False}, "pooling: 'class' reads the class token"),
+        ({"depth": 0}, "depth: expected at least 1, got 0"),
+        ({"num_classes": -1}, "num_classes: expected at least 0, got -1"),
+        ({"drop_path": 1.0}, "drop_path: expected 0 <= drop_path < 1, got 1.0"),
+        ({"dim": 30, "positions": "rotary2d"}, "head_dim: 10 is not a multiple of 4"),
+        ({"activation": "relu"}, "activation: 'relu', expected one of"),
+        ({"backend": "flsh"}, "backend: expected 'auto' or one of"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        ViT(**{**SMALL, **options})
+
+
+def test_wrong_images_and_sizes_are_named(images):
+    model = make()
+    with pytest.raises(ValueError, match=r"images: expected 12 x 20 pixels, got \[3, 3, 20, 12\]"):
+        model(images.transpose(2, 3))
+    with pytest.raises(ValueError, match=r"images: shape \(3, 1, 12, 20\), expected \[batch, 3"):
+        model(images[:, :1])
+    with pytest.raises(ValueError, match=r"size: expected one of 'tiny'.*got 'huge'"):
+        ViT.from_size("huge")
+    with pytest.raises(ValueError, match="patch_size: 4 x 4 does not divide image_size 13 x 13"):
+        model.resize(image_size=13)
+
+
+def test_a_checkpoint_that_does_not_fit_shows_both_sides():
+    state = make(depth=1, num_registers=1).state_dict()
+    with pytest.raises(ValueError, match="old.ckpt does not fit ViT") as error:
+        load_matching(make(depth=1, dim=12, num_classes=3), state, "old.ckpt")
+    message = str(error.value)
+    assert "head.weight: (5, 24) in old.ckpt, (3, 12) here" in message
+    assert "registers: (1, 1, 24) in old.ckpt, none here" in message
+    with pytest.raises(ValueError, match=r"class_token: missing in state, \(1, 1, 24\) here"):
+        load_matching(make(depth=1, num_registers=1), {"registers": state["registers"]})
