@@ -26,14 +26,18 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("kernel", ["flash", "math", "reference"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("training", [True, False])
-def test_record_equals_the_profiler(kernel, training):
+def test_record_equals_the_profiler(kernel, mode, training):
     model = Two((kernel, kernel)).train(training)
-    x = torch.randn(3, 5, 14)
-    with attnkit.record_backends() as record:
-        model(x).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        model(x).sum().backward()
+    with mode():
+        x = torch.randn(3, 5, 14)
+        with attnkit.record_backends() as record:
+            output = model(x)
+            if output.requires_grad:
+                output.sum().backward()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            assert torch.equal(model(x), output)
     profiled = {event.key: event.count for event in profiler.key_averages()}
     for name, operator in PROFILED.items():
         assert profiled.get(operator, 0) == record.total()[name]

@@ -173,7 +173,7 @@ def test_wrong_images_and_sizes_are_named(images):
 
 def test_a_checkpoint_that_does_not_fit_shows_both_sides():
     state = make(depth=1, num_registers=1).state_dict()
-    with pytest.raises(ValueError, match="old.ckpt does not fit ViT") as error:
+    with pytest.raises(ValueError, match=r"old\.ckpt does not fit ViT") as error:
         load_matching(make(depth=1, dim=12, num_classes=3), state, "old.ckpt")
     message = str(error.value)
     assert "head.weight: (5, 24) in old.ckpt, (3, 12) here" in message
