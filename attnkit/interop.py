@@ -1,10 +1,13 @@
 """Weights from modules nobody here wrote, with equal outputs.
 
-What a model has and attnkit's does not is refused with the reason, never dropped.
+What a model has and attnkit's does not is refused with the reason, never dropped: every module of
+the model must be of a type known here, the settings of its blocks must be one, and no entry of its
+state dict may be left over. Whether parameters are frozen is not carried over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,24 +25,60 @@ __all__ = ["from_timm", "from_torch", "from_torchvision"]
 
 State = dict[str, Tensor]
 
+_PLAIN = {nn.Conv2d, nn.Dropout, nn.GELU, nn.Identity, nn.LayerNorm, nn.Linear, nn.Sequential}
+
+_FROM_TIMM = {
+    "patch_embed.proj.": "patch_embed.",
+    "cls_token": "class_token",
+    "reg_token": "registers",
+    "norm_pre.": "embed_norm.",
+    "fc_norm.": "pooled_norm.",
+    ".norm1.": ".attention_norm.",
+    ".attn.qkv.": ".attention.in_proj.",
+    ".attn.q_norm.": ".attention.query_norm.",
+    ".attn.k_norm.": ".attention.key_norm.",
+    ".attn.proj.": ".attention.out_proj.",
+    ".ls1.": ".attention_scale.",
+    ".norm2.": ".mlp_norm.",
+    ".ls2.": ".mlp_scale.",
+    "attn_pool.latent": "pool.query",
+    "attn_pool.proj.": "pool.attention.out_proj.",
+    "attn_pool.norm.": "pool.norm.",
+    "attn_pool.mlp.": "pool.mlp.",
+}
+
+_FROM_TORCHVISION = {
+    "conv_proj.": "patch_embed.",
+    "encoder.ln.": "norm.",
+    "encoder.layers.encoder_layer_": "blocks.",
+    ".ln_1.": ".attention_norm.",
+    ".self_attention.in_proj_": ".attention.in_proj.",
+    ".self_attention.": ".attention.",
+    ".ln_2.": ".mlp_norm.",
+    ".mlp.0.": ".mlp.fc1.",
+    ".mlp.3.": ".mlp.fc2.",
+}
+
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     """attnkit's block with the weights of torch's `nn.MultiheadAttention`; equal outputs.
 
-    Ours takes [batch, tokens, channels] whatever `batch_first` was. torch's masks hide where they
-    are True, ours show: `key_padding_mask=hidden` becomes `mask=Padding(~hidden)`, a boolean
-    `attn_mask=hidden` becomes `mask=~hidden`, a float one `bias=`.
+    Ours takes [batch, tokens, channels] whatever `batch_first` was: of a module with
+    `batch_first=False`, transpose inputs and output. torch's masks hide where they are True, ours
+    show: `key_padding_mask=hidden` becomes `mask=Padding(~hidden)`, a boolean `attn_mask=hidden`
+    becomes `mask=~hidden`, a float one `bias=`.
 
     Raises:
+        TypeError: another class, subclasses included.
         ValueError: the module has `add_bias_kv` or `add_zero_attn`.
     """
-    if not isinstance(module, nn.MultiheadAttention):
-        raise TypeError(f"module: expected nn.MultiheadAttention, got {type(module).__name__}")
+    _check_class(module, nn.MultiheadAttention)
     _refuse(
         module,
         {
             "add_bias_kv: learned extra keys": module.bias_k is not None,
             "add_zero_attn: an extra key of zeros": module.add_zero_attn,
+            "hooks": _has_hooks(module) or _has_hooks(module.out_proj),
         },
     )
     block = MultiHeadAttention(
@@ -51,7 +90,15 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         out_bias=module.out_proj.bias is not None,
         dropout_p=module.dropout,
     )
-    return _loaded(block, _multihead_state(module), module)
+    names = {"in_proj_": "in_proj."}
+    if not block.is_fused:
+        letters = {"q": "query", "k": "key", "v": "value"}
+        names = {f"{letter}_proj_": f"{name}_proj." for letter, name in letters.items()}
+    state = _renamed(module.state_dict(), names)
+    if not block.is_fused and "in_proj_bias" in state:
+        parts = ("query_proj.bias", "key_proj.bias", "value_proj.bias")
+        state.update(zip(parts, state.pop("in_proj_bias").chunk(3), strict=True))
+    return _loaded(block, state, module)
 
 
 def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
@@ -59,87 +106,113 @@ def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
 
     Served: class-token, average and attention ("map") pooling, registers, layer scale, query/key
     norm, positions with or without an entry for the prefix tokens, CLIP's pre-norm, DeiT without
-    a distillation token. Rates of dropout and drop path are carried over.
+    a distillation token. Rates of dropout and drop path are carried over. A model with
+    `dynamic_img_size` gives one of its present size; `ViT.resize` changes it.
 
     Raises:
         TypeError: not a `timm.models.vision_transformer.VisionTransformer` itself.
         ValueError: it has a part that attnkit's ViT does not; all of them are named.
     """
-    from timm.layers import AttentionPoolLatent, Mlp, PatchEmbed
-    from timm.layers.attention import Attention
+    from timm.layers import (
+        Attention,
+        AttentionPoolLatent,
+        DropPath,
+        LayerNorm,
+        LayerScale,
+        Mlp,
+        PatchDropout,
+        PatchEmbed,
+    )
+    from timm.layers.activations import GELU, GELUTanh
     from timm.models.vision_transformer import Block, VisionTransformer
 
-    if type(model) is not VisionTransformer:
-        raise TypeError(
-            "model: expected timm's VisionTransformer itself, whose forward is known, "
-            f"got {type(model).__module__}.{type(model).__qualname__}"
-        )
-    block: Any = model.blocks[0]
+    _check_class(model, VisionTransformer)
+    known = {VisionTransformer, PatchEmbed, PatchDropout, Block, Attention, Mlp, LayerNorm}
+    known |= {LayerScale, DropPath, AttentionPoolLatent, GELU, GELUTanh, *_PLAIN}
+    _refuse(model, _strangers(model, known))
+
+    blocks: list[Any] = list(model.blocks)
+    pool: Any = model.attn_pool
     pooling: Any = {"token": "class", "avg": "mean", "map": "attention"}.get(model.global_pool)
+    heads = [block.attn for block in blocks] + ([] if pool is None else [pool])
+    num_heads, dim = blocks[0].attn.num_heads, model.embed_dim
+    dropouts = {p for b in blocks for p in (b.attn.proj_drop.p, b.mlp.drop1.p, b.mlp.drop2.p)} | {
+        model.pos_drop.p
+    }
+    attention_dropouts = {block.attn.attn_drop.p for block in blocks}
+    activations = [_activation(part.mlp.act) for part in [*blocks, pool] if part is not None]
+    pooled_norm = isinstance(model.fc_norm, nn.LayerNorm)
     _refuse(
         model,
         {
+            **_uneven(model, model.patch_embed.proj, activations),
             f"global_pool={model.global_pool!r}": pooling is None,
             "pool_include_prefix: pools the class token too": model.pool_include_prefix,
-            "other blocks than Block": any(type(b) is not Block for b in model.blocks),
-        },
-    )
-    activation: Any = _activation(block.mlp.act) if type(block.mlp) is Mlp else None
-    final_norm, pooled_norm = (
-        isinstance(norm, nn.LayerNorm) for norm in (model.norm, model.fc_norm)
-    )
-    pool = model.attn_pool
-    _refuse(
-        model,
-        {
-            "another patch embedding than PatchEmbed": type(model.patch_embed) is not PatchEmbed,
-            "a norm in the patch embedding": not isinstance(model.patch_embed.norm, nn.Identity),
-            "another attention than Attention": type(block.attn) is not Attention,
-            "another MLP than Mlp with GELU": activation is None,
-            "no final layer norm, or another norm": final_norm == pooled_norm,
-            "another norm than LayerNorm": any("Norm" in type(m).__name__
-                and not isinstance(m, nn.LayerNorm) for m in model.modules()),
-            "scaled attention norm": not isinstance(getattr(block.attn, "norm", None), nn.Identity),
-            "gated attention": getattr(block.attn, "gate", None) is not None,
-            "scaled MLP norm": not isinstance(getattr(block.mlp, "norm", None), nn.Identity),
-            "no bias in the output projections": block.attn.proj.bias is None,
+            "no final norm, or two": pooled_norm == isinstance(model.norm, nn.LayerNorm),
+            "heads that differ or are not dim / num_heads wide": {
+                (attention.num_heads, attention.head_dim, attention.scale) for attention in heads
+            }
+            != {(num_heads, dim // num_heads, (dim // num_heads) ** -0.5)},
+            "gated attention": any(block.attn.gate is not None for block in blocks),
             "drop_rate: dropout before the head": model.head_drop.p > 0,
-            "pos_drop_rate and proj_drop_rate that differ": model.pos_drop.p
-            != block.attn.proj_drop.p,
+            "dropout rates that differ": len(dropouts) > 1 or len(attention_dropouts) > 1,
+            "gradient checkpointing": model.grad_checkpointing,
             "another attention pooling than one latent query": pool is not None
-            and (type(pool) is not AttentionPoolLatent or pool.latent_len != 1
-                 or pool.pos_embed is not None or pool.pool != "token" or pool.mlp is None
-                 or not isinstance(pool.q, nn.Linear) or not isinstance(pool.q_norm, nn.Identity)),
+            and (
+                pool.latent_len != 1
+                or pool.pool != "token"
+                or pool.proj_drop.p > 0
+                or not isinstance(pool.q, nn.Linear)
+            ),
         },
-    )  # fmt: skip
-    patch = model.patch_embed.proj
-    pre_norm = isinstance(model.norm_pre, nn.LayerNorm)
+    )
+    patch: Any = model.patch_embed.proj
     vit = ViT(
         image_size=model.patch_embed.img_size,
         patch_size=model.patch_embed.patch_size,
         in_channels=patch.in_channels,
         num_classes=model.num_classes,
-        dim=model.embed_dim,
-        depth=len(model.blocks),
-        num_heads=block.attn.num_heads,
-        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
+        dim=dim,
+        depth=len(blocks),
+        num_heads=num_heads,
+        mlp_ratio=blocks[0].mlp.fc1.out_features / dim,
         positions=None if model.pos_embed is None else "learned",
         pooling=pooling,
         class_token=model.has_class_token,
         num_registers=model.num_reg_tokens,
-        qkv_bias=block.attn.qkv.bias is not None,
-        qk_norm=isinstance(block.attn.q_norm, nn.LayerNorm),
-        layer_scale=None if isinstance(block.ls1, nn.Identity) else 1.0,
+        qkv_bias=blocks[0].attn.qkv.bias is not None,
+        qk_norm=isinstance(blocks[0].attn.q_norm, nn.LayerNorm),
+        layer_scale=None if isinstance(blocks[0].ls1, nn.Identity) else 1.0,
         dropout_p=model.pos_drop.p,
-        attention_dropout_p=block.attn.attn_drop.p,
-        drop_path=getattr(model.blocks[-1].drop_path1, "drop_prob", 0.0),
-        patch_dropout=getattr(model.patch_drop, "prob", 0.0),
-        embed_norm=pre_norm,
+        attention_dropout_p=blocks[0].attn.attn_drop.p,
+        drop_path=_rate(blocks[-1].drop_path1),
+        patch_dropout=_rate(model.patch_drop),
+        embed_norm=isinstance(model.norm_pre, nn.LayerNorm),
         norm_after_pooling=pooled_norm,
-        activation=activation,
-        norm_eps=block.norm1.eps,
+        activation=_activation(blocks[0].mlp.act),
+        norm_eps=blocks[0].norm1.eps,
     )
-    return _loaded(vit, _timm_state(model), model)
+    ours: list[Any] = list(vit.blocks)
+    rates = [(_rate(b.drop_path1), _rate(b.drop_path2)) for b in blocks]
+    linear = [(_rate(block.drop_path),) * 2 for block in ours]
+    _refuse(model, {"drop path that does not rise linearly": not torch.allclose(
+        torch.tensor(rates), torch.tensor(linear))})  # fmt: skip
+
+    state = _renamed(model.state_dict(), _FROM_TIMM)
+    if "pos_embed" in state:
+        # a position of a prefix token is added to that token and to nothing else: it is part of it
+        positions = state.pop("pos_embed")
+        for name in ("class_token", "registers"):
+            if name in state and not model.no_embed_class:
+                count = state[name].shape[1]
+                state[name] = state[name] + positions[:, :count]
+                positions = positions[:, count:]
+        state["position_table"] = positions
+    if pool is not None:
+        for kind in ("weight", "bias"):
+            parts = [state.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv")]
+            state[f"pool.attention.in_proj.{kind}"] = torch.cat(parts)
+    return _loaded(vit, state, model)
 
 
 def from_torchvision(model: torchvision.models.VisionTransformer) -> ViT:
@@ -147,134 +220,131 @@ def from_torchvision(model: torchvision.models.VisionTransformer) -> ViT:
 
     Raises:
         TypeError: another class.
-        ValueError: it has a convolutional stem or a representation layer before the head.
+        ValueError: it has a part that attnkit's ViT does not, such as a convolutional stem or a
+            representation layer before the head.
     """
     from torchvision.models import VisionTransformer
+    from torchvision.models.vision_transformer import Encoder, EncoderBlock, MLPBlock
 
-    if type(model) is not VisionTransformer:
-        raise TypeError(
-            f"model: expected torchvision's VisionTransformer, got {type(model).__qualname__}"
-        )
+    _check_class(model, VisionTransformer)
+    known = {VisionTransformer, Encoder, EncoderBlock, MLPBlock, nn.MultiheadAttention}
+    known |= {type(nn.MultiheadAttention(1, 1).out_proj), *_PLAIN}
+    _refuse(model, _strangers(model, known))
+    heads: list[Any] = [m for m in model.heads.modules() if not isinstance(m, nn.Sequential)]
     _refuse(
         model,
         {
             "a convolutional stem": not isinstance(model.conv_proj, nn.Conv2d),
-            "a representation layer before the head": model.representation_size is not None,
+            "heads other than one linear layer": [type(m) for m in heads] != [nn.Linear],
         },
     )
     layers: list[Any] = list(model.encoder.layers)
+    dropouts = {p for b in layers for p in (b.dropout.p, b.mlp[2].p, b.mlp[4].p)}
+    dropouts.add(model.encoder.dropout.p)
+    attention_dropouts = {block.self_attention.dropout for block in layers}
+    _refuse(
+        model,
+        {
+            **_uneven(model, model.conv_proj, [_activation(block.mlp[1]) for block in layers]),
+            "heads that differ": len({b.self_attention.num_heads for b in layers}) > 1,
+            "dropout rates that differ": len(dropouts) > 1 or len(attention_dropouts) > 1,
+        },
+    )
+    patch: Any = model.conv_proj
     vit = ViT(
         image_size=model.image_size,
         patch_size=model.patch_size,
-        in_channels=model.conv_proj.in_channels,
-        num_classes=model.num_classes,
+        in_channels=patch.in_channels,
+        num_classes=heads[0].out_features,
         dim=model.hidden_dim,
         depth=len(layers),
-        num_heads=layers[0].num_heads,
-        mlp_ratio=model.mlp_dim / model.hidden_dim,
-        dropout_p=model.dropout,
-        attention_dropout_p=model.attention_dropout,
+        num_heads=layers[0].self_attention.num_heads,
+        mlp_ratio=layers[0].mlp[0].out_features / model.hidden_dim,
+        dropout_p=model.encoder.dropout.p,
+        attention_dropout_p=layers[0].self_attention.dropout,
+        activation=_activation(layers[0].mlp[1]),
         norm_eps=layers[0].ln_1.eps,
     )
-    positions = model.encoder.pos_embedding
-    state: State = {
-        "class_token": model.class_token + positions[:, :1],
-        "position_table": positions[:, 1:],
-        **_module_state("patch_embed", model.conv_proj),
-        **_module_state("norm", model.encoder.ln),
-        **_module_state("head", model.heads.head),
-    }
-    for index, layer in enumerate(layers):
-        name = f"blocks.{index}"
-        attention = _multihead_state(layer.self_attention)
-        state.update({f"{name}.attention.{key}": value for key, value in attention.items()})
-        state.update(_module_state(f"{name}.attention_norm", layer.ln_1))
-        state.update(_module_state(f"{name}.mlp_norm", layer.ln_2))
-        state.update(_module_state(f"{name}.mlp.fc1", layer.mlp[0]))
-        state.update(_module_state(f"{name}.mlp.fc2", layer.mlp[3]))
+    trunk = {k: v for k, v in model.state_dict().items() if not k.startswith("heads.")}
+    state = _renamed(trunk, _FROM_TORCHVISION)
+    state.update(_renamed(heads[0].state_dict(prefix="head."), {}))
+    positions = state.pop("encoder.pos_embedding")
+    state["class_token"] = state["class_token"] + positions[:, :1]
+    state["position_table"] = positions[:, 1:]
     return _loaded(vit, state, model)
 
 
-def _timm_state(model: Any) -> State:
-    state: State = {
-        **_module_state("patch_embed", model.patch_embed.proj),
-        **_module_state("embed_norm", model.norm_pre),
-        **_module_state("norm", model.norm),
-        **_module_state("pooled_norm", model.fc_norm),
-        **_module_state("head", model.head),
-    }
-    # a position of a prefix token is added to that token and to nothing else: it is part of it
-    tokens = {"class_token": model.cls_token, "registers": model.reg_token}
-    positions = model.pos_embed
-    for name, token in tokens.items():
-        if token is None:
-            continue
-        if positions is not None and not model.no_embed_class:
-            count = token.shape[1]
-            token, positions = token + positions[:, :count], positions[:, count:]
-        state[name] = token
-    if positions is not None:
-        state["position_table"] = positions
-    for index, block in enumerate(model.blocks):
-        parts = {
-            "attention_norm": block.norm1,
-            "attention.in_proj": block.attn.qkv,
-            "attention.query_norm": block.attn.q_norm,
-            "attention.key_norm": block.attn.k_norm,
-            "attention.out_proj": block.attn.proj,
-            "attention_scale": block.ls1,
-            "mlp_norm": block.norm2,
-            "mlp": block.mlp,
-            "mlp_scale": block.ls2,
-        }
-        for name, part in parts.items():
-            state.update(_module_state(f"blocks.{index}.{name}", part))
-    if model.attn_pool is not None:
-        pool = model.attn_pool
-        state["pool.query"] = pool.latent
-        for kind in ("weight", "bias"):
-            halves = [getattr(pool.q, kind), getattr(pool.kv, kind)]
-            state[f"pool.attention.in_proj.{kind}"] = torch.cat(halves)
-        for name, part in (("attention.out_proj", pool.proj), ("norm", pool.norm)):
-            state.update(_module_state(f"pool.{name}", part))
-        state.update(_module_state("pool.mlp", pool.mlp))
-    return state
+def _check_class(module: object, expected: type) -> None:
+    """Subclasses may compute anything, so only the class itself will do."""
+    if type(module) is not expected:
+        given = type(module)
+        raise TypeError(
+            f"expected {expected.__module__}.{expected.__name__} itself, "
+            f"got {given.__module__}.{given.__name__}"
+        )
 
 
-def _multihead_state(module: nn.MultiheadAttention) -> State:
-    state = _module_state("out_proj", module.out_proj)
-    if module.in_proj_weight is not None:
-        state["in_proj.weight"] = module.in_proj_weight
-        if module.in_proj_bias is not None:
-            state["in_proj.bias"] = module.in_proj_bias
-        return state
-    for name, letter in (("query", "q"), ("key", "k"), ("value", "v")):
-        state[f"{name}_proj.weight"] = getattr(module, f"{letter}_proj_weight")
-    if module.in_proj_bias is not None:
-        biases = module.in_proj_bias.chunk(3)
-        names = ("query_proj.bias", "key_proj.bias", "value_proj.bias")
-        state.update(zip(names, biases, strict=True))
-    return state
-
-
-def _module_state(name: str, module: nn.Module) -> State:
-    return {f"{name}.{key}": value for key, value in module.state_dict().items()}
-
-
-def _activation(module: nn.Module) -> str | None:
-    if not isinstance(module, nn.GELU):
-        return None
-    return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-
-
-def _refuse(module: nn.Module, reasons: dict[str, bool]) -> None:
+def _refuse(module: nn.Module, reasons: Mapping[str, bool]) -> None:
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
         raise ValueError(f"{type(module).__name__} cannot be carried over: {'; '.join(found)}")
 
 
+def _strangers(model: nn.Module, known: set[Any]) -> dict[str, bool]:
+    """What of the model is of no known type or has hooks, that is, computes who knows what."""
+    places: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if type(module) not in known:
+            places.setdefault(type(module).__name__, []).append(name)
+        elif _has_hooks(module):
+            places.setdefault("hooks", []).append(name or "the model itself")
+    return {f"{what} at {_shortened(names)}": True for what, names in places.items()}
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def _uneven(model: nn.Module, patch: nn.Conv2d, activations: list[str | None]) -> dict[str, bool]:
+    """Settings that attnkit's ViT has once, for the whole model, or not at all."""
+    epsilons = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
+    geometry = (patch.stride, patch.padding, patch.dilation, patch.groups)
+    return {
+        f"layer norms of different eps {sorted(epsilons)}": len(epsilons) > 1,
+        "another activation than GELU": None in activations,
+        "activations that differ": len(set(activations)) > 1,
+        "patches that overlap or leave gaps": geometry != (patch.kernel_size, (0, 0), (1, 1), 1),
+    }
+
+
+def _activation(module: nn.Module) -> Any:
+    """The name of torch's or timm's GELU; None: it is neither."""
+    kind = {"GELU": "gelu", "GELUTanh": "gelu_tanh"}.get(type(module).__name__)
+    return "gelu_tanh" if getattr(module, "approximate", "none") == "tanh" else kind
+
+
+def _rate(module: nn.Module) -> float:
+    """Of timm's DropPath or PatchDropout; 0 of an Identity."""
+    return getattr(module, "drop_prob", getattr(module, "prob", 0.0))
+
+
+def _renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> State:
+    """With parts of names replaced in turn; a name without such a part stays and is refused."""
+    renamed = {}
+    for name, tensor in state.items():
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        renamed[name] = tensor
+    return renamed
+
+
 def _loaded(ours: Any, state: State, theirs: nn.Module) -> Any:
-    """Ours with the state, in the dtype, place and mode of theirs."""
-    ours = ours.to(next(theirs.parameters()))
+    """Our module with the state, in the mode, dtype and place of the original."""
+    ours = ours.to(next(theirs.parameters()))  # first, lest float64 passes through float32
     load_matching(ours, state, type(theirs).__name__)
     return ours.train(theirs.training)

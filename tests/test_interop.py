@@ -35,6 +35,9 @@ TIMM = {
     "no positions": {"pos_embed": "none"},
     "features": {"num_classes": 0},
     "tanh": {"act_layer": lambda: nn.GELU(approximate="tanh")},
+    "timm's own tanh": {"act_layer": "gelu_tanh"},
+    "norms of another eps": {"norm_layer": nn.LayerNorm, "qk_norm": True},
+    "map with class token": {"global_pool": "map", "mlp_ratio": 49 / 24},
     "not square": {"img_size": (22, 33), "patch_size": (11, 3)},
 }
 
@@ -85,15 +88,14 @@ def test_timm_parameters_get_equal_gradients():
     for mine, their in (
         (ours.patch_embed.weight, theirs.patch_embed.proj.weight),
         (ours.class_token, theirs.cls_token),
-        (ours.position_table, theirs.pos_embed[:, 1:]),
         (block.attention.in_proj.weight, their_block.attn.qkv.weight),
         (block.attention_norm.weight, their_block.norm1.weight),
         (block.mlp_scale.gamma, their_block.ls2.gamma),
         (ours.blocks[1].mlp.fc1.bias, theirs.blocks[1].mlp.fc1.bias),
     ):
-        expected = theirs.pos_embed.grad[:, 1:] if their.grad is None else their.grad
-        assert expected.abs().max() > 1e-6
-        torch.testing.assert_close(mine.grad, expected)
+        assert their.grad.abs().max() > 1e-6
+        torch.testing.assert_close(mine.grad, their.grad)
+    torch.testing.assert_close(ours.position_table.grad, theirs.pos_embed.grad[:, 1:])
 
 
 @pytest.mark.parametrize(
@@ -199,27 +201,107 @@ def test_torch_multihead(batch_first, sizes, bias):
     [
         (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "torch", "add_bias_kv"),
         (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "torch", "add_zero_attn"),
-        (lambda: nn.Linear(3, 3), "torch", "expected nn.MultiheadAttention, got Linear"),
+        (lambda: nn.Linear(3, 3), "torch",
+         "MultiheadAttention itself, got torch.nn.modules.linear.Linear"),
         (lambda: timm.create_model("deit_tiny_distilled_patch16_224", depth=1), "timm",
          "VisionTransformerDistilled"),
         (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "timm", "SwinTransformer"),
         (lambda: timm.create_model("vit_tiny_patch16_224", depth=1, global_pool="max"), "timm",
          "global_pool='max'"),
         (lambda: timm.create_model("vit_tiny_patch16_224", depth=1, act_layer="relu"), "timm",
-         "another MLP than Mlp with GELU"),
+         "ReLU at blocks.0.mlp.act"),
         (lambda: timm.create_model("vit_tiny_patch16_224", depth=1, final_norm=False), "timm",
-         "no final layer norm"),
+         "no final norm"),
         (lambda: timm.create_model("vit_tiny_patch16_224", depth=1, scale_attn_norm=True), "timm",
-         "scaled attention norm"),
+         r"blocks.0.attn.norm.weight: \(192,\) in VisionTransformer, none here"),
         (lambda: timm.create_model("vit_tiny_patch16_224", depth=1, norm_layer="rmsnorm"), "timm",
-         "another norm than LayerNorm"),
+         "RmsNorm at blocks.0.norm1, blocks.0.norm2 and 1 more"),
         (lambda: timm.create_model("vit_tiny_patch16_224", depth=1, drop_rate=0.1), "timm",
          "dropout before the head"),
         (lambda: torchvision.models.VisionTransformer(32, 16, 1, 2, 8, 8, representation_size=5),
-         "torchvision", "a representation layer"),
-        (lambda: torchvision.models.resnet18(), "torchvision", "got ResNet"),
+         "torchvision", "Tanh at heads.act"),
+        (lambda: torchvision.models.resnet18(), "torchvision",
+         "got torchvision.models.resnet.ResNet"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_carried_over_is_refused(make, convert, reason):
     with pytest.raises((ValueError, TypeError), match=reason):
         getattr(interop, f"from_{convert}")(make())
+
+
+def alter(change, model=None):
+    """A model that is plain but for one change."""
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL) if model is None else model
+    change(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: setattr(m.blocks[1].mlp, "act", nn.Sigmoid()), "Sigmoid at blocks.1.mlp.act"),
+        (lambda m: setattr(m.blocks[1].mlp, "act", nn.Identity()), "another activation than GELU"),
+        (lambda m: setattr(m.blocks[1].mlp, "act", nn.GELU("tanh")), "activations that differ"),
+        (lambda m: setattr(m.blocks[1].norm2, "eps", 0.1), r"layer norms of different eps \[1e-06"),
+        (lambda m: setattr(m.norm, "eps", 0.1), "layer norms of different eps"),
+        (lambda m: setattr(m.blocks[1].attn, "num_heads", 4), "heads that differ"),
+        (lambda m: m.blocks[1].register_forward_hook(lambda *given: 2 * given[-1]),
+         "hooks at blocks.1"),
+        (lambda m: nn.utils.parametrizations.weight_norm(m.head), "ParametrizedLinear at head"),
+        (lambda m: setattr(m, "head", nn.Sequential(m.head, nn.Linear(7, 7))), "head.0.weight"),
+        (lambda m: setattr(m.patch_embed.proj, "stride", (9, 9)), "patches that overlap"),
+        (lambda m: setattr(m.blocks[0], "drop_path2", timm.layers.DropPath(0.1)),
+         "drop path that does not rise linearly"),
+        (lambda m: setattr(m.blocks[1].attn.proj_drop, "p", 0.1), "dropout rates that differ"),
+        (lambda m: m.set_grad_checkpointing(), "gradient checkpointing"),
+    ],
+)  # fmt: skip
+def test_one_change_in_a_plain_model_is_seen(change, reason):
+    with pytest.raises(ValueError, match=reason):
+        interop.from_timm(alter(change))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: setattr(m.encoder.layers[1].mlp, "1", nn.ReLU()), "ReLU at encoder.layers"),
+        (lambda m: setattr(m.encoder.layers[1].ln_2, "eps", 0.1), "layer norms of different eps"),
+        (lambda m: setattr(m.encoder.layers[1].dropout, "p", 0.1), "dropout rates that differ"),
+        (lambda m: m.heads.append(nn.Linear(7, 7)), "heads other than one linear layer"),
+    ],
+)
+def test_one_change_in_torchvisions_model_is_seen(change, reason):
+    model = torchvision.models.VisionTransformer(33, 11, 2, 3, 24, 41, num_classes=7)
+    with pytest.raises(ValueError, match=reason):
+        interop.from_torchvision(alter(change, model))
+
+
+@pytest.mark.parametrize("head", [nn.Linear(24, 5), nn.Sequential(nn.Linear(24, 5))])
+def test_torchvision_with_another_head(head):
+    theirs = torchvision.models.VisionTransformer(33, 11, 2, 3, 24, 41, num_classes=7)
+    theirs.heads = head
+    theirs = randomise(theirs).double().eval()
+    ours = interop.from_torchvision(theirs)
+    images = torch.randn(2, 3, 33, 33, dtype=torch.float64)
+    assert_equal_logits_and_gradients(ours, theirs, images, 1e-10)
+
+
+def test_rates_and_mode_are_carried_over():
+    rates = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "attn_drop_rate": 0.2}
+    rates |= {"drop_path_rate": 0.3, "patch_drop_rate": 0.4}
+    theirs = timm.create_model("vit_tiny_patch16_224", **SMALL, **rates).train()
+    ours = interop.from_timm(theirs)
+    assert ours.training
+    assert ours.dropout.p == ours.blocks[1].dropout.p == ours.blocks[1].mlp.drop2.p == 0.1
+    assert ours.blocks[0].attention.dropout_p == 0.2
+    assert ours.blocks[1].drop_path.drop_prob == pytest.approx(0.3)
+    assert ours.patch_dropout.prob == 0.4
+
+
+def test_subclasses_of_torchs_attention_are_refused():
+    class Doubled(nn.MultiheadAttention):
+        def forward(self, *given, **options):
+            return 2 * super().forward(*given, **options)[0], None
+
+    with pytest.raises(TypeError, match=r"MultiheadAttention itself, got .*Doubled"):
+        interop.from_torch(Doubled(8, 2))

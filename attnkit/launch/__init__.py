@@ -1,0 +1,12 @@
+"""attnkit.launch: the command line, from Hydra's composition to a run folder.
+
+main     arguments, help, exit codes            (Hydra)
+compose  command line → one configuration       (Hydra)
+sources  where a key was written
+schema, signatures, validate   the constructors are the schema
+jobs     what is to be done, decided and checked; nothing on disk yet
+folder   run folders
+run      does it: also `python -m attnkit.launch.run RUN_DIR`, without Hydra
+work     one training, test or prediction       (torch)
+report   tables on screen and in files
+"""

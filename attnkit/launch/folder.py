@@ -1,0 +1,147 @@
+"""Run folders: where a run writes, what it left there, which one to go on in."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attnkit.lightning.errors import UserError
+
+OUTPUTS = "outputs"
+CONFIG = "config.yaml"
+RESULTS = "results.json"
+CHECKPOINTS = "checkpoints"
+
+
+def absolute(path: str | Path) -> Path:
+    """Without `~`, `.` and `..`; symbolic links stay as they are."""
+    return Path(os.path.abspath(Path(path).expanduser()))
+
+
+def plan(config: Mapping[str, Any], *, sweep: bool = False) -> Path:
+    """The folder a run will have; not made yet. A folder that holds something is refused."""
+    given = config.get("run_dir")
+    if given is None:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        name = f"sweep_{stamp}" if sweep else stamp
+        return _free(Path.cwd() / OUTPUTS / str(config["task"]) / name)
+    path = absolute(str(given))
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run_dir: {path} is a file")
+    if path.is_dir() and any(path.iterdir()):
+        hint = f"; to go on in it: resume={path}" if (path / CONFIG).is_file() else ""
+        raise UserError(f"run_dir: {path} is not empty{hint}")
+    parent = next(p for p in path.parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"run_dir: {parent} can't be written to")
+    return path
+
+
+def create(path: Path, *, fresh: bool) -> Path:
+    """Make the folder; where another run took the name in this very second, the next one."""
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=not fresh)
+            return path
+        except FileExistsError:
+            path = _free(path)
+        except OSError as error:
+            raise UserError(f"{path}: can't be made: {error.strerror}") from error
+
+
+def _free(path: Path) -> Path:
+    number = 2
+    free = path
+    while free.exists():
+        free = path.with_name(f"{path.name}_{number}")
+        number += 1
+    return free
+
+
+def save_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.yaml, whole or not at all."""
+    beside = folder / f".{CONFIG}.{os.getpid()}"
+    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    beside.write_text(f"# Written by attnkit; every value the run used.\n{text}", encoding="utf-8")
+    os.replace(beside, folder / CONFIG)
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a run folder, its paths pointing there even if it was moved."""
+    path = folder / CONFIG
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can't be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(config, dict) or "task" not in config:
+        raise UserError(f"{path}: not the configuration of a run")
+    return relocate(config, Path(str(config.get("run_dir") or folder)), folder)
+
+
+def relocate(value: Any, old: Path, new: Path) -> Any:
+    """The same values with every path below `old` now below `new`."""
+    if isinstance(value, dict):
+        return {k: relocate(v, old, new) for k, v in value.items()}
+    if isinstance(value, list):
+        return [relocate(v, old, new) for v in value]
+    if isinstance(value, str) and (value == str(old) or value.startswith(f"{old}{os.sep}")):
+        return str(new) + value[len(str(old)) :]
+    return value
+
+
+def load_results(folder: Path) -> dict[str, float]:
+    """results.json, or nothing."""
+    try:
+        return json.loads((folder / RESULTS).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run came to its end: only then does results.json say how many seeds it sums up."""
+    return "num_seeds" in load_results(folder)
+
+
+def to_resume(given: str) -> Path:
+    """The run folder that `resume=` names."""
+    if given == "latest":
+        outputs = Path.cwd() / OUTPUTS
+        runs = [*outputs.glob(f"*/*/{CONFIG}"), *outputs.glob(f"*/sweep_*/*/{CONFIG}")]
+        runs = [p for p in runs if re.search(r"^run: train$", p.read_text("utf-8"), re.M)]
+        if not runs:
+            raise UserError(f"resume=latest: no run under {outputs}")
+        return max(runs, key=lambda p: p.stat().st_mtime).parent
+    folder = absolute(given)
+    if not folder.is_dir():
+        raise UserError(f"resume: no folder {folder}")
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"resume: no run in {folder} (it has no {CONFIG})")
+    return folder
+
+
+def checkpoint(given: str) -> Path:
+    """The file that `ckpt=` names; of a run folder, its best."""
+    if "://" in given:
+        raise UserError(f"ckpt: {given} is a URL; download it first")
+    path = absolute(given)
+    if path.is_dir():
+        inside = path / CHECKPOINTS / "best.ckpt"
+        if not inside.is_file():
+            raise UserError(f"ckpt: no {CHECKPOINTS}/best.ckpt in {path}")
+        return inside
+    if not path.is_file():
+        raise UserError(f"ckpt: no file {path}")
+    return path
+
+
+def run_of(ckpt: Path) -> Path | None:
+    """The run folder a checkpoint lies in, if it still does."""
+    folder = ckpt.parent.parent
+    return folder if ckpt.parent.name == CHECKPOINTS and (folder / CONFIG).is_file() else None

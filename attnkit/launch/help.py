@@ -1,0 +1,45 @@
+"""What `attnkit --help` says."""
+
+from collections.abc import Mapping, Sequence
+
+TEMPLATE = """\
+attnkit: train, test and use attention models. Settings are key=value, parts are group=choice.
+
+  attnkit task=vit                                  train, then test the best checkpoint
+  attnkit task=vit data=image_folder data.root=DIR  on your own images, one folder per class
+  attnkit run=test ckpt=RUN_DIR                     test again; its configuration is known
+  attnkit run=predict ckpt=RUN_DIR images=PATH      label a folder or a file; writes a CSV
+  attnkit resume=latest                             go on after an interruption
+  attnkit -m optimizer.lr=1e-3,2e-3 seeds=3         one run for each value, one ranked table
+
+(The same with `python -m attnkit`.)
+
+Groups and their choices
+{groups}
+
+Keys of every task
+  run=train|test|predict       what to do
+  seed=0  seeds=1              seeds=N: N runs, mean and spread
+  trainer.max_epochs=N         how long
+  trainer.limit_batches=N      a quick look: N batches (or a fraction) of everything
+  trainer.gradient_clip_val=X  trainer.accumulate_grad_batches=N
+  precision=32|bf16-mixed|…    compile=false|true|max-autotune
+  run_dir=PATH                 default: outputs/<task>/<date_time>
+  resume=RUN_DIR|latest        ckpt=PATH  images=PATH
+Any argument of a constructor named in the configuration may be set, e.g. model.qk_norm=true.
+
+Options
+  --cfg job [--resolve]        print the configuration and stop
+  -m, --multirun               one run for each combination of values: key=a,b
+  --config-dir DIR             your own folder: its task/*.yaml, model/*.yaml, … and modules
+  allow=[PACKAGE]              let the configuration name classes of your own package
+  --shell-completion install=bash|zsh|fish     eval "$(attnkit --shell-completion install=bash)"
+  --help, --version
+A wrong setting ends with exit code 2 and says what is right; ATTNKIT_TRACEBACK=1 shows where."""
+
+
+def text(groups: Mapping[str, Sequence[str]]) -> str:
+    """The help, with the groups and choices of all folders."""
+    width = max(map(len, groups), default=0)
+    lines = [f"  {name:<{width}}  {', '.join(choices)}" for name, choices in groups.items()]
+    return TEMPLATE.format(groups="\n".join(lines))

@@ -1,0 +1,184 @@
+"""What a command line asks for, decided and checked before anything is imported or written."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from attnkit.launch import folder as folders
+from attnkit.launch import schema
+from attnkit.launch.compose import Composer, task_config
+from attnkit.launch.consent import Consent, allowed_by
+from attnkit.launch.run import Job
+from attnkit.launch.sources import Origins, Source
+from attnkit.launch.validate import validate
+from attnkit.lightning.errors import UserError
+
+# Keys that say what to do with a saved run; they are never taken over from it.
+CONTROLS = {"run": "train", "seeds": 1, "resume": None, "ckpt": None, "images": None, "allow": None}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line: the composition it gives, and where its keys were written."""
+
+    composer: Composer
+    overrides: Sequence[str]
+    config: DictConfig
+    origins: Origins
+    consent: Consent
+
+    @classmethod
+    def read(cls, composer: Composer, overrides: Sequence[str]) -> "Request":
+        for override in composer.parse(overrides):
+            if override.is_sweep_override():
+                raise UserError(
+                    f"{override.input_line}: several values\n"
+                    "  one run for each: add -m; one list: key=[a,b]; a text: 'key=\"a,b\"'"
+                )
+        config = task_config(composer.compose(overrides))
+        consent = Consent(allowed_by(overrides, config), composer.config_dir)
+        consent.make_importable()
+        origins = Origins(overrides, lambda: composer.files(overrides))
+        return cls(composer, overrides, config, origins, consent)
+
+    def typed(self, key: str) -> str:
+        """The override that sets exactly this key, if there is one."""
+        return next((o for o in self.overrides if o.lstrip("+").startswith(f"{key}=")), "")
+
+    def folder(self, *, sweep: bool = False) -> Path:
+        """The folder to write to; not made yet."""
+        missing = OmegaConf.is_missing(self.config, "task")
+        task = "task" if missing else Path(str(self.config["task"])).name
+        return folders.plan({"task": task, "run_dir": self.config.get("run_dir")}, sweep=sweep)
+
+    def on(self, saved: Path) -> "Request":
+        """The same on top of the configuration of a saved run."""
+        source = Source(saved / folders.CONFIG, "")
+        return replace(self, origins=Origins(self.overrides, lambda: [source]))
+
+    def plain(self, config: DictConfig, **values: Any) -> dict[str, Any]:
+        """The configuration with these values, resolved and checked."""
+        config = config.copy()
+        for key, value in values.items():
+            config[key] = value
+        plain = self.composer.plain(config, self.origins)
+        self.consent.check(plain)  # first of all: nothing of what is refused is even read
+        validate(plain, self.origins)
+        return plain
+
+
+def decide(request: Request, run_dir: Path | None = None, *, sweep: bool = False) -> Job:
+    """The job a command line asks for; `run_dir` is where a trial of a sweep belongs."""
+    if run_dir is not None:
+        request.config["run_dir"] = str(run_dir)
+    config = request.config
+    _check_contradictions(request)
+    if config.get("resume") is not None:
+        return _resumed(request)
+    if config.get("ckpt") is not None:
+        return _evaluation(request)
+    folder = request.folder(sweep=sweep)
+    top = request.plain(config, run_dir=str(folder))
+    runs = [top]
+    if top["seeds"] > 1:
+        runs = [
+            request.plain(config, run_dir=str(folder / f"seed_{seed}"), seed=seed, seeds=1)
+            for seed in range(top["seed"], top["seed"] + top["seeds"])
+        ]
+    return _job(request, folder, top, runs)
+
+
+def _job(
+    request: Request,
+    folder: Path,
+    top: dict[str, Any],
+    runs: list[dict[str, Any]],
+    **kwargs: Any,
+) -> Job:
+    consent = request.consent
+    packages = consent.check(top)
+    for config in (top, *runs):
+        config["allow"] = None  # permission is not for a file to give
+    paths = (str(consent.folder),) if consent.folder else ()
+    return Job(folder, top, runs, allow=packages, paths=paths, **kwargs)
+
+
+def _check_contradictions(request: Request) -> None:
+    config = request.config
+    run = config.get("run")
+    if config.get("resume") is not None:
+        for key in ("run_dir", "ckpt", "images", "seed", "seeds"):
+            if typed := request.typed(key):
+                raise UserError(f"{typed}: not together with resume, which goes on in its folder")
+        if run != "train":
+            raise UserError(f"run={run}: not together with resume; use ckpt={config['resume']}")
+        return
+    if run in ("test", "predict"):
+        if config.get("ckpt") is None:
+            raise UserError(f"run={run}: needs ckpt=PATH, a checkpoint or a run folder")
+        if config.get("seeds") != 1:
+            raise UserError(f"seeds={config['seeds']}: only for run=train; one ckpt, one {run}")
+    elif config.get("ckpt") is not None:
+        raise UserError("ckpt: only for run=test and run=predict; to train on: resume=RUN_DIR")
+    if run == "predict" and config.get("images") is None:
+        raise UserError("run=predict: needs images=PATH, a folder or a file")
+    if run != "predict" and config.get("images") is not None:
+        raise UserError(f"images: only for run=predict, this is run={run}")
+    images = config.get("images")
+    if images is not None and not folders.absolute(str(images)).exists():
+        raise UserError(f"images: no file or folder {folders.absolute(str(images))}")
+
+
+def _evaluation(request: Request) -> Job:
+    """test or predict: the configuration of the run the checkpoint lies in, overrides on top."""
+    given = request.config
+    ckpt = folders.checkpoint(str(given["ckpt"]))
+    home = folders.run_of(ckpt)
+    if home is None:
+        folder = request.folder()
+        config = given.copy()
+    else:
+        saved = folders.load_config(home)
+        folder = folders.plan({"task": saved["task"], "run_dir": given.get("run_dir")})
+        saved = {**folders.relocate(saved, home, folder), **CONTROLS}
+        # A quick look at training is no reason to test or predict on a part of the images.
+        saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
+        config = request.composer.overlay(saved, request.overrides)
+        request = request.on(home)
+    top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
+    return _job(request, folder, top, [top], alone=home is None)
+
+
+def _resumed(request: Request) -> Job:
+    """The same run in the same folder; only what the model does not depend on may change."""
+    folder = folders.to_resume(str(request.config["resume"]))
+    saved = folders.load_config(folder)
+    request = request.on(folder)
+    if saved.get("run") != "train":
+        raise UserError(f"resume: {folder} was a run={saved.get('run')}; nothing to go on with")
+    changes = [
+        o
+        for o in request.overrides
+        if not o.lstrip("+~").startswith(("resume=", "task=", "allow="))
+    ]
+    for change in changes:
+        key = change.partition("=")[0].lstrip("+~").partition("@")[0]
+        if not f"{key}.".startswith(schema.RESUMABLE):
+            raise UserError(
+                f"{change}: can't change in a run that goes on\n"
+                f"  may change: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"
+            )
+    top = _overlaid(request, saved, changes)
+    runs = [top]
+    if top["seeds"] > 1:
+        seeds = range(top["seed"], top["seed"] + top["seeds"])
+        parts = [folders.load_config(folder / f"seed_{seed}") for seed in seeds]
+        runs = [_overlaid(request, part, changes) for part in parts]
+    return _job(request, folder, top, runs, resumed=True, changes=tuple(changes))
+
+
+def _overlaid(request: Request, saved: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    return request.plain(request.composer.overlay(saved, changes))

@@ -1,0 +1,84 @@
+"""The command line: arguments, help, one run or a sweep, exit codes."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from attnkit.launch import signatures
+from attnkit.launch.errors import guarded
+from attnkit.launch.folder import absolute
+from attnkit.lightning.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code (2: wrong input, 1: crashed, 130: Ctrl-C)."""
+    return guarded(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
+
+
+def _main(argv: list[str]) -> int:
+    signatures.forget()
+    args = _parser().parse_intermixed_args(argv)
+    if args.version:
+        from attnkit import __version__
+
+        print(f"attnkit {__version__}")
+        return 0
+    from attnkit.launch.compose import CONFIG_NAME, Composer
+
+    composer = Composer(absolute(args.config_dir) if args.config_dir else None)
+    if args.help:
+        from attnkit.launch.help import text
+
+        print(text(composer.groups()))
+        return 0
+    if args.shell_completion:
+        composer.hydra.shell_completion(CONFIG_NAME, args.overrides)
+        return 0
+    if args.cfg:
+        return _show(composer, args.overrides, resolve=args.resolve)
+    if args.resolve:
+        raise UserError("--resolve: only with --cfg job")
+    if args.multirun:
+        from attnkit.launch.sweep import sweep
+
+        return sweep(composer, args.overrides)
+
+    from attnkit.launch.jobs import Request, decide
+    from attnkit.launch.run import execute
+
+    job = decide(Request.read(composer, args.overrides))
+    return execute(job).code
+
+
+def _show(composer: "Composer", overrides: Sequence[str], *, resolve: bool) -> int:  # type: ignore[name-defined] # noqa: F821
+    from omegaconf import OmegaConf
+
+    from attnkit.launch.jobs import Request
+
+    request = Request.read(composer, overrides)
+    if not OmegaConf.missing_keys(request.config):
+        request.plain(request.config, run_dir=str(request.folder()))
+    print(OmegaConf.to_yaml(request.config, resolve=resolve), end="")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        unknown = [w for w in message.split() if w.startswith("-")]
+        flags = [f for action in self._actions for f in action.option_strings]
+        close = get_close_matches(unknown[0], flags, n=1) if unknown else []
+        hint = f"; did you mean {close[0]}?" if close else "; --help shows what there is"
+        raise UserError(f"{message}{hint}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="attnkit", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    for flags in (("--help", "-h"), ("--version",), ("--resolve",), ("--multirun", "-m")):
+        parser.add_argument(*flags, action="store_true")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-dir", "-cd")
+    return parser

@@ -1,0 +1,42 @@
+"""metrics.csv in the run folder itself, which a resumed run continues."""
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.csv_logs import _ExperimentWriter
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+
+
+class MetricsCSV(CSVLogger):
+    """Lightning's `CSVLogger`, except that rows written before stay when a run is resumed.
+
+    Args:
+        save_dir: the folder metrics.csv lies in.
+        flush_logs_every_n_steps: how often the file is brought up to date.
+    """
+
+    def __init__(self, save_dir: str | Path, flush_logs_every_n_steps: int = 100) -> None:
+        super().__init__(
+            save_dir, name="", version="", flush_logs_every_n_steps=flush_logs_every_n_steps
+        )
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        if self._experiment is None:
+            self._experiment = _Writer(str(self.save_dir))
+        return self._experiment
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: config.yaml lies beside metrics.csv."""
+
+
+class _Writer(_ExperimentWriter):
+    def _check_log_dir_exists(self) -> None:
+        # Lightning deletes the file here; instead, its columns are taken over.
+        if os.path.isfile(self.metrics_file_path):
+            with open(self.metrics_file_path, newline="") as file:
+                self.metrics_keys = next(csv.reader(file), [])

@@ -1,0 +1,81 @@
+"""The trials of a sweep in one table, best first."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = "table.csv"
+
+
+@dataclass
+class Trial:
+    """How one trial went; plain data, so that a launcher may run it in another process."""
+
+    number: int
+    folder: str
+    values: dict[str, str]
+    results: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+def ranked(trials: Sequence[Trial], config: Mapping[str, Any]) -> tuple[list[Trial], list[str]]:
+    """The trials, best first and failed ones last, and the figures to show.
+
+    Ranked by the best value of the metric that the checkpoint callback follows, which is one of
+    validation: choosing by the test metric would spoil it.
+    """
+    checkpoint = (config.get("callbacks") or {}).get("checkpoint") or {}
+    metric = f"{checkpoint.get('monitor', 'val/loss')}_best"
+    sign = -1 if checkpoint.get("mode") == "max" else 1
+
+    def order(trial: Trial) -> tuple[bool, float, int]:
+        missing = metric not in trial.results
+        return missing, 0.0 if missing else sign * trial.results[metric], trial.number
+
+    present = {name for trial in trials for name in trial.results}
+    tests = sorted(n for n in present if n.startswith("test/") and not n.endswith("_std"))
+    return sorted(trials, key=order), [n for n in (metric, *tests, "seconds") if n in present]
+
+
+def save(path: Path, trials: Sequence[Trial], figures: Sequence[str]) -> None:
+    """table.csv: rank, trial, its values, its figures, its folder, its error."""
+    keys = list(dict.fromkeys(key for trial in trials for key in trial.values))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["rank", "trial", *keys, *figures, "folder", "error"])
+        for rank, trial in enumerate(trials, 1):
+            values = [trial.values.get(key, "") for key in keys]
+            numbers = [trial.results.get(name, "") for name in figures]
+            row = ["" if trial.error else rank, trial.number, *values, *numbers]
+            writer.writerow([*row, trial.folder, " ".join(trial.error.split())])
+
+
+def show(trials: Sequence[Trial], figures: Sequence[str]) -> None:
+    """The same on screen."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from attnkit.launch.report import print_table
+
+    keys = list(dict.fromkeys(key for trial in trials for key in trial.values))
+    table = Table(title="trials, best first", title_justify="left")
+    for name in ("rank", "trial", *keys, *figures):
+        table.add_column(name, justify="left" if name in keys else "right")
+    for rank, trial in enumerate(trials, 1):
+        values = [escape(trial.values.get(key, "")) for key in keys]
+        if trial.error:
+            table.add_row("–", str(trial.number), *values, "failed", style="red")
+            continue
+        numbers = [_number(trial.results, name) for name in figures]
+        table.add_row(str(rank), str(trial.number), *values, *numbers)
+    print_table(table)
+
+
+def _number(results: Mapping[str, float], name: str) -> str:
+    if name not in results:
+        return ""
+    spread = results.get(f"{name}_std", 0.0)
+    text = f"{results[name]:.1f}" if name == "seconds" else f"{results[name]:.4f}"
+    return f"{text} ± {spread:.4f}" if spread else text

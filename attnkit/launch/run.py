@@ -1,0 +1,225 @@
+"""Does what was decided: folders, seeds, processes, results. Knows neither Hydra nor a task.
+
+Also `python -m attnkit.launch.run RUN_DIR`: one run from its written config.yaml. Multi-process
+trainers start this way, and Lightning starts every further rank with the same command, so that no
+rank ever composes (or, in a sweep, repeats) anything.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnkit.launch import folder as folders
+from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, Reported, guarded
+
+if TYPE_CHECKING:
+    from attnkit.launch.work import Work
+
+# Results that differ between seeds by chance; those get a spread.
+SPREAD = ("test/", "val/")
+
+
+@dataclass
+class Job:
+    """One command: the run folder, its configuration, and one resolved configuration per seed."""
+
+    folder: Path
+    config: dict[str, Any]
+    runs: list[dict[str, Any]]
+    allow: tuple[str, ...] = ()
+    """The user's own packages."""
+    paths: tuple[str, ...] = ()
+    """Folders of the user's own modules."""
+    alone: bool = False
+    """The checkpoint has no run folder around it: everything comes from inside it."""
+    resumed: bool = False
+    changes: tuple[str, ...] = ()
+    """Overrides given beside resume=."""
+
+
+@dataclass
+class Outcome:
+    """How a job ended."""
+
+    code: int
+    folder: Path
+    results: dict[str, float] = field(default_factory=dict)
+
+
+def execute(job: Job) -> Outcome:
+    """Run a job and print its tables; the folder is made once every constructor was happy."""
+    if job.resumed and _is_done(job):
+        return _nothing_to_do(job)
+    from attnkit.lightning.build import allowing
+
+    started = time.perf_counter()
+    with allowing(*job.allow):
+        from attnkit.launch import report
+        from attnkit.launch.work import Work
+
+        report.quiet()
+        work = Work(job.runs[0], alone=job.alone)
+        _make_folders(job, work)
+        with report.logging_to(job.folder):
+            report.header(job, work)
+            for number, config in enumerate(job.runs):
+                if number:
+                    if folders.is_finished(_folder_of(config)):
+                        continue
+                    work = Work(config, alone=job.alone)
+                elif len(job.runs) > 1 and folders.is_finished(_folder_of(config)):
+                    continue
+                if len(job.runs) > 1:
+                    report.say(f"seed {config['seed']}")
+                folders.save_config(_folder_of(config), work.config)
+                _run_one(job, work)
+                _mark_finished(_folder_of(work.config))
+            results = _summarise(job, time.perf_counter() - started)
+            report.final(job, results)
+    return Outcome(0, job.folder, results)
+
+
+def _make_folders(job: Job, work: "Work") -> None:
+    """The run folder with its configuration; the name may have been taken in the meantime."""
+    folder = folders.create(job.folder, fresh=not job.resumed and not job.folder.exists())
+    if folder != job.folder:
+        job.config = folders.relocate(job.config, job.folder, folder)
+        job.runs = [folders.relocate(c, job.folder, folder) for c in job.runs]
+        job.folder = folder
+        work.move(job.runs[0])
+    for config in job.runs:
+        if config is not job.config:
+            folders.create(_folder_of(config), fresh=False)
+            folders.save_config(_folder_of(config), config)
+    top = work.config if len(job.runs) == 1 else job.config
+    folders.save_config(job.folder, top)
+    if job.resumed:  # until it ends again, it is not finished
+        for path in (job.folder, *(_folder_of(c) for c in job.runs if not _finished(c))):
+            (path / folders.RESULTS).unlink(missing_ok=True)
+
+
+def _run_one(job: Job, work: "Work") -> None:
+    folder = _folder_of(work.config)
+    try:
+        if work.needs_processes:
+            _in_processes(job, folder)
+        else:
+            work.run()
+    except KeyboardInterrupt:
+        how = f"attnkit resume={job.folder}" if work.config["run"] == "train" else "start it again"
+        if job.paths:
+            how += f" --config-dir {job.paths[0]}"
+        raise Interrupted(f"interrupted; to go on: {how}") from None
+
+
+def _in_processes(job: Job, folder: Path) -> None:
+    """Start rank 0 on the written configuration; Lightning starts the others likewise."""
+    command = [sys.executable, "-m", __name__, str(folder)]
+    command += [f"--allow={package}" for package in job.allow]
+    command += [f"--path={path}" for path in job.paths]
+    command += ["--alone"] if job.alone else []
+    child = subprocess.Popen(command)
+    try:
+        code = child.wait()
+    except KeyboardInterrupt:  # the child got it too, and shuts its ranks down
+        child.wait()
+        raise
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise Reported(code if code > 0 else CRASHED)
+
+
+def _folder_of(config: Mapping[str, Any]) -> Path:
+    return Path(config["run_dir"])
+
+
+def _finished(config: Mapping[str, Any]) -> bool:
+    """Whether a run came to its end and its configuration asks for no more epochs since."""
+    folder = _folder_of(config)
+    if not folders.is_finished(folder):
+        return False
+    asked = (config.get("trainer") or {}).get("max_epochs")
+    return asked is None or folders.load_results(folder).get("epochs", asked) >= asked
+
+
+def _is_done(job: Job) -> bool:
+    return folders.is_finished(job.folder) and all(map(_finished, job.runs))
+
+
+def _nothing_to_do(job: Job) -> Outcome:
+    results = folders.load_results(job.folder)
+    figures = ", ".join(f"{k} {v:.4g}" for k, v in results.items() if k.startswith("test/"))
+    print(f"finished already: {job.folder}\n  {figures}")
+    print("  to train longer: trainer.max_epochs=N with a larger N")
+    return Outcome(0, job.folder, results)
+
+
+def _mark_finished(folder: Path) -> None:
+    save_results(folder, {**folders.load_results(folder), "num_seeds": 1})
+
+
+def _summarise(job: Job, seconds: float) -> dict[str, float]:
+    """results.json of the job: of several seeds, the means and standard deviations."""
+    parts = [folders.load_results(_folder_of(config)) for config in job.runs]
+    shared = set.intersection(*map(set, parts))
+    results: dict[str, float] = {}
+    for key in sorted(shared - {"num_seeds"}):
+        values = [part[key] for part in parts]
+        results[key] = statistics.fmean(values) if len(parts) > 1 else values[0]
+        if key.startswith(SPREAD):
+            results[f"{key}_std"] = statistics.stdev(values) if len(parts) > 1 else 0.0
+    results["num_seeds"] = len(parts)
+    results["seconds"] = round(seconds, 2)
+    save_results(job.folder, results)
+    return results
+
+
+def save_results(folder: Path, results: Mapping[str, float]) -> None:
+    """Write results.json, whole or not at all."""
+    beside = folder / f".{folders.RESULTS}.{os.getpid()}"
+    text = json.dumps(dict(results), indent=2, sort_keys=True, allow_nan=False)
+    beside.write_text(text + "\n", encoding="utf-8")
+    os.replace(beside, folder / folders.RESULTS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m attnkit.launch.run RUN_DIR`: this process is one rank of the run."""
+    parser = argparse.ArgumentParser(prog="attnkit.launch.run")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--allow", action="append", default=[])
+    parser.add_argument("--path", action="append", default=[])
+    parser.add_argument("--alone", action="store_true")
+    args = parser.parse_args(argv)
+
+    def one() -> int:
+        from attnkit.launch import report
+        from attnkit.launch.work import Work
+        from attnkit.lightning.build import allowing
+
+        sys.path.extend(p for p in args.path if p not in sys.path)
+        with allowing(*args.allow):
+            first = os.environ.get("LOCAL_RANK", "0") == "0"
+            report.quiet(first=first)
+            config = folders.load_config(args.run_dir.absolute())
+            with report.logging_to(args.run_dir) if first else nullcontext():
+                try:
+                    Work(config, alone=args.alone).run()
+                except KeyboardInterrupt:  # the command that started this one says so
+                    return INTERRUPTED
+        return 0
+
+    return guarded(one)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

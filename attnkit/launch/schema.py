@@ -1,0 +1,88 @@
+"""The keys every task understands; everything below them is the constructors' own.
+
+The dataclass is read like any other constructor (launch/signatures.py), so that there is one check
+and one form of message for `seed=abc` and for `model.depth=abc`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+TARGET = f"{__name__}.Config"
+
+
+@dataclass
+class Config:
+    """What stands at the top of a configuration."""
+
+    task: str
+    """Name of the task; the run folder is outputs/<task>/<date_time>."""
+    run: Literal["train", "test", "predict"] = "train"
+    """train (then tests the best checkpoint), test or predict (both with ckpt=…)."""
+
+    module: dict[str, Any] | None = None
+    """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
+    model: dict[str, Any] | None = None
+    """The network. A null below it is filled in from the data."""
+    data: dict[str, Any] | None = None
+    """The LightningDataModule."""
+    predict: dict[str, Any] | None = None
+    """The LightningDataModule of run=predict; gets `images`."""
+    optimizer: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    trainer: dict[str, Any] | None = None
+    """Arguments of lightning.Trainer, and limit_batches, which is all its limit_*_batches."""
+    logger: dict[str, Any] | None = None
+    callbacks: dict[str, Any] | None = None
+
+    seed: int = 0
+    seeds: int = 1
+    """Number of runs, with seed, seed + 1, …, each in its own folder."""
+    run_dir: str | Path | None = None
+    """Where to write: a new or an empty folder."""
+    resume: str | Path | None = None
+    """A run folder to go on in, or latest."""
+    ckpt: str | Path | None = None
+    """A checkpoint, or a run folder (its best.ckpt)."""
+    images: str | Path | None = None
+    """For run=predict: a folder or a file."""
+    compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False
+    """torch.compile of the model, with this mode."""
+    precision: str | int = 32
+    """As lightning.Trainer's: 32, bf16-mixed, 16-mixed, …"""
+    allow: list[str] | None = None
+    """Packages of your own that may be named; on the command line only."""
+    vars: dict[str, Any] | None = None
+    """Yours, for interpolations: dim: ${vars.dim}."""
+
+
+# Nodes that are one object (`_target_` needed when not null), in the order they are reported.
+OBJECTS = ("module", "model", "data", "predict", "optimizer", "scheduler")
+
+# Nodes that hold several objects by name.
+COLLECTIONS = ("logger", "callbacks")
+
+# Arguments of lightning.Trainer that have a place of their own.
+ELSEWHERE = {
+    "logger": "logger.<name>",
+    "callbacks": "callbacks.<name>",
+    "precision": "precision",
+    "default_root_dir": "run_dir",
+    "enable_checkpointing": "callbacks.checkpoint",
+    "use_distributed_sampler": "the data module, which shards what it loads",
+}
+
+# Trainer keys of attnkit's own.
+TRAINER_EXTRAS = {"limit_batches"}
+
+# Nodes in which a null is filled in from what the data module says of itself.
+FILLED = ("model", "module")
+
+# Nodes in which a null is still to be filled in when the configuration is checked.
+NULLABLE = (*FILLED, "predict")
+
+# Parts the module's constructor is given, when it takes them.
+PARTS = ("model", "optimizer", "scheduler")
+
+# What may change in a run that is resumed: nothing that the model or its training depends on.
+RESUMABLE = ("trainer.", "callbacks.", "logger.", "data.num_workers", "data.root", "compile")

@@ -1,0 +1,280 @@
+"""One training, test or prediction, from a plain configuration. The only part that needs torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from attnkit.launch import folder as folders
+from attnkit.launch import schema
+from attnkit.launch.predictions import save_predictions
+from attnkit.launch.run import save_results
+from attnkit.lightning.build import build
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.module import TaskModule
+
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+
+
+class Work:
+    """The objects of one run: made when this is, before anything is written.
+
+    Args:
+        config: resolved. Nulls of `model` and `module` that the data decides are filled in.
+        alone: the checkpoint to test or predict with is all there is; `config` knows no sizes.
+    """
+
+    def __init__(self, config: dict[str, Any], *, alone: bool = False) -> None:
+        self.config = config
+        self.folder = Path(config["run_dir"])
+        self.started = time.perf_counter()
+        lightning.seed_everything(config["seed"], workers=True, verbose=False)
+        self.alone = alone
+        if config["run"] == "predict":
+            self.module = self._load_module() if alone else self._make_module()
+            self.data = self._make_predict_data()
+        else:
+            self.data = build(config["data"], at="data")
+            if not alone:
+                self._fill_from_data()
+            # The first weights depend on the seed only, not on what the data has drawn.
+            lightning.seed_everything(config["seed"], workers=True, verbose=False)
+            self.module = self._load_module() if alone else self._make_module()
+        self.trainer = self._make_trainer()
+        self._compile()
+
+    @property
+    def needs_processes(self) -> bool:
+        """Whether the trainer wants several processes, which must not start from this one."""
+        return isinstance(self.trainer.strategy.launcher, _SubprocessScriptLauncher)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.module.parameters())
+
+    def move(self, config: dict[str, Any]) -> None:
+        """The same run in another folder: what holds paths is made again."""
+        for key in schema.FILLED:
+            config[key] = self.config[key]
+        self.config, self.folder = config, Path(config["run_dir"])
+        self.trainer = self._make_trainer()
+
+    # --- building ---
+
+    def _make_predict_data(self) -> LightningDataModule:
+        """Its nulls are what the trained module says of itself: image_size, …"""
+        node = self.config["predict"]
+        facts = {k: getattr(self.module, k, None) for k, v in node.items() if v is None}
+        return build({**node, **facts}, at="predict", images=self.config["images"])
+
+    def _fill_from_data(self) -> None:
+        """Nulls whose names the data module describes: image_size, num_classes, …"""
+        describe = getattr(self.data, "describe", None)
+        nodes = [self.config.get(key) or {} for key in schema.FILLED]
+        if describe is None or all(v is not None for node in nodes for v in node.values()):
+            return
+        self.data.prepare_data()
+        self.data.setup("fit")
+        facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
+        for node in nodes:
+            node.update({k: facts[k] for k, v in node.items() if v is None and k in facts})
+
+    def _make_module(self) -> LightningModule:
+        """The module with those of model, optimizer and scheduler that the configuration has."""
+        node = self.config["module"]
+        make = build({**node, "_partial_": True}, at="module")
+        parts = {key: self.config[key] for key in schema.PARTS if self.config.get(key)}
+        # attnkit's modules build their parts themselves, so that a checkpoint knows how; others
+        # get objects.
+        if not (isinstance(make.func, type) and issubclass(make.func, TaskModule)):
+            parts = {
+                key: build(part if key == "model" else {**part, "_partial_": True}, at=key)
+                for key, part in parts.items()
+            }
+        try:
+            module = make(**parts)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"module: {node['_target_']}: {error}") from error
+        if not isinstance(module, LightningModule):
+            raise UserError(f"module: {node['_target_']} is no LightningModule")
+        return module
+
+    def _load_module(self) -> LightningModule:
+        target = self.config["module"]["_target_"]
+        cls = build({"_target_": target, "_partial_": True}, at="module").func
+        return _loaded(
+            partial(cls.load_from_checkpoint, self.config["ckpt"], map_location="cpu"),
+            self.config["ckpt"],
+        )
+
+    def _make_trainer(self) -> Trainer:
+        config = self.config
+        arguments = dict(config.get("trainer") or {})
+        limit = arguments.pop("limit_batches", None)
+        if limit is not None:
+            arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
+        named = config.get("callbacks") or {}
+        if config["run"] != "train":
+            named = {k: v for k, v in named.items() if not _only_for_training(v)}
+        if config["run"] == "predict":
+            # One process and one progress bar: the rest of them has figures to write.
+            arguments.update(devices=1, strategy="auto", num_nodes=1)
+            named = {k: v for k, v in named.items() if k in ("progress", "ema")}
+        callbacks = [build(n, at=f"callbacks.{k}") for k, n in named.items() if n]
+        loggers = [
+            build(n, at=f"logger.{k}")
+            for k, n in (config.get("logger") or {}).items()
+            if n and config["run"] != "predict"
+        ]
+        try:
+            return Trainer(
+                **arguments,
+                callbacks=callbacks,
+                logger=loggers or False,
+                precision=config["precision"],
+                default_root_dir=str(self.folder),
+                enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+                enable_progress_bar="progress" in named and bool(named["progress"]),
+                use_distributed_sampler=False,  # the data modules shard, so that nothing is doubled
+            )
+        except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"trainer: {_first(error)}") from error
+
+    def _compile(self) -> None:
+        mode = self.config["compile"]
+        if mode:
+            # In place, so that the names in checkpoints stay.
+            model = getattr(self.module, "model", None)
+            target = model if isinstance(model, nn.Module) else self.module
+            target.compile(mode="default" if mode is True else mode)
+
+    # --- running ---
+
+    def run(self) -> None:
+        """Train and test, test, or predict; leaves results.json (or predictions.csv)."""
+        try:
+            getattr(self, f"_{self.config['run']}")()
+        except SystemExit:
+            if self.trainer.interrupted:  # Lightning's way to answer Ctrl-C
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                raise KeyboardInterrupt from None
+            raise
+        except MisconfigurationException as error:
+            raise UserError(f"trainer: {_first(error)}") from error
+
+    def _train(self) -> None:
+        trainer = self.trainer
+        last = self.folder / folders.CHECKPOINTS / "last.ckpt"
+        start = str(last) if last.is_file() else None
+        trainer.fit(self.module, datamodule=self.data, ckpt_path=start, weights_only=True)
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+        figures = self._figures()
+        figures.update(epochs=trainer.current_epoch, steps=trainer.global_step)
+        figures["parameters"] = self.num_parameters
+        best = None
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor:
+                best = callback.best_model_path or None
+                if callback.best_model_score is not None:
+                    figures[f"{callback.monitor}_best"] = float(callback.best_model_score)
+        if self._has_test():
+            trainer.test(
+                self.module, datamodule=self.data, ckpt_path=best, weights_only=True, verbose=False
+            )
+            figures.update(self._figures())
+        self._save(figures)
+
+    def _test(self) -> None:
+        # A module loaded on its own has its weights already.
+        ckpt = None if self.alone else self.config["ckpt"]
+        _loaded(
+            partial(
+                self.trainer.test,
+                self.module,
+                datamodule=self.data,
+                ckpt_path=ckpt,
+                weights_only=True,
+                verbose=False,
+            ),
+            self.config["ckpt"],
+        )
+        self._save(self._figures())
+
+    def _predict(self) -> None:
+        ckpt = None if self.alone else self.config["ckpt"]
+        batches = _loaded(
+            partial(
+                self.trainer.predict,
+                self.module,
+                datamodule=self.data,
+                ckpt_path=ckpt,
+                weights_only=True,
+            ),
+            self.config["ckpt"],
+        )
+        count = save_predictions(self.folder, batches or [])
+        self._save({"predictions": count})
+
+    def _has_test(self) -> bool:
+        cls = type(self.module)
+        return (
+            cls.test_step is not LightningModule.test_step
+            and type(self.data).test_dataloader is not LightningDataModule.test_dataloader
+        )
+
+    def _figures(self) -> dict[str, float]:
+        return {
+            name: float(value)
+            for name, value in self.trainer.callback_metrics.items()
+            if math.isfinite(float(value))
+        }
+
+    def _save(self, figures: Mapping[str, float]) -> None:
+        if not self.trainer.is_global_zero:
+            return
+        seconds = round(time.perf_counter() - self.started, 2)
+        before = folders.load_results(self.folder)
+        save_results(self.folder, {**before, **figures, "seconds": seconds})
+
+
+def _only_for_training(node: Mapping[str, Any] | None) -> bool:
+    target = str((node or {}).get("_target_", ""))
+    return target.rpartition(".")[2] in ("ModelCheckpoint", "LearningCurves", "EarlyStopping")
+
+
+def _loaded(load: Any, ckpt: str) -> Any:
+    """Call what reads a checkpoint; one that doesn't fit or is broken is the user's to know."""
+    try:
+        return load()
+    except RuntimeError as error:
+        text = str(error)
+        if "loading state_dict" in text:
+            lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
+            raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
+        if "PytorchStreamReader" in text:
+            raise UserError(f"ckpt: {ckpt} is no intact checkpoint: {_first(error)}") from error
+        raise
+    except (json.JSONDecodeError, EOFError, KeyError) as error:
+        raise UserError(f"ckpt: {ckpt} is no checkpoint of this task: {error!r}") from error
+    except Exception as error:
+        if type(error).__name__ == "UnpicklingError":
+            raise UserError(f"ckpt: {ckpt} is no intact checkpoint: {_first(error)}") from error
+        raise
+
+
+def _first(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,60 @@
+"""attnkit.lightning: what makes runs good, for anyone's `lightning.Trainer`; no Hydra needed.
+
+This file is the public table and nothing else. Names are imported when first used, so that code
+which only needs `UserError` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnkit.lightning.attention_maps import AttentionMaps
+    from attnkit.lightning.build import allowing
+    from attnkit.lightning.ema import EMA
+    from attnkit.lightning.errors import UserError
+    from attnkit.lightning.kernel_record import KernelRecord
+    from attnkit.lightning.learning_curves import LearningCurves
+    from attnkit.lightning.module import TaskModule
+    from attnkit.lightning.optim import parameter_groups, warmup_cosine
+    from attnkit.lightning.results_file import ResultsFile
+    from attnkit.lightning.throughput import Throughput
+
+_TABLE = {
+    "EMA": "ema",
+    "AttentionMaps": "attention_maps",
+    "KernelRecord": "kernel_record",
+    "LearningCurves": "learning_curves",
+    "ResultsFile": "results_file",
+    "TaskModule": "module",
+    "Throughput": "throughput",
+    "UserError": "errors",
+    "allowing": "build",
+    "parameter_groups": "optim",
+    "warmup_cosine": "optim",
+}
+
+__all__ = [
+    "EMA",
+    "AttentionMaps",
+    "KernelRecord",
+    "LearningCurves",
+    "ResultsFile",
+    "TaskModule",
+    "Throughput",
+    "UserError",
+    "allowing",
+    "parameter_groups",
+    "warmup_cosine",
+]
+
+
+def __getattr__(name: str):
+    if name not in _TABLE:
+        raise AttributeError(f"module 'attnkit.lightning' has no attribute {name!r}")
+    value = getattr(import_module(f"attnkit.lightning.{_TABLE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_TABLE])

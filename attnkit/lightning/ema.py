@@ -1,0 +1,74 @@
+"""An exponential moving average of the weights, for evaluation and for keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+
+
+class EMA(WeightAveraging):
+    """Evaluates and saves averaged weights: average ← d · average + (1 - d) · weights every step.
+
+    With d = min(decay, (1 + n) / (10 + n)) at the n-th update, as in TensorFlow's
+    `ExponentialMovingAverage`, so that a short run is not held to its first weights.
+
+    It is Lightning's `WeightAveraging`: validation runs on the average, checkpoints hold the
+    average as `state_dict` and the trained weights as `current_model_state`, to go on with.
+    Different from `EMAWeightAveraging` of Lightning 2.6:
+
+    - `trainer.test(ckpt_path="best")` after `fit` tests the average. There, the trained weights are
+      put back, and the test's figures are not those of the checkpoint.
+    - After an error in validation the trained weights are put back before anything is saved.
+    - The average lives on the device of training, and one fused update serves all tensors.
+
+    Buffers that are integers are copied, not averaged. Sharded strategies (FSDP) are not supported.
+
+    Args:
+        decay: d in the long run, in [0, 1).
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay: expected a number in [0, 1), got {decay}")
+        self.decay = decay
+        self._swapped = False
+        super().__init__(multi_avg_fn=self._average)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._device is None:
+            # The module itself is moved only later.
+            self._device = trainer.strategy.root_device
+        super().setup(trainer, pl_module, stage)
+
+    @torch.no_grad()
+    def _average(self, averages: Any, weights: Any, num_averaged: Any) -> None:
+        num_averaged = int(num_averaged)
+        decay = min(self.decay, (1 + num_averaged) / (10 + num_averaged))
+        if averages[0].is_floating_point() or averages[0].is_complex():
+            torch._foreach_lerp_(averages, weights, 1 - decay)
+        else:
+            torch._foreach_copy_(averages, weights)
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_epoch_start(trainer, pl_module)
+        self._swapped = True
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_epoch_end(trainer, pl_module)
+        self._swapped = False
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if self._swapped:
+            self.on_validation_epoch_end(trainer, pl_module)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # Outside of fit the average is what is wanted, and is loaded already.
+        if trainer.state.fn == "fit":
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)

@@ -1,0 +1,93 @@
+"""Which attention kernel really runs in training and evaluation."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from lightning import Callback, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from attnkit.core.record import KernelCounts, record_backends
+
+
+class KernelRecord(Callback):
+    """Tells which attention kernel ran in each module, in the first batch of each stage.
+
+    Every call of torch's attention is seen, in attnkit's modules and in anybody's. The table is
+    printed (`verbose`), goes to loggers that take text (TensorBoard), and stays in `records`:
+    `records["train"].counts["blocks.0.attention"]["flash"]`. `results` holds the totals as numbers,
+    `kernels/train/flash`, which `ResultsFile` writes.
+
+    A compiled model runs that one batch uncompiled, as operators in compiled code cannot be seen.
+
+    Args:
+        verbose: print each table.
+    """
+
+    def __init__(self, verbose: bool = True) -> None:
+        self.verbose = verbose
+        self.records: dict[str, KernelCounts] = {}
+        self._recording = ExitStack()
+        self._stage: str | None = None
+
+    @property
+    def results(self) -> dict[str, float]:
+        """`kernels/<stage>/<kernel>`: calls in the recorded batch."""
+        return {
+            f"kernels/{stage}/{kernel}": float(calls)
+            for stage, record in self.records.items()
+            for kernel, calls in record.total().items()
+        }
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._begin("train")
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._end(trainer)
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._begin("val")
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._end(trainer)
+
+    def on_test_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._begin("test")
+
+    def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._end(trainer)
+
+    def on_predict_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._begin("predict")
+
+    def on_predict_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._end(trainer)
+
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        self._close()
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        self._close()
+
+    def _begin(self, stage: str) -> None:
+        if stage not in self.records:
+            self._stage = stage
+            self.records[stage] = self._recording.enter_context(record_backends())
+
+    def _close(self) -> None:
+        self._recording.close()
+        self._stage = None
+
+    def _end(self, trainer: Trainer) -> None:
+        stage = self._stage
+        self._close()
+        if stage is None or not trainer.is_global_zero:
+            return
+        table = str(self.records[stage])
+        if self.verbose:
+            rank_zero_info(f"attention kernels in the first {stage} batch\n{table}")
+        for logger in trainer.loggers:
+            writer = getattr(logger, "experiment", None)
+            if writer is not None and hasattr(writer, "add_text"):
+                writer.add_text(f"kernels/{stage}", f"```\n{table}\n```")

@@ -1,0 +1,126 @@
+"""A picture of how training went."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from attnkit.lightning.files import written_beside
+
+History = dict[str, list[tuple[float, float]]]
+"""For each metric, (epoch, value) in order."""
+
+COLOURS = {"train": "#7f7f7f", "val": "#1f77b4"}
+
+
+class LearningCurves(Callback):
+    """Draws every logged metric over the epochs, `train/loss` and `val/loss` in one panel.
+
+    Needs no logger: it notes the values at the end of each epoch and validation. They are part of
+    the checkpoint, so that the picture of a resumed run is whole. Drawn when training ends, also by
+    an error, and meanwhile at most every `every_seconds`.
+
+    Args:
+        path: of the picture (PNG, PDF or SVG); None for `curves.png` in the trainer's log folder.
+        every_seconds: how often the picture is brought up to date while training runs.
+        skip: patterns of metrics that are not drawn.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        every_seconds: float = 60.0,
+        skip: Sequence[str] = ("*/samples_per_second",),
+    ) -> None:
+        self._given_path = path
+        self.path: Path | None = None
+        self.every_seconds = every_seconds
+        self.skip = tuple(skip)
+        self.history: History = {}
+        self._drawn = time.monotonic()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # All ranks take part in finding the log folder.
+        folder = trainer.log_dir or trainer.default_root_dir
+        self.path = Path(self._given_path or Path(folder) / "curves.png").absolute()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            batches = trainer.num_training_batches
+            self._note(trainer, "val/", (trainer.fit_loop.batch_idx + 1) / batches)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note(trainer, "train/", 1.0)
+        if time.monotonic() - self._drawn >= self.every_seconds:
+            self._draw(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draw(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._draw(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": {name: list(values) for name, values in self.history.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = {
+            name: [(epoch, value) for epoch, value in values]
+            for name, values in state_dict["history"].items()
+        }
+
+    def _note(self, trainer: Trainer, stage: str, share_of_epoch: float) -> None:
+        epoch = trainer.current_epoch + share_of_epoch
+        for name, value in trainer.callback_metrics.items():
+            if name.startswith(stage) and not any(fnmatchcase(name, skip) for skip in self.skip):
+                self.history.setdefault(name, []).append((epoch, float(value)))
+
+    def _draw(self, trainer: Trainer) -> None:
+        self._drawn = time.monotonic()
+        if trainer.is_global_zero and self.history and self.path is not None:
+            figure = draw_curves(self.history)
+            with written_beside(self.path) as beside:
+                figure.savefig(beside, dpi=150)
+
+
+def draw_curves(history: History) -> Figure:
+    """One panel for each name after the slash, one line for each stage before it; loss first."""
+    names = sorted({name.partition("/")[2] for name in history}, key=lambda n: (n != "loss", n))
+    columns = min(len(names), 3)
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for panel, name in zip(panels, names, strict=False):
+        _draw_panel(panel, name, history)
+    for panel in panels[len(names) :]:
+        panel.remove()
+    return figure
+
+
+def _draw_panel(panel: Axes, name: str, history: History) -> None:
+    for stage in sorted({key.partition("/")[0] for key in history}):
+        points = history.get(f"{stage}/{name}")
+        if points:
+            epochs, values = zip(*points, strict=True)
+            marker = "o" if len(points) < 20 else None
+            panel.plot(
+                epochs, values, color=COLOURS.get(stage), marker=marker, ms=3, lw=1.5, label=stage
+            )
+    panel.set_title(name.replace("_", " "), fontsize=10)
+    panel.set_xlabel("epoch", fontsize=9)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.tick_params(labelsize=8)
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=8)

@@ -1,0 +1,82 @@
+"""Optimizer parameter groups and the default learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+
+def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> list[dict[str, Any]]:
+    """Two optimizer groups: parameters that are decayed, and those that are not.
+
+    Not decayed are vectors and scalars (biases, norms, layer scales) and what any submodule names
+    in its `no_weight_decay()` (attnkit's and timm's models: positions, class token). Frozen
+    parameters are left out; a shared parameter is listed once.
+
+    Args:
+        module: whose parameters are grouped.
+        weight_decay: of the first group; None leaves it to the optimizer's own setting.
+    """
+    exempt: set[str] = set()
+    for prefix, child in module.named_modules():
+        names = getattr(child, "no_weight_decay", None)
+        if callable(names):
+            exempt.update(f"{prefix}.{name}" if prefix else name for name in names())
+
+    decayed: list[nn.Parameter] = []
+    exempted: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            free = parameter.ndim <= 1 or name in exempt
+            (exempted if free else decayed).append(parameter)
+
+    first: dict[str, Any] = {"params": decayed}
+    if weight_decay is not None:
+        first["weight_decay"] = weight_decay
+    groups = [first, {"params": exempted, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def warmup_cosine(
+    optimizer: Optimizer,
+    *,
+    total_steps: int,
+    warmup_fraction: float = 0.05,
+    min_lr_fraction: float = 0.01,
+) -> LRScheduler:
+    """Linear warm-up, then half a cosine down to `min_lr_fraction` of each group's learning rate.
+
+    To be stepped once per optimizer step. With W = round(warmup_fraction · total_steps), step
+    t < W uses (t + 1) / (W + 1) of the learning rate, step t ≥ W uses m + (1 - m)(1 + cos πp) / 2
+    with p = (t - W) / (total_steps - W). Cosine: Loshchilov and Hutter, SGDR, 2017, without
+    restarts.
+
+    Unlike torch's `SequentialLR` of `LinearLR` and `CosineAnnealingLR`, whose floor is one absolute
+    learning rate, the floor is relative, so groups with different learning rates keep their ratio.
+
+    Args:
+        optimizer: whose learning rates are scaled.
+        total_steps: optimizer steps in the whole run.
+        warmup_fraction: share of the steps spent warming up, in [0, 1).
+        min_lr_fraction: learning rate at the end, relative to the highest, in [0, 1].
+    """
+    if total_steps < 1:
+        raise ValueError(f"total_steps: expected at least 1, got {total_steps}")
+    if not 0 <= warmup_fraction < 1:
+        raise ValueError(f"warmup_fraction: expected a number in [0, 1), got {warmup_fraction}")
+    if not 0 <= min_lr_fraction <= 1:
+        raise ValueError(f"min_lr_fraction: expected a number in [0, 1], got {min_lr_fraction}")
+    warmup_steps = round(warmup_fraction * total_steps)
+    cosine_steps = max(total_steps - warmup_steps, 1)
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        progress = min((step - warmup_steps) / cosine_steps, 1.0)
+        return min_lr_fraction + (1 - min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+
+    return LambdaLR(optimizer, factor)

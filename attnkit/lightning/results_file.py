@@ -1,0 +1,95 @@
+"""The figures of a run in one flat JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import written_beside
+
+
+class ResultsFile(Callback):
+    """Writes the last value of every logged metric to `results.json`: flat, numbers only.
+
+    Written when training, a test or a validation by itself ends; what an earlier stage wrote is
+    kept, so that one file holds `train/…`, `val/…` and `test/…`. Beside the metrics: `seconds`
+    spent in fit, test and validate (before a resume, too), `epochs`, `steps`, and the numbers in
+    the attribute `results` of any other callback (such as `KernelRecord`). A value that is not
+    finite is left out with a warning, since JSON has no such numbers.
+
+    Args:
+        path: of the file; None for `results.json` in the trainer's log folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._given_path = path
+        self.path: Path | None = None
+        self._seconds_before = 0.0
+        self._started: float | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # All ranks take part in finding the log folder.
+        folder = trainer.log_dir or trainer.default_root_dir
+        self.path = Path(self._given_path or Path(folder) / "results.json").absolute()
+        self._started = time.perf_counter()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._write(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._seconds_before = self.seconds
+        self._started = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent so far in fit, test and validate."""
+        now = 0.0 if self._started is None else time.perf_counter() - self._started
+        return self._seconds_before + now
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # A test loads its checkpoint's state too; the time since then was counted here already.
+        self._seconds_before = max(self._seconds_before, state_dict["seconds"])
+
+    def _write(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero:
+            return
+        assert self.path is not None
+        results = _read(self.path)
+        results.update({name: float(value) for name, value in trainer.callback_metrics.items()})
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            results.update(getattr(callback, "results", {}))
+        if trainer.state.fn == "fit":
+            results["epochs"] = trainer.current_epoch
+            results["steps"] = trainer.global_step
+        results["seconds"] = round(self.seconds, 3)
+        for name in [name for name, value in results.items() if not math.isfinite(value)]:
+            rank_zero_warn(f"{name} is {results.pop(name)} and left out of {self.path}")
+        with written_beside(self.path) as beside:
+            beside.write_text(json.dumps(results, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path}: expected a results file in JSON: {error}") from error

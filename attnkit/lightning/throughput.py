@@ -1,0 +1,87 @@
+"""How many samples per second training goes through."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+def num_samples(batch: Any) -> int:
+    """The length of the first tensor in a batch."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim > 0:
+            return len(leaf)
+    raise ValueError(f"batch: found no tensor with a batch dimension in a {type(batch).__name__}")
+
+
+class Throughput(Callback):
+    """Logs `train/samples_per_second` after every epoch, summed over all ranks.
+
+    Counted is the time of the training loop, waiting for data included, validation excluded. It is
+    NaN for an epoch that has only skipped batches.
+
+    Args:
+        skip_batches: batches at the start of a run that are not counted, while kernels are compiled
+            and workers start.
+        num_samples: how many samples a batch has; by default the length of its first tensor.
+    """
+
+    def __init__(
+        self, skip_batches: int = 1, num_samples: Callable[[Any], int] = num_samples
+    ) -> None:
+        if skip_batches < 0:
+            raise ValueError(f"skip_batches: expected 0 or more, got {skip_batches}")
+        self.skip_batches = skip_batches
+        self.num_samples = num_samples
+        self._seen_batches = 0
+        self._samples = 0
+        self._seconds = 0.0
+        self._started = 0.0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seen_batches += 1
+        if self._seen_batches == self.skip_batches:
+            self._begin(pl_module)
+        elif self._seen_batches > self.skip_batches:
+            self._samples += self.num_samples(batch)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause(pl_module)
+        # Every rank logs, or the sum over ranks would wait for one that does not.
+        rate = self._samples / self._seconds if self._samples else math.nan
+        pl_module.log(
+            "train/samples_per_second", rate, reduce_fx="sum", sync_dist=trainer.world_size > 1
+        )
+
+    def _begin(self, pl_module: LightningModule) -> None:
+        _wait_for_device(pl_module)
+        self._samples, self._seconds = 0, 0.0
+        self._started = time.perf_counter()
+
+    def _pause(self, pl_module: LightningModule) -> None:
+        _wait_for_device(pl_module)
+        self._seconds += time.perf_counter() - self._started
+        self._started = time.perf_counter()
+
+
+def _wait_for_device(pl_module: LightningModule) -> None:
+    if pl_module.device.type != "cpu":
+        torch.accelerator.synchronize(pl_module.device)

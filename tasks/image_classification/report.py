@@ -1,0 +1,141 @@
+"""What a test shows beside its averages: scores per class and the confusion matrix."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from attnkit.lightning.files import written_beside
+
+_MAX_SHOWN = 40
+_MAX_NUMBERS = 20
+_MAX_NAMES = 100
+
+
+class ClassScore(NamedTuple):
+    """How well one class is recognised; None where a ratio has no denominator."""
+
+    name: str
+    precision: float | None
+    recall: float | None
+    f1: float | None
+    images: int
+
+
+class ClassReport(Callback):
+    """Writes what `ImageClassification` found in a test: `per_class.csv`, `confusion_matrix.png`.
+
+    The picture is drawn for up to 1,000 classes. The first process writes.
+
+    Args:
+        folder: made if it is not there.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        scores = getattr(pl_module, "class_scores", None)
+        confusion = getattr(pl_module, "confusion", None)
+        if not trainer.is_global_zero or scores is None:
+            return
+        write_class_scores(scores, self.folder / "per_class.csv")
+        if confusion is not None:
+            names = [score.name for score in scores]
+            draw_confusion(confusion, names, self.folder / "confusion_matrix.png")
+
+
+def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
+    """Scores from counts [classes, 5]: true and false positives, negatives, and the support."""
+    scores = []
+    for name, (hits, false_alarms, _, misses, images) in zip(
+        class_names, stats.tolist(), strict=True
+    ):
+        scores.append(
+            ClassScore(
+                name,
+                _ratio(hits, hits + false_alarms),
+                _ratio(hits, hits + misses),
+                _ratio(2 * hits, 2 * hits + false_alarms + misses),
+                int(images),
+            )
+        )
+    return scores
+
+
+def show_class_scores(scores: Sequence[ClassScore], console: Console | None = None) -> None:
+    """A table on screen; of many classes, those with the lowest F1."""
+    shown = list(scores)
+    title = "test, per class"
+    if len(scores) > _MAX_SHOWN:
+        worst = sorted(scores, key=lambda score: -1.0 if score.f1 is None else score.f1)
+        shown = worst[:_MAX_SHOWN]
+        title += f": the {_MAX_SHOWN} of {len(scores)} with the lowest F1"
+    table = Table(title=title)
+    table.add_column("class")
+    for column in ClassScore._fields[1:]:
+        table.add_column(column, justify="right")
+    for score in shown:
+        ratios = (score.precision, score.recall, score.f1)
+        texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios]
+        table.add_row(escape(score.name), *texts, str(score.images))
+    (console or Console()).print(table)
+
+
+def write_class_scores(scores: Sequence[ClassScore], path: Path) -> None:
+    with written_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("class", *ClassScore._fields[1:]))
+        writer.writerows(scores)
+
+
+def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) -> None:
+    """The matrix as a picture: rows are true classes, colours are shares of the row.
+
+    Args:
+        confusion: counts [true classes, predicted classes].
+        class_names: written at the axes for up to 100 classes; counts for up to 20.
+        path: PNG file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = len(class_names)
+    counts = confusion.cpu().double()
+    shares = (counts / counts.sum(dim=1, keepdim=True).clamp_min(1)).numpy()
+    side = min(max(4.0, 2 + 0.45 * count), 20.0)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    FigureCanvasAgg(figure)  # no global state, no display
+    axes = figure.add_subplot(xlabel="predicted", ylabel="true")
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
+    if count <= _MAX_NAMES:
+        size = 10 if count <= _MAX_NUMBERS else 6
+        # A dollar sign would start a formula.
+        names = [_short(name).replace("$", r"\$") for name in class_names]
+        axes.set_xticks(range(count), names, rotation=90, fontsize=size)
+        axes.set_yticks(range(count), names, fontsize=size)
+    if count <= _MAX_NUMBERS:
+        for row in range(count):
+            for column in range(count):
+                if number := int(counts[row, column]):
+                    colour = "white" if shares[row, column] > 0.5 else "black"
+                    axes.text(column, row, str(number), color=colour, ha="center", va="center")
+    with written_beside(path) as part:
+        figure.savefig(part, dpi=120)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _short(name: str, length: int = 20) -> str:
+    return name if len(name) <= length else name[: length - 1] + "…"

@@ -1,0 +1,44 @@
+"""Every test: seeded, offline, one thread; data that is not there is skipped with a message."""
+
+import os
+import random
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DATA = REPOSITORY.parent / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items):
+    no_data = pytest.mark.skip(reason=f"needs the maintainers' data folder, {DATA}")
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("data") and not DATA.is_dir():
+            item.add_marker(no_data)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the clone."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The maintainers' data; only for tests marked `data`."""
+    return DATA

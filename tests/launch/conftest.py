@@ -1,0 +1,128 @@
+"""A user's own folder, and the command line run in this process."""
+
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from attnkit.launch.main import main
+
+TASK = """\
+# @package _global_
+task: mine
+module:
+  _target_: mine_of_the_tests.Mine
+  width: 11
+data:
+  _target_: mine_of_the_tests.Data
+trainer:
+  accelerator: cpu
+  max_epochs: 2
+"""
+
+MODULE = """\
+import torch
+from lightning import LightningDataModule, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Mine(LightningModule):
+    def __init__(self, width: int, lr: float = 0.05, fail_at: int | None = None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def _step(self, batch, stage):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch, i):
+        if self.current_epoch == self.hparams.fail_at:
+            raise RuntimeError("this module fails on purpose")
+        return self._step(batch, "train")
+
+    def validation_step(self, batch, i):
+        self._step(batch, "val")
+
+    def test_step(self, batch, i):
+        self._step(batch, "test")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.hparams.lr)
+
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size: int = 13, samples: int = 53):
+        super().__init__()
+        if samples < 2:
+            raise ValueError(f"samples: expected 2 or more, got {samples}")
+        self.batch_size, self.samples = batch_size, samples
+
+    def setup(self, stage=None):
+        x = torch.randn(self.samples, 5, generator=torch.Generator().manual_seed(7))
+        self.set = TensorDataset(x, x.argmax(1) % 3)
+
+    def train_dataloader(self):
+        return DataLoader(self.set, self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.set, self.batch_size)
+
+    def test_dataloader(self):
+        return DataLoader(self.set, self.batch_size)
+"""
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def _unchanged(monkeypatch, tmp_path):
+    """Commands start in an empty folder and leave the module path and the warnings alone."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture(scope="session")
+def hers(tmp_path_factory) -> Path:
+    """A folder with a task of her own: task/mine.yaml and a module."""
+    folder = tmp_path_factory.mktemp("hers")
+    (folder / "task").mkdir()
+    (folder / "task" / "mine.yaml").write_text(TASK)
+    (folder / "mine_of_the_tests.py").write_text(MODULE)
+    return folder
+
+
+@pytest.fixture
+def attnkit(capfd):
+    """Run a command line in this process."""
+
+    def run(*argv: object) -> Done:
+        capfd.readouterr()
+        code = main([str(a) for a in argv])
+        return Done(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def mine(attnkit, hers):
+    """Run her task."""
+    return lambda *argv: attnkit("--config-dir", hers, "task=mine", *argv)

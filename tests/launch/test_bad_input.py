@@ -1,0 +1,199 @@
+"""Wrong input: exit code 2, at most three lines, what and where it is, nothing created."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHIPPED = [
+    # choices, groups and keys
+    ("model=vit_tinny", "model has no choice 'vit_tinny'; did you mean vit_tiny?"),
+    ("task=vitt", "task has no choice 'vitt'; did you mean vit?"),
+    ("modle=vit", "modle: attnkit has no such key; did you mean mod"),
+    ("experimnt=x", "experimnt: attnkit has no such key; did you mean experiment?"),
+    ("sede=3", "sede: attnkit has no such key; did you mean seed"),
+    ("model.depht=3", "model.depht: attnkit.models.vit.ViT has no such key; did you mean depth?"),
+    ("+model.depht=3", "did you mean depth?"),
+    ("module.label_smothing=0.1", "did you mean label_smoothing?"),
+    ("data.batchsize=3", "data.batchsize: attnkit.tasks.image_classification.DigitsData"),
+    ("data.root=/tmp", "data.root: attnkit.tasks.image_classification.DigitsData has no such key"),
+    ("optimizer.learning_rate=1", "optimizer.learning_rate: torch.optim.AdamW has no such key"),
+    ("trainer.max_epohcs=3", "lightning.Trainer has no such key; did you mean max_epochs?"),
+    ("callbacks.curves.pth=x", "callbacks.curves.pth: attnkit.lightning.LearningCurves"),
+    ("callbacks.kernel.verbose=true", "callbacks.kernel: expected a mapping with _target_"),
+    ("callbacks.kernel.verbose=true", "did you mean kernels?"),
+    # values
+    ("model.depth=abc", "model.depth: expected int, got 'abc' (str)"),
+    ("model.dim=1.5", "model.dim: expected int, got 1.5 (float)"),
+    ("model.positions=learnt", "did you mean learned?"),
+    ("trainer.max_epochs=1.5", "trainer.max_epochs: expected Optional[int], got 1.5 (float)"),
+    ("trainer.limit_batches=few", "trainer.limit_batches: expected a number of batches"),
+    ("optimizer.lr=big", "optimizer.lr: expected float | Tensor, got 'big' (str)"),
+    ("optimizer.betas=[0.9]", "optimizer.betas: expected tuple["),
+    ("run=trian", "run: expected Literal['train', 'test', 'predict'], got 'trian'"),
+    ("precision=bf17-mixd", "did you mean bf16-mixed?"),
+    ("seed=-1", "seed: expected 0 to 4294967295, got -1"),
+    ("seeds=0", "seeds: expected at least 1, got 0"),
+    ("compile=fastest", "compile: expected bool | Literal["),
+    ("data.batch_size=null", "data.batch_size: expected int, got None"),
+    # targets
+    ("optimizer._target_=torch.optim.AdamWW", "torch.optim has no 'AdamWW'; did you mean AdamW?"),
+    ("model._target_=attnkit.models.vitt.ViT", "attnkit.models has no 'vitt'; did you mean vit?"),
+    ("model._target_=nowhere_at_all.ViT", "no module named 'nowhere_at_all'"),
+    ("model._target_=yaml.safe_load", "model._target_: yaml.safe_load is outside the allowed pack"),
+    ("model._target_=3", "model._target_: expected a dotted name, got 3 (int)"),
+    # what can't be read, what is missing
+    ("model.depth", "model.depth: expected key=value or group=choice"),
+    ("model.depth=[1", "model.depth=[1: this value can't be read"),
+    ("model.dim=${dimm}", "model.dim: ${dimm} names no key"),
+    ("optimizer.lr=${optimizer.weight_decy}", "did you mean ${optimizer.weight_decay}?"),
+    ("data=image_folder", "data.root: a value is needed: data.root=…"),
+    ("data=image_folder data.root=/nope", "data: attnkit.tasks.image_classification.ImageFolder"),
+    ("data=image_folder data.root=/nope", "root: no such folder: /nope"),
+    ("run=test ckpt=/nope.ckpt", "ckpt: no file /nope.ckpt"),
+    ("run=predict ckpt={file} images=/nope", "images: no file or folder /nope"),
+    ("resume=/nope", "resume: no folder /nope"),
+    ("resume={folder}", "resume: no run in {folder} (it has no config.yaml)"),
+    ("resume=latest", "resume=latest: no run under"),
+    ("--config-dir /nope", "--config-dir: no folder /nope"),
+    # what contradicts itself
+    ("run=test", "run=test: needs ckpt=PATH"),
+    ("run=predict ckpt={file}", "run=predict: needs images=PATH"),
+    ("ckpt={file}", "ckpt: only for run=test and run=predict"),
+    ("images={file}", "images: only for run=predict, this is run=train"),
+    ("resume={folder} run_dir=x", "run_dir=x: not together with resume"),
+    ("run=test ckpt={file} seeds=2", "seeds=2: only for run=train"),
+    ("run_dir={file}", "run_dir: {file} is a file"),
+    ("run_dir={folder}", "run_dir: {folder} is not empty"),
+    ("optimizer.lr=0.1,0.2", "optimizer.lr=0.1,0.2: several values"),
+    ("trainer.logger=false", "trainer.logger: set elsewhere: logger.<name>"),
+    ("hydra.run.dir=x", "hydra.run.dir: not used by attnkit"),
+    ("-m resume=latest seed=1,2", "resume=latest: not with -m"),
+    ("-m model.depth=2,x", "model.depth: expected int, got 'x' (str)"),
+    ("-m run_dir=a,b", "run_dir=a,b: one for all trials"),
+    ("--mutlirun", "did you mean --multirun?"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), SHIPPED)
+def test_wrong_command(attnkit, tmp_path, command, message):
+    folder = tmp_path / "full"
+    file = folder / "file.ckpt"
+    folder.mkdir()
+    file.write_text("not a checkpoint")
+    names = {"folder": str(folder), "file": str(file)}
+    filled = command
+    for name, path in names.items():
+        filled = filled.replace(f"{{{name}}}", path)
+        message = message.replace(f"{{{name}}}", path)
+    _check(attnkit(*filled.split(" ")), message)
+    assert os.listdir(".") == []
+    assert os.listdir(folder) == ["file.ckpt"]
+
+
+FILES = {
+    # her YAML: Hydra itself would accept most of these
+    "unknown key": ("trainer:\n  max_epohcs: 3", "trainer.max_epohcs", "wrong.yaml:5"),
+    "unknown top key": ("trainr: {max_epochs: 3}", "did you mean trainer?", "wrong.yaml:4"),
+    "unknown argument": ("module:\n  widht: 3", "did you mean width?", "wrong.yaml:5"),
+    "wrong type": ("module:\n  width: wide", "module.width: expected int", "wrong.yaml:5"),
+    "interpolation": (
+        "module:\n  width: ${vars.wdth}",
+        "${vars.wdth} names no key",
+        "wrong.yaml:5",
+    ),
+    "missing value": ("data:\n  samples: ???", "data.samples: a value is needed", "wrong.yaml:5"),
+    "tabs": ("trainer:\n\tmax_epochs: 3", "not valid YAML", "wrong.yaml:5:1"),
+    "brackets": ("vars: [1, 2", "not valid YAML", "wrong.yaml:"),
+    "given twice": ("seed: 1\nseed: 2", "not valid YAML: found duplicate key seed", "wrong.yaml:5"),
+    "no such class": ("module:\n  _target_: mine_of_the_tests.Main", "did you mean Mine?", ":5"),
+    "part it can't take": (
+        "data:\n  _target_: mine_of_the_tests.Data\n  smples: 3",
+        "samples",
+        ":6",
+    ),
+    "allow in a file": ("allow: [os]", "allow: given by a file", ""),
+    "callback without target": ("callbacks: {mine: {x: 1}}", "callbacks.mine: expected a", ":4"),
+    "no such default": ("defaults: [/model: vitt]", "did you mean vit?", "wrong.yaml:4"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_wrong_file(attnkit, hers, tmp_path, case):
+    text, message, where = FILES[case]
+    (tmp_path / "task").mkdir()
+    body = "" if "defaults" in text else "defaults: [mine, _self_]"
+    (tmp_path / "task" / "mine.yaml").write_text((hers / "task" / "mine.yaml").read_text())
+    (tmp_path / "task" / "wrong.yaml").write_text(
+        f"# @package _global_\n{body}\ntask: mine\n{text}\n"
+    )
+    (tmp_path / "mine_of_the_tests.py").write_text((hers / "mine_of_the_tests.py").read_text())
+    done = attnkit("--config-dir", tmp_path, "task=wrong")
+    _check(done, message)
+    assert where in done.err
+    assert os.listdir(".") == []
+
+
+def test_file_that_is_no_text(attnkit, tmp_path):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "wrong.yaml").write_bytes(b"# @package _global_\ntask: \xff\xfe\n")
+    done = attnkit("--config-dir", tmp_path, "task=wrong")
+    _check(done, "not text in UTF-8")
+    assert "wrong.yaml" in done.err
+
+
+def test_constructor_has_the_last_word(mine):
+    _check(mine("data.samples=1"), "samples: expected 2 or more, got 1")
+    assert os.listdir(".") == []
+
+
+def test_part_the_module_does_not_take(mine):
+    _check(mine("optimizer=sgd"), "takes no argument 'optimizer', so this would do nothing")
+
+
+def test_her_module_needs_consent(attnkit, hers, monkeypatch):
+    monkeypatch.chdir(hers)
+    target = "module={_target_: mine_of_the_tests.Mine, width: 3}"
+    _check(attnkit(target), "is outside the allowed packages")
+    assert "allow=[mine_of_the_tests]" in attnkit(target).err
+
+
+def test_traceback_on_request(attnkit, monkeypatch):
+    monkeypatch.setenv("ATTNKIT_TRACEBACK", "1")
+    done = attnkit("model.depth=abc")
+    assert done.code == 2
+    assert "Traceback" in done.err
+
+
+def test_no_torch_before_the_work_begins():
+    """Help, configuration, completion and every wrong setting: one process for all of them."""
+    commands = [
+        ["--help"],
+        ["--version"],
+        ["--cfg", "job"],
+        ["--cfg", "job", "--resolve", "model=vit_tiny", "data=cifar10"],
+        ["--shell-completion", "query=bash"],
+        *(c.split(" ") for c, _ in SHIPPED if "data.root=/nope" not in c),
+    ]
+    code = (
+        "import os, sys\n"
+        "from attnkit.launch.main import main\n"
+        "os.environ['COMP_LINE'] = 'attnkit model='\n"
+        f"codes = [main(c) for c in {commands!r}]\n"
+        "heavy = {'torch', 'lightning', 'numpy', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert codes[:5] == [0] * 5 and set(codes[5:]) == {2}, codes\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "model=vit_tiny" in done.stdout  # completion
+    assert "callbacks" in done.stdout
+
+
+def _check(done, message):
+    assert done.code == 2, done
+    assert message in done.err
+    assert len(done.err.splitlines()) <= 3
+    assert "Traceback" not in done.err
+    assert done.out == ""

@@ -1,0 +1,292 @@
+"""The module: preprocessing, losses and metrics, held against scikit-learn and plain torch."""
+
+import csv
+import functools
+
+import pytest
+import sklearn.metrics
+import torch
+from lightning import LightningDataModule, Trainer
+from PIL import Image
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from attnkit.lightning import UserError
+from attnkit.tasks.image_classification import (
+    Augment,
+    ClassReport,
+    DigitsData,
+    ImageClassification,
+)
+from attnkit.tasks.image_classification.report import class_scores, show_class_scores
+
+NORMALISED = {"mean": [0.2, 0.4, 0.6], "std": [0.1, 0.2, 0.3]}
+
+
+def linear(num_classes, side=3, channels=3):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * side**2, num_classes))
+
+
+def module(num_classes=7, **options):
+    return ImageClassification(
+        linear(num_classes), num_classes=num_classes, **{**NORMALISED, **options}
+    )
+
+
+def quiet(folder, **options):
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=options.pop("enable_checkpointing", False),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+def samples(count=53, num_classes=7):
+    images = torch.randint(0, 256, (count, 3, 3, 3), dtype=torch.uint8)
+    return TensorDataset(images, torch.randint(0, num_classes, (count,)))
+
+
+def test_normalises_inside():
+    task = module()
+    images = torch.randint(0, 256, (5, 3, 3, 3), dtype=torch.uint8)
+    mean, std = (torch.tensor(NORMALISED[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
+    expected = (images / 255 - mean) / std
+    torch.testing.assert_close(task.normalized(images), expected)
+    torch.testing.assert_close(task(images), task.model(expected))
+    torch.testing.assert_close(task(images / 255), task(images))
+
+
+def test_metrics_agree_with_scikit_learn(tmp_path, capsys):
+    data, task = samples(), module(class_names=list("abcdefg"))
+    results = quiet(tmp_path, callbacks=[ClassReport(tmp_path / "report")]).test(
+        task, DataLoader(data, batch_size=11), verbose=False
+    )[0]
+    images, labels = data.tensors
+    with torch.no_grad():
+        logits = task(images)
+    predicted = logits.argmax(dim=1)
+    assert results["test/loss"] == pytest.approx(
+        sklearn.metrics.log_loss(labels, logits.double().softmax(1), labels=range(7)), rel=1e-5
+    )
+    assert results["test/accuracy"] == pytest.approx(
+        sklearn.metrics.accuracy_score(labels, predicted)
+    )
+    assert results["test/top5_accuracy"] == pytest.approx(
+        sklearn.metrics.top_k_accuracy_score(labels, logits, k=5, labels=range(7))
+    )
+    assert 0 < results["test/accuracy"] < results["test/top5_accuracy"] < 1
+    confusion = sklearn.metrics.confusion_matrix(labels, predicted, labels=range(7))
+    assert task.confusion.tolist() == confusion.tolist()
+    expected = sklearn.metrics.precision_recall_fscore_support(
+        labels, predicted, labels=range(7), zero_division=0
+    )
+    with (tmp_path / "report" / "per_class.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["class"] for row in rows] == list("abcdefg")
+    for column, values in zip(("precision", "recall", "f1", "images"), expected, strict=True):
+        assert [float(row[column] or 0) for row in rows] == pytest.approx(values.tolist())
+    with Image.open(tmp_path / "report" / "confusion_matrix.png") as picture:
+        assert min(picture.size) > 300
+    assert "test, per class" in capsys.readouterr().out
+
+
+def test_a_second_test_starts_anew(tmp_path):
+    data, task = samples(), module()
+    for _ in range(2):
+        quiet(tmp_path).test(task, DataLoader(data, batch_size=11), verbose=False)
+        assert task.confusion.sum() == 53
+        assert sum(score.images for score in task.class_scores) == 53
+
+
+def test_means_are_over_samples_not_batches(tmp_path):
+    data, task = samples(23), module()
+    trainer = quiet(tmp_path, max_epochs=1)
+    frozen = functools.partial(torch.optim.SGD, lr=0.0)
+    task = ImageClassification(task.model, frozen, num_classes=7, **NORMALISED)
+    loader = DataLoader(data, batch_size=11)  # 11, 11, 1
+    trainer.fit(task, loader, loader)
+    images, labels = data.tensors
+    loss = functional.cross_entropy(task(images), labels).item()
+    assert trainer.callback_metrics["train/loss"].item() == pytest.approx(loss, rel=1e-6)
+    assert trainer.callback_metrics["val/loss"].item() == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_classes", "has_top5"), [(5, False), (6, True)])
+def test_top5_needs_more_than_five_classes(tmp_path, num_classes, has_top5):
+    results = quiet(tmp_path).test(
+        module(num_classes), DataLoader(samples(9, num_classes), 4), verbose=False
+    )[0]
+    assert ("test/top5_accuracy" in results) == has_top5
+
+
+def test_label_smoothing_is_in_the_training_loss_only(tmp_path):
+    images, labels = samples().tensors
+    task = module(label_smoothing=0.3)
+    logged = {}
+    task.log = lambda name, value, **_: logged.update({name: value.compute()})
+    loss = task.training_step((images, labels), 0)
+    logits = task(images)
+    smooth = torch.full((53, 7), 0.3 / 7) + 0.7 * functional.one_hot(labels, 7)
+    torch.testing.assert_close(loss, -(smooth * logits.log_softmax(1)).sum(1).mean())
+    task.validation_step((images, labels), 0)
+    torch.testing.assert_close(logged["val/loss"], functional.cross_entropy(logits, labels))
+
+
+def seen_by_model(task, images, labels):
+    """What the model was given, and the targets that its logits were held against."""
+    seen = {}
+    task.model.register_forward_hook(lambda _, args, out: seen.update(images=args[0], logits=out))
+    task.log = lambda *_, **__: None
+    seen["loss"] = task.training_step((images, labels), 0)
+    return seen
+
+
+def test_mixup_mixes_images_and_targets_alike():
+    images, labels = samples(20).tensors
+    task = module(mixup=1.0)
+    plain = task.normalized(images)
+    torch.manual_seed(1)
+    seen = seen_by_model(task, images, labels)
+    partner = plain.roll(1, 0)
+    differs = (plain - partner).abs() > 0.1
+    share = ((seen["images"] - partner) / (plain - partner))[differs]
+    assert share.std() < 1e-3
+    share = share.mean().item()
+    assert 0.01 < share < 0.99
+    hot = functional.one_hot(labels, 7).float()
+    targets = share * hot + (1 - share) * hot.roll(1, 0)
+    expected = -(targets * seen["logits"].log_softmax(1)).sum(1).mean()
+    torch.testing.assert_close(seen["loss"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cutmix_pastes_a_rectangle():
+    images = torch.randint(0, 256, (20, 3, 16, 16), dtype=torch.uint8)
+    labels = torch.arange(20) % 7
+    task = ImageClassification(linear(7, 16), num_classes=7, cutmix=1.0, **NORMALISED)
+    plain = task.normalized(images)
+    torch.manual_seed(2)
+    seen = seen_by_model(task, images, labels)["images"]
+    pasted, kept = seen == plain.roll(1, 0), seen == plain
+    assert (pasted | kept).all()
+    assert 0 < (~kept).float().mean() < 1
+
+
+def test_mixing_is_for_training_only(tmp_path):
+    data = samples()
+    results = [
+        quiet(tmp_path).test(task, DataLoader(data, 53), verbose=False)[0]["test/loss"]
+        for model in [linear(7)]
+        for task in (
+            ImageClassification(model, num_classes=7, **NORMALISED),
+            ImageClassification(model, num_classes=7, mixup=1.0, cutmix=1.0, **NORMALISED),
+        )
+    ]
+    assert results[0] == results[1]
+
+
+def test_digits_are_learned_and_a_checkpoint_brings_everything_back(tmp_path):
+    data = DigitsData(augment=Augment(translate=0.05), batch_size=32)
+    data.setup("fit")
+    facts = data.describe()
+    del facts["patch_size"]
+    # A configuration, not a module: the checkpoint then needs nothing else.
+    small = {"_target_": f"{__name__}.Small", "num_classes": 10}
+    optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.01}
+    with _allowed():
+        task = ImageClassification(small, optimizer, **facts)
+        trainer = quiet(tmp_path, max_epochs=6, enable_checkpointing=True)
+        trainer.fit(task, datamodule=data)
+        assert trainer.callback_metrics["val/accuracy"] > 0.8
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        again = ImageClassification.load_from_checkpoint(tmp_path / "last.ckpt")
+    torch.load(tmp_path / "last.ckpt", weights_only=True)
+    images, _ = next(iter(data.val_dataloader()))
+    task.eval(), again.eval()
+    torch.testing.assert_close(again(images), task(images), rtol=0, atol=0)
+    assert again.class_names == list("0123456789")
+    assert (again.image_size, again.in_channels) == (8, 1)
+
+
+class Small(nn.Sequential):
+    def __init__(self, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, num_classes))
+
+
+def _allowed():
+    from attnkit.lightning import allowing
+
+    return allowing(__name__.partition(".")[0])
+
+
+def test_other_classes_than_the_modules_are_refused(tmp_path):
+    task = ImageClassification(
+        linear(10, 8, 1),
+        num_classes=10,
+        in_channels=1,
+        mean=[0.5],
+        std=[0.5],
+        class_names=list("0123456798"),
+    )
+    with pytest.raises(UserError, match="expected 9, got 8"):
+        quiet(tmp_path).test(task, datamodule=DigitsData(), verbose=False)
+
+
+def test_predictions_are_named_and_ranked():
+    task = module(3, class_names=["x", "y", "z"])
+    images = torch.randint(0, 256, (4, 3, 3, 3), dtype=torch.uint8)
+    rows = task.predict_step((images, ["a", "b", "c", "d"]), 0)
+    assert rows["path"] == ["a", "b", "c", "d"]
+    probabilities = task(images).softmax(1)
+    for number in range(4):
+        ranked = probabilities[number].sort(descending=True)
+        assert [name for name, _ in rows["top5"][number]] == ["xyz"[i] for i in ranked.indices]
+        assert rows["label"][number] == "xyz"[ranked.indices[0]]
+        assert rows["probability"][number] == pytest.approx(ranked.values[0].item())
+    assert "path" not in task.predict_step((images, torch.zeros(4)), 0)
+    assert task.predict_step((images[:0], []), 0)["label"] == []
+
+
+def test_many_classes_show_the_worst(capsys):
+    stats = torch.tensor([[number, 100 - number, 0, 100 - number, 100] for number in range(60)])
+    show_class_scores(class_scores(stats, [f"class {number}" for number in range(60)]))
+    shown = capsys.readouterr().out
+    assert "40 of 60 with the lowest F1" in shown
+    assert "class 39" in shown
+    assert "class 40" not in shown
+
+
+def test_a_class_without_images_has_no_recall():
+    scores = class_scores(torch.tensor([[3, 1, 4, 0, 3], [0, 0, 8, 0, 0]]), ["a", "b"])
+    assert scores[0][1:] == (0.75, 1.0, pytest.approx(6 / 7), 3)
+    assert scores[1][1:] == (None, None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_classes": 1}, "num_classes"),
+        ({"class_names": ["a"]}, "class_names: expected 7"),
+        ({"mean": [0.5]}, "mean: expected 3"),
+        ({"std": [1.0, 0.0, 1.0]}, "std"),
+        ({"label_smoothing": 1.0}, "label_smoothing"),
+        ({"mixup": -1}, "mixup"),
+        ({"cutmix": -1}, "cutmix"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        ImageClassification(linear(7), **{"num_classes": 7, **NORMALISED, **options})
+
+
+def test_works_with_any_datamodule(tmp_path):
+    class Theirs(LightningDataModule):
+        def test_dataloader(self):
+            return DataLoader(samples(), 8)
+
+    quiet(tmp_path).test(module(), datamodule=Theirs(), verbose=False)

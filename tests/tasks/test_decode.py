@@ -1,0 +1,186 @@
+"""Files to pixels: every mode of image, and what happens to broken files."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from attnkit.tasks.image_classification.decode import (
+    UndecodableImageError,
+    decode_files,
+    pixel_sums,
+    read_image,
+    short_side,
+    to_channels,
+)
+
+
+def gradient(width, height):
+    """RGB pixels whose channels differ, so that no swap of axes or channels can hide."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    red, green = 255 * columns / max(width - 1, 1), 255 * rows / max(height - 1, 1)
+    return np.stack([red, green, np.full_like(red, 31)], axis=2).round().astype(np.uint8)
+
+
+def as_tensor(pixels):
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def saved(image, path, **options):
+    image.save(path, **options)
+    return path
+
+
+def test_an_image_of_the_right_size_is_read_exactly(tmp_path):
+    pixels = gradient(7, 7)
+    path = saved(Image.fromarray(pixels), tmp_path / "a.png")
+    read = read_image(path, 7)
+    assert read.dtype == torch.uint8
+    assert torch.equal(read, as_tensor(pixels))
+
+
+def test_the_centre_square_is_kept(tmp_path):
+    pixels = gradient(13, 5)
+    path = saved(Image.fromarray(pixels), tmp_path / "wide.png")
+    assert torch.equal(read_image(path, 5), as_tensor(pixels[:, 4:9]))
+    path = saved(Image.fromarray(gradient(5, 13)), tmp_path / "high.png")
+    assert torch.equal(read_image(path, 5), as_tensor(gradient(5, 13)[4:9]))
+
+
+def test_shrinking_is_antialiased(tmp_path):
+    checks = np.indices((28, 28)).sum(axis=0) % 2 * 255
+    path = saved(Image.fromarray(checks.astype(np.uint8)), tmp_path / "checks.png")
+    small = read_image(path, 7).float()
+    assert 110 < small.min() < small.max() < 145  # a nearest pixel would be 0 or 255
+
+
+def test_an_extreme_shape_takes_no_extreme_memory(tmp_path):
+    path = saved(Image.new("RGB", (20000, 1), "red"), tmp_path / "line.png")
+    assert read_image(path, 224).shape == (3, 224, 224)
+
+
+def test_exif_orientation_is_applied(tmp_path):
+    pixels = gradient(7, 7)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    path = saved(Image.fromarray(pixels), tmp_path / "turned.png", exif=exif)
+    assert torch.equal(read_image(path, 7), as_tensor(np.rot90(pixels, -1).copy()))
+
+
+def test_modes_become_rgb(tmp_path):
+    pixels = gradient(7, 7)
+    rgb = Image.fromarray(pixels)
+    palette = saved(rgb.quantize(49), tmp_path / "palette.png")
+    assert (read_image(palette, 7).int() - as_tensor(pixels).int()).abs().max() <= 30
+    cmyk = saved(rgb.convert("CMYK"), tmp_path / "cmyk.tif")
+    assert torch.equal(read_image(cmyk, 7), as_tensor(pixels))
+    grey = saved(Image.fromarray(pixels[:, :, 0]), tmp_path / "grey.png")
+    assert torch.equal(read_image(grey, 7), as_tensor(pixels[:, :, :1]).expand(3, -1, -1))
+    bits = saved(Image.fromarray(pixels[:, :, 0] > 100), tmp_path / "bits.png")
+    assert read_image(bits, 7).unique().tolist() == [0, 255]
+
+
+def test_sixteen_bits_keep_the_upper_eight(tmp_path):
+    wide = np.arange(49, dtype=np.uint16).reshape(7, 7) * 1300
+    expected = torch.from_numpy((wide >> 8).astype(np.uint8)).expand(3, -1, -1)
+    assert expected.unique().numel() > 40  # clipping at 255 would leave two values
+    for name in ("deep.png", "deep.tif"):
+        path = saved(Image.fromarray(wide), tmp_path / name)
+        assert torch.equal(read_image(path, 7), expected)
+    path = saved(Image.fromarray(wide.astype(np.int32)), tmp_path / "deep.pgm")
+    assert torch.equal(read_image(path, 7), expected)
+
+
+def test_floats_are_from_0_to_1(tmp_path):
+    floats = np.linspace(-0.5, 1.5, 49, dtype=np.float32).reshape(7, 7)
+    path = saved(Image.fromarray(floats), tmp_path / "float.tif")
+    expected = torch.from_numpy((floats.clip(0, 1) * 255).round().astype(np.uint8))
+    assert torch.equal(read_image(path, 7), expected.expand(3, -1, -1))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparency_is_laid_on_white(tmp_path, mode):
+    image = Image.new("RGBA", (7, 7), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (0, 0, 7, 3))
+    path = saved(image.convert(mode), tmp_path / "clear.png")
+    read = read_image(path, 7)
+    assert read[:, :3].max() == 0
+    assert read[:, 3:].min() == 255
+
+
+def test_a_large_jpeg_decoded_small_matches_the_exact_way(tmp_path):
+    rgb = Image.fromarray(gradient(640, 480))
+    path = saved(rgb, tmp_path / "large.jpg", quality=95)
+    exact = rgb.crop((80, 0, 560, 480)).resize((32, 32), Image.Resampling.BICUBIC)
+    difference = read_image(path, 32).int() - as_tensor(np.array(exact)).int()
+    assert difference.abs().max() <= 4
+
+
+def broken_files(folder):
+    whole = saved(Image.fromarray(gradient(64, 64)), folder / "whole.jpg").read_bytes()
+    (folder / "truncated.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "text.png").write_text("no image at all")
+    return {"truncated.jpg": "truncated", "empty.png": "zero bytes", "text.png": "not an image"}
+
+
+def test_broken_files_are_refused_with_the_reason(tmp_path):
+    for name, reason in broken_files(tmp_path).items():
+        with pytest.raises(UndecodableImageError, match=f"(?i){reason}"):
+            read_image(tmp_path / name, 32)
+    with pytest.raises(UndecodableImageError, match="no such file"):
+        read_image(tmp_path / "absent.png", 32)
+
+
+def test_a_broken_exif_block_leaves_the_image(tmp_path):
+    pixels = gradient(7, 7)
+    path = saved(Image.fromarray(pixels), tmp_path / "a.png", exif=b"Exif\0\0MM\0*\0\0\0\xff\xff")
+    assert torch.equal(read_image(path, 7), as_tensor(pixels))
+
+
+def test_decode_files_numbers_what_failed_and_sums_the_rest(tmp_path):
+    broken_files(tmp_path)
+    names = ["whole.jpg", "empty.png", "whole.jpg", "truncated.jpg"] + ["whole.jpg"] * 67
+    paths = [str(tmp_path / name) for name in names]
+    pixels = decode_files(paths, 11, 3, keep=True, title="")
+    assert list(pixels.failures) == [1, 3]
+    expected = read_image(paths[0], 11)
+    good = [number for number in range(71) if number not in (1, 3)]
+    assert all(torch.equal(pixels.images[number], expected) for number in good)
+    flat = expected.long().flatten(1)
+    assert torch.equal(pixels.sums[70], torch.stack([flat.sum(1), (flat * flat).sum(1)]))
+    again = decode_files(paths, 11, 3, keep=False, title="")
+    assert again.images is None
+    assert torch.equal(again.sums, pixels.sums)
+
+
+def test_grey_is_told_by_the_pixels(tmp_path):
+    grey = Image.fromarray(gradient(7, 7)[:, :, 0])
+    paths = [
+        saved(grey, tmp_path / "l.png"),
+        saved(grey.convert("RGB"), tmp_path / "rgb.png"),
+        saved(Image.fromarray(gradient(7, 7)), tmp_path / "colour.png"),
+    ]
+    pixels = decode_files(list(map(str, paths)), 7, 3, keep=False, title="")
+    assert pixels.grey.tolist() == [True, True, False]
+
+
+def test_to_channels_keeps_grey_values_and_weighs_colours():
+    grey = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    assert torch.equal(to_channels(grey.expand(1, 3, 16, 16), 1), grey)
+    red = torch.tensor([255, 0, 0], dtype=torch.uint8).view(3, 1, 1)
+    assert to_channels(red, 1).item() == 76
+    assert to_channels(red, 3) is red
+
+
+def test_pixel_sums_do_not_overflow():
+    images = torch.full((2, 3, 301, 301), 255, dtype=torch.uint8)
+    sums = pixel_sums(images)
+    assert sums[0, 1, 0] == 255**2 * 301**2
+
+
+def test_short_side_reads_the_header_only(tmp_path):
+    path = saved(Image.fromarray(gradient(31, 17)), tmp_path / "a.jpg")
+    assert short_side(path) == 17
+    (tmp_path / "text.png").write_text("no image")
+    assert short_side(tmp_path / "text.png") is None

@@ -1,0 +1,274 @@
+"""The data module: splits, batches, order and augmentation, on real digits."""
+
+from itertools import chain
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch import nn
+
+from attnkit.lightning import UserError
+from attnkit.tasks.image_classification import Augment, DigitsData, ImageDataModule, MemoryImages
+from attnkit.tasks.image_classification.sets import UnpaddedSampler, stratified_split
+from attnkit.tasks.image_classification.sizes import default_image_size, default_patch_size
+
+
+class OwnData(ImageDataModule):
+    """What a user writes."""
+
+    def __init__(self, splits, names=("a", "b"), **options):
+        super().__init__(**options)
+        self.given = splits
+        self.names = list(names)
+
+    def load(self):
+        return self.given, self.names
+
+
+class Recorder(LightningModule):
+    """A module that keeps what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.batches = {"train": [], "val": [], "test": []}
+
+    def _keep(self, split, batch):
+        self.batches[split].append([tensor.clone() for tensor in batch])
+
+    def training_step(self, batch, batch_idx):
+        self._keep("train", batch)
+        torch.rand(3)  # a model draws random numbers, too
+        return self.weight.sum()
+
+    def validation_step(self, batch, batch_idx):
+        self._keep("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        self._keep("test", batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(folder, **options):
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+def some_images(count=40, side=6, channels=1):
+    # Each image is known by its first pixel.
+    images = torch.randint(0, 256, (count, channels, side, side), dtype=torch.uint8)
+    images[:, :, 0, 0] = torch.arange(count, dtype=torch.uint8).unsqueeze(1)
+    return MemoryImages(images, torch.arange(count) % 2)
+
+
+def test_digits_are_described_and_split():
+    data = DigitsData()
+    data.setup("fit")
+    facts = data.describe()
+    assert (facts["image_size"], facts["patch_size"], facts["in_channels"]) == (8, 2, 1)
+    assert facts["num_classes"] == 10
+    assert facts["class_names"] == list("0123456789")
+    sizes = {split: len(images) for split, images in data.sets.items()}
+    assert sum(sizes.values()) == 1797
+    assert abs(sizes["test"] - 0.2 * 1797) < 6
+    assert abs(sizes["val"] - 0.1 * 1797) < 6
+    pixels = torch.cat([data.sets["train"].fetch(torch.arange(sizes["train"]))]).double() / 255
+    assert facts["mean"] == pytest.approx([pixels.mean().item()], abs=1e-12)
+    assert facts["std"] == pytest.approx([pixels.std(correction=0).item()], abs=1e-12)
+
+
+def test_splits_are_disjoint_stratified_and_seeded():
+    labels = torch.arange(211) % 7
+    parts = stratified_split(labels, [0.1, 0.25], seed=3)
+    assert torch.cat(parts).sort().values.tolist() == list(range(211))
+    for part, share in zip(parts, (0.65, 0.1, 0.25), strict=True):
+        assert (torch.bincount(labels[part]) - share * 211 / 7).abs().max() <= 1.5
+    again = stratified_split(labels, [0.1, 0.25], seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
+    assert not torch.equal(parts[1], stratified_split(labels, [0.1, 0.25], seed=4)[1])
+
+
+def test_small_classes_keep_their_training_images():
+    labels = torch.tensor([0, 0, 0, 1, 1, 2])
+    rest, val, test = stratified_split(labels, [0.4, 0.4], seed=0)
+    assert labels[rest].unique().tolist() == [0, 1, 2]
+    assert labels[val].tolist() == labels[test].tolist() == [0]
+
+
+def test_given_splits_are_left_alone():
+    splits = {"train": some_images(), "test": some_images(6)}
+    data = OwnData(splits)
+    data.setup()
+    assert len(data.sets["test"]) == 6
+    assert len(data.sets["val"]) == 4
+    assert len(data.sets["train"]) == 36
+
+
+def test_memory_images_are_views_of_one_tensor():
+    images = some_images()
+    part = images.select(torch.tensor([7, 3, 11])).select(torch.tensor([2, 0]))
+    assert part.images is images.images
+    assert part.fetch(torch.arange(2))[:, 0, 0, 0].tolist() == [11, 7]
+    assert part.labels.tolist() == [1, 1]
+    image, label = part[1]
+    assert (image[0, 0, 0].item(), label.item()) == (7, 1)
+
+
+def test_training_batches_are_augmented_and_others_are_not(tmp_path):
+    data = OwnData(
+        {"train": some_images(23), "val": some_images(7), "test": some_images(7)},
+        batch_size=8,
+        augment=Augment(horizontal_flip=1.0),
+    )
+    module = Recorder()
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(module, datamodule=data)
+    run.test(module, datamodule=data, verbose=False)
+    sizes = [len(labels) for _, labels in module.batches["train"]]
+    assert sizes == [8, 8, 7]
+    images, labels = map(torch.cat, zip(*module.batches["train"], strict=True))
+    numbers = images[:, 0, 0, -1].tolist()  # mirrored
+    assert sorted(numbers) == list(range(23))
+    assert labels.tolist() == [number % 2 for number in numbers]
+    assert images.dtype == torch.uint8
+    for split in ("val", "test"):
+        images, _ = map(torch.cat, zip(*module.batches[split], strict=True))
+        assert torch.equal(images, data.given[split].images)
+
+
+def test_everything_random_follows_the_seed(tmp_path):
+    def run(seed, global_seed, epochs=2):
+        torch.manual_seed(global_seed)
+        module = Recorder()
+        data = OwnData(
+            {"train": some_images_fixed()},
+            seed=seed,
+            batch_size=8,
+            augment={"translate": 0.4, "erase_probability": 0.5, "group_size": 3},
+        )
+        trainer(tmp_path, max_epochs=epochs, limit_val_batches=0).fit(module, datamodule=data)
+        return [images for images, _ in module.batches["train"]]
+
+    first, again, other = run(1, 5), run(1, 6), run(2, 5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    half = len(first) // 2  # the second epoch is another
+    assert not all(torch.equal(a, b) for a, b in zip(first[:half], first[half:], strict=True))
+
+
+def some_images_fixed():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (40, 1, 6, 6), dtype=torch.uint8, generator=generator)
+    return MemoryImages(images, torch.arange(40) % 2)
+
+
+def test_augmentation_leaves_the_models_random_numbers_alone(tmp_path):
+    def state_after(augment):
+        torch.manual_seed(7)
+        data = OwnData({"train": some_images_fixed()}, augment=augment)
+        trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(Recorder(), datamodule=data)
+        return torch.get_rng_state()
+
+    assert torch.equal(state_after(None), state_after(Augment(translate=0.3)))
+
+
+def test_images_are_fitted_on_the_way(tmp_path):
+    module = Recorder()
+    data = OwnData({"train": some_images(30)}, image_size=10, in_channels=3, augment=None)
+    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    images, _ = module.batches["train"][0]
+    assert images.shape == (22, 3, 10, 10)
+    assert torch.equal(images[:, 0], images[:, 2])
+    facts = data.describe()
+    assert facts["mean"] == [facts["mean"][0]] * 3
+
+
+def test_colour_made_grey_is_described_as_grey():
+    colours = MemoryImages(torch.zeros(30, 3, 5, 5, dtype=torch.uint8), torch.arange(30) % 2)
+    colours.images[:, 0] = 255
+    data = OwnData({"train": colours}, in_channels=1)
+    data.setup()
+    assert data.describe()["mean"] == pytest.approx([76 / 255])
+
+
+def test_what_was_not_asked_for_follows_the_module(tmp_path):
+    module = Recorder()
+    module.image_size, module.in_channels = 7, 3
+    data = OwnData({"train": some_images(30)}, augment=None)
+    trainer(tmp_path).test(module, datamodule=data, verbose=False)
+    assert module.batches["test"][0][0].shape[1:] == (3, 7, 7)
+
+
+def test_drop_last():
+    data = OwnData({"train": some_images(30)}, batch_size=7, drop_last=True)
+    data.setup()
+    assert [len(labels) for _, labels in data.train_dataloader()] == [7, 7, 7]
+    assert [len(labels) for _, labels in data.val_dataloader()] == [4]
+
+
+def test_unpadded_sampler_shares_without_repeating():
+    data = some_images(11)
+    parts = [list(UnpaddedSampler(data, 3, rank)) for rank in range(3)]
+    assert sorted(chain(*parts)) == list(range(11))
+    assert [len(UnpaddedSampler(data, 3, rank)) for rank in range(3)] == [4, 4, 3]
+
+
+def test_default_sizes():
+    expected = {8: (8, 2), 28: (28, 2), 32: (32, 4), 64: (64, 8), 100: (96, 8), 500: (224, 16)}
+    for side, (image, patch) in expected.items():
+        assert default_image_size(side) == image
+        assert default_patch_size(image) == patch
+    for side in range(1, 600):
+        image = default_image_size(side)
+        patch = default_patch_size(image)
+        assert image <= max(side, 4)
+        assert image % patch == 0
+        assert (image // patch) ** 2 <= 256
+    assert (default_patch_size(384), default_patch_size(45), default_patch_size(9)) == (24, 5, 3)
+    with pytest.raises(UserError, match=r"image_size: no patch size divides 97 .* 96 would do"):
+        default_patch_size(97)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 1}, "image_size"),
+        ({"in_channels": 2}, "in_channels"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"val_fraction": 0.0}, "val_fraction"),
+        ({"val_fraction": 0.5, "test_fraction": 0.5}, "sum below 1"),
+        ({"seed": -1}, "seed"),
+        ({"augment": {"flip": 1}}, "flip"),
+        ({"augment": "none"}, "augment"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        DigitsData(**options)
+
+
+def test_bad_sets_are_refused():
+    with pytest.raises(UserError, match="two classes"):
+        OwnData({"train": some_images()}, names=["a"]).setup()
+    with pytest.raises(UserError, match="no train split, only val"):
+        OwnData({"val": some_images()}).setup()
+    with pytest.raises(UserError, match="too few to take a val split"):
+        OwnData({"train": some_images(4)}).setup()
+    wrong = MemoryImages(some_images(4).images, [0, 1, 2, 3])
+    with pytest.raises(UserError, match="test has labels outside 0 to 1"):
+        OwnData({"train": some_images(), "test": wrong}).setup()
+    with pytest.raises(ValueError, match="square uint8"):
+        MemoryImages(torch.zeros(2, 1, 5, 5), [0, 1])
+    with pytest.raises(ValueError, match="expected 4 of them"):
+        MemoryImages(some_images(4).images, [0, 1])

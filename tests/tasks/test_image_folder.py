@@ -1,0 +1,328 @@
+"""Folders of real files: layouts, broken files, memory and disk, and nothing written."""
+
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from attnkit.lightning import UserError
+from attnkit.tasks.image_classification import FileImages, ImageFolderData, MemoryImages
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def make_images(folder, counts, side=11, suffix=".png", grey=False, first=0):
+    """Noise in class folders: `counts` maps a class to its number of images."""
+    random = np.random.default_rng(first)
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(first, first + count):
+            shape = (side, side + number % 3) if grey else (side, side + number % 3, 3)
+            pixels = random.integers(0, 256, shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number:03}{suffix}")
+    return folder
+
+
+def ready(root, **options):
+    data = ImageFolderData(root, **options)
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def pixels_of(data, split):
+    images = data.sets[split]
+    return images.fetch(torch.arange(len(images)))
+
+
+def test_class_folders_alone_are_split(tmp_path):
+    make_images(tmp_path, {"cat": 20, "Dog": 10, "ant": 10})
+    data = ready(tmp_path)
+    assert data.class_names == ["Dog", "ant", "cat"]  # as ImageFolder sorts them
+    assert {split: len(images) for split, images in data.sets.items()} == {
+        "train": 32,
+        "val": 4,
+        "test": 4,
+    }
+    assert torch.bincount(data.sets["val"].labels).tolist() == [1, 1, 2]
+    seen = {image.numpy().tobytes() for split in data.sets for image in pixels_of(data, split)}
+    assert len(seen) == 40  # disjoint
+
+
+@pytest.mark.parametrize("names", [("train", "val", "test"), ("training", "valid", "testing")])
+def test_given_splits_are_used(tmp_path, names):
+    for number, name in enumerate(names):
+        make_images(tmp_path / name, {"a": 3 + number, "b": 5}, first=100 * number)
+    data = ready(tmp_path)
+    assert [len(images) for images in data.sets.values()] == [8, 9, 10]
+
+
+def test_a_missing_split_is_taken_from_train(tmp_path):
+    make_images(tmp_path / "train", {"a": 20, "b": 20})
+    make_images(tmp_path / "test", {"a": 3, "b": 3}, first=100)
+    data = ready(tmp_path, val_fraction=0.25, seed=5)
+    assert [len(images) for images in data.sets.values()] == [30, 10, 6]
+    again = ready(tmp_path, val_fraction=0.25, seed=5)
+    assert torch.equal(pixels_of(data, "val"), pixels_of(again, "val"))
+    other = ready(tmp_path, val_fraction=0.25, seed=6)
+    assert not torch.equal(pixels_of(data, "val"), pixels_of(other, "val"))
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    make_images(tmp_path, {"train": 10, "tram": 10})
+    assert ready(tmp_path).class_names == ["train", "tram"]
+
+
+def test_sizes_and_channels_come_from_the_images(tmp_path):
+    make_images(tmp_path / "grey", {"a": 10, "b": 10}, side=35, grey=True)
+    facts = ready(tmp_path / "grey").describe()
+    assert (facts["image_size"], facts["patch_size"], facts["in_channels"]) == (32, 4, 1)
+    make_images(tmp_path / "mixed", {"a": 9, "b": 10}, side=35, grey=True)
+    make_images(tmp_path / "mixed", {"a": 1}, side=500, first=50)
+    facts = ready(tmp_path / "mixed").describe()
+    assert (facts["image_size"], facts["in_channels"]) == (32, 3)
+    assert ready(tmp_path / "mixed", image_size=14, in_channels=1).describe()["in_channels"] == 1
+
+
+def test_grey_training_images_make_the_others_grey(tmp_path):
+    make_images(tmp_path / "train", {"a": 5, "b": 5}, grey=True)
+    make_images(tmp_path / "val", {"a": 2, "b": 2}, first=50)
+    make_images(tmp_path / "test", {"a": 2, "b": 2}, first=70)
+    for memory_gb in (None, 0):
+        assert pixels_of(ready(tmp_path, memory_gb=memory_gb), "val").shape[1] == 1
+
+
+def test_memory_and_disk_give_the_same(tmp_path):
+    make_images(tmp_path, {"a": 20, "b": 21}, suffix=".jpg", side=23)
+    (tmp_path / "a" / "zero.png").write_bytes(b"")
+    options = {"image_size": 9, "seed": 3, "skip_corrupt": True}
+    memory, disk = ready(tmp_path, **options), ready(tmp_path, **options, memory_gb=0)
+    assert isinstance(memory.sets["val"], MemoryImages)
+    assert isinstance(disk.sets["val"], FileImages)
+    assert memory.describe() == disk.describe()
+    for split in memory.sets:
+        assert torch.equal(pixels_of(memory, split), pixels_of(disk, split))
+        assert torch.equal(memory.sets[split].labels, disk.sets[split].labels)
+    disk.num_workers = 2
+    batches = zip(memory.train_dataloader(), disk.train_dataloader(), strict=True)
+    for (images, labels), (same_images, same_labels) in batches:
+        assert torch.equal(images, same_images)
+        assert torch.equal(labels, same_labels)
+
+
+def test_a_check_of_files_is_remembered_until_one_changes(tmp_path, monkeypatch, capfd):
+    make_images(tmp_path, {"a": 10, "b": 10})
+    first = ready(tmp_path, memory_gb=0)
+    monkeypatch.setattr(
+        "attnkit.tasks.image_classification.image_folder.decode_files",
+        lambda *_, **__: pytest.fail("decoded again"),
+    )
+    again = ready(tmp_path, memory_gb=0)
+    assert again.describe() == first.describe()
+    monkeypatch.undo()
+    (tmp_path / "a" / "000.png").write_bytes(b"broken")
+    assert len(ready(tmp_path, memory_gb=0, skip_corrupt=True).sets["train"]) == 15
+    assert "000.png" in capfd.readouterr().err
+
+
+def test_nothing_is_written_under_root(tmp_path):
+    make_images(tmp_path / "train", {"a": 10, "b": 10})
+    (tmp_path / "train" / "a" / "zero.png").write_bytes(b"")
+
+    def listing():
+        return sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.rglob("*"))
+
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(stat.S_IREAD | (stat.S_IEXEC if path.is_dir() else 0))
+    before = listing()
+    try:
+        for memory_gb in (None, 0):
+            data = ready(tmp_path, skip_corrupt=True, memory_gb=memory_gb)
+            list(data.train_dataloader())
+        assert listing() == before
+    finally:
+        for path in (tmp_path, *tmp_path.rglob("*")):
+            path.chmod(stat.S_IRWXU)
+
+
+def test_few_broken_files_are_named_and_left_out(tmp_path, capfd):
+    make_images(tmp_path, {"a": 100, "b": 100}, side=8)
+    (tmp_path / "a" / "empty.png").write_bytes(b"")
+    (tmp_path / "b" / "text.jpg").write_text("no image")
+    data = ready(tmp_path)
+    error = capfd.readouterr().err
+    assert "empty.png (zero bytes)" in error
+    assert "text.jpg (not an image)" in error
+    assert "2 of 202" in error
+    assert sum(map(len, data.sets.values())) == 200
+
+
+def test_many_broken_files_stop_the_run(tmp_path, capfd):
+    make_images(tmp_path, {"a": 100, "b": 100}, side=8)
+    for number in range(3):
+        (tmp_path / "a" / f"empty{number}.png").write_bytes(b"")
+    with pytest.raises(UserError) as caught:
+        ready(tmp_path)
+    message = str(caught.value)
+    assert "3 of 203" in message
+    assert "empty0.png (zero bytes)" in message
+    assert "data.skip_corrupt=true" in message
+    assert len(message.splitlines()) <= 3
+    assert sum(map(len, ready(tmp_path, skip_corrupt=True).sets.values())) == 200
+    assert "empty2.png" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_one_broken_file_in_a_given_split_stops_the_run(tmp_path, split):
+    make_images(tmp_path / "train", {"a": 20, "b": 20}, side=8)
+    make_images(tmp_path / split, {"a": 100, "b": 100}, side=8, first=50)
+    (tmp_path / split / "b" / "empty.png").write_bytes(b"")
+    with pytest.raises(UserError, match=rf"{split}: 1 of 201 .*\n.*empty.png") as caught:
+        ready(tmp_path)
+    assert "data.skip_corrupt=true" in str(caught.value)
+    assert len(ready(tmp_path, skip_corrupt=True).sets[split]) == 200
+
+
+def test_hidden_and_other_files_are_left_out(tmp_path, capfd):
+    make_images(tmp_path, {"a": 5, "b": 5})
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "a" / "._000.png").write_bytes(b"\0")
+    (tmp_path / "a" / "notes.txt").write_text("text")
+    make_images(tmp_path / "b", {"deeper": 3}, first=50)
+    data = ready(tmp_path)
+    assert sum(map(len, data.sets.values())) == 13
+    assert "1 × .txt" in capfd.readouterr().err
+
+
+def nothing(root):
+    root.mkdir()
+
+
+def flat(root):
+    make_images(root, {"": 5})
+
+
+def one_class(root):
+    make_images(root, {"only": 5})
+
+
+def empty_class(root):
+    make_images(root, {"a": 5, "b": 5, "hollow": 0})
+
+
+def no_images(root):
+    make_images(root, {"a": 0, "b": 0})
+
+
+def no_train(root):
+    make_images(root / "val", {"a": 5, "b": 5})
+    make_images(root / "test", {"a": 5, "b": 5})
+
+
+def flat_train(root):
+    make_images(root, {"train": 5})
+
+
+def flat_test(root):
+    make_images(root / "train", {"a": 5, "b": 5})
+    make_images(root, {"test": 5})
+
+
+def more_in_val(root):
+    make_images(root / "train", {"a": 5, "b": 5})
+    make_images(root / "val", {"a": 5, "b": 5, "c": 1})
+
+
+def less_in_test(root):
+    make_images(root / "train", {"a": 5, "b": 5, "c": 5})
+    make_images(root / "test", {"a": 5, "b": 5})
+
+
+def twice(root):
+    make_images(root / "train", {"a": 5, "b": 5})
+    make_images(root / "val", {"a": 5, "b": 5})
+    make_images(root / "valid", {"a": 5, "b": 5})
+
+
+def all_broken(root):
+    make_images(root, {"a": 5, "b": 0})
+    for number in range(3):
+        (root / "b" / f"{number}.png").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (nothing, "one folder per class, at least two; found none"),
+        (flat, "one folder per class, at least two; found none"),
+        (one_class, "found only 'only'"),
+        (empty_class, "class folders without images in .*: hollow"),
+        (no_images, "no images under"),
+        (no_train, "holds test, val but no train/"),
+        (flat_train, "but no train/ with one folder per class"),
+        (flat_test, "test must hold one folder per class"),
+        (more_in_val, r"differ from train's\nnot in train: c"),
+        (less_in_test, r"differ from train's\nmissing: c; an empty folder says"),
+        (twice, "val and valid"),
+        (all_broken, "no image can be decoded in train of b"),
+    ],
+)
+def test_wrong_trees_are_explained(tmp_path, make, message):
+    root = tmp_path / "root"
+    make(root)
+    with pytest.raises(UserError, match=message) as caught:
+        ready(root, skip_corrupt=True)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_an_empty_folder_says_that_there_are_none(tmp_path, capfd):
+    make_images(tmp_path / "train", {"a": 15, "b": 15, "c": 15})
+    make_images(tmp_path / "test", {"a": 5, "b": 5, "c": 0}, first=50)
+    assert len(ready(tmp_path).sets["test"]) == 10
+    assert "test: no images of c" in capfd.readouterr().err
+
+
+def test_a_missing_root_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"root: no such folder: .*nowhere"):
+        ImageFolderData(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="root"):
+        ImageFolderData(None)
+    with pytest.raises(ValueError, match="memory_gb"):
+        ImageFolderData(tmp_path, memory_gb=-1)
+
+
+def test_a_file_that_changes_while_in_use_is_named(tmp_path):
+    make_images(tmp_path, {"a": 10, "b": 10})
+    data = ready(tmp_path, memory_gb=0)
+    path = Path(data.sets["train"].paths[0])
+    os.truncate(path, 0)
+    with pytest.raises(RuntimeError, match=f"{path.name} changed while in use: zero bytes"):
+        pixels_of(data, "train")
+
+
+@pytest.mark.data
+def test_cifar_folder(data_folder, tmp_path):
+    import tarfile
+
+    with tarfile.open(data_folder / "cifar10.tar.xz") as archive:
+        wanted = []
+        for member in archive:
+            wanted.append(member)
+            if len(wanted) >= 3000:
+                break
+        archive.extractall(tmp_path, wanted, filter="data")
+    split = next(path for path in tmp_path.rglob("*") if path.name in ("train", "test"))
+    classes = [path for path in split.iterdir() if any(path.iterdir())]
+    if len(classes) < 2:
+        make_images(split, {"noise": 30}, side=32, suffix=".jpg")
+    data = ready(split)
+    assert data.describe()["image_size"] == 32
+    assert data.describe()["patch_size"] == 4
+    assert 0.3 < data.describe()["mean"][0] < 0.7

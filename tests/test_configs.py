@@ -1,0 +1,85 @@
+"""Every shipped configuration of every group composes, builds and takes a step."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from attnkit.launch.main import main
+from attnkit.tasks.image_classification import CIFAR10Data, MemoryImages
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+FILES = sorted(p.relative_to(CONF) for p in CONF.glob("*/*.yaml"))
+ELSEWHERE = {Path("trainer/cpu_ddp.yaml")}  # takes its steps in launch/test_vit.py
+QUICK = (
+    "trainer.max_epochs=1", "trainer.limit_batches=1", "data.batch_size=3", "callbacks.last=null",
+    "callbacks.checkpoint=null", "callbacks.curves=null", "logger.tensorboard=null",
+)  # fmt: skip
+
+
+def test_there_are_configurations():
+    assert len(FILES) >= 18
+    groups = {path.parent.name for path in FILES}
+    assert {"task", "model", "data", "optimizer", "scheduler", "trainer", "callbacks"} <= groups
+
+
+@pytest.mark.parametrize("path", ["config.yaml", *map(str, FILES)])
+def test_says_what_it_is(path):
+    first = (CONF / path).read_text().removeprefix("# @package _global_\n").splitlines()[0]
+    assert first.startswith("# ")
+    assert len(first) > 20
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p not in ELSEWHERE], ids=str)
+def test_takes_a_step(path, tmp_path, monkeypatch, capfd):
+    group, choice = path.parent.name, path.stem
+    monkeypatch.chdir(tmp_path)
+    command = [f"{group}={choice}", *QUICK, f"run_dir={tmp_path / 'run'}"]
+    if group != "trainer":
+        command.append("trainer=cpu")
+    if group != "model":
+        command += ["model.dim=24", "model.depth=1"]
+    used = {choice, *_defaults(yaml.safe_load((CONF / path).read_text()) or {})}
+    if "image_folder" in used:
+        command.append(f"data.root={_images(tmp_path / 'images')}")
+    if "cifar10" in used:  # 170 MB that are not here: random images of its size instead
+        monkeypatch.setattr(CIFAR10Data, "load", _random_images)
+        monkeypatch.setattr(CIFAR10Data, "prepare_data", lambda self: None)
+
+    code = main(command)
+    if group == "trainer" and choice in ("gpu", "ddp") and not torch.cuda.is_available():
+        assert code == 2
+        assert "trainer: " in capfd.readouterr().err
+        assert not (tmp_path / "run").exists()
+        return
+    assert code == 0, capfd.readouterr().err
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["steps"] == 1
+    assert 0 <= results["test/accuracy"] <= 1
+
+
+def _defaults(config):
+    return [
+        v for line in config.get("defaults", []) if isinstance(line, dict) for v in line.values()
+    ]
+
+
+def _images(root):
+    for name in ("cats", "dogs"):
+        (root / "train" / name).mkdir(parents=True)
+        for number in range(7):
+            Image.new("RGB", (19, 17), (number * 30, 70, 110)).save(
+                root / "train" / name / f"{number}.png"
+            )
+    return root
+
+
+def _random_images(self):
+    images = torch.randint(0, 256, (53, 3, 32, 32), dtype=torch.uint8)
+    labels = torch.arange(53) % 10
+    return {"train": MemoryImages(images, labels), "test": MemoryImages(images, labels)}, list(
+        "abcdefghij"
+    )

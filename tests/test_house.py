@@ -1,0 +1,35 @@
+"""Lint, format, types and the import contract, as configured in pyproject.toml."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Outside the repository, and kept from run to run.
+CACHE = Path(tempfile.gettempdir()) / f"attnkit-mypy-{os.getuid() if hasattr(os, 'getuid') else 0}"
+
+CHECKS = {
+    "lint": ["ruff", "check", "--no-cache", "."],
+    "format": ["ruff", "format", "--check", "--no-cache", "."],
+    "types": ["mypy", "--cache-dir", str(CACHE)],
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_house(check, repository):
+    _run([sys.executable, "-m", *CHECKS[check]], repository)
+
+
+def test_imports_run_downward(repository):
+    command = "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
+    report = _run([sys.executable, "-c", command], repository)
+    assert "1 kept, 0 broken" in report
+
+
+def _run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -1,0 +1,69 @@
+"""Who may call torch's attention, and who may import Hydra.
+
+That imports run downward is checked by import-linter, in test_house.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ATTENTION = {"scaled_dot_product_attention", "flex_attention", "varlen_attn"}
+CONFIGURATION = {"hydra", "omegaconf"}
+
+
+@pytest.fixture(scope="module")
+def trees(repository) -> dict[Path, ast.Module]:
+    """The syntax tree of each source file, by its path in the package."""
+    folders = {"attnkit": Path(), "tasks": Path("tasks"), "conf": Path("conf")}
+    trees = {
+        inside / path.relative_to(repository / folder): ast.parse(path.read_text(), str(path))
+        for folder, inside in folders.items()
+        for path in sorted((repository / folder).rglob("*.py"))
+    }
+    assert {path.parts[0] for path in trees} >= {"core", "lightning", "launch", "models", "tasks"}
+    return trees
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """Every name, attribute and imported name in a file; not what is written in strings."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.alias):
+            names.update(node.name.split("."))
+    return names
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """The top-level packages a file imports, at any depth of its code."""
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.add(node.module.partition(".")[0])
+    return imported
+
+
+def test_only_core_calls_torchs_attention(trees):
+    users = {path for path, tree in trees.items() if names_of(tree) & ATTENTION}
+    assert users, "nobody calls torch's attention: this test looks in the wrong place"
+    assert {path.parts[0] for path in users} == {"core"}, sorted(map(str, users))
+
+
+def test_only_launch_imports_hydra(trees):
+    users = {path for path, tree in trees.items() if imports_of(tree) & CONFIGURATION}
+    assert users, "nobody imports hydra: this test looks in the wrong place"
+    assert {path.parts[0] for path in users} == {"launch"}, sorted(map(str, users))
+
+
+def test_core_needs_only_torch(trees):
+    for path, tree in trees.items():
+        if path.parts[0] == "core":
+            foreign = imports_of(tree) - {"torch", "attnkit"} - set(sys.stdlib_module_names)
+            assert not foreign, f"{path} imports {foreign}"

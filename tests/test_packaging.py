@@ -1,0 +1,154 @@
+"""The wheel, from a clean copy, in an environment where only the wheel provides attnkit."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import attnkit
+
+COMMON = "attnkit.tasks.image_classification"
+
+
+def run(*command, folder: Path, fails: bool = False) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode != 0) == fails, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stderr if fails else done.stdout
+
+
+@pytest.fixture(scope="session")
+def copy(repository, tmp_path_factory) -> Path:
+    """The repository without what git ignores, so that building leaves nothing in the clone."""
+    copy = tmp_path_factory.mktemp("copy") / "attnkit"
+    ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "outputs", "__pycache__")
+    shutil.copytree(repository, copy, symlinks=True, ignore=ignored)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def wheel(copy, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = "build", "--wheel", "--no-isolation", "--skip-dependency-check", "--outdir", folder
+    run(sys.executable, "-m", *build, folder=copy)
+    (wheel,) = folder.glob("attnkit-*.whl")
+    return wheel
+
+
+@pytest.fixture
+def make_environment(tmp_path_factory):
+    """A virtual environment that has our dependencies, but attnkit only as told."""
+
+    def make(*install: str | Path) -> Path:
+        folder = tmp_path_factory.mktemp("environment")
+        run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder)
+        python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+        packages = run(
+            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder
+        )
+        # A path in a .pth file does not bring that folder's own .pth files, so the editable
+        # attnkit these tests run with stays outside.
+        ours = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        Path(packages.strip(), "dependencies.pth").write_text("\n".join(sorted(ours)))
+        run(python, "-c", "import yaml", folder=folder)
+        run(python, "-c", "import attnkit", folder=folder, fails=True)
+        pip = sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"
+        run(*pip, "install", "--no-deps", "--no-build-isolation", *install, folder=folder)
+        return python
+
+    return make
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel, repository):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names} == {
+        "attnkit",
+        f"attnkit-{attnkit.__version__}.dist-info",
+    }
+    expected = {
+        f"attnkit/{prefix}{path.relative_to(repository / folder).as_posix()}"
+        for folder, prefix in (("attnkit", ""), ("tasks", "tasks/"), ("conf", "conf/"))
+        for pattern in ("*.py", "*.yaml", "py.typed")
+        for path in (repository / folder).rglob(pattern)
+    }
+    assert {f"attnkit/{name}" for name in ("tasks/__init__.py", "conf/config.yaml")} <= expected
+    assert {name for name in names if name.startswith("attnkit/")} == expected
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_runs_from_anywhere(wheel, make_environment, repository, tmp_path):
+    python = make_environment(wheel)
+    installed = run(python, "-c", "import attnkit; print(attnkit.__file__)", folder=tmp_path)
+    assert str(python.parent.parent) in installed
+    for command in ([python, "-m", "attnkit"], [python.with_name("attnkit")]):
+        for folder in (tmp_path, repository):
+            shown = run(*command, "--cfg", "job", "task=vit", folder=folder)
+            assert "task: vit" in shown
+    run(python, "-c", f"import {COMMON}", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lenient", "strict", "compat"])
+def test_editable(mode, make_environment, copy, tmp_path):
+    python = make_environment("-e", copy, "--config-settings", f"editable_mode={mode}")
+    for folder in (tmp_path, copy):
+        assert "task: vit" in run(
+            python, "-m", "attnkit", "--cfg", "job", "task=vit", folder=folder
+        )
+        run(python, "-c", f"import {COMMON}", folder=folder)
+
+
+def test_what_is_imported_is_declared(copy, wheel):
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith("dist-info/METADATA"))
+        lines = files.read(name).decode().splitlines()
+    declared = {
+        re.match(r"Requires-Dist: ([\w-]+)", line)[1].lower()
+        for line in lines
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    }
+    packages = metadata.packages_distributions()
+    imported = set()
+    for path in [*(copy / "attnkit").rglob("*.py"), *(copy / "tasks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - {"attnkit"}
+    assert {"torch", "hydra"} <= foreign
+    for name in sorted(foreign):
+        distributions = {distribution.lower() for distribution in packages[name]}
+        assert distributions & declared, f"{name} is imported, {distributions} is not declared"
+
+
+def test_tasks_is_attnkit_tasks_only(repository):
+    message = run(sys.executable, "-c", "import tasks", folder=repository, fails=True)
+    assert "attnkit.tasks" in message.strip().splitlines()[-1]
+
+
+def test_importing_the_table_does_not_import_torch(tmp_path):
+    command = "import sys, attnkit, attnkit.lightning.errors; print('torch' in sys.modules)"
+    assert run(sys.executable, "-c", command, folder=tmp_path).strip() == "False"
+
+
+@pytest.mark.parametrize("module", ["attnkit", "attnkit.lightning"])
+def test_every_public_name_is_there(module):
+    table = __import__(module, fromlist=["__all__"])
+    assert table.__all__
+    for name in table.__all__:
+        assert getattr(table, name) is not None, name
+    assert set(table.__all__) <= set(dir(table))
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        _ = table.nothing_like_this
