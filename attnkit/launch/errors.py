@@ -12,8 +12,8 @@ TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
 
 
-class Interrupted(Exception):
-    """Ctrl-C during a run; the message says how to go on."""
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run; the message says how to go on. No Exception, or a sweep would go on."""
 
 
 class Reported(Exception):

@@ -143,7 +143,8 @@ def _check_exists(key: str, target: str, origins: Origins) -> None:
         raise _problem(origins, f"{key}._target_", f"expected package.Class, got {target!r}")
     if signatures.source_of(target) is None:
         root = target.partition(".")[0]
-        raise _problem(origins, f"{key}._target_", f"no module named {root!r} for {target!r}")
+        message = f"no module named {root!r}; --config-dir tells where your own modules are"
+        raise _problem(origins, f"{key}._target_", message)
     if missing := signatures.missing_part(target):
         package, name, names = missing
         message = f"{package} has no {name!r}{_nearest(name, names)}"

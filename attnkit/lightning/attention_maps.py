@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,41 +132,48 @@ class AttentionMaps(Callback):
 
         The model runs as it stands: call `eval()` before to be rid of dropout.
         """
-        prefix = self._prefix_of(model)
-        rows = 0 if prefix and not self.rollout else None
+        told, has_class_token = self._prefix_of(model)
+        rows = 0 if told and has_class_token and not self.rollout else None
         layers = None if self.rollout else self.layer
         with capture_attention(model, layers=layers, rows=rows) as captured:
             model(image[None])
         layers_weights = [weights[-1][0].float().mean(0) for weights in captured.values()]
         if not layers_weights:
             raise ValueError(f"layer: {self.layer!r} did not run")
-        num_tokens = layers_weights[-1].shape[-1]
+        # An attention pooling leaves the prefix out.
+        tried = [told, 0] if told is not None else range(MAX_PREFIX_TOKENS + 1)
         height, width = image.shape[-2:]
-        prefix, grid = find_grid(num_tokens, height, width, prefix)
+        prefix, grid = find_grid(layers_weights[-1].shape[-1], height, width, tried)
         weights = _rollout(layers_weights, prefix) if self.rollout else layers_weights[-1]
-        tokens = weights[0] if prefix else weights.mean(0)
+        tokens = weights[0] if prefix and has_class_token else weights.mean(0)
         return tokens[prefix:].reshape(grid).cpu()
 
-    def _prefix_of(self, model: nn.Module) -> int | None:
-        if self.num_prefix_tokens is not None:
-            return self.num_prefix_tokens
-        told = (getattr(module, "num_prefix_tokens", None) for module in model.modules())
-        return next((number for number in told if isinstance(number, int)), None)
+    def _prefix_of(self, model: nn.Module) -> tuple[int | None, bool]:
+        """Prefix tokens, None if unknown, and whether the first of them is a class token."""
+        for module in model.modules():
+            told = getattr(module, "num_prefix_tokens", None)
+            if isinstance(told, int):
+                class_token = getattr(module, "class_token", getattr(module, "cls_token", True))
+                number = told if self.num_prefix_tokens is None else self.num_prefix_tokens
+                return number, class_token is not None
+        return self.num_prefix_tokens, True
 
 
 def find_grid(
-    num_tokens: int, height: int, width: int, num_prefix_tokens: int | None = None
+    num_tokens: int, height: int, width: int, num_prefix_tokens: Sequence[int]
 ) -> tuple[int, tuple[int, int]]:
-    """Prefix tokens, and the rows and columns of the rest, in the proportions of the image."""
-    tried = range(MAX_PREFIX_TOKENS + 1) if num_prefix_tokens is None else [num_prefix_tokens]
-    for prefix in tried:
+    """The first of some numbers of prefix tokens that leaves a grid of the image's proportions.
+
+    Returns:
+        That number, and the rows and columns of the grid.
+    """
+    for prefix in num_prefix_tokens:
         rows = round(math.sqrt(max(num_tokens - prefix, 0) * height / width))
         if rows and rows * round(rows * width / height) == num_tokens - prefix:
             return prefix, (rows, (num_tokens - prefix) // rows)
-    given = "" if num_prefix_tokens is None else f" after {num_prefix_tokens} prefix tokens"
     raise ValueError(
-        f"num_prefix_tokens: {num_tokens} tokens{given} are no grid over an image of "
-        f"{height} x {width}"
+        f"num_prefix_tokens: {num_tokens} tokens are no grid over an image of {height} x {width} "
+        f"after {' or '.join(map(str, num_prefix_tokens))} prefix tokens"
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from timm.layers import PatchDropoutWithIndices, trunc_normal_
 from torch import Tensor, nn
 
+from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.positions import Rotary2d, Rotation, resize_positions, sincos_2d
 from attnkit.layers.block import Activation, TransformerBlock
 from attnkit.layers.patch import PatchEmbedding
@@ -52,6 +53,8 @@ class ViT(nn.Module):
         dim, depth, num_heads, mlp_ratio: channels, blocks, heads, and the MLP's width over `dim`.
         positions: "learned"; "sincos2d", fixed (MoCo v3, MAE); "rotary2d", applied to queries and
             keys (Heo et al. 2024); None.
+        position_std: spread of learned positions at the start. 0.02 as published; small models on
+            small images learn much sooner from positions as large as the patches, about 0.5.
         pooling: "class" token, "mean" over the patches, or "attention", one learned query over
             the patches (Zhai et al. 2022).
         class_token: None: there is one if the pooling reads it.
@@ -85,6 +88,7 @@ class ViT(nn.Module):
         num_heads: int = 3,
         mlp_ratio: float = 4.0,
         positions: PositionKind | None = "learned",
+        position_std: float = 0.02,
         pooling: Pooling = "class",
         class_token: bool | None = None,
         num_registers: int = 0,
@@ -126,6 +130,7 @@ class ViT(nn.Module):
         self.head_dim = dim // num_heads
         self.pooling = pooling
         self.positions = positions
+        self.position_std = position_std
         self.num_prefix_tokens = int(class_token) + num_registers
 
         self.patch_embed = PatchEmbedding(
@@ -185,14 +190,17 @@ class ViT(nn.Module):
         return cls(**{**VIT_SIZES[size], **options})
 
     def reset_parameters(self) -> None:
-        """Truncated normals of 0.02 and zero biases, as timm; the patches' as a convolution's."""
+        """Xavier-uniform matrices and zero biases, as the paper's code; patches as convolutions."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                trunc_normal_(module.weight, std=0.02)
+                nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, MultiHeadAttention):
+                module.reset_parameters()  # per projection, where several are fused
         if isinstance(self.position_table, nn.Parameter):
-            trunc_normal_(self.position_table, std=0.02)
+            trunc_normal_(self.position_table, std=self.position_std)
         for token in (self.class_token, self.registers):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)

@@ -30,7 +30,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Mine(LightningModule):
-    def __init__(self, width: int, lr: float = 0.05, fail_at: int | None = None):
+    def __init__(
+        self,
+        width: int,
+        lr: float = 0.05,
+        fail_at: int | None = None,
+        interrupt_at: int | None = None,
+    ):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
@@ -47,6 +53,8 @@ class Mine(LightningModule):
     def training_step(self, batch, i):
         if self.current_epoch == self.hparams.fail_at:
             raise RuntimeError("this module fails on purpose")
+        if self.current_epoch == self.hparams.interrupt_at:
+            raise KeyboardInterrupt
         return self._step(batch, "train")
 
     def validation_step(self, batch, i):
@@ -94,6 +102,7 @@ class Done:
 def _unchanged(monkeypatch, tmp_path):
     """Commands start in an empty folder and leave the module path and the warnings alone."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine_of_the_tests", raising=False)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     folder = tmp_path / "here"
     folder.mkdir()

@@ -156,6 +156,18 @@ def test_crash_is_told_in_three_lines(mine):
     assert "mine_of_the_tests.py" in lines[-2]
 
 
+def test_ctrl_c_says_how_to_go_on(mine, hers):
+    done = mine("run_dir=run", "module.interrupt_at=1", "seeds=2")
+    assert done.code == 130
+    assert f"to go on: attnkit resume={Path('run').absolute()} --config-dir {hers}" in done.err
+    assert epochs_of(Path("run/seed_0")) == [0]
+    assert not Path("run/seed_1/checkpoints").exists()
+
+    done = mine("-m", "module.interrupt_at=0,null", "run_dir=sweep")
+    assert done.code == 130
+    assert not Path("sweep/1_module.interrupt_at=None").exists()
+
+
 def test_run_folders_never_collide(tmp_path):
     planned = [folders.plan({"task": "mine"}) for _ in range(3)]
     made = [folders.create(path, fresh=True) for path in planned]

@@ -5,7 +5,7 @@ from matplotlib.image import imread
 from torch import nn
 from torch.nn import functional as F
 
-from attnkit import MultiHeadAttention, ViT
+from attnkit import MultiHeadAttention, ViT, capture_attention
 from attnkit.lightning import AttentionMaps
 from attnkit.lightning.attention_maps import draw_attention, find_grid
 
@@ -100,32 +100,53 @@ def test_a_last_block_for_the_class_token_only_gives_the_same(rollout):
         {"num_registers": 2},
         {"pooling": "mean"},
         {"pooling": "attention"},
-        {"pooling": "attention", "class_token": True},
+        {"pooling": "mean", "num_registers": 2},
         {"pooling": "mean", "positions": "rotary2d"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_our_vit(options, rollout):
-    vit = ViT(
-        image_size=(6, 10), patch_size=2, num_classes=3, dim=12, depth=2, num_heads=3, **options
-    ).eval()
-    weights = AttentionMaps(rollout=rollout).attention_map(vit, torch.randn(3, 6, 10))
+    maps = AttentionMaps(rollout=rollout)
+    weights = maps.attention_map(make_vit(**options), torch.randn(3, 6, 10))
     assert weights.shape == (3, 5)
     assert (weights > 0).all()
     assert weights.sum() <= 1.0001
 
 
+def make_vit(**options):
+    options = {"dim": 12, "depth": 2, "num_heads": 3, "num_classes": 3, **options}
+    return ViT(image_size=(6, 10), patch_size=2, **options).eval()
+
+
+def test_registers_are_no_class_token():
+    image = torch.randn(3, 6, 10)
+    vit = make_vit(pooling="mean", num_registers=2)
+    with capture_attention(vit, layers=-1) as captured:
+        vit(image[None])
+    (weights,) = captured["blocks.1.attention"]
+    expected = weights[0].mean(0).mean(0)[2:].reshape(3, 5)  # over heads and over queries
+    torch.testing.assert_close(AttentionMaps().attention_map(vit, image), expected)
+
+
+def test_attention_pooling_beside_a_class_token():
+    image = torch.randn(3, 6, 10)
+    vit = make_vit(pooling="attention", class_token=True)
+    assert AttentionMaps().attention_map(vit, image).shape == (3, 5)
+    with pytest.raises(ValueError, match="rollout: the layers have different tokens, 16 and 15"):
+        AttentionMaps(rollout=True).attention_map(vit, image)
+
+
 @pytest.mark.parametrize(
     ("tokens", "size", "prefix", "expected"),
     [
-        (196, (224, 224), None, (0, (14, 14))),
-        (197, (224, 224), None, (1, (14, 14))),
-        (201, (224, 224), None, (5, (14, 14))),
-        (201, (224, 224), 5, (5, (14, 14))),
-        (15, (21, 35), None, (0, (3, 5))),
-        (16, (21, 35), None, (1, (3, 5))),
-        (16, (35, 21), None, (1, (5, 3))),
-        (7, (2, 14), None, (0, (1, 7))),
+        (196, (224, 224), range(9), (0, (14, 14))),
+        (197, (224, 224), range(9), (1, (14, 14))),
+        (201, (224, 224), range(9), (5, (14, 14))),
+        (201, (224, 224), [5], (5, (14, 14))),
+        (15, (21, 35), range(9), (0, (3, 5))),
+        (16, (21, 35), range(9), (1, (3, 5))),
+        (16, (35, 21), range(9), (1, (5, 3))),
+        (7, (2, 14), range(9), (0, (1, 7))),
     ],
 )
 def test_find_grid(tokens, size, prefix, expected):
@@ -133,10 +154,9 @@ def test_find_grid(tokens, size, prefix, expected):
 
 
 def test_tokens_that_are_no_grid():
-    with pytest.raises(ValueError, match="197 tokens after 0 prefix tokens are no grid over an"):
-        find_grid(197, 224, 224, 0)
-    with pytest.raises(ValueError, match=r"3 tokens are no grid over an image of 2 x 14"):
-        find_grid(3, 2, 14)
+    message = "197 tokens are no grid over an image of 224 x 280 after 0 or 2 prefix tokens"
+    with pytest.raises(ValueError, match=message):
+        find_grid(197, 224, 280, [0, 2])
 
 
 def test_the_picture():

@@ -130,6 +130,16 @@ def test_no_weight_decay_names_tokens_and_positions():
     assert make(positions="sincos2d").no_weight_decay() == {"class_token"}
 
 
+def test_weights_at_the_start():
+    model = ViT(image_size=64, patch_size=4, dim=96, depth=1, num_classes=7, position_std=0.5)
+    assert model.position_table.std().item() == pytest.approx(0.5, rel=0.05)
+    block = model.blocks[0]
+    for matrix in (*block.attention.in_proj.weight.split(96), block.mlp.fc1.weight):
+        bound = (6 / sum(matrix.shape)) ** 0.5  # Glorot and Bengio, 2010
+        assert 0.97 * bound < matrix.abs().max() <= bound
+    assert not any(p.any() for name, p in block.named_parameters() if name.endswith("proj.bias"))
+
+
 def test_drop_path_rises_linearly():
     model = make(depth=5, drop_path=0.2)
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
