@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from attnkit.tasks.image_classification.augment import Augment
-from attnkit.tasks.image_classification.data import AugmentArgument, ImageDataModule
+from attnkit.tasks.image_classification.data import ImageDataModule
 from attnkit.tasks.image_classification.sets import ImageSet, MemoryImages
 
 
@@ -20,29 +21,9 @@ class DigitsData(ImageDataModule):
     """
 
     def __init__(
-        self,
-        *,
-        image_size: int | None = None,
-        in_channels: int | None = None,
-        batch_size: int = 64,
-        num_workers: int | None = None,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
-        seed: int = 0,
-        augment: AugmentArgument = "default",
-        drop_last: bool = False,
+        self, *, val_fraction: float = 0.1, test_fraction: float = 0.2, **options: Any
     ) -> None:
-        super().__init__(
-            image_size=image_size,
-            in_channels=in_channels,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            val_fraction=val_fraction,
-            test_fraction=test_fraction,
-            seed=seed,
-            augment=augment,
-            drop_last=drop_last,
-        )
+        super().__init__(val_fraction=val_fraction, test_fraction=test_fraction, **options)
 
     def default_augment(self) -> nn.Module:
         return Augment(rotate_degrees=5, translate=0.06, scale=0.05)

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import written_beside
 from attnkit.tasks.image_classification.augment import Augment
 from attnkit.tasks.image_classification.data import (
-    AugmentArgument,
     ImageDataModule,
     cache_folder,
 )
@@ -60,27 +60,9 @@ class ImageFolderData(ImageDataModule):
         *,
         skip_corrupt: bool = False,
         memory_gb: float | None = None,
-        image_size: int | None = None,
-        in_channels: int | None = None,
-        batch_size: int = 64,
-        num_workers: int | None = None,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.1,
-        seed: int = 0,
-        augment: AugmentArgument = "default",
-        drop_last: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            image_size=image_size,
-            in_channels=in_channels,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            val_fraction=val_fraction,
-            test_fraction=test_fraction,
-            seed=seed,
-            augment=augment,
-            drop_last=drop_last,
-        )
+        super().__init__(**options)
         if root is None:
             raise ValueError("root: expected a folder of images, got nothing")
         if not Path(root).expanduser().is_dir():
