@@ -108,9 +108,12 @@ class ViT(nn.Module):
         super().__init__()
         _check_choice("pooling", pooling, get_args(Pooling))
         _check_choice("positions", positions, (*get_args(PositionKind), None))
-        for name, count in (("depth", depth), ("in_channels", in_channels)):
+        sizes = {"dim": dim, "depth": depth, "num_heads": num_heads, "in_channels": in_channels}
+        for name, count in sizes.items():
             if count < 1:
                 raise ValueError(f"{name}: expected at least 1, got {count}")
+        if dim % num_heads:
+            raise ValueError(f"num_heads: {num_heads} does not divide dim {dim}")
         for name, count in (("num_classes", num_classes), ("num_registers", num_registers)):
             if count < 0:
                 raise ValueError(f"{name}: expected at least 0, got {count}")
@@ -306,9 +309,9 @@ class ViT(nn.Module):
 
 
 def _pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or min(pair) < 1:
-        raise ValueError(f"{name}: expected a positive number or two, got {size}")
+    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    if len(pair) != 2 or any(type(side) is not int or side < 1 for side in pair):
+        raise ValueError(f"{name}: expected a positive integer or two, got {size!r}")
     return pair
 
 

@@ -150,7 +150,11 @@ def test_drop_path_rises_linearly():
     ("options", "message"),
     [
         ({"patch_size": 5}, "patch_size: 5 x 5 does not divide image_size 12 x 20"),
-        ({"patch_size": 0}, "patch_size: expected a positive number or two, got 0"),
+        ({"patch_size": 0}, "patch_size: expected a positive integer or two, got 0"),
+        ({"patch_size": 2.5}, "patch_size: expected a positive integer or two, got 2.5"),
+        ({"image_size": "12"}, "image_size: expected a positive integer or two, got '12'"),
+        ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
+        ({"num_heads": 5, "positions": "rotary2d"}, "num_heads: 5 does not divide dim 24"),
         ({"dim": 23}, "num_heads: 3 does not divide dim 23"),
         ({"pooling": "max"}, "pooling: expected one of 'class', 'mean', 'attention', got 'max'"),
         ({"positions": "fixed"}, "positions: expected one of 'learned'.*None, got 'fixed'"),
