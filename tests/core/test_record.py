@@ -50,7 +50,7 @@ def test_record_by_module_and_outside_of_modules():
     with attnkit.record_backends() as record:
         model(x)
         model(x)
-        F.scaled_dot_product_attention(x, x, x)
+        F.scaled_dot_product_attention(x[None], x[None], x[None])
         with attnkit.record_backends() as inner:
             nn.Sequential(model.first)(x)
     assert record.counts == {
