@@ -130,7 +130,7 @@ def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) ->
                     colour = "white" if shares[row, column] > 0.5 else "black"
                     axes.text(column, row, str(number), color=colour, ha="center", va="center")
     with written_beside(path) as part:
-        figure.savefig(part, dpi=120)
+        figure.savefig(part, dpi=120, bbox_inches="tight")
 
 
 def _ratio(part: float, whole: float) -> float | None:
