@@ -98,6 +98,24 @@ def test_the_wheel_runs_from_anywhere(wheel, make_environment, repository, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_wheel_runs_a_users_own_task(wheel, make_environment, repository, tmp_path):
+    """The folder that the README shows, with an installed attnkit, from another folder."""
+    blocks = re.findall(
+        r"^```\w+ file=(mine/\S+)\n(.*?)^```$",
+        (repository / "README.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    for name, code in blocks:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = make_environment(wheel), "-m", "attnkit", "--config-dir", "../mine", "task=mine"
+    run(*command, "trainer.limit_batches=2", "run_dir=out", folder=elsewhere)
+    assert (elsewhere / "out" / "results.json").is_file()
+    assert (elsewhere / "out" / "checkpoints" / "best.ckpt").is_file()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lenient", "strict", "compat"])
 def test_editable(mode, make_environment, copy, tmp_path):
