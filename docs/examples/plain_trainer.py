@@ -38,10 +38,11 @@ class Digits(L.LightningModule):
 
 
 if __name__ == "__main__":
+    L.seed_everything(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None].expand(-1, 3, -1, -1) / 16
     dataset = TensorDataset(F.interpolate(images, scale_factor=4), torch.tensor(digits.target))
     train, val = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
     callbacks = [KernelRecord(), AttentionMaps(), Throughput(), LearningCurves(), ResultsFile()]
-    trainer = L.Trainer(max_epochs=3, callbacks=callbacks, logger=L.pytorch.loggers.CSVLogger("."))
+    trainer = L.Trainer(max_epochs=5, callbacks=callbacks, logger=L.pytorch.loggers.CSVLogger("."))
     trainer.fit(Digits(), DataLoader(train, 64, shuffle=True), DataLoader(val, 256))

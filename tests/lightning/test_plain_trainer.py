@@ -26,5 +26,5 @@ def test_the_example_of_the_readme(repository, tmp_path):
         "metrics.csv",
         "results.json",
     }
-    assert len(list((run / "attention_maps").iterdir())) == 3
+    assert len(list((run / "attention_maps").iterdir())) == 5
     assert json.loads((run / "results.json").read_text())["val/accuracy"] > 0.9
