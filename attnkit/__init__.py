@@ -15,6 +15,7 @@ _HOME = {
     "Causal": "attnkit.core.masks",
     "Padding": "attnkit.core.masks",
     "Dense": "attnkit.core.masks",
+    "UnsupportedError": "attnkit.core.backends",
     "explain_backends": "attnkit.core.backends",
     "record_backends": "attnkit.core.record",
     "attention_weights": "attnkit.core.weights",
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from attnkit import interop, lightning
     from attnkit.core import masks
     from attnkit.core.attend import attend
-    from attnkit.core.backends import explain_backends
+    from attnkit.core.backends import UnsupportedError, explain_backends
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.record import record_backends

@@ -59,6 +59,8 @@ class Sdpa(Backend):
     serves_grouped = True
     # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do
     guards_dead_rows = False
+    # fused kernels write −inf before they scale, and keep a running maximum of unscaled scores
+    needs_positive_scale = True
 
     def unsupported_reasons(self, inputs: Inputs) -> list[str]:
         device_type = inputs.query.device.type
@@ -70,6 +72,8 @@ class Sdpa(Backend):
                 f"a size is zero: query {list(inputs.query.shape)}, "
                 f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
             )
+        if self.needs_positive_scale and inputs.scale <= 0:
+            reasons.append(f"scale is positive in this kernel, got {inputs.scale}")
         return reasons + (
             self.cuda_reasons(inputs) if device_type == "cuda" else self.cpu_reasons(inputs)
         )
@@ -192,6 +196,7 @@ class Math(Sdpa):
     name = "math"
     kernel = SDPBackend.MATH
     device_types = ("cpu", "cuda", "mps", "xpu")
+    needs_positive_scale = False
 
 
 BACKENDS: tuple[Backend, ...] = (Flash(), Cudnn(), Efficient(), Math(), Reference())

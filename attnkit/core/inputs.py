@@ -81,7 +81,7 @@ class Inputs:
         allowed = self.dense_mask()
         if self.bias is None:
             return allowed
-        bias = self.bias.to(self.query.dtype)
+        bias = _cast(self.bias, self.query.dtype)
         return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 
 
@@ -117,6 +117,8 @@ def check_inputs(
     if bias is not None:
         if not bias.is_floating_point():
             raise TypeError(f"bias: expected a floating-point tensor, got {bias.dtype}")
+        if bias.device != query.device:
+            raise ValueError(f"bias: is on {bias.device}, but query is on {query.device}")
         check_broadcastable("bias", bias, (batch, num_heads, num_queries, num_keys))
         # kernels without a gradient for the bias can serve it where none is asked
         bias = as_4d(bias if torch.is_grad_enabled() else bias.detach())
@@ -141,6 +143,16 @@ def in_high_precision(inputs: Inputs) -> Inputs:
         value=inputs.value.to(dtype),
         bias=None if inputs.bias is None else inputs.bias.to(dtype),
     )
+
+
+def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias in another dtype, where finite stays finite: a −1e9 must not forbid in float16."""
+    if bias.dtype == dtype:
+        return bias
+    limit = torch.finfo(dtype).max
+    if limit >= torch.finfo(bias.dtype).max:
+        return bias.to(dtype)
+    return torch.where(bias.isinf(), bias, bias.clamp(-limit, limit)).to(dtype)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -73,6 +73,8 @@ class MultiHeadAttention(nn.Module):
             if dim % num_heads:
                 raise ValueError(f"num_heads: {num_heads} does not divide dim {dim}")
             head_dim = dim // num_heads
+        elif head_dim < 1:
+            raise ValueError(f"head_dim: expected at least 1, got {head_dim}")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: {num_kv_heads} does not divide num_heads {num_heads}")

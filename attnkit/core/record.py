@@ -26,12 +26,15 @@ KERNEL_OF_OPERATOR = {
     "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
 }
 
+# The second is all of torch.nn.MultiheadAttention, which calls the first where we cannot see.
+ATTENTION_FUNCTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
 
 class KernelCounts:
     """`counts[module][kernel]`: how often each kernel ran in each module.
 
-    A module is named as in `named_modules()` of the outermost module that was called, so that
-    module itself, like attention outside of any, is `""`. `str()` is a table.
+    A module is named as in `named_modules()` of the recorded model, or of the outermost module that
+    was called, so that module itself, like attention outside of any, is `""`. `str()` is a table.
     """
 
     def __init__(self) -> None:
@@ -57,7 +60,7 @@ class KernelCounts:
 
 
 @contextmanager
-def record_backends() -> Iterator[KernelCounts]:
+def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
     """Count, per module, the attention kernels that run inside the `with` block.
 
         with attnkit.record_backends() as record:
@@ -66,11 +69,16 @@ def record_backends() -> Iterator[KernelCounts]:
 
     Every call of torch's `scaled_dot_product_attention` is seen, also in modules that are not
     ours; the kernel is the operator torch dispatched, `math` where it dispatched no fused one.
+    `torch.nn.MultiheadAttention` leaves its fast path of evaluation, one operator for all of it,
+    while it is watched.
     Modules compiled with torch.compile run uncompiled inside the block, since torch cannot
     observe operators in compiled code; the choice of kernel is the same Python either way.
+
+    Args:
+        model: whose `named_modules()` name the modules; None: the outermost module that is called.
     """
     record = KernelCounts()
-    recorder = _Recorder(record)
+    recorder = _Recorder(record, model)
     _RECORDERS.append(recorder)
     with ExitStack() as stack:
         stack.callback(_RECORDERS.remove, recorder)
@@ -104,15 +112,17 @@ _RECORDERS: list[_Recorder] = []
 class _Recorder:
     """Where we are: the modules entered, and the fused kernel seen in the current SDPA call."""
 
-    def __init__(self, record: KernelCounts) -> None:
+    def __init__(self, record: KernelCounts, model: nn.Module | None) -> None:
         self.record = record
+        self.model = model
         self.modules: list[nn.Module] = []
         self.names: dict[nn.Module, str] = {}
         self.seen: str | None = None
 
     def enter_module(self, module: nn.Module, args: object) -> None:
         if not self.modules:
-            self.names = {child: module_name(name) for name, child in module.named_modules()}
+            named = (self.model or module).named_modules()
+            self.names = {child: module_name(name) for name, child in named}
         self.modules.append(module)
 
     def leave_module(self, module: nn.Module, args: object, output: object) -> None:
@@ -125,14 +135,14 @@ class _Recorder:
 
 
 class _CallMode(TorchFunctionMode):
-    """Sees where a call of scaled_dot_product_attention begins and ends."""
+    """Sees where a call of torch's attention begins and ends."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not F.scaled_dot_product_attention:
+        if func not in ATTENTION_FUNCTIONS:
             return func(*args, **(kwargs or {}))
         self.recorder.seen = None
         output = func(*args, **(kwargs or {}))

@@ -102,11 +102,13 @@ def capture_attention(
         model: any module that contains attention of attnkit, or of yours with a method
             `attention_weights(<arguments of forward>, rows=, heads=)`.
         layers: positions among those modules, or names (`*` matches anything); None for all.
-        rows: which queries, None for all.
+        rows: which queries, None for all. A layer may ask for fewer than all tokens: the last
+            block of a ViT with class-token pooling has row 0 only.
         heads: which heads, None for all.
 
     Raises:
         ValueError: the model has no such layers.
+        IndexError: a layer has no such row or head; the layer is named.
     """
     captured: dict[str, list[Tensor]] = {}
     with ExitStack() as stack:
@@ -114,8 +116,11 @@ def capture_attention(
         for name, module in _select_layers(model, layers).items():
 
             def hook(module, args, kwargs, output, name=name):
-                with torch.no_grad():
-                    weights = module.attention_weights(*args, **kwargs, rows=rows, heads=heads)
+                try:
+                    with torch.no_grad():
+                        weights = module.attention_weights(*args, **kwargs, rows=rows, heads=heads)
+                except IndexError as error:
+                    raise IndexError(f"{name}: {error}") from None
                 captured.setdefault(name, []).append(weights)
 
             handle = module.register_forward_hook(hook, with_kwargs=True)

@@ -90,6 +90,9 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
         message = f"expected a number of batches or a fraction, got {_show(limit)}"
         raise _problem(origins, "trainer.limit_batches", message)
+    if limit is not None and limit <= 0:
+        message = f"expected more than 0, got {limit}; leave it out for no limit"
+        raise _problem(origins, "trainer.limit_batches", message)
     if signature is not None:
         rest = {k: v for k, v in node.items() if k not in schema.TRAINER_EXTRAS}
         known = set(signature.parameters) - set(schema.ELSEWHERE) | schema.TRAINER_EXTRAS

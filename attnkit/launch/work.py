@@ -227,6 +227,8 @@ class Work:
             self.config["ckpt"],
         )
         count = save_predictions(self.folder, batches or [])
+        if not count:
+            raise UserError(f"images: nothing in {self.config['images']} could be predicted")
         self._save({"predictions": count})
 
     def _has_test(self) -> bool:

@@ -18,6 +18,8 @@ def make_mlp(
     """linear, GELU (exact or its tanh approximation), linear, with dropout after both."""
     if activation not in get_args(Activation):
         raise ValueError(f"activation: {activation!r}, expected one of {get_args(Activation)}")
+    if round(dim * mlp_ratio) < 1:
+        raise ValueError(f"mlp_ratio: {mlp_ratio} of dim {dim} leaves no channel, expected more")
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     gelu: Any = partial(nn.GELU, approximate=approximate)
     return Mlp(dim, round(dim * mlp_ratio), act_layer=gelu, drop=dropout_p)

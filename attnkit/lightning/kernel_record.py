@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from lightning import Callback, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from attnkit.core.record import KernelCounts, record_backends
@@ -16,8 +16,8 @@ class KernelRecord(Callback):
 
     Every call of torch's attention is seen, in attnkit's modules and in anybody's. The table is
     printed (`verbose`), goes to loggers that take text (TensorBoard), and stays in `records`:
-    `records["train"].counts["blocks.0.attention"]["flash"]`. `results` holds the totals as numbers,
-    `kernels/train/flash`, which `ResultsFile` writes.
+    `records["train"].counts["model.blocks.0.attention"]["flash"]`. `results` holds the totals as
+    numbers, `kernels/train/flash`, which `ResultsFile` writes.
 
     A compiled model runs that one batch uncompiled, as operators in compiled code cannot be seen.
 
@@ -40,26 +40,34 @@ class KernelRecord(Callback):
             for kernel, calls in record.total().items()
         }
 
-    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._begin("train")
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        self._begin("train", pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._end(trainer)
 
-    def on_validation_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._begin("val")
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        self._begin("val", pl_module)
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._end(trainer)
 
-    def on_test_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._begin("test")
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        self._begin("test", pl_module)
 
     def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._end(trainer)
 
-    def on_predict_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._begin("predict")
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        self._begin("predict", pl_module)
 
     def on_predict_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._end(trainer)
@@ -70,10 +78,10 @@ class KernelRecord(Callback):
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         self._close()
 
-    def _begin(self, stage: str) -> None:
+    def _begin(self, stage: str, pl_module: LightningModule) -> None:
         if stage not in self.records:
             self._stage = stage
-            self.records[stage] = self._recording.enter_context(record_backends())
+            self.records[stage] = self._recording.enter_context(record_backends(pl_module))
 
     def _close(self) -> None:
         self._recording.close()

@@ -149,6 +149,8 @@ class TaskModule(LightningModule):
                 raise UserError(
                     "scheduler: it needs the number of steps; set trainer.max_epochs or max_steps"
                 )
+            if total_steps < 1:
+                raise UserError("data: no training batches: nothing to train on")
             arguments["total_steps"] = int(total_steps)
         scheduler = _called(make, "scheduler", optimizer, **arguments)
         if isinstance(scheduler, ReduceLROnPlateau):

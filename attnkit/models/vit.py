@@ -59,12 +59,14 @@ class ViT(nn.Module):
             the patches (Zhai et al. 2022).
         class_token: None: there is one if the pooling reads it.
         num_registers: learned extra tokens (Darcet et al. 2024), not pooled.
-        qkv_bias, qk_norm: of the attention.
+        qkv_bias, qk_norm: of the attention in the blocks (attention pooling always has a bias and
+            no such norm, nor dropout, as timm's).
         layer_scale: start value of learned scales on the branches (Touvron et al. 2021); None: no
             scales.
         dropout_p: after embedding, attention and in the MLPs.
         attention_dropout_p: of the attention weights.
-        drop_path: chance that a sample skips a branch, rising linearly to this at the last block.
+        drop_path: chance that a sample skips a branch, rising linearly from 0 at the first block
+            to this at the last; with one block it is 0.
         patch_dropout: share of patches left out in training (Li et al. 2023), after positions.
         embed_norm: layer norm before the first block, and no bias in the patches (CLIP).
         norm_after_pooling: None: for mean pooling (as timm and BEiT), else before.
@@ -220,6 +222,7 @@ class ViT(nn.Module):
     def tokens(self, images: Tensor) -> Tensor:
         """All tokens after the last block and norm, `[batch, prefix + patches, dim]`.
 
+        Where the norm comes after pooling (`norm_after_pooling`), they are not normalised.
         The first `num_prefix_tokens` are the class token and the registers, in this order.
         """
         return self.norm(self._encode(images, only_class_token=False))

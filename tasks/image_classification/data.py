@@ -134,6 +134,7 @@ class ImageDataModule(LightningDataModule, ABC):
         train = self.sets["train"]
         self.in_channels = self.in_channels or train.channels
         self.image_size = self.image_size or default_image_size(train.size)
+        check_fits_module(self)
 
     def describe(self) -> dict[str, Any]:
         """What a model and `ImageClassification` need to know; plain values, after `setup`."""
@@ -230,6 +231,12 @@ class ImageDataModule(LightningDataModule, ABC):
             if split == "train"
             else UnpaddedSampler(images, world, rank)
         )
+        drop_last = self.drop_last and split == "train"
+        if drop_last and len(sampler) < self.batch_size:
+            raise UserError(
+                f"data.batch_size: {self.batch_size} is more than the {len(sampler)} training "
+                "images of a process, and drop_last leaves out what is smaller"
+            )
         workers = self._workers(images)
         on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"
         return DataLoader(
@@ -240,7 +247,7 @@ class ImageDataModule(LightningDataModule, ABC):
             collate_fn=as_it_is,
             pin_memory=on_gpu,
             persistent_workers=workers > 0,
-            drop_last=self.drop_last and split == "train",
+            drop_last=drop_last,
             generator=torch.Generator().manual_seed(self.seed),
         )
 
@@ -263,6 +270,18 @@ def fit_images(images: Tensor, size: int | None, channels: int | None) -> Tensor
     if size is not None and images.shape[-1] != size:
         images = F.resize(images, [size, size], InterpolationMode.BICUBIC, antialias=True)
     return images
+
+
+def check_fits_module(data: LightningDataModule) -> None:
+    """UserError if the module in the trainer was made for another image_size or in_channels."""
+    module = data.trainer.lightning_module if data.trainer is not None else None
+    for name in ("image_size", "in_channels"):
+        asked, made_for = getattr(data, name), getattr(module, name, None)
+        if made_for is not None and asked != made_for:
+            raise UserError(
+                f"data.{name}: got {asked}, but the module was made for {made_for}; "
+                "leave it out, and images are brought to that"
+            )
 
 
 def cache_folder() -> Path:

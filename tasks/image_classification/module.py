@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -87,7 +88,7 @@ class ImageClassification(TaskModule):
         for name, value in (("mean", mean), ("std", std)):
             if len(value) != in_channels:
                 raise ValueError(f"{name}: expected {in_channels} (in_channels) numbers, {value}")
-        if min(std) <= 0:
+        if not all(0 < value < math.inf for value in std):
             raise ValueError(f"std: expected positive numbers, got {std}")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected in [0, 1), got {label_smoothing}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from attnkit.lightning.errors import UserError
+from attnkit.tasks.image_classification.data import check_fits_module
 from attnkit.tasks.image_classification.decode import (
     UndecodableImageError,
     read_image,
@@ -65,8 +66,9 @@ class PredictData(LightningDataModule):
         num_workers: processes that decode.
 
     Raises:
-        ValueError: `images` is neither a folder nor a file.
-        UserError: in `setup`, if the folder holds no images.
+        ValueError: `images` is neither a folder nor a file, or another argument is out of range.
+        UserError: in `setup`, if the folder holds no images, or the module in the trainer was made
+            for images of another size or number of channels.
     """
 
     def __init__(
@@ -82,8 +84,16 @@ class PredictData(LightningDataModule):
         self.images = Path(images).expanduser().absolute()
         if not self.images.exists():
             raise ValueError(f"images: no such file or folder: {images}")
-        if image_size is None:
-            raise ValueError("image_size: expected the side the model was trained on, got None")
+        if image_size is None or image_size < 2:
+            raise ValueError(
+                f"image_size: expected the side the model was trained on, got {image_size}"
+            )
+        if in_channels not in (1, 3):
+            raise ValueError(f"in_channels: expected 1 or 3, got {in_channels}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
+        if num_workers < 0:
+            raise ValueError(f"num_workers: expected 0 or more, got {num_workers}")
         self.image_size = image_size
         self.in_channels = in_channels
         self.batch_size = batch_size
@@ -91,6 +101,7 @@ class PredictData(LightningDataModule):
         self.paths: list[str] = []
 
     def setup(self, stage: str | None = None) -> None:
+        check_fits_module(self)
         self.paths = list_images(self.images) if self.images.is_dir() else [str(self.images)]
         if not self.paths:
             raise UserError(f"images: no image files under {self.images}")

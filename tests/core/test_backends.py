@@ -77,7 +77,8 @@ def definition(query, key, value, mask=None, bias=None, scale=None):
     groups = query.shape[1] // key.shape[1]
     key = torch.stack([key[:, head // groups] for head in range(query.shape[1])], dim=1)
     value = torch.stack([value[:, head // groups] for head in range(query.shape[1])], dim=1)
-    scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias
     weights = scores.exp() * (1 if mask is None else mask)
@@ -184,6 +185,34 @@ def test_scores_and_scale():
         torch.testing.assert_close(attend(query, key, value, **options), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [-1.3, 0.0, 0.3])
+@pytest.mark.parametrize("name", ["none", "top_left", "dense"])
+def test_any_scale_on_every_kernel(device, scale, name):
+    tensors = make((5, 5, 8, 8, 6), torch.float32, device)
+    mask = masks_for(5, 5)[name]
+    allowed = allowed_by(mask, (5, 5))
+    allowed = None if allowed is None else allowed.to(device)
+    expected = with_gradients(tensors, definition, mask=allowed, scale=scale)
+    reasons = attnkit.explain_backends(*tensors, mask=mask, scale=scale).reasons
+    for backend in (name for name, why in reasons.items() if not why):
+        actual = with_gradients(tensors, mask=mask, scale=scale, backend=backend)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    assert not reasons["math"]
+    assert bool(reasons["flash"]) == (scale <= 0 or device == "cuda")
+
+
+@pytest.mark.parametrize("backend", ["flash", "math", "reference"])
+def test_a_finite_bias_forbids_nothing_in_half_precision(backend):
+    query, key, _ = make((5, 5, 8, 8, 6), torch.float16, "cpu")
+    bias = torch.zeros(5, 5)
+    bias[1] = -1e9  # more than float16 holds
+    bias[2] = -torch.inf
+    sums = attend(query, key, torch.ones_like(key), bias=bias, backend=backend)[..., 0]
+    expected = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]).expand(BATCH, HEADS, 5)
+    torch.testing.assert_close(sums.float(), expected, atol=2e-3, rtol=0)
+
+
 @pytest.mark.parametrize("size", [(0, 5, 8, 8, 6), (5, 0, 8, 8, 6)], ids=str)
 def test_empty_inputs(size):
     tensors = make(size, torch.float32, "cpu")
@@ -259,6 +288,7 @@ def test_one_error_gives_every_reason():
         ({"mask": torch.ones(3, 5, dtype=torch.bool)}, r"mask: the shape \[3, 5\] does not"),
         ({"mask": Padding(torch.tensor([5]))}, r"mask: Padding has the shape \[1\]"),
         ({"bias": torch.ones(5, dtype=torch.bool)}, "bias: expected a floating-point tensor"),
+        ({"bias": torch.ones(5, 5, device="meta")}, "bias: is on meta, but query is on cpu"),
         ({"bias": torch.ones(7, 5)}, r"bias: the shape \[7, 5\] does not broadcast"),
         (
             {name: torch.ones(2, 4, 5, 8) for name in ("key", "value")},

@@ -84,6 +84,22 @@ def test_record_sees_modules_nobody_here_wrote():
     assert record.counts == {"blocks.0.attn": {"flash": 1}, "blocks.1.attn": {"flash": 1}}
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_record_sees_torchs_own_attention(training, mode):
+    from torchvision.models import VisionTransformer
+
+    vit = VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=3).train(training)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True).train(training)
+    x = torch.randn(2, 5, 16)
+    with mode(), attnkit.record_backends() as record:
+        vit(torch.randn(2, 3, 16, 16))
+        attention(x, x, x, need_weights=False)
+        attention(x, x, x)  # with weights torch multiplies the matrices itself
+    layers = [f"encoder.layers.encoder_layer_{i}.self_attention" for i in range(2)]
+    assert record.counts == {**{name: {"flash": 1} for name in layers}, "": {"flash": 1, "math": 1}}
+
+
 def test_record_and_capture_see_compiled_models():
     model = torch.compile(Two(), backend="eager", fullgraph=True)
     x = torch.randn(3, 5, 14)

@@ -29,6 +29,7 @@ SHIPPED = [
     ("model.positions=learnt", "did you mean learned?"),
     ("trainer.max_epochs=1.5", "trainer.max_epochs: expected Optional[int], got 1.5 (float)"),
     ("trainer.limit_batches=few", "trainer.limit_batches: expected a number of batches"),
+    ("trainer.limit_batches=0", "trainer.limit_batches: expected more than 0, got 0"),
     ("optimizer.lr=big", "optimizer.lr: expected float | Tensor, got 'big' (str)"),
     ("optimizer.betas=[0.9]", "optimizer.betas: expected tuple["),
     ("run=trian", "run: expected Literal['train', 'test', 'predict'], got 'trian'"),

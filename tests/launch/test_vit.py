@@ -78,6 +78,16 @@ def test_predict(attnkit, trained, tmp_path):
     (row,) = rows_of(Path("one/predictions.csv"))
     assert (row["label"], row["probability"]) == (rows[3]["label"], rows[3]["probability"])
 
+    done = attnkit("run=predict", f"ckpt={trained}", f"images={images / 'broken.png'}")
+    assert done.code == 2
+    assert f"nothing in {images / 'broken.png'} could be predicted" in done.err
+
+
+def test_images_of_another_size_than_the_model(attnkit, trained):
+    done = attnkit("run=test", f"ckpt={trained}", "data.image_size=16")
+    assert done.code == 2
+    assert "data.image_size: got 16, but the module was made for 8" in done.err
+
 
 def test_checkpoint_that_is_none(attnkit, trained, tmp_path):
     for name, content in (("text.ckpt", b"hello"), ("empty.ckpt", b"")):

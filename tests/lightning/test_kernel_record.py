@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 from attnkit.lightning import KernelRecord, ResultsFile
@@ -18,6 +19,25 @@ def test_first_batch_of_each_stage(small_net, loader, make_trainer, backend, ker
         stage: {"attention": {kernel: 1}} for stage in ("train", "val", "test")
     }
     assert record.results[f"kernels/train/{kernel}"] == 1.0
+
+
+def test_names_are_those_of_the_module_in_every_stage(small_net, loader, make_trainer):
+    class Nested(small_net):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(self.attention)
+
+        def training_step(self, batch, batch_idx):
+            return self.inner(torch.randn(2, 5, self.attention.dim)).mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.inner(torch.randn(2, 5, self.attention.dim))
+
+    record = KernelRecord()
+    make_trainer(callbacks=[record]).fit(Nested(), loader, loader)
+    assert {stage: dict(r.counts) for stage, r in record.records.items()} == {
+        stage: {"attention": {"flash": 1}} for stage in ("train", "val")
+    }
 
 
 def test_tells_on_screen_and_in_the_results(small_net, loader, make_trainer, tmp_path, caplog):

@@ -161,6 +161,7 @@ def test_drop_path_rises_linearly():
         ({"class_token": False}, "pooling: 'class' reads the class token"),
         ({"depth": 0}, "depth: expected at least 1, got 0"),
         ({"num_classes": -1}, "num_classes: expected at least 0, got -1"),
+        ({"mlp_ratio": 0.01}, "mlp_ratio: 0.01 of dim 24 leaves no channel"),
         ({"drop_path": 1.0}, "drop_path: expected 0 <= drop_path < 1, got 1.0"),
         ({"dim": 30, "positions": "rotary2d"}, "head_dim: 10 is not a multiple of 4"),
         ({"activation": "relu"}, "activation: 'relu', expected one of"),

@@ -274,6 +274,7 @@ def test_a_class_without_images_has_no_recall():
         ({"class_names": ["a"]}, "class_names: expected 7"),
         ({"mean": [0.5]}, "mean: expected 3"),
         ({"std": [1.0, 0.0, 1.0]}, "std"),
+        ({"std": [1.0, float("nan"), 1.0]}, "std: expected positive numbers"),
         ({"label_smoothing": 1.0}, "label_smoothing"),
         ({"mixup": -1}, "mixup"),
         ({"cutmix": -1}, "cutmix"),

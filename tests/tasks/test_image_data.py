@@ -216,6 +216,13 @@ def test_drop_last():
     assert [len(labels) for _, labels in data.val_dataloader()] == [4]
 
 
+def test_drop_last_of_all_there_is_is_refused():
+    data = OwnData({"train": some_images(30)}, batch_size=25, drop_last=True)
+    data.setup()
+    with pytest.raises(UserError, match=r"data.batch_size: 25 is more than the 2\d training"):
+        data.train_dataloader()
+
+
 def test_unpadded_sampler_shares_without_repeating():
     data = some_images(11)
     parts = [list(UnpaddedSampler(data, 3, rank)) for rank in range(3)]

@@ -74,10 +74,30 @@ def test_only_broken_files_give_no_rows(tmp_path, task, capfd):
     assert "broken.png" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": None}, "image_size: expected the side the model was trained on, got None"),
+        ({"image_size": 1}, "image_size: expected"),
+        ({"in_channels": 2}, "in_channels: expected 1 or 3, got 2"),
+        ({"batch_size": 0}, "batch_size: expected 1 or more, got 0"),
+        ({"num_workers": -1}, "num_workers: expected 0 or more, got -1"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PredictData(tmp_path, **{"image_size": 7, **arguments})
+
+
+@pytest.mark.parametrize("other", [{"image_size": 9}, {"image_size": 7, "in_channels": 1}])
+def test_images_the_module_was_not_made_for_are_refused(tree, task, tmp_path, other):
+    with pytest.raises(UserError, match=f"data.{list(other)[-1]}: got"):
+        predict(task, PredictData(tree, **other), tmp_path)
+
+
 def test_missing_images_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"images: no such file or folder: .*nowhere"):
         PredictData(tmp_path / "nowhere", image_size=7)
     with pytest.raises(UserError, match="images: no image files under"):
         PredictData(tmp_path, image_size=7).setup()
-    with pytest.raises(ValueError, match="image_size"):
-        PredictData(tmp_path, image_size=None)
