@@ -6,14 +6,18 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a run; the message says how to go on. No Exception, or a sweep would go on."""
+    """A signal during a run; the message says how to go on. No Exception, or a sweep would go on."""
+
+    def __init__(self, message: str, code: int = INTERRUPTED) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Reported(Exception):
@@ -34,7 +38,10 @@ def guarded(command: Callable[[], int]) -> int:
         return error.code
     except Interrupted as error:
         print(f"\n{error}", file=sys.stderr)
-        return INTERRUPTED
+        return error.code
+    except StoppedBySignal as error:
+        print(f"\nstopped by {error}", file=sys.stderr)
+        return error.code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
@@ -54,7 +61,7 @@ def fail(error: Exception, code: int) -> int:
 def summary(error: Exception) -> str:
     """An error in at most three lines; for an unexpected one, also where in whose code."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | RunError):
         return "\n".join(lines[:3])
     place = _place(error)
     first = (lines or ["no message"])[0].strip()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.attention_maps import AttentionMaps
     from attnkit.lightning.build import allowing
     from attnkit.lightning.ema import EMA
-    from attnkit.lightning.errors import UserError
+    from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
     from attnkit.lightning.kernel_record import KernelRecord
     from attnkit.lightning.learning_curves import LearningCurves
     from attnkit.lightning.module import TaskModule
@@ -25,6 +25,8 @@ _TABLE = {
     "KernelRecord": "kernel_record",
     "LearningCurves": "learning_curves",
     "ResultsFile": "results_file",
+    "RunError": "errors",
+    "StoppedBySignal": "errors",
     "TaskModule": "module",
     "Throughput": "throughput",
     "UserError": "errors",
@@ -39,6 +41,8 @@ __all__ = [
     "KernelRecord",
     "LearningCurves",
     "ResultsFile",
+    "RunError",
+    "StoppedBySignal",
     "TaskModule",
     "Throughput",
     "UserError",

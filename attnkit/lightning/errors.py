@@ -1,4 +1,8 @@
-"""The error whose message is meant for the person at the command line."""
+"""The errors whose messages are meant for the person at the command line."""
+
+from __future__ import annotations
+
+import signal
 
 
 class UserError(Exception):
@@ -8,3 +12,27 @@ class UserError(Exception):
     expected, in at most three lines. The command line prints it without a traceback and exits
     with code 2; in a script it is an ordinary exception, with the cause chained.
     """
+
+
+class RunError(Exception):
+    """Something that went wrong while a run was under way: a full disk, a loss that is NaN.
+
+    The message stands for itself, as `UserError`'s; the exit code is 1.
+    """
+
+
+class StoppedBySignal(BaseException):
+    """A signal has stopped the run. No `Exception`: what handles errors must not swallow it.
+
+    Args:
+        signum: the signal. Ctrl-C ends with exit code 130, the others with 143, as for SIGTERM.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return 130 if self.signum == signal.SIGINT else 143
