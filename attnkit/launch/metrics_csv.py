@@ -1,6 +1,7 @@
 """metrics.csv in the run folder itself, which a resumed run continues."""
 
 import csv
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
+
+from attnkit.lightning.files import replacing
 
 
 class MetricsCSV(CSVLogger):
@@ -37,6 +40,27 @@ class MetricsCSV(CSVLogger):
 class _Writer(_ExperimentWriter):
     def _check_log_dir_exists(self) -> None:
         # Lightning deletes the file here; instead, its columns are taken over.
-        if os.path.isfile(self.metrics_file_path):
+        self._continues = os.path.isfile(self.metrics_file_path)
+        if self._continues:
             with open(self.metrics_file_path, newline="") as file:
                 self.metrics_keys = next(csv.reader(file), [])
+
+    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
+        if self._continues and step is not None:
+            self._continues = False
+            self._drop_from(step)
+        super().log_metrics(metrics_dict, step)
+
+    def _drop_from(self, step: int) -> None:
+        """Leave out rows of steps that come again, and one that a crash left half written."""
+        with open(self.metrics_file_path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        kept = [row for row in rows if (row["step"] or "").isdecimal() and int(row["step"]) < step]
+        if len(kept) < len(rows):
+            with replacing(self.metrics_file_path) as file:
+                text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+                writer = csv.DictWriter(text, self.metrics_keys, extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(kept)
+                text.flush()
+                text.detach()

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import lightning
 from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from attnkit.launch import folder as folders
 from attnkit.launch import schema
 from attnkit.launch.predictions import save_predictions
 from attnkit.launch.run import save_results
+from attnkit.lightning import checkpoints
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.module import TaskModule
 
+_TRAINING_ONLY = (
+    "EarlyStopping",
+    "ExactResume",
+    "FiniteLoss",
+    "LearningCurves",
+    "ModelCheckpoint",
+    "SaveOnSignal",
+)
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
@@ -43,6 +53,8 @@ class Work:
         self.started = time.perf_counter()
         lightning.seed_everything(config["seed"], workers=True, verbose=False)
         self.alone = alone
+        if config["ckpt"] is not None:
+            checkpoints.verify(config["ckpt"])
         if config["run"] == "predict":
             self.module = self._load_module() if alone else self._make_module()
             self.data = self._make_predict_data()
@@ -132,7 +144,7 @@ class Work:
         if config["run"] == "predict":
             # One process and one progress bar: the rest of them has figures to write.
             arguments.update(devices=1, strategy="auto", num_nodes=1)
-            named = {k: v for k, v in named.items() if k in ("progress", "ema")}
+            named = {k: v for k, v in named.items() if k in ("progress", "ema", "safe")}
         callbacks = [build(n, at=f"callbacks.{k}") for k, n in named.items() if n]
         loggers = [
             build(n, at=f"logger.{k}")
@@ -146,7 +158,7 @@ class Work:
                 logger=loggers or False,
                 precision=config["precision"],
                 default_root_dir=str(self.folder),
-                enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+                enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
                 enable_progress_bar="progress" in named and bool(named["progress"]),
                 use_distributed_sampler=False,  # the data modules shard, so that nothing is doubled
             )
@@ -177,9 +189,7 @@ class Work:
 
     def _train(self) -> None:
         trainer = self.trainer
-        last = self.folder / folders.CHECKPOINTS / "last.ckpt"
-        start = str(last) if last.is_file() else None
-        trainer.fit(self.module, datamodule=self.data, ckpt_path=start, weights_only=True)
+        trainer.fit(self.module, datamodule=self.data, ckpt_path=self._start(), weights_only=True)
         if trainer.interrupted:
             raise KeyboardInterrupt
         figures = self._figures()
@@ -197,6 +207,15 @@ class Work:
             )
             figures.update(self._figures())
         self._save(figures)
+
+    def _start(self) -> Path | None:
+        """The checkpoint to go on from: the newest that is intact. None at the beginning."""
+        start, broken = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
+        if broken and start is None:
+            raise broken[0]
+        for error in broken:
+            rank_zero_warn(f"{error}\n  going on from {start} instead")
+        return start
 
     def _test(self) -> None:
         # A module loaded on its own has its weights already.
@@ -255,27 +274,22 @@ class Work:
 
 def _only_for_training(node: Mapping[str, Any] | None) -> bool:
     target = str((node or {}).get("_target_", ""))
-    return target.rpartition(".")[2] in ("ModelCheckpoint", "LearningCurves", "EarlyStopping")
+    return target.rpartition(".")[2] in _TRAINING_ONLY
 
 
 def _loaded(load: Any, ckpt: str) -> Any:
-    """Call what reads a checkpoint; one that doesn't fit or is broken is the user's to know."""
+    """Call what reads a checkpoint; one that doesn't fit or holds code is the user's to know."""
     try:
         return load()
-    except RuntimeError as error:
-        text = str(error)
-        if "loading state_dict" in text:
-            lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
-            raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
-        if "PytorchStreamReader" in text:
-            raise UserError(f"ckpt: {ckpt} is no intact checkpoint: {_first(error)}") from error
-        raise
-    except (json.JSONDecodeError, EOFError, KeyError) as error:
+    except UnpicklingError as error:
+        raise UserError(f"ckpt: {ckpt} is no checkpoint: {_first(error)}") from error
+    except KeyError as error:
         raise UserError(f"ckpt: {ckpt} is no checkpoint of this task: {error!r}") from error
-    except Exception as error:
-        if type(error).__name__ == "UnpicklingError":
-            raise UserError(f"ckpt: {ckpt} is no intact checkpoint: {_first(error)}") from error
-        raise
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        if "loading state_dict" not in lines[0]:
+            raise
+        raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[1][:300]}") from error
 
 
 def _first(error: Exception) -> str:

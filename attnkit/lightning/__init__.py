@@ -10,26 +10,38 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attnkit.lightning.attention_maps import AttentionMaps
     from attnkit.lightning.build import allowing
+    from attnkit.lightning.checkpoints import CheckpointError, SafeCheckpoints, VerifiedCheckpointIO
     from attnkit.lightning.ema import EMA
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
+    from attnkit.lightning.finite import FiniteLoss
     from attnkit.lightning.kernel_record import KernelRecord
     from attnkit.lightning.learning_curves import LearningCurves
     from attnkit.lightning.module import TaskModule
     from attnkit.lightning.optim import parameter_groups, warmup_cosine
     from attnkit.lightning.results_file import ResultsFile
+    from attnkit.lightning.resume import ExactResume
+    from attnkit.lightning.sampler import ResumableSampler
+    from attnkit.lightning.signals import SaveOnSignal
     from attnkit.lightning.throughput import Throughput
 
 _TABLE = {
     "EMA": "ema",
     "AttentionMaps": "attention_maps",
+    "CheckpointError": "checkpoints",
+    "ExactResume": "resume",
+    "FiniteLoss": "finite",
     "KernelRecord": "kernel_record",
     "LearningCurves": "learning_curves",
     "ResultsFile": "results_file",
+    "ResumableSampler": "sampler",
     "RunError": "errors",
+    "SafeCheckpoints": "checkpoints",
+    "SaveOnSignal": "signals",
     "StoppedBySignal": "errors",
     "TaskModule": "module",
     "Throughput": "throughput",
     "UserError": "errors",
+    "VerifiedCheckpointIO": "checkpoints",
     "allowing": "build",
     "parameter_groups": "optim",
     "warmup_cosine": "optim",
@@ -38,14 +50,21 @@ _TABLE = {
 __all__ = [
     "EMA",
     "AttentionMaps",
+    "CheckpointError",
+    "ExactResume",
+    "FiniteLoss",
     "KernelRecord",
     "LearningCurves",
     "ResultsFile",
+    "ResumableSampler",
     "RunError",
+    "SafeCheckpoints",
+    "SaveOnSignal",
     "StoppedBySignal",
     "TaskModule",
     "Throughput",
     "UserError",
+    "VerifiedCheckpointIO",
     "allowing",
     "parameter_groups",
     "warmup_cosine",

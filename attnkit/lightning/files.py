@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 
 @contextmanager
@@ -25,3 +26,43 @@ def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(beside, final)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A binary file to write and read, which becomes `path` when the block ends without an error.
+
+    As `written_beside`, and where the file system can (most of Linux's), the file has no name until
+    it is whole and on the disk: nothing remains of one that was not finished, not even after
+    `kill -9`.
+    """
+    final = Path(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    beside = final.with_name(f".{final.name}.{os.getpid()}")
+    folder = os.open(final.parent, os.O_RDONLY)
+    try:
+        file = _without_name(final.parent)
+        nameless = file is not None
+        with file or open(beside, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if nameless:
+                source = f"/proc/self/fd/{file.fileno()}"
+                os.link(source, beside.name, dst_dir_fd=folder, follow_symlinks=True)
+        os.replace(beside, final)
+        with suppress(OSError):  # not every file system knows how to
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+        beside.unlink(missing_ok=True)
+
+
+def _without_name(folder: Path) -> IO[bytes] | None:
+    flag = getattr(os, "O_TMPFILE", None)
+    if flag is None or not os.path.isdir("/proc/self/fd"):
+        return None
+    try:
+        return os.fdopen(os.open(folder, flag | os.O_RDWR, 0o666), "w+b")
+    except OSError:
+        return None

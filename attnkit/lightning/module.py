@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from attnkit.lightning.build import build
+from attnkit.lightning.checkpoints import CheckpointError, verify
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.optim import parameter_groups, warmup_cosine
 
@@ -87,15 +89,19 @@ class TaskModule(LightningModule):
     def load_from_checkpoint(  # type: ignore[override]
         cls, checkpoint_path: Any, *, weights_only: bool | None = True, **kwargs: Any
     ) -> Any:
-        """Lightning's `load_from_checkpoint`; weights only unless told otherwise.
+        """Lightning's `load_from_checkpoint`, of an intact file; weights only unless told otherwise.
 
         Raises:
+            CheckpointError: the file is not there, not intact or holds code.
             UserError: names the arguments that were objects in training and must be passed again.
         """
+        verify(checkpoint_path)
         try:
             return super().load_from_checkpoint(
                 checkpoint_path, weights_only=weights_only, **kwargs
             )
+        except UnpicklingError as error:
+            raise CheckpointError(f"{checkpoint_path}: {str(error).splitlines()[0]}") from error
         except TypeError as error:
             missing = re.findall(r"'(\w+)'", str(error)) if "missing" in str(error) else []
             if not missing:

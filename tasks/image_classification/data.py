@@ -18,6 +18,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.sampler import ResumableSampler
 from attnkit.tasks.image_classification.augment import Augment
 from attnkit.tasks.image_classification.decode import to_channels
 from attnkit.tasks.image_classification.sets import (
@@ -227,7 +228,7 @@ class ImageDataModule(LightningDataModule, ABC):
             raise UserError(f"data: {len(images)} {split} images are too few for {world} processes")
         # Lightning leaves distributed samplers alone, and gives them the epoch.
         sampler: DistributedSampler = (
-            DistributedSampler(images, world, rank, shuffle=True, seed=self.seed)
+            ResumableSampler(images, world, rank, seed=self.seed)
             if split == "train"
             else UnpaddedSampler(images, world, rank)
         )

@@ -1,0 +1,257 @@
+"""Checkpoints that can't be lost, run code or be wrong without saying so.
+
+The file is Lightning's own: a zip archive of torch's, that `torch.load` and `load_from_checkpoint`
+read. Its digest is the archive's comment, at the very end: "attnkit sha256 " and SHA-256, in
+hexadecimal, of the file as it was before the comment was added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from attnkit.lightning.errors import RunError, UserError
+from attnkit.lightning.files import replacing
+
+_LABEL = b"attnkit sha256 "
+_COMMENT = len(_LABEL) + 64
+_MARK = "attnkit_digest"  # in the checkpoint: that there was a digest, should it be gone
+_BLOCK = 2**20
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is not there, not intact, or would run code."""
+
+
+def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint, whole or not at all, and what was there before stays until it is.
+
+    Raises:
+        UserError: it holds objects that are no plain data, so that it could not be read safely.
+        RunError: the disk is full, the folder can't be written to, …
+    """
+    try:
+        with replacing(path) as file:
+            writer = _Digesting(file)
+            try:
+                torch.save({**checkpoint, _MARK: "sha256"}, writer)
+            except RuntimeError as error:  # torch's, in which the reason is lost
+                raise writer.error or error from None
+            file.seek(0)
+            if unsafe := get_unsafe_globals_in_checkpoint(file):
+                raise UserError(
+                    f"{path}: can't be saved: {_objects(unsafe)} in {_where(checkpoint)}: only "
+                    "tensors and\n  plain data are read back without running code"
+                )
+            file.seek(-2, os.SEEK_END)  # the last field of a zip archive: its comment's length
+            file.write(_COMMENT.to_bytes(2, "little"))
+            file.write(_LABEL + writer.sha256.hexdigest().encode())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(
+            f"{error.filename or path}: can't be written: {reason}"
+            + (f" ({path} is as it was before)" if os.path.exists(path) else "")
+        ) from error
+
+
+def load(
+    path: str | os.PathLike[str],
+    map_location: Callable[..., Any] | torch.device | str | dict[str, str] | None = "cpu",
+) -> dict[str, Any]:
+    """Read a checkpoint after proving that it is intact; only tensors and plain data are read.
+
+    One that attnkit wrote must have its digest. Others must be torch archives whose checksums hold.
+
+    Raises:
+        CheckpointError: names the file and what is wrong with it.
+    """
+    with _opened(path) as file:
+        try:
+            digest = _check(file)
+            file.seek(0)
+            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except Exception as error:  # torch, zipfile and pickle raise about anything
+            raise CheckpointError(f"{path}: no intact checkpoint: {_reason(error)}") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise CheckpointError(f"{path}: not a checkpoint: it has no state_dict")
+    if _MARK in checkpoint and digest is None:
+        raise CheckpointError(f"{path}: no intact checkpoint: its digest is missing")
+    return checkpoint
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """CheckpointError if the file is not intact; as `load`, without reading the tensors."""
+    with _opened(path) as file:
+        try:
+            _check(file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+
+def newest_intact(folder: str | os.PathLike[str]) -> tuple[Path | None, list[CheckpointError]]:
+    """The newest `*.ckpt` that is intact, or None, and what is wrong with the newer ones."""
+    broken = []
+    paths = Path(folder).glob("*.ckpt")
+    for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns, reverse=True):
+        try:
+            verify(path)
+            return path, broken
+        except CheckpointError as error:
+            broken.append(error)
+    return None, broken
+
+
+class VerifiedCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, written whole or not at all and proved intact when read.
+
+    >>> trainer = Trainer(plugins=[VerifiedCheckpointIO()])
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options: not used by VerifiedCheckpointIO")
+        save(checkpoint, path)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if weights_only is False:
+            raise UserError(f"{path}: weights_only=False would run code that the file holds")
+        return load(path, map_location)
+
+
+class SafeCheckpoints(Callback):
+    """Gives any Trainer `VerifiedCheckpointIO`, and says at the start what would fail at the end.
+
+    In `fit`: a folder of a `ModelCheckpoint` that can't be written to, and hyper-parameters that
+    are more than plain data, which no checkpoint could be read back with.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = VerifiedCheckpointIO()
+        if stage != "fit" or not trainer.is_global_zero:
+            return
+        for name, value in pl_module.hparams.items():
+            if unsafe := _unsafe({name: value}):
+                raise UserError(
+                    f"hyper-parameter {name}: {_objects(unsafe)} can't be read back from a "
+                    f'checkpoint; leave it out: save_hyperparameters(ignore=["{name}"])'
+                )
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+                check_writable(callback.dirpath)
+
+
+def check_writable(folder: str | os.PathLike[str]) -> None:
+    """UserError if no file can be made in the folder; makes the folder."""
+    try:
+        probe = Path(folder) / f".probe.{os.getpid()}"
+        with replacing(probe) as file:
+            file.write(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{folder}: can't be written to: {error.strerror}") from error
+
+
+class _Digesting:
+    """Passes what is written on to a file, and computes its digest on the way."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.sha256 = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
+    if "://" in os.fspath(path):
+        raise CheckpointError(f"{path}: a URL; download the checkpoint first")
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def _check(file: IO[bytes]) -> str | None:
+    """The digest, which is right, or None if there is none and the archive's checksums hold."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _COMMENT))
+    comment = file.read()
+    if comment.startswith(_LABEL):
+        found = _digest(file, size - _COMMENT)
+        if comment[len(_LABEL) :] != found.encode():
+            raise CheckpointError("no intact checkpoint: its content is not what was saved")
+        return found
+    file.seek(0)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if bad := archive.testzip():
+                raise CheckpointError(f"no intact checkpoint: {bad} is damaged")
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"no intact checkpoint: {_reason(error)}") from error
+    return None
+
+
+def _digest(file: IO[bytes], size: int) -> str:
+    """SHA-256 of the first `size` bytes, with a 0 for the length of the comment after them."""
+    sha256 = hashlib.sha256()
+    file.seek(0)
+    left = size - 2
+    while left > 0 and (block := file.read(min(_BLOCK, left))):
+        sha256.update(block)
+        left -= len(block)
+    sha256.update(b"\0\0")
+    return sha256.hexdigest()
+
+
+def _unsafe(value: Any) -> list[str]:
+    """The classes and functions in a value that `weights_only` refuses to read."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        return [f"{type(error).__name__}: {_reason(error)}"]
+    buffer.seek(0)
+    return get_unsafe_globals_in_checkpoint(buffer)
+
+
+def _where(checkpoint: dict[str, Any]) -> str:
+    found = [key for key, value in checkpoint.items() if _unsafe({key: value})]
+    return ", ".join(map(repr, found)) or "it"
+
+
+def _objects(unsafe: list[str]) -> str:
+    return ", ".join(sorted(unsafe)[:3])
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:200]

@@ -1,0 +1,54 @@
+"""A loss that is NaN or infinite ends the run, before it is in the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from attnkit.lightning.errors import RunError
+
+
+class FiniteLoss(Callback):
+    """Stops `fit` at the step whose loss is NaN or infinite; no checkpoint holds what it left.
+
+    On the CPU before the backward pass. On a GPU, where looking at a number would make the CPU
+    wait for it, at the next step or before the next checkpoint, whichever comes first.
+
+    Raises:
+        RunError: names the step, the epoch and the batch.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, str] | None = None
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        self._check()
+        where = (
+            f"step {trainer.global_step}, batch {trainer.fit_loop.epoch_loop.batch_idx} "
+            f"of epoch {trainer.current_epoch}"
+        )
+        if trainer.world_size > 1:
+            where += f", rank {trainer.global_rank}"
+        self._pending = (loss.detach(), where)
+        if loss.device.type == "cpu":
+            self._check()
+
+    def on_save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._check()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending[0].isfinite().all():
+            loss, where = pending
+            raise RunError(
+                f"the loss is {loss.float().mean().item()} at {where}: stopped; "
+                "the checkpoints before it are intact\n"
+                "  a lower optimizer.lr, gradient clipping or precision=32 may help"
+            )

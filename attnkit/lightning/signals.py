@@ -1,0 +1,105 @@
+"""Ctrl-C, SIGTERM and SIGUSR1: finish the step, save, stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import distributed as dist
+
+from attnkit.lightning.errors import StoppedBySignal
+
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
+
+
+class SaveOnSignal(Checkpoint):
+    """On Ctrl-C, SIGTERM or SIGUSR1 (pre-emption), `fit` saves a checkpoint and stops.
+
+    At the end of the optimizer step that is under way; where validation comes next or is running,
+    after it, with the checkpoint of the step before saved already. It then raises
+    `StoppedBySignal`, which carries the exit code. A second signal stops at once.
+
+    With several processes it is enough that one of them is told: they agree after every step.
+
+    Args:
+        path: the checkpoint; `last.ckpt` beside the others is a good choice.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._received = 0
+        self._agreed = 0
+        self._handlers: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Now, as Lightning has set its own, which would end with exit code 0, just before.
+        self._received = self._agreed = 0
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {s: signal.signal(s, self._receive) for s in SIGNALS}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        if loop._should_accumulate() or not self._is_told(trainer):
+            return
+        trainer.save_checkpoint(self.path)
+        if not loop._num_ready_batches_reached() and not loop._should_check_val_fx(
+            trainer.fit_loop._data_fetcher
+        ):
+            self._stop()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_told(trainer):
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._agreed:  # saved at the epoch's end, and its metrics are written now
+            self._stop()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._agreed:
+            self._stop()
+        self._restore()
+
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        self._restore()
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        self._restore()
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if self._received:
+            self._restore()
+            raise StoppedBySignal(signum)
+        self._received = signum
+        rank_zero_warn(f"{signal.Signals(signum).name}: stopping after this step")
+
+    def _is_told(self, trainer: Trainer) -> bool:
+        """Whether any process has been; the same answer in all of them."""
+        self._agreed = self._received
+        if trainer.world_size > 1 and dist.is_initialized():
+            told = torch.tensor(self._received, device=trainer.strategy.root_device)
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+            self._agreed = int(told)
+        return bool(self._agreed)
+
+    def _stop(self) -> None:
+        signum = self._agreed
+        self._restore()
+        raise StoppedBySignal(signum)
+
+    def _restore(self) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._handlers = {}
