@@ -13,7 +13,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -45,7 +45,7 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         with replacing(path) as file:
             writer = _Digesting(file)
             try:
-                torch.save({**checkpoint, _MARK: "sha256"}, writer)
+                torch.save({**checkpoint, _MARK: "sha256"}, cast("IO[bytes]", writer))
             except RuntimeError as error:  # torch's, in which the reason is lost
                 raise writer.error or error from None
             file.seek(0)
@@ -103,7 +103,7 @@ def verify(path: str | os.PathLike[str]) -> None:
 
 def newest_intact(folder: str | os.PathLike[str]) -> tuple[Path | None, list[CheckpointError]]:
     """The newest `*.ckpt` that is intact, or None, and what is wrong with the newer ones."""
-    broken = []
+    broken: list[CheckpointError] = []
     paths = Path(folder).glob("*.ckpt")
     for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns, reverse=True):
         try:
@@ -169,10 +169,11 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
         raise UserError(f"{folder}: can't be written to: {error.strerror}") from error
 
 
-class _Digesting:
+class _Digesting(io.RawIOBase):
     """Passes what is written on to a file, and computes its digest on the way."""
 
     def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
         self.file = file
         self.sha256 = hashlib.sha256()
         self.error: OSError | None = None

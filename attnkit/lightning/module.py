@@ -89,7 +89,7 @@ class TaskModule(LightningModule):
     def load_from_checkpoint(  # type: ignore[override]
         cls, checkpoint_path: Any, *, weights_only: bool | None = True, **kwargs: Any
     ) -> Any:
-        """Lightning's `load_from_checkpoint`, of an intact file; weights only unless told otherwise.
+        """Lightning's `load_from_checkpoint`, of an intact file; weights only unless told not to.
 
         Raises:
             CheckpointError: the file is not there, not intact or holds code.

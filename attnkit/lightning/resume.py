@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ class ExactResume(Callback):
             "random": _random_states(trainer),
             # of the epoch under way, and of the next one
             "generators": [self._generators, [_own_generator(x) for x in _loaders(trainer)]],
+            "seeds": [getattr(_sampler(loader), "seed", None) for loader in _loaders(trainer)],
             "metrics": _metric_states(pl_module),
             "sums": _epoch_sums(trainer),
         }
@@ -73,7 +74,7 @@ class ExactResume(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, None
-        loop = trainer.fit_loop
+        loop: Any = trainer.fit_loop
         middle = saved is not None and loop.restarted_mid_epoch
         if middle:
             # Lightning can't know that they are.
@@ -82,7 +83,8 @@ class ExactResume(Callback):
             trainer,
             resumed=saved is not None,
             seen=loop.epoch_loop.batch_progress.current.ready if middle else 0,
-            generators=saved["generators"][not middle] if saved else None,
+            generators=saved["generators"][not middle] if saved else [],
+            seeds=saved["seeds"] if saved else [],
         )
         if saved is not None:
             _set_random_states(trainer, saved["random"])
@@ -91,7 +93,8 @@ class ExactResume(Callback):
                 self._sums = saved["sums"]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        epoch = trainer.fit_loop.epoch_progress.current.processed
+        loop: Any = trainer.fit_loop
+        epoch = loop.epoch_progress.current.processed
         if epoch != self._epoch:
             self._epoch = epoch
             self._generators = [_own_generator(loader) for loader in _loaders(trainer)]
@@ -102,25 +105,35 @@ class ExactResume(Callback):
             _add_epoch_sum(trainer, name, states)
 
     def _start_data(
-        self, trainer: Trainer, *, resumed: bool, seen: int, generators: list[Tensor | None] | None
+        self,
+        trainer: Trainer,
+        *,
+        resumed: bool,
+        seen: int,
+        generators: list[Tensor | None],
+        seeds: list[int | None],
     ) -> None:
         """Begin the epoch's data again: Lightning has begun it already, in the first epoch's order.
 
         Worker processes, if there are any, have then fetched the first batches.
         """
-        loop = trainer.fit_loop
+        loop: Any = trainer.fit_loop
         loaders = _loaders(trainer)
         by_number = all(isinstance(_sampler(loader), ResumableSampler) for loader in loaders)
         if any(hasattr(loader, "state_dict") for loader in loaders) or (by_number and not resumed):
             return
         self._epoch = loop.epoch_progress.current.processed
-        for number, loader in enumerate(loaders):
+        for loader, seed in zip(loaders, seeds, strict=False):
+            if seed is not None:
+                _sampler(loader).seed = seed
+        for loader in loaders:
             _set_sampler_epoch(loader, self._epoch)
-            state = _own_generator(loader)
-            if generators is not None and generators[number] is not None and state is not None:
-                loader.generator.set_state(generators[number])
+            _own_generator(loader)
             if by_number:
                 _sampler(loader).start = seen * loader.batch_size
+        for loader, state in zip(loaders, generators, strict=False):
+            if state is not None:
+                loader.generator.set_state(state)
         self._generators = [_own_generator(loader) for loader in loaders]
         fetcher = loop._data_fetcher
         iter(fetcher)
@@ -154,7 +167,7 @@ def _own_generator(loader: Any) -> Tensor | None:
 
 def _random_states(trainer: Trainer) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
+    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     states: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],

@@ -50,13 +50,12 @@ class SaveOnSignal(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        loop = trainer.fit_loop.epoch_loop
-        if loop._should_accumulate() or not self._is_told(trainer):
+        loop: Any = trainer.fit_loop
+        if loop.epoch_loop._should_accumulate() or not self._is_told(trainer):
             return
         trainer.save_checkpoint(self.path)
-        if not loop._num_ready_batches_reached() and not loop._should_check_val_fx(
-            trainer.fit_loop._data_fetcher
-        ):
+        last = loop.epoch_loop._num_ready_batches_reached()
+        if not last and not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
             self._stop()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
