@@ -59,10 +59,8 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             file.write(_LABEL + writer.sha256.hexdigest().encode())
     except OSError as error:
         reason = error.strerror or str(error)
-        raise RunError(
-            f"{error.filename or path}: can't be written: {reason}"
-            + (f" ({path} is as it was before)" if os.path.exists(path) else "")
-        ) from error
+        intact = "; the one before is intact" if os.path.exists(path) else ""
+        raise RunError(f"{path}: can't be written: {reason}{intact}") from error
 
 
 def load(
@@ -139,7 +137,8 @@ class SafeCheckpoints(Callback):
     """Gives any Trainer `VerifiedCheckpointIO`, and says at the start what would fail at the end.
 
     In `fit`: a folder of a `ModelCheckpoint` that can't be written to, and hyper-parameters that
-    are more than plain data, which no checkpoint could be read back with.
+    are more than plain data, which no checkpoint could be read back with. A run that goes on in a
+    folder that was moved finds its best checkpoint there.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -156,6 +155,16 @@ class SafeCheckpoints(Callback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
                 check_writable(callback.dirpath)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        states = checkpoint.get("callbacks", {})
+        for callback in trainer.checkpoint_callbacks:
+            state = states.get(callback.state_key) or {}
+            old, new = state.get("dirpath"), getattr(callback, "dirpath", None)
+            if old and new and old != str(new) and not os.path.isdir(old):
+                states[callback.state_key] = _moved(state, old, str(new))
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:
@@ -188,6 +197,15 @@ class _Digesting(io.RawIOBase):
 
     def flush(self) -> None:
         self.file.flush()
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """The same value with every path in the old folder now in the new one."""
+    if isinstance(value, dict):
+        return {_moved(k, old, new): _moved(v, old, new) for k, v in value.items()}
+    if isinstance(value, str) and (value == old or value.startswith(old + os.sep)):
+        return new + value[len(old) :]
+    return value
 
 
 def _opened(path: str | os.PathLike[str]) -> IO[bytes]:

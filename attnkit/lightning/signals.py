@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import distributed as dist
 
 from attnkit.lightning.errors import StoppedBySignal
@@ -39,13 +38,20 @@ class SaveOnSignal(Checkpoint):
         self.path = Path(path)
         self._received = 0
         self._agreed = 0
-        self._handlers: dict[int, Any] = {}
+        self._training = False
+        self._process = 0
+        self._before: dict[int, Any] = {}
+        self._installed = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._received = self._agreed = 0
+            self._install()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Now, as Lightning has set its own, which would end with exit code 0, just before.
-        self._received = self._agreed = 0
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {s: signal.signal(s, self._receive) for s in SIGNALS}
+        # Once more: Lightning has just set its own, with which SIGTERM would end with exit code 0.
+        self._install()
+        self._training = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -77,12 +83,30 @@ class SaveOnSignal(Checkpoint):
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         self._restore()
 
+    def _install(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._process = os.getpid()
+            before = {signum: signal.signal(signum, self._receive) for signum in SIGNALS}
+            if not self._installed:
+                self._before = before
+            self._installed = True
+
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        if self._received:
+        if os.getpid() != self._process:  # a data worker, forked with this handler
+            if signum != signal.SIGINT:  # Ctrl-C is meant for all, and they are still needed
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
+            return
+        if not self._installed:  # Lightning, when it ends, puts back what it found
+            signal.signal(signum, self._before[signum] or signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        if self._received or not self._training:
             self._restore()
             raise StoppedBySignal(signum)
         self._received = signum
-        rank_zero_warn(f"{signal.Signals(signum).name}: stopping after this step")
+        # not print: the signal may have come in the middle of one
+        os.write(2, f"\n{signal.Signals(signum).name}: stopping after this step\n".encode())
 
     def _is_told(self, trainer: Trainer) -> bool:
         """Whether any process has been; the same answer in all of them."""
@@ -99,6 +123,7 @@ class SaveOnSignal(Checkpoint):
         raise StoppedBySignal(signum)
 
     def _restore(self) -> None:
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
-        self._handlers = {}
+        if self._installed:
+            for signum, handler in self._before.items():
+                signal.signal(signum, handler or signal.SIG_DFL)
+        self._installed = self._training = False

@@ -23,8 +23,11 @@ trainer:
 """
 
 MODULE = """\
+import os
+import signal
+
 import torch
-from lightning import LightningDataModule, LightningModule
+from lightning import Callback, LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -65,6 +68,17 @@ class Mine(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), self.hparams.lr)
+
+
+class StopAt(Callback):
+    # a signal to this process during a batch
+
+    def __init__(self, batch: int, signum: int = signal.SIGTERM):
+        self.batch, self.signum = batch, signum
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.fit_loop.total_batch_idx == self.batch and trainer.global_rank == 0:
+            os.kill(os.getpid(), self.signum)
 
 
 class Data(LightningDataModule):

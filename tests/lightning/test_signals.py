@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def stopped(small_net, loader, make_trainer, tmp_path):
 @pytest.mark.parametrize("signum", SIGNALS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_step_ends_and_is_saved(stopped, tmp_path, signum, accumulate):
-    before = signal.getsignal(signum)
+    reached = []
+    before = signal.signal(signum, lambda *args: reached.append(signum))
     sending = Sending(signum, "on_train_batch_start", call=2)
     trainer, module, error = stopped(sending, accumulate_grad_batches=accumulate)
     assert error.code == SIGNALS[signum]
@@ -58,7 +60,9 @@ def test_the_step_ends_and_is_saved(stopped, tmp_path, signum, accumulate):
     checkpoint = load(tmp_path / "last.ckpt")
     assert checkpoint["global_step"] == trainer.global_step
     assert torch.equal(checkpoint["state_dict"]["head.weight"], module.head.weight)
-    assert signal.getsignal(signum) is before
+    os.kill(os.getpid(), signum)
+    signal.signal(signum, before)
+    assert reached == [signum]  # by the handler before, and only what came after the run
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,28 @@ def test_the_average_is_put_back_and_saved(stopped, tmp_path):
     checkpoint = load(tmp_path / "last.ckpt")
     assert torch.equal(checkpoint["current_model_state"]["head.weight"], module.head.weight)
     assert not torch.equal(checkpoint["state_dict"]["head.weight"], module.head.weight)
+
+
+def test_ctrl_c_reaches_workers_too_and_they_go_on(small_net, digits, make_trainer, tmp_path):
+    """A terminal's Ctrl-C goes to every process, and the last step may still need batches."""
+    loader = DataLoader(digits, 11, num_workers=2, persistent_workers=True)
+
+    class CtrlC(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 0:
+                for pid in [w.pid for w in loader._iterator._workers] + [os.getpid()]:
+                    os.kill(pid, signal.SIGINT)
+                time.sleep(0.3)
+
+    trainer = make_trainer(
+        callbacks=[SafeCheckpoints(), SaveOnSignal(tmp_path / "last.ckpt"), CtrlC()],
+        enable_checkpointing=True,
+        accumulate_grad_batches=5,
+    )
+    with pytest.raises(StoppedBySignal):
+        trainer.fit(small_net(), loader, DataLoader(digits, 11))
+    assert trainer.fit_loop.total_batch_idx == 4
+    assert load(tmp_path / "last.ckpt")["global_step"] == 1
 
 
 def test_workers_end_with_it(small_net, digits, make_trainer, tmp_path):
