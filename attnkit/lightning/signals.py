@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
 import threading
@@ -89,6 +91,7 @@ class SaveOnSignal(Checkpoint):
             before = {signum: signal.signal(signum, self._receive) for signum in SIGNALS}
             if not self._installed:
                 self._before = before
+                atexit.register(_end_workers)
             self._installed = True
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
@@ -127,3 +130,14 @@ class SaveOnSignal(Checkpoint):
             for signum, handler in self._before.items():
                 signal.signal(signum, handler or signal.SIG_DFL)
         self._installed = self._training = False
+
+
+def _end_workers() -> None:
+    """Data workers, before Python waits for them at its end.
+
+    One that was forked while another thread held Python's list of threads hangs before it can run
+    the handlers it inherited, and would not be ended by SIGTERM (CPython 3.11; seen with gloo).
+    """
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -161,3 +163,37 @@ def test_workers_end_with_it(small_net, digits, make_trainer, tmp_path):
     for pid in set(workers):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_worker_that_hangs_does_not_keep_the_process(tmp_path):
+    """Forked while Python's own locks were held, it never gets to run a handler."""
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    done = subprocess.run([sys.executable, script, tmp_path], timeout=60, check=False)
+    assert done.returncode == 143
+
+
+HANGING = """
+import ctypes, multiprocessing, os, signal, sys
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+from attnkit.lightning import SaveOnSignal, StoppedBySignal
+
+def hang():
+    ctypes.PyDLL(None).pause()  # in C, with the interpreter's lock: no handler runs
+
+class Module(LightningModule):
+    def training_step(self, batch, batch_idx):
+        multiprocessing.get_context("fork").Process(target=hang, daemon=True).start()
+        os.kill(os.getpid(), signal.SIGTERM)
+    def configure_optimizers(self):
+        return None
+
+trainer = Trainer(callbacks=[SaveOnSignal(sys.argv[1] + "/last.ckpt")], accelerator="cpu",
+                  logger=False, enable_progress_bar=False, max_epochs=1)
+try:
+    trainer.fit(Module(), DataLoader(torch.zeros(9, 1)))
+except StoppedBySignal as error:
+    sys.exit(error.code)
+"""
