@@ -181,7 +181,9 @@ from torch.utils.data import DataLoader
 from attnkit.lightning import SaveOnSignal, StoppedBySignal
 
 def hang():
-    ctypes.PyDLL(None).pause()  # in C, with the interpreter's lock: no handler runs
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    while True:  # locked a second time: waits in C for ever, where no handler runs
+        libc.pthread_mutex_lock(mutex)
 
 class Module(LightningModule):
     def training_step(self, batch, batch_idx):
