@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from attnkit.launch import signatures
-from attnkit.lightning.build import PACKAGES
+from attnkit.launch.sources import Origins
+from attnkit.lightning import allowlist
 from attnkit.lightning.errors import UserError
 
 
@@ -32,28 +33,38 @@ class Consent:
                 sys.path.append(str(folder))
         invalidate_caches()
 
-    def check(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The user's packages that this configuration names; others are refused."""
+    def check(
+        self, config: Mapping[str, Any], origins: Origins | None = None
+    ) -> tuple[str, ...]:
+        """The user's packages that this configuration names; all else that may not be is refused.
+
+        By name only: nothing is imported, and of what is refused not even the source is read.
+        """
         named = dict.fromkeys(self.packages)
         for key, target in targets(config):
             package = target.partition(".")[0]
-            if package in PACKAGES or package in named:
-                continue
-            source = signatures.source_of(package)
-            if source is None:
+            if self._holds(package):
+                named[package] = None
+            problem = allowlist.objection(target, tuple(named))
+            if problem is None or allowlist.is_unknown(package) and not _exists(package):
                 continue  # there is no such package, which validate() says better
-            if not self._holds(source):
-                raise UserError(
-                    f"{key}: {target} is outside the allowed packages ({', '.join(PACKAGES)})\n"
-                    f"  if {package} is yours: allow=[{package}], or --config-dir its folder"
-                )
-            named[package] = None
+            where = origins.of(key) if origins else ""
+            raise UserError(f"{key}: {problem}" + (f"\n  in {where}" if where else ""))
         return tuple(named)
 
-    def _holds(self, source: Path) -> bool:
+    def _holds(self, package: str) -> bool:
         """Whether a module or package lies directly in her folder (not in an environment there)."""
+        if self.folder is None or not allowlist.is_unknown(package):
+            return False
+        source = signatures.source_of(package)
+        if source is None:
+            return False
         home = source.parent if source.name == "__init__.py" else source
-        return self.folder is not None and home.resolve().parent == self.folder.resolve()
+        return home.resolve().parent == self.folder.resolve()
+
+
+def _exists(package: str) -> bool:
+    return signatures.source_of(package) is not None
 
 
 def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -61,7 +72,11 @@ def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str
     allow = config.get("allow") or []
     if allow and not any(o.lstrip("+").startswith("allow=") for o in overrides):
         raise UserError("allow: given by a file; packages are allowed on the command line only")
-    return tuple(map(str, allow)) if not isinstance(allow, str) else (allow,)
+    packages = tuple(map(str, allow)) if not isinstance(allow, str) else (allow,)
+    for package in packages:
+        if not package.isidentifier() or not allowlist.is_unknown(package):
+            raise UserError(f"allow: expected packages of your own, got {package!r}")
+    return packages
 
 
 def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
