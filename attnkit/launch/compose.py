@@ -33,6 +33,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from attnkit.launch.consent import targets
 from attnkit.launch.sources import Origins, Source, short
 from attnkit.lightning.errors import UserError
 
@@ -40,6 +41,25 @@ CONF = "pkg://attnkit.conf"
 CONFIG_NAME = "config"
 # Hydra's own settings that mean something here; its folders and logs are replaced by ours.
 HYDRA_KEYS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+
+_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
+_BASIC = "hydra._internal.core_plugins.basic_"
+_PLUGINS = (_BASIC, "hydra_plugins.", "optuna.samplers.")
+# What Hydra makes objects of, imports or puts into the environment when it runs a sweep.
+_HYDRA_DEFAULTS = {
+    "hydra.callbacks": {},
+    "hydra.hydra_logging": _LOGGING,
+    "hydra.job.chdir": None,
+    "hydra.job.env_set": {},
+    "hydra.job_logging": _LOGGING,
+    "hydra.launcher": {"_target_": f"{_BASIC}launcher.BasicLauncher"},
+    "hydra.searchpath": [],
+    "hydra.sweeper": {
+        "_target_": f"{_BASIC}sweeper.BasicSweeper",
+        "max_batch_size": None,
+        "params": None,
+    },
+}
 
 
 class Composer:
@@ -51,6 +71,11 @@ class Composer:
         if config_dir is not None:
             if not config_dir.is_dir():
                 raise UserError(f"--config-dir: no folder {config_dir}")
+            if (config_dir / f"{CONFIG_NAME}.yaml").exists():
+                raise UserError(
+                    f"--config-dir: {config_dir}/{CONFIG_NAME}.yaml would replace attnkit's own\n"
+                    "  give it another name, or put it into a folder such as task/"
+                )
             search_path.prepend(
                 "command-line", f"file://{config_dir}", anchor=SearchPathQuery(provider="schema")
             )
@@ -100,7 +125,9 @@ class Composer:
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Hydra's composition, its own node included. A key that no file has yet is added."""
-        return self._accepted(overrides)[0]
+        config = self._accepted(overrides)[0]
+        _check_hydra(config, overrides)
+        return config
 
     def _accepted(self, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
         """The composition, and the overrides as Hydra took them."""
@@ -256,6 +283,26 @@ class _NoSuchKey(Exception):
     def __init__(self, key: str) -> None:
         super().__init__(key)
         self.key = key
+
+
+def _check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Hydra builds what its node names without asking anyone, so no file may name anything there.
+
+    A launcher or a sweeper may be chosen, on the command line.
+    """
+    typed = {_key(o).lstrip("+").replace("/", ".") for o in overrides}
+    hydra = OmegaConf.to_container(config["hydra"])
+    assert isinstance(hydra, dict)
+    for key, harmless in _HYDRA_DEFAULTS.items():
+        value: Any = {"hydra": hydra}
+        for name in key.split("."):
+            value = value[name]
+        if any(name == key or name.startswith(f"{key}.") for name in typed):
+            named = [target for _, target in targets(value)]
+            if all(target.startswith(_PLUGINS) for target in named):
+                continue
+        if value != harmless:
+            raise UserError(f"{key}: given by a file; Hydra's own settings are not for a file")
 
 
 def task_config(composed: DictConfig) -> DictConfig:

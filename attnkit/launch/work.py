@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
@@ -25,6 +24,7 @@ from attnkit.launch.run import save_results
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.module import TaskModule
+from attnkit.lightning.untrusted import read_checkpoint
 
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
@@ -43,6 +43,10 @@ class Work:
         self.started = time.perf_counter()
         lightning.seed_everything(config["seed"], workers=True, verbose=False)
         self.alone = alone
+        last = self.folder / folders.CHECKPOINTS / "last.ckpt"
+        self.start = str(last) if config["run"] == "train" and last.is_file() else None
+        if ckpt := self.start or config["ckpt"]:
+            read_checkpoint(ckpt)  # before anything is built or written
         if config["run"] == "predict":
             self.module = self._load_module() if alone else self._make_module()
             self.data = self._make_predict_data()
@@ -115,10 +119,10 @@ class Work:
     def _load_module(self) -> LightningModule:
         target = self.config["module"]["_target_"]
         cls = build({"_target_": target, "_partial_": True}, at="module").func
-        return _loaded(
-            partial(cls.load_from_checkpoint, self.config["ckpt"], map_location="cpu"),
-            self.config["ckpt"],
-        )
+        load = partial(cls.load_from_checkpoint, map_location="cpu", weights_only=True)
+        ckpt = self.config["ckpt"]
+        wrong = (AttributeError, LookupError, TypeError, ValueError)
+        return _loaded(partial(load, ckpt), ckpt, wrong)
 
     def _make_trainer(self) -> Trainer:
         config = self.config
@@ -177,9 +181,7 @@ class Work:
 
     def _train(self) -> None:
         trainer = self.trainer
-        last = self.folder / folders.CHECKPOINTS / "last.ckpt"
-        start = str(last) if last.is_file() else None
-        trainer.fit(self.module, datamodule=self.data, ckpt_path=start, weights_only=True)
+        trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start, weights_only=True)
         if trainer.interrupted:
             raise KeyboardInterrupt
         figures = self._figures()
@@ -258,24 +260,18 @@ def _only_for_training(node: Mapping[str, Any] | None) -> bool:
     return target.rpartition(".")[2] in ("ModelCheckpoint", "LearningCurves", "EarlyStopping")
 
 
-def _loaded(load: Any, ckpt: str) -> Any:
-    """Call what reads a checkpoint; one that doesn't fit or is broken is the user's to know."""
+def _loaded(load: Any, ckpt: str, wrong: tuple[type[Exception], ...] = (KeyError,)) -> Any:
+    """Call what loads a checkpoint; one that doesn't fit is the user's to know."""
     try:
         return load()
     except RuntimeError as error:
-        text = str(error)
-        if "loading state_dict" in text:
-            lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
-            raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
-        if "PytorchStreamReader" in text:
-            raise UserError(f"ckpt: {ckpt} is no intact checkpoint: {_first(error)}") from error
-        raise
-    except (json.JSONDecodeError, EOFError, KeyError) as error:
-        raise UserError(f"ckpt: {ckpt} is no checkpoint of this task: {error!r}") from error
-    except Exception as error:
-        if type(error).__name__ == "UnpicklingError":
-            raise UserError(f"ckpt: {ckpt} is no intact checkpoint: {_first(error)}") from error
-        raise
+        if "loading state_dict" not in str(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
+        raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
+    except wrong as error:
+        problem = f"{type(error).__name__}: {_first(error)[:300]}"
+        raise UserError(f"ckpt: {ckpt} is no checkpoint of this task: {problem}") from error
 
 
 def _first(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.optim import parameter_groups, warmup_cosine
+from attnkit.lightning.untrusted import read_checkpoint
 
 
 class TaskModule(LightningModule):
@@ -89,20 +91,31 @@ class TaskModule(LightningModule):
     ) -> Any:
         """Lightning's `load_from_checkpoint`; weights only unless told otherwise.
 
+        Nothing in the file is run, and what its hyper-parameters name is checked as in any
+        configuration.
+
         Raises:
-            UserError: names the arguments that were objects in training and must be passed again.
+            UserError: names the file, which is a URL, no intact checkpoint, or holds what may not
+                be built; or the arguments that were objects in training and must be passed again.
         """
+        name = "the checkpoint"
+        if not isinstance(checkpoint_path, (io.IOBase, io.BytesIO)):
+            name = os.fspath(checkpoint_path)
+            if weights_only is not False:
+                read_checkpoint(name)
         try:
             return super().load_from_checkpoint(
-                checkpoint_path, weights_only=weights_only, **kwargs
+                checkpoint_path, weights_only=weights_only, **{"_instantiator": None, **kwargs}
             )
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
         except TypeError as error:
             missing = re.findall(r"'(\w+)'", str(error)) if "missing" in str(error) else []
             if not missing:
                 raise
             again = ", ".join(f"{name}=…" for name in missing)
             raise UserError(
-                f"{os.fspath(checkpoint_path)} does not hold {', '.join(missing)}: "
+                f"{name} does not hold {', '.join(missing)}: "
                 f"given as an object in training, not as a configuration\n"
                 f"pass it again: {cls.__name__}.load_from_checkpoint(path, {again})"
             ) from error
