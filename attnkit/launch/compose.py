@@ -240,7 +240,17 @@ class Composer:
             text = str(error) if str(error) != "None" else str(error.__cause__)
             if match := re.match(r"Could not override '([^']+)'", text):
                 raise _NoSuchKey(match[1].partition("@")[0]) from error
-            raise UserError(_one_line(text, 3)) from error
+            raise UserError(self._in_file(text)) from error
+
+    def _in_file(self, text: str) -> str:
+        """Hydra's `In 'task/mine': SomeError raised while composing config: …`, in short."""
+        found = re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?", text)
+        if not found:
+            return _one_line(text, 3)
+        paths = [folder / f"{found[1]}.yaml" for folder in reversed(self.folders())]
+        path = next(filter(Path.is_file, paths), paths[0])
+        lines = [line for line in text[found.end() :].splitlines() if not line.endswith("_key:")]
+        return f"{short(path)}: {_one_line(chr(10).join(lines), 3)}"
 
     def _undecodable(self) -> str:
         for folder in self.folders():

@@ -33,19 +33,17 @@ class Consent:
                 sys.path.append(str(folder))
         invalidate_caches()
 
-    def check(
-        self, config: Mapping[str, Any], origins: Origins | None = None
-    ) -> tuple[str, ...]:
+    def check(self, config: Mapping[str, Any], origins: Origins | None = None) -> tuple[str, ...]:
         """The user's packages that this configuration names; all else that may not be is refused.
 
-        By name only: nothing is imported, and of what is refused not even the source is read.
+        Nothing is imported; of what the name alone tells to be refused, the source is not read.
         """
         named = dict.fromkeys(self.packages)
         for key, target in targets(config):
             package = target.partition(".")[0]
             if self._holds(package):
                 named[package] = None
-            problem = allowlist.objection(target, tuple(named))
+            problem = allowlist.objection(target, tuple(named)) or _wrong_kind(target)
             if problem is None or allowlist.is_unknown(package) and not _exists(package):
                 continue  # there is no such package, which validate() says better
             where = origins.of(key) if origins else ""
@@ -61,6 +59,20 @@ class Consent:
             return False
         home = source.parent if source.name == "__init__.py" else source
         return home.resolve().parent == self.folder.resolve()
+
+
+def _wrong_kind(target: str) -> str | None:
+    """Why a name of the allowed packages can't be built, as far as its source tells."""
+    if target.partition(".")[0] not in allowlist.PACKAGES:
+        return None
+    definition = signatures.definition_of(target)
+    if definition is None or definition in map(signatures.definition_of, allowlist.FUNCTIONS):
+        return None
+    name, is_class = definition
+    if is_class and allowlist.is_home(name.rpartition(".")[0]):
+        return None
+    kind = f"class, written in {name.rpartition('.')[0]}" if is_class else "function"
+    return f"{target} may not be built from a configuration: it is a {kind}"
 
 
 def _exists(package: str) -> bool:

@@ -147,12 +147,12 @@ def objection(target: Any, trusted: Sequence[str] = ()) -> str | None:
         return f"{target} may not be built from a configuration: {private} is private"
     parents = [target.rsplit(".", n)[0] for n in range(len(inner), 0, -1)]
     if closed := next((p for p in parents if not is_place(p)), None):
-        places = sorted(p for p in {*HOMES, *_ON_THE_WAY} if p.startswith(f"{package}."))
+        places = [home for home in HOMES if home.startswith(f"{package}.")]
         close = get_close_matches(closed, places, n=1, cutoff=0.85)
         hint = f"; did you mean {close[0]}?" if close else ""
         return (
             f"{target} may not be built from a configuration{hint}\n"
-            f"  of {package} may be named what is in {', '.join(places)}"
+            f"  of {package}, may be: what is in {', '.join(places)}"
         )
     return None
 
