@@ -44,7 +44,7 @@ class Consent:
             if self._holds(package):
                 named[package] = None
             problem = allowlist.objection(target, tuple(named)) or _wrong_kind(target)
-            if problem is None or allowlist.is_unknown(package) and not _exists(package):
+            if problem is None or (allowlist.is_unknown(package) and not _exists(package)):
                 continue  # there is no such package, which validate() says better
             where = origins.of(key) if origins else ""
             raise UserError(f"{key}: {problem}" + (f"\n  in {where}" if where else ""))

@@ -98,7 +98,7 @@ REFUSED_ARGUMENTS = {
 }
 
 _ON_THE_WAY = {home.rsplit(".", n)[0] for home in HOMES for n in range(1, home.count(".") + 1)}
-_SOURCE = re.compile(r"[\w.-]+", re.ASCII)  # a model's name in a registry, not hf-hub:… or a path
+_REGISTERED = re.compile(r"[\w.-]+", re.ASCII)  # a name without hf-hub:, local-dir: or a path
 
 
 def is_place(module: str) -> bool:
@@ -168,9 +168,9 @@ def refused_argument(function: str, arguments: dict[str, Any]) -> str | None:
     for name, value in arguments.items():
         if name in REFUSED_ARGUMENTS and value is not None:
             return f"{name} leads to a file or program: not from a configuration; do it in Python"
-        if function == "create_model" and name == "model_name":
-            if not isinstance(value, str) or not _SOURCE.fullmatch(value):
-                return f"model_name: expected a name of timm's registry, got {_shown(value)}"
+        registered = isinstance(value, str) and _REGISTERED.fullmatch(value)
+        if (function, name) == ("create_model", "model_name") and not registered:
+            return f"model_name: expected a name of timm's registry, got {_shown(value)}"
     return None
 
 
