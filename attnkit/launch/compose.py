@@ -33,7 +33,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from attnkit.launch.consent import targets
+from attnkit.launch.hydra_node import check_hydra
 from attnkit.launch.sources import Origins, Source, short
 from attnkit.lightning.errors import UserError
 
@@ -41,25 +41,6 @@ CONF = "pkg://attnkit.conf"
 CONFIG_NAME = "config"
 # Hydra's own settings that mean something here; its folders and logs are replaced by ours.
 HYDRA_KEYS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
-
-_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
-_BASIC = "hydra._internal.core_plugins.basic_"
-_PLUGINS = (_BASIC, "hydra_plugins.", "optuna.samplers.")
-# What Hydra makes objects of, imports or puts into the environment when it runs a sweep.
-_HYDRA_DEFAULTS = {
-    "hydra.callbacks": {},
-    "hydra.hydra_logging": _LOGGING,
-    "hydra.job.chdir": None,
-    "hydra.job.env_set": {},
-    "hydra.job_logging": _LOGGING,
-    "hydra.launcher": {"_target_": f"{_BASIC}launcher.BasicLauncher"},
-    "hydra.searchpath": [],
-    "hydra.sweeper": {
-        "_target_": f"{_BASIC}sweeper.BasicSweeper",
-        "max_batch_size": None,
-        "params": None,
-    },
-}
 
 
 class Composer:
@@ -119,14 +100,26 @@ class Composer:
                     f"{key}: not used by attnkit, which makes the run folder itself\n"
                     "  use run_dir=PATH; of Hydra's own settings, launcher and sweeper remain"
                 )
+            if not override.is_sweep_override() and key in self.groups():
+                self._check_choice(override)
         return parsed
+
+    def _check_choice(self, override: Override) -> None:
+        value = override.value()
+        if not override.is_delete() and not isinstance(value, str | list | dict):
+            choices = ", ".join(self.groups()[override.key_or_group])
+            raise UserError(f"{override.input_line}: expected a choice or a mapping\n  {choices}")
 
     # --- composing ---
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Hydra's composition, its own node included. A key that no file has yet is added."""
         config = self._accepted(overrides)[0]
-        _check_hydra(config, overrides)
+        check_hydra(config, overrides)
+        if not isinstance(config._get_node("task")._value(), str):  # type: ignore[union-attr]
+            path = f"task/{OmegaConf.select(config, 'hydra.runtime.choices.task')}.yaml"
+            first = "a task's file begins with the line '# @package _global_' and names its task"
+            raise UserError(f"{self._broken_file() or path}: {first}")
         return config
 
     def _accepted(self, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
@@ -233,13 +226,27 @@ class Composer:
         except UnicodeDecodeError as error:
             raise UserError(f"{self._undecodable()}: not text in UTF-8 ({error.reason})") from error
         except yaml.YAMLError as error:
-            raise UserError(f"not valid YAML: {_one_line(error)}") from error
+            where = self._broken_file() or "a configuration file"
+            raise UserError(f"{where}: not valid YAML: {_one_line(error)}") from error
+        except RecursionError as error:
+            where = self._broken_file() or " ".join(overrides)
+            raise UserError(
+                f"{where}: defaults that lead back to themselves, or too deep"
+            ) from error
+        except ValueError as error:
+            where = self._broken_file() or " ".join(overrides)
+            raise UserError(f"{where}: {_one_line(error)}") from error
         except OSError as error:
+            if error.filename is None:  # Hydra's, for a file that is neither mapping nor list
+                where = self._broken_file() or "a configuration file"
+                raise UserError(f"{where}: expected a mapping") from error
             raise UserError(f"{error.filename!s}: {error.strerror}") from error
         except (HydraException, OmegaConfBaseException) as error:
             text = str(error) if str(error) != "None" else str(error.__cause__)
             if match := re.match(r"Could not override '([^']+)'", text):
                 raise _NoSuchKey(match[1].partition("@")[0]) from error
+            if text in ("str", "None") or ":" not in text:
+                text = f"{self._broken_file()}: {_one_line(error.__cause__ or error)}"
             raise UserError(self._in_file(text)) from error
 
     def _in_file(self, text: str) -> str:
@@ -249,8 +256,25 @@ class Composer:
             return _one_line(text, 3)
         paths = [folder / f"{found[1]}.yaml" for folder in reversed(self.folders())]
         path = next(filter(Path.is_file, paths), paths[0])
-        lines = [line for line in text[found.end() :].splitlines() if not line.endswith("_key:")]
+        rest = text[found.end() :].splitlines()
+        lines = [line for line in rest if not re.match(r"\s*(full_key:\s*$|object_type=)", line)]
         return f"{short(path)}: {_one_line(chr(10).join(lines), 3)}"
+
+    def _broken_file(self) -> str:
+        """The first of her files that is no configuration by itself."""
+        for path in sorted(self.config_dir.glob("*/*.yaml")) if self.config_dir else []:
+            try:
+                content = yaml.safe_load(path.read_text(encoding="utf-8"))
+                defaults = content.get("defaults", [])
+                if any(not isinstance(line, str | dict) for line in defaults):
+                    return short(path)
+                OmegaConf.create(content)
+            except Exception:
+                return short(path)
+            names = [line if isinstance(line, str) else "".join(line.values()) for line in defaults]
+            if path.stem in names or isinstance(defaults, str | dict):
+                return short(path)
+        return ""
 
     def _undecodable(self) -> str:
         for folder in self.folders():
@@ -293,26 +317,6 @@ class _NoSuchKey(Exception):
     def __init__(self, key: str) -> None:
         super().__init__(key)
         self.key = key
-
-
-def _check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Hydra builds what its node names without asking anyone, so no file may name anything there.
-
-    A launcher or a sweeper may be chosen, on the command line.
-    """
-    typed = {_key(o).lstrip("+").replace("/", ".") for o in overrides}
-    hydra = OmegaConf.to_container(config["hydra"])
-    assert isinstance(hydra, dict)
-    for key, harmless in _HYDRA_DEFAULTS.items():
-        value: Any = {"hydra": hydra}
-        for name in key.split("."):
-            value = value[name]
-        if any(name == key or name.startswith(f"{key}.") for name in typed):
-            named = [target for _, target in targets(value)]
-            if all(target.startswith(_PLUGINS) for target in named):
-                continue
-        if value != harmless:
-            raise UserError(f"{key}: given by a file; Hydra's own settings are not for a file")
 
 
 def task_config(composed: DictConfig) -> DictConfig:

@@ -37,6 +37,8 @@ def plan(config: Mapping[str, Any], *, sweep: bool = False) -> Path:
         name = f"sweep_{stamp}" if sweep else stamp
         return _free(Path.cwd() / OUTPUTS / str(config["task"]) / name)
     refuse_url(str(given), "run_dir")
+    if not str(given).strip():
+        raise UserError("run_dir=: expected a folder")
     path = absolute(str(given))
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir: {path} is a file")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from lightning import LightningDataModule, LightningModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -52,6 +53,8 @@ class Work:
             self.data = self._make_predict_data()
         else:
             self.data = build(config["data"], at="data")
+            if not isinstance(self.data, LightningDataModule):
+                raise UserError(f"data: {config['data']['_target_']} is no LightningDataModule")
             if not alone:
                 self._fill_from_data()
             # The first weights depend on the seed only, not on what the data has drawn.
@@ -110,8 +113,8 @@ class Work:
             }
         try:
             module = make(**parts)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"module: {node['_target_']}: {error}") from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"module: {node['_target_']}: {_first(error)}") from error
         if not isinstance(module, LightningModule):
             raise UserError(f"module: {node['_target_']} is no LightningModule")
         return module
@@ -137,12 +140,8 @@ class Work:
             # One process and one progress bar: the rest of them has figures to write.
             arguments.update(devices=1, strategy="auto", num_nodes=1)
             named = {k: v for k, v in named.items() if k in ("progress", "ema")}
-        callbacks = [build(n, at=f"callbacks.{k}") for k, n in named.items() if n]
-        loggers = [
-            build(n, at=f"logger.{k}")
-            for k, n in (config.get("logger") or {}).items()
-            if n and config["run"] != "predict"
-        ]
+        callbacks = _built(Callback, "callbacks", named)
+        loggers = _built(Logger, "logger", config["logger"] if config["run"] != "predict" else {})
         try:
             return Trainer(
                 **arguments,
@@ -154,7 +153,7 @@ class Work:
                 enable_progress_bar="progress" in named and bool(named["progress"]),
                 use_distributed_sampler=False,  # the data modules shard, so that nothing is doubled
             )
-        except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # Lightning's of all kinds, all about these arguments
             raise UserError(f"trainer: {_first(error)}") from error
 
     def _compile(self) -> None:
@@ -178,6 +177,10 @@ class Work:
             raise
         except MisconfigurationException as error:
             raise UserError(f"trainer: {_first(error)}") from error
+        except RuntimeError as error:
+            if not str(error).startswith("Early stopping conditioned on metric"):
+                raise
+            raise UserError(f"callbacks: {_first(error)}") from error
 
     def _train(self) -> None:
         trainer = self.trainer
@@ -253,6 +256,18 @@ class Work:
         seconds = round(time.perf_counter() - self.started, 2)
         before = folders.load_results(self.folder)
         save_results(self.folder, {**before, **figures, "seconds": seconds})
+
+
+def _built(kind: type, at: str, nodes: Mapping[str, Any] | None) -> list[Any]:
+    """The objects of a collection, each of the kind that belongs there."""
+    built = []
+    for name, node in (nodes or {}).items():
+        if node:
+            thing = build(node, at=f"{at}.{name}")
+            if not isinstance(thing, kind):
+                raise UserError(f"{at}.{name}: {node['_target_']} is no {kind.__name__}")
+            built.append(thing)
+    return built
 
 
 def _only_for_training(node: Mapping[str, Any] | None) -> bool:

@@ -57,8 +57,8 @@ def build(node: Any, *, allow: Sequence[str] = (), at: str = "", **kwargs: Any) 
 
     Raises:
         UserError: with the key path and the target, for a refused or missing target and for an
-            error of its constructor (chained). Of the user's own classes, only TypeError and
-            ValueError are taken to be about the arguments.
+            error of its constructor (chained). Of the user's own classes, only TypeError,
+            ValueError and RuntimeError are taken to be about the arguments.
     """
     trusted = (*allow, *_allowed.get())
     if kwargs:
@@ -102,7 +102,7 @@ def _call(arguments: dict[str, Any], trusted: tuple[str, ...], at: str) -> Any:
     except (UserError, RunError):
         raise
     except Exception as error:
-        if not foreign and not isinstance(error, (TypeError, ValueError)):
+        if not foreign and not isinstance(error, (TypeError, ValueError, RuntimeError)):
             raise
         raise UserError(f"{at or 'config'}: {target}: {_first_line(error)}") from error
 

@@ -157,7 +157,10 @@ class TaskModule(LightningModule):
         parameters = inspect.signature(make).parameters
         bound = getattr(make, "keywords", {})
         if "total_steps" in parameters and bound.get("total_steps") is None:
-            total_steps = self.trainer.estimated_stepping_batches
+            try:
+                total_steps = self.trainer.estimated_stepping_batches
+            except ValueError as error:
+                raise UserError(f"trainer: {str(error).partition('. ')[0]}") from error
             if math.isinf(total_steps):
                 raise UserError(
                     "scheduler: it needs the number of steps; set trainer.max_epochs or max_steps"

@@ -53,6 +53,7 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if found := re.search(r"Unsupported \w+:? *[^\n]*?(?= was not an allowed|\. |\n|$)", text):
         return f"it holds more than tensors and plain values ({found[0][:200]})"
-    if type(error).__name__ == "UnpicklingError":
+    if type(error).__name__ == "UnpicklingError" or "weights_only" in text:
         return "it can't be read as tensors and plain values"
-    return (text.strip().splitlines() or [type(error).__name__])[0][:200]
+    first = (text.strip().splitlines() or [type(error).__name__])[0]
+    return first.partition(". ")[0][:200]
