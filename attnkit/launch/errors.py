@@ -13,7 +13,7 @@ WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal during a run; the message says how to go on. An Exception would let sweeps go on."""
+    """A signal during a run; the message says how to go on. A sweep must not swallow it."""
 
     def __init__(self, message: str, code: int = INTERRUPTED) -> None:
         super().__init__(message)

@@ -12,14 +12,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch import folder as folders
-from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, Reported, guarded
+from attnkit.launch.errors import (
+    CRASHED,
+    INTERRUPTED,
+    WRONG_INPUT,
+    Interrupted,
+    Reported,
+    guarded,
+)
+from attnkit.lightning.errors import UserError
 
 if TYPE_CHECKING:
     from attnkit.launch.work import Work
@@ -62,7 +70,7 @@ def execute(job: Job) -> Outcome:
     from attnkit.lightning.build import allowing
 
     started = time.perf_counter()
-    with allowing(*job.allow):
+    with allowing(*job.allow), _taken_back_if_refused(job):
         from attnkit.launch import report
         from attnkit.launch.work import Work
 
@@ -86,6 +94,18 @@ def execute(job: Job) -> Outcome:
             results = _summarise(job, time.perf_counter() - started)
             report.final(job, results)
     return Outcome(0, job.folder, results)
+
+
+@contextmanager
+def _taken_back_if_refused(job: Job) -> Iterator[None]:
+    """What only the start of a run can see to be wrong leaves nothing behind either."""
+    made = folders.absent(job.folder)
+    try:
+        yield
+    except (UserError, Reported) as error:
+        if not job.resumed and getattr(error, "code", WRONG_INPUT) == WRONG_INPUT:
+            folders.take_back(job.folder, made)
+        raise
 
 
 def _make_folders(job: Job, work: "Work") -> None:

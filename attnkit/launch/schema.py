@@ -72,6 +72,14 @@ ELSEWHERE = {
     "use_distributed_sampler": "the data module, which shards what it loads",
 }
 
+# Numbers that lightning.Trainer takes without a look, and fails on later or ignores.
+AT_LEAST = {
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "gradient_clip_val": 0,
+    "log_every_n_steps": 0,
+}
+
 # Trainer keys of attnkit's own.
 TRAINER_EXTRAS = {"limit_batches"}
 
