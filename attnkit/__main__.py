@@ -5,9 +5,17 @@ import sys
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    from attnkit.launch.main import main as launch
+    from attnkit.launch.errors import guarded
+    from attnkit.launch.signals import end_on_signals
 
-    return launch(sys.argv[1:])
+    end_on_signals()
+
+    def launch() -> int:
+        from attnkit.launch.main import main
+
+        return main(sys.argv[1:])
+
+    return guarded(launch)
 
 
 if __name__ == "__main__":
