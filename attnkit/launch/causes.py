@@ -2,6 +2,7 @@
 
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from attnkit.lightning.errors import RunError, UserError
@@ -64,7 +65,7 @@ def _of_worker(text: str) -> str:
     return f"{_first(message)}\n  in {_own(frames)}, a DataLoader worker"
 
 
-def _own(frames: list[tuple[str, int | None, str]]) -> str:
+def _own(frames: Sequence[tuple[str, int | None, str]]) -> str:
     own = [f for f in frames if "site-packages" not in f[0] and "<" not in f[0]]
     if not frames:
         return "?"

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Be the rank that the environment says; what goes wrong is left for the command to say."""
     parser = argparse.ArgumentParser(prog="attnkit.launch.rank")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("run_dir")
+    parser.add_argument("--log", required=True)
     parser.add_argument("--allow", action="append", default=[])
     parser.add_argument("--path", action="append", default=[])
     parser.add_argument("--alone", action="store_true")
@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_on_signals()
     end_with(args.parent)
     rank = int(os.environ["LOCAL_RANK"])
-    report = _run(rank, args.run_dir, args.log, args.allow, args.path, args.alone)
+    report = _run(
+        rank, args.run_dir, log=args.log, allow=args.allow, path=args.path, alone=args.alone
+    )
     if report is None:
         return 0
     args.report.joinpath(str(rank)).write_text(json.dumps(asdict(report)), "utf-8")
@@ -54,8 +56,7 @@ def follow(launcher: Launcher) -> int:
     """Run what rank 0 says, until it says how to end."""
     try:
         while "exit" not in (message := launcher.next()):
-            folders_of = [Path(message.pop(name)) for name in ("run_dir", "log")]
-            report = _run(launcher.rank, *folders_of, **message)
+            report = _run(launcher.rank, **message)
             if report is None:
                 continue
             code = launcher.ending() if report.peer_gone or report.signum is not None else None
@@ -83,7 +84,13 @@ def end_with(parent: int) -> None:
 
 
 def _run(
-    rank: int, run_dir: Path, log: Path, allow: Sequence[str], path: Sequence[str], alone: bool
+    rank: int,
+    run_dir: str,
+    *,
+    log: str,
+    allow: Sequence[str],
+    path: Sequence[str],
+    alone: bool,
 ) -> Report | None:
     """One run; returns what went wrong."""
     works: list[Work] = []
@@ -96,8 +103,8 @@ def _run(
         sys.path.extend(p for p in path if p not in sys.path)
         report.quiet(rank)
         with allowing(*allow):
-            config = folders.load_config(run_dir)
-            with report.logging_to(log, rank, own=bool(config.get("rank_logs"))):
+            config = folders.load_config(Path(run_dir))
+            with report.logging_to(Path(log), rank, own=bool(config.get("rank_logs"))):
                 works.append(Work(config, alone=alone))
                 works[0].run()
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from attnkit.launch.errors import CRASHED, WRONG_INPUT
 from attnkit.launch.launcher import VARIABLES
-from attnkit.launch.signals import STOPPING, Once
+from attnkit.launch.signals import STOPPING, Once, held_back
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 GRACE = 3.0  # seconds the others have to end by themselves once a rank has failed
@@ -78,15 +78,16 @@ class _Ranks:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         environment |= {"NODE_RANK": "0", "WORLD_SIZE": str(count)}
         arguments = [*command, f"--report={folder}", f"--parent={os.getpid()}"]
-        self.processes = [
-            subprocess.Popen(
-                arguments,
-                env={**environment, "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # the terminal's Ctrl-C is for the command alone
-            )
-            for rank in range(count)
-        ]
+        with held_back():
+            self.processes = [
+                subprocess.Popen(
+                    arguments,
+                    env={**environment, "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # the terminal's Ctrl-C is for the command alone
+                )
+                for rank in range(count)
+            ]
         self.ended: dict[int, float] = {}
         self.late: list[int] = []
         """Ranks that did not end when the others had."""
@@ -150,8 +151,7 @@ class _Ranks:
     def _send(self, signum: int) -> None:
         for process in self.processes:
             with suppress(OSError):
-                # Python answers SIGINT with a traceback until the rank has set itself up.
-                process.send_signal(signal.SIGTERM if signum == signal.SIGINT else signum)
+                process.send_signal(signum)
 
     def _note_ends(self, now: float) -> None:
         for rank, process in enumerate(self.processes):
@@ -175,8 +175,8 @@ class _Ranks:
             return Report(CRASHED, f"ended with exit code {code}", when)
         if -code in STOPPING:
             return Report(CRASHED, "", when, signum=-code)
-        hint = "\n  the system ends what takes too much memory" if -code == signal.SIGKILL else ""
-        return Report(CRASHED, f"was killed ({signal.Signals(-code).name}){hint}", when)
+        hint = "\n  the system does so to what takes too much memory" if -code == signal.SIGKILL else ""
+        return Report(CRASHED, f"killed by {signal.Signals(-code).name}{hint}", when)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ Only a process of attnkit's own takes them over; in a script or a test they stay
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from attnkit.lightning.errors import StoppedBySignal
@@ -45,5 +47,19 @@ def end_on_signals() -> None:
             raise StoppedBySignal(signum)
 
     for signum in STOPPING:
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, stop)
+        signal.signal(signum, stop)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A process started here gets these signals once it calls `end_on_signals`, none before."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
