@@ -31,7 +31,7 @@ def cause(error: BaseException) -> str:
     if killed := _KILLED.search(text):
         return (
             f"{killed[0].rstrip('.')}\n"
-            "  the system ends what takes too much memory; fewer workers: data.num_workers=N"
+            "  the system does so to what takes too much memory; fewer workers take less"
         )
     if _IN_WORKER.search(text):
         return _of_worker(text)
@@ -39,7 +39,7 @@ def cause(error: BaseException) -> str:
         return ""
     if isinstance(error, OSError) and error.strerror:
         path = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror}{path} ({place(error)})"
+        return f"{error.strerror}{path}, in {place(error)}"
     if is_peer_lost(error):
         how = "does not answer" if is_timeout(error) else "has ended"
         return f"another process of this run {how}: {_first(text)}"

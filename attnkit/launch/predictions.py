@@ -34,17 +34,24 @@ def gathered(rows: list[Row], trainer: Trainer) -> list[Row]:
     it does not, every rank has predicted everything.
     """
     from torch import distributed
-    from torch.utils.data import DistributedSampler
 
-    if trainer.world_size == 1:
-        return rows
-    loaders = trainer.predict_dataloaders
-    loaders = loaders if isinstance(loaders, Sequence) else [loaders]
-    if not any(isinstance(getattr(x, "sampler", None), DistributedSampler) for x in loaders):
+    if trainer.world_size == 1 or not _is_shared(trainer.predict_dataloaders):
         return rows
     parts: list[list[Row]] = [[] for _ in range(trainer.world_size)]
     distributed.all_gather_object(parts, rows)
     return [row for part in parts for row in part]
+
+
+def _is_shared(loaders: Any) -> bool:
+    from torch.utils.data import DistributedSampler
+
+    for loader in loaders if isinstance(loaders, Sequence) else [loaders]:
+        # Lightning keeps the sampler of a loader to predict only inside its batch sampler.
+        batches = getattr(loader, "batch_sampler", None)
+        sampler = getattr(loader if batches is None else batches, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            return True
+    return False
 
 
 def save_predictions(folder: Path, rows: Sequence[Row]) -> None:

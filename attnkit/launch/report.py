@@ -19,7 +19,7 @@ from rich.table import Table
 
 from attnkit.launch.folder import RESULTS
 from attnkit.launch.predictions import FILE as PREDICTIONS
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from attnkit.launch.run import Job
@@ -68,7 +68,8 @@ def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[No
         logger.addHandler(handler)
     try:
         yield
-    except UserError:
+    except (UserError, RunError) as error:
+        _log.error("%s", error)
         raise
     except Exception:
         _log.exception("failed")
