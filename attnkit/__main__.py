@@ -6,7 +6,7 @@ import sys
 def main() -> int:
     """Run the command line; returns the exit code."""
     from attnkit.launch.errors import guarded
-    from attnkit.launch.signals import end_on_signals
+    from attnkit.launch.signals import end_on_signals, ignore_signals
 
     end_on_signals()
 
@@ -15,7 +15,9 @@ def main() -> int:
 
         return main(sys.argv[1:])
 
-    return guarded(launch)
+    code = guarded(launch)
+    ignore_signals()
+    return code
 
 
 if __name__ == "__main__":

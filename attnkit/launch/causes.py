@@ -42,7 +42,8 @@ def cause(error: BaseException) -> str:
         return f"{error.strerror}{path}, in {place(error)}"
     if is_peer_lost(error):
         how = "does not answer" if is_timeout(error) else "has ended"
-        return f"another process of this run {how}: {_first(text)}"
+        said = re.sub(r"\[[^\]]*\](:\d+)?", "", _first(text)).split(". ")[0].strip()
+        return f"another process of this run {how} ({said})"
     return ""
 
 

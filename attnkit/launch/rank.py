@@ -22,7 +22,7 @@ from attnkit.launch.causes import is_peer_lost, is_timeout
 from attnkit.launch.errors import CRASHED, INTERRUPTED, TRACEBACK, WRONG_INPUT, fail, summary
 from attnkit.launch.launcher import Launcher
 from attnkit.launch.ranks import Report
-from attnkit.launch.signals import end_on_signals
+from attnkit.launch.signals import end_on_signals, ignore_signals
 from attnkit.lightning.errors import StoppedBySignal, UserError
 
 if TYPE_CHECKING:
@@ -43,9 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_on_signals()
     end_with(args.parent)
     rank = int(os.environ["LOCAL_RANK"])
-    report = _run(
-        rank, args.run_dir, log=args.log, allow=args.allow, path=args.path, alone=args.alone
-    )
+    try:
+        report = _run(
+            rank, args.run_dir, log=args.log, allow=args.allow, path=args.path, alone=args.alone
+        )
+    except StoppedBySignal as error:  # once more, while it was ending
+        report = Report(error.code, "", signum=error.signum)
+    ignore_signals()
     if report is None:
         return 0
     args.report.joinpath(str(rank)).write_text(json.dumps(asdict(report)), "utf-8")

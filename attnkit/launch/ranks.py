@@ -175,8 +175,10 @@ class _Ranks:
             return Report(CRASHED, f"ended with exit code {code}", when)
         if -code in STOPPING:
             return Report(CRASHED, "", when, signum=-code)
-        hint = "\n  the system does so to what takes too much memory" if -code == signal.SIGKILL else ""
-        return Report(CRASHED, f"killed by {signal.Signals(-code).name}{hint}", when)
+        text = f"killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            text += "\n  the system does so to what takes too much memory"
+        return Report(CRASHED, text, when)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ Only a process of attnkit's own takes them over; in a script or a test they stay
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,11 +34,16 @@ class Once:
             self._last = now
         return fresh
 
+    def forget(self) -> None:
+        """The next one is no echo."""
+        self._last = -SAME_SIGNAL
+
 
 def end_on_signals() -> None:
     """From now on these signals raise `StoppedBySignal` in the main thread of this process."""
     owner = os.getpid()
     fresh = Once()
+    report = sys.unraisablehook
 
     def stop(signum: int, _: FrameType | None) -> None:
         if os.getpid() != owner:  # a forked worker: who forked it ends it, and says so
@@ -46,10 +53,26 @@ def end_on_signals() -> None:
         elif fresh:
             raise StoppedBySignal(signum)
 
+    def again(lost: "sys.UnraisableHookArgs") -> None:
+        # In a destructor or a weak reference's callback (imports are full of them) nothing can be
+        # raised: a moment later, elsewhere.
+        if isinstance(lost.exc_value, StoppedBySignal):
+            fresh.forget()
+            threading.Timer(0.05, os.kill, (owner, lost.exc_value.signum)).start()
+        else:
+            report(lost)
+
+    sys.unraisablehook = again
     for signum in STOPPING:
         signal.signal(signum, stop)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def ignore_signals() -> None:
+    """What remains is to leave, with the exit code that is known by now."""
+    for signum in STOPPING:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 @contextmanager
