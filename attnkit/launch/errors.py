@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 
 from attnkit.launch.causes import cause, place
+from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
@@ -23,7 +24,11 @@ class Interrupted(KeyboardInterrupt):
 def guarded(command: Callable[[], int]) -> int:
     """Run a command and turn whatever it raises into lines on stderr and an exit code."""
     try:
-        return command()
+        try:
+            return command()
+        except Exception:
+            raise_received()  # what a signal has broken off may fail in any way
+            raise
     except UserError as error:
         return fail(error, WRONG_INPUT)
     except Interrupted as error:

@@ -22,7 +22,7 @@ from attnkit.launch.causes import is_peer_lost, is_timeout
 from attnkit.launch.errors import CRASHED, INTERRUPTED, TRACEBACK, WRONG_INPUT, fail, summary
 from attnkit.launch.launcher import Launcher
 from attnkit.launch.ranks import Report
-from attnkit.launch.signals import end_on_signals, ignore_signals
+from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.lightning.errors import StoppedBySignal, UserError
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def _run(
             config = folders.load_config(Path(run_dir))
             with report.logging_to(Path(log), rank, own=bool(config.get("rank_logs"))):
                 works.append(Work(config, alone=alone))
+                raise_received()
                 works[0].run()
 
     return _reported(run, lambda: works[0].trainer.global_step if works else 0)
@@ -117,8 +118,12 @@ def _run(
 
 def _reported(run: Callable[[], None], steps: Callable[[], int]) -> Report | None:
     try:
-        run()
-        return None
+        try:
+            run()
+            return None
+        except Exception:
+            raise_received()
+            raise
     except Exception as error:
         code = WRONG_INPUT if isinstance(error, UserError) else CRASHED
         if os.environ.get(TRACEBACK) == "1":

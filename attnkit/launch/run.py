@@ -14,6 +14,7 @@ from attnkit.launch import folder as folders
 from attnkit.launch import ranks
 from attnkit.launch.errors import INTERRUPTED, Interrupted
 from attnkit.launch.launcher import Launcher
+from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import StoppedBySignal, UserError
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
 
         report.quiet()
         work = Work(job.runs[0], alone=job.alone)
+        raise_received()
         _check_processes(work, launcher)
         _make_folders(job, work)
         with report.logging_to(job.folder):

@@ -19,6 +19,7 @@ STOPPING = tuple(
 )
 # `timeout` and batch systems signal a process and its group, which makes two of one.
 SAME_SIGNAL = 1.0
+_received: list[int] = []
 
 
 class Once:
@@ -51,6 +52,7 @@ def end_on_signals() -> None:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
         elif fresh:
+            _received.append(signum)
             raise StoppedBySignal(signum)
 
     def again(lost: "sys.UnraisableHookArgs") -> None:
@@ -67,6 +69,12 @@ def end_on_signals() -> None:
         signal.signal(signum, stop)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def raise_received() -> None:
+    """Raise a signal that was raised before, if any: some code swallows whatever it sees."""
+    if _received:
+        raise StoppedBySignal(_received[0])
 
 
 def ignore_signals() -> None:

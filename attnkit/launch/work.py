@@ -24,6 +24,7 @@ from attnkit.launch import folder as folders
 from attnkit.launch import schema
 from attnkit.launch.predictions import gathered, rows_of, save_predictions
 from attnkit.launch.run import save_results
+from attnkit.launch.signals import raise_received
 from attnkit.lightning import checkpoints
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
@@ -173,7 +174,7 @@ class Work:
             trainer.strategy._timeout = timedelta(seconds=timeout)
         # Lightning's answer to SIGTERM is a broadcast inside the handler and exit code 0; ours
         # are the callback SaveOnSignal in fit, and launch/signals.py.
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        trainer._signal_connector.register_signal_handlers = raise_received  # type: ignore[method-assign]
         return trainer
 
     def _compile(self) -> None:
