@@ -1,9 +1,8 @@
 """Several processes: told of signals, none left behind, and one clear line when one goes wrong."""
 
 import csv
-import json
-import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,10 +15,6 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks i
 def epochs_of(folder: Path) -> list[int]:
     with (folder / "metrics.csv").open(newline="") as file:
         return [int(row["epoch"]) for row in csv.DictReader(file) if row["val/loss"]]
-
-
-def results_of(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text())
 
 
 def said(done) -> list[str]:
@@ -57,7 +52,7 @@ def test_one_line_says_which_rank_went_wrong(attnkit, unruly, how, code, lines):
 
 
 @linux
-@pytest.mark.parametrize("trainer", ["cpu", "cpu_ddp"])
+@pytest.mark.parametrize("trainer", [pytest.param("cpu", marks=pytest.mark.slow), "cpu_ddp"])
 def test_nobody_outlives_the_command(start, unruly, trainer):
     started = start(
         *unruly, f"trainer={trainer}", "module.lag=0.1", "trainer.max_epochs=1000", "run_dir=run",
@@ -74,7 +69,7 @@ def test_nobody_outlives_the_command(start, unruly, trainer):
 
 SIGNALS = [
     ("cpu", "SIGTERM", 143),
-    ("cpu_ddp", "SIGTERM", 143),
+    pytest.param("cpu_ddp", "SIGTERM", 143, marks=pytest.mark.slow),
     pytest.param("cpu", "SIGINT", 130, marks=pytest.mark.slow),
     ("cpu_ddp", "SIGINT", 130),
     pytest.param("cpu", "SIGUSR1", 143, marks=pytest.mark.slow),
@@ -96,7 +91,7 @@ def test_signal_in_training(attnkit, start, unruly, trainer, name, code):
     assert "Traceback" not in done.out
     assert start.left() == {}
     assert epochs_of(Path("run")) != [0, 1, 2, 3, 4]
-    done = attnkit(*unruly[:2], "resume=run", f"trainer={trainer}")
+    done = attnkit(*unruly[:2], "resume=run")
     assert done.code == 0, done.err
     assert epochs_of(Path("run")) == [0, 1, 2, 3, 4]
 
@@ -121,6 +116,7 @@ def test_twenty_signals_at_any_time(start, unruly, trainer):
         assert start.left() == {}
 
 
+@pytest.mark.slow
 @linux
 def test_second_signal_ends_what_does_not_answer(start, unruly):
     started = start(*unruly, "trainer=cpu_ddp", "module.how=hang", "run_dir=run")
@@ -134,7 +130,7 @@ def test_second_signal_ends_what_does_not_answer(start, unruly):
     assert start.left() == {}
 
 
-def test_a_lost_signal_is_raised_again(start, tmp_path):
+def test_a_lost_signal_is_raised_again(tmp_path):
     """In a destructor Python raises nothing; imports run many."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -153,8 +149,6 @@ def test_a_lost_signal_is_raised_again(start, tmp_path):
         "end_on_signals()\n"
         "sys.exit(guarded(command))\n"
     )
-    import subprocess
-
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=30, check=False
     )
@@ -165,7 +159,12 @@ def test_a_lost_signal_is_raised_again(start, tmp_path):
 WORKERS = [
     ("kill", 1, ["attnkit: DataLoader worker (pid", "  the system does so to"]),
     ("raise", 1, ["attnkit: RuntimeError: fails on purpose", "  in mischief.py:"]),
-    ("user", 2, ["attnkit: settings.txt: wrong on purpose", "  expected something right"]),
+    pytest.param(
+        "user",
+        2,
+        ["attnkit: settings.txt: wrong on purpose", "  expected something right"],
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -185,7 +184,7 @@ def test_an_error_of_the_system_names_the_file(attnkit, unruly):
     assert line.startswith("attnkit: No such file or directory: /nowhere/to/be/found, in mischief")
 
 
-@linux
+@pytest.mark.slow
 def test_a_signal_in_a_test_run(attnkit, start, unruly):
     assert attnkit(*unruly, "trainer=cpu", "trainer.max_epochs=1", "run_dir=run").code == 0
     started = start(
@@ -199,6 +198,7 @@ def test_a_signal_in_a_test_run(attnkit, start, unruly):
     assert done.out.strip().splitlines()[-1] == "stopped by SIGTERM; to go on: start it again"
 
 
+@pytest.mark.slow
 def test_the_trials_after_a_signal_are_not_started(start, unruly):
     started = start(
         *unruly, "-m", "trainer=cpu", "module.lag=0.1,0.2", "trainer.max_epochs=1000",
@@ -212,27 +212,21 @@ def test_the_trials_after_a_signal_are_not_started(start, unruly):
 
 
 def test_stray_variables_change_nothing(attnkit, unruly, monkeypatch):
-    """An interactive SLURM allocation, and what a launcher left behind."""
+    """An interactive SLURM allocation, and what a launcher left behind; rank logs on request."""
     stray = {
         "SLURM_NTASKS": "4", "SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "interactive",
         "SLURM_PROCID": "0", "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8",
     }  # fmt: skip
     for name, value in stray.items():
         monkeypatch.setenv(name, value)
-    done = attnkit(*unruly, "trainer=cpu_ddp", "trainer.max_epochs=1", "run_dir=run")
-    assert done.code == 0, done.err
-    assert epochs_of(Path("run")) == [0]
-    assert os.environ.get("RANK") is None
-
-
-def test_rank_logs_on_request(attnkit, unruly):
     done = attnkit(
         *unruly, "trainer=cpu_ddp", "trainer.max_epochs=1", "rank_logs=true", "seeds=2",
         "run_dir=run",
     )  # fmt: skip
     assert done.code == 0, done.err
+    assert epochs_of(Path("run/seed_0")) == epochs_of(Path("run/seed_1")) == [0]
     assert "MEMBER: 2/2" in Path("run/run_rank1.log").read_text()
-    assert "MEMBER: 2/2" not in Path("run/run.log").read_text()
+    assert "rank 1" not in Path("run/run.log").read_text()
     assert list(Path("run").glob("seed_*/run*.log")) == []
 
 
