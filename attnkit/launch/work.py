@@ -142,6 +142,8 @@ class Work:
         config = self.config
         arguments = dict(config.get("trainer") or {})
         timeout = arguments.pop("timeout_seconds", None)
+        if timeout is not None and (type(timeout) not in (int, float) or timeout <= 0):
+            raise UserError(f"trainer.timeout_seconds: expected seconds above 0, got {timeout!r}")
         limit = arguments.pop("limit_batches", None)
         if limit is not None:
             arguments = {**dict.fromkeys(LIMITS, limit), **arguments}

@@ -230,6 +230,14 @@ def test_stray_variables_change_nothing(attnkit, unruly, monkeypatch):
     assert list(Path("run").glob("seed_*/run*.log")) == []
 
 
+@pytest.mark.parametrize("value", ["soon", "0", "true"])
+def test_a_timeout_is_a_time(attnkit, unruly, value):
+    done = attnkit(*unruly, "trainer=cpu", f"trainer.timeout_seconds={value}", "run_dir=run")
+    assert done.code == 2
+    assert said(done)[0].startswith("attnkit: trainer.timeout_seconds: expected seconds above 0")
+    assert not Path("run").exists()
+
+
 def test_other_nodes_need_a_launcher(attnkit, unruly):
     done = attnkit(*unruly, "trainer=cpu_ddp", "trainer.num_nodes=2", "run_dir=run")
     assert done.code == 2
