@@ -8,9 +8,8 @@ def main() -> int:
     from attnkit.launch.errors import guarded
     from attnkit.launch.signals import end_on_signals, ignore_signals
 
-    end_on_signals()
-
     def launch() -> int:
+        end_on_signals()
         from attnkit.launch.main import main
 
         return main(sys.argv[1:])

@@ -40,14 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args(argv)
-    end_on_signals()
     end_with(args.parent)
     rank = int(os.environ["LOCAL_RANK"])
     try:
+        end_on_signals()  # one may have waited for this
         report = _run(
             rank, args.run_dir, log=args.log, allow=args.allow, path=args.path, alone=args.alone
         )
-    except StoppedBySignal as error:  # once more, while it was ending
+    except StoppedBySignal as error:  # before it began, or once more while it was ending
         report = Report(error.code, "", signum=error.signum)
     ignore_signals()
     if report is None:
