@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import refuse_url
+from attnkit.lightning.files import refuse_url, replacing
 
 OUTPUTS = "outputs"
 CONFIG = "config.yaml"
@@ -99,10 +99,9 @@ def take_back(folder: Path, made: list[Path]) -> None:
 
 def save_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.yaml, whole or not at all."""
-    beside = folder / f".{CONFIG}.{os.getpid()}"
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-    beside.write_text(f"# Written by attnkit; every value the run used.\n{text}", encoding="utf-8")
-    os.replace(beside, folder / CONFIG)
+    with replacing(folder / CONFIG) as file:
+        file.write(f"# Written by attnkit; every value the run used.\n{text}".encode())
 
 
 def load_config(folder: Path) -> dict[str, Any]:

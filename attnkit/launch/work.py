@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from torch import nn
 
 from attnkit.launch import folder as folders
 from attnkit.launch import schema
-from attnkit.launch.predictions import save_predictions
+from attnkit.launch.predictions import gathered, rows_of, save_predictions
 from attnkit.launch.run import save_results
+from attnkit.launch.signals import raise_received
 from attnkit.lightning import checkpoints
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
@@ -74,7 +76,11 @@ class Work:
     @property
     def needs_processes(self) -> bool:
         """Whether the trainer wants several processes, which must not start from this one."""
-        return isinstance(self.trainer.strategy.launcher, _SubprocessScriptLauncher)
+        launcher = self.trainer.strategy.launcher
+        return (
+            isinstance(launcher, _SubprocessScriptLauncher)
+            and not launcher.cluster_environment.creates_processes_externally
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -138,6 +144,9 @@ class Work:
     def _make_trainer(self) -> Trainer:
         config = self.config
         arguments = dict(config.get("trainer") or {})
+        timeout = arguments.pop("timeout_seconds", None)
+        if timeout is not None and (type(timeout) not in (int, float) or timeout <= 0):
+            raise UserError(f"trainer.timeout_seconds: expected seconds above 0, got {timeout!r}")
         limit = arguments.pop("limit_batches", None)
         if limit is not None:
             arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
@@ -145,13 +154,12 @@ class Work:
         if config["run"] != "train":
             named = {k: v for k, v in named.items() if not _only_for_training(v)}
         if config["run"] == "predict":
-            # One process and one progress bar: the rest of them has figures to write.
-            arguments.update(devices=1, strategy="auto", num_nodes=1)
+            # One progress bar: the rest of them has figures to write.
             named = {k: v for k, v in named.items() if k in ("progress", "ema", "safe")}
         callbacks = _built(Callback, "callbacks", named)
         loggers = _built(Logger, "logger", config["logger"] if config["run"] != "predict" else {})
         try:
-            return Trainer(
+            trainer = Trainer(
                 **arguments,
                 callbacks=callbacks,
                 logger=loggers or False,
@@ -163,6 +171,12 @@ class Work:
             )
         except Exception as error:  # Lightning's of all kinds, all about these arguments
             raise UserError(f"trainer: {_first(error)}") from error
+        if timeout is not None and hasattr(trainer.strategy, "_timeout"):
+            trainer.strategy._timeout = timedelta(seconds=timeout)
+        # Lightning's answer to SIGTERM is a broadcast inside the handler and exit code 0; ours
+        # are the callback SaveOnSignal in fit, and launch/signals.py.
+        trainer._signal_connector.register_signal_handlers = raise_received  # type: ignore[method-assign]
+        return trainer
 
     def _compile(self) -> None:
         mode = self.config["compile"]
@@ -248,10 +262,12 @@ class Work:
             ),
             self.config["ckpt"],
         )
-        count = save_predictions(self.folder, batches or [])
-        if not count:
+        rows = gathered(rows_of(batches or []), self.trainer)
+        if not rows:
             raise UserError(f"images: nothing in {self.config['images']} could be predicted")
-        self._save({"predictions": count})
+        if self.trainer.is_global_zero:
+            save_predictions(self.folder, rows)
+        self._save({"predictions": len(rows)})
 
     def _has_test(self) -> bool:
         cls = type(self.module)

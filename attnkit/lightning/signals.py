@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +22,8 @@ from attnkit.lightning.errors import StoppedBySignal
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
+# `timeout` and batch systems signal a process and its group, which makes two of one.
+ECHO = 1.0  # seconds
 
 
 class SaveOnSignal(Checkpoint):
@@ -28,7 +31,7 @@ class SaveOnSignal(Checkpoint):
 
     At the end of the optimizer step that is under way; where validation comes next or is running,
     after it, with the checkpoint of the step before saved already. It then raises
-    `StoppedBySignal`, which carries the exit code. A second signal stops at once.
+    `StoppedBySignal`, which carries the exit code. A second signal, a second later, stops at once.
 
     With several processes it is enough that one of them is told: they agree after every step.
 
@@ -40,6 +43,7 @@ class SaveOnSignal(Checkpoint):
         self.path = Path(path)
         self._received = 0
         self._agreed = 0
+        self._when = 0.0
         self._training = False
         self._process = 0
         self._before: dict[int, Any] = {}
@@ -104,10 +108,13 @@ class SaveOnSignal(Checkpoint):
             signal.signal(signum, self._before[signum] or signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
+        now = time.monotonic()
+        if self._received and now - self._when < ECHO:
+            return
         if self._received or not self._training:
             self._restore()
             raise StoppedBySignal(signum)
-        self._received = signum
+        self._received, self._when = signum, now
         # not print: the signal may have come in the middle of one
         os.write(2, f"\n{signal.Signals(signum).name}: stopping after this step\n".encode())
 

@@ -104,10 +104,17 @@ def test_after_the_last_epoch_it_stops_as_well(stopped, tmp_path):
     assert load(tmp_path / "last.ckpt")["global_step"] == 10
 
 
-def test_a_second_signal_stops_at_once(stopped, tmp_path):
+def test_a_second_signal_stops_at_once(stopped, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnkit.lightning.signals.ECHO", 0.0)
     trainer, _, _ = stopped(Sending(signal.SIGTERM, "on_train_batch_start", call=2, times=2))
     assert trainer.global_step == 2
     assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_two_in_a_moment_are_one(stopped, tmp_path):
+    trainer, _, _ = stopped(Sending(signal.SIGTERM, "on_train_batch_start", call=2, times=2))
+    assert trainer.global_step == 3
+    assert load(tmp_path / "last.ckpt")["global_step"] == 3
 
 
 def test_the_average_is_put_back_and_saved(stopped, tmp_path):
