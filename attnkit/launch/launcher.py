@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,6 +59,8 @@ class Launcher:
 
     def dismiss(self, code: int) -> None:
         """Rank 0: the others end with this code; wait until they have heard it."""
+        if code == 0:
+            leave_group()
         try:
             self.tell(exit=code)
             last = time.monotonic() + _GOODBYE
@@ -145,6 +148,13 @@ def launched() -> Launcher | None:
     for name in VARIABLES:
         given.pop(name, None)
     return None
+
+
+def leave_group() -> None:
+    """After a run that went well. A thread of gloo's that outlives Python can abort the process."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _answers(address: str, port: int) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from attnkit.launch import folder as folders
 from attnkit.launch.causes import is_peer_lost, is_timeout
 from attnkit.launch.errors import CRASHED, INTERRUPTED, TRACEBACK, WRONG_INPUT, fail, summary
-from attnkit.launch.launcher import Launcher
+from attnkit.launch.launcher import Launcher, leave_group
 from attnkit.launch.ranks import Report
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.lightning.errors import StoppedBySignal, UserError
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = Report(error.code, "", signum=error.signum)
     ignore_signals()
     if report is None:
+        leave_group()
         return 0
     args.report.joinpath(str(rank)).write_text(json.dumps(asdict(report)), "utf-8")
     return report.code
@@ -71,6 +72,8 @@ def follow(launcher: Launcher) -> int:
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
+    if message["exit"] == 0:
+        leave_group()
     return int(message["exit"])
 
 

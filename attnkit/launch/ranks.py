@@ -185,10 +185,10 @@ class _Ranks:
 def _kept_signals() -> Iterator[list[int]]:
     """Signals are kept here, not acted on; an echo of the last one is none."""
     signals: list[int] = []
-    fresh = Once()
+    once = Once()
 
     def keep(signum: int, _: FrameType | None) -> None:
-        if fresh:
+        if once.is_new():
             signals.append(signum)
 
     before: dict[int, Any] = {}

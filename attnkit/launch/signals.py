@@ -28,7 +28,8 @@ class Once:
     def __init__(self) -> None:
         self._last = -SAME_SIGNAL
 
-    def __bool__(self) -> bool:
+    def is_new(self) -> bool:
+        """Whether this one, now, is no echo."""
         now = time.monotonic()
         fresh = now - self._last >= SAME_SIGNAL
         if fresh:
@@ -43,7 +44,7 @@ class Once:
 def end_on_signals() -> None:
     """From now on these signals raise `StoppedBySignal` in the main thread of this process."""
     owner = os.getpid()
-    fresh = Once()
+    once = Once()
     report = sys.unraisablehook
 
     def stop(signum: int, _: FrameType | None) -> None:
@@ -51,7 +52,7 @@ def end_on_signals() -> None:
             if signum == signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
-        elif fresh:
+        elif once.is_new():
             _received.append(signum)
             raise StoppedBySignal(signum)
 
@@ -59,7 +60,7 @@ def end_on_signals() -> None:
         # In a destructor or a weak reference's callback (imports are full of them) nothing can be
         # raised: a moment later, elsewhere.
         if isinstance(lost.exc_value, StoppedBySignal):
-            fresh.forget()
+            once.forget()
             threading.Timer(0.05, os.kill, (owner, lost.exc_value.signum)).start()
         else:
             report(lost)
