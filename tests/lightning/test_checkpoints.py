@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -278,6 +278,18 @@ def test_a_full_disk_leaves_the_one_before(tmp_path, checkpoint, kilobytes):
         assert len(str(error.value).splitlines()) == 1
         assert equal(loaded(disk / "a.ckpt"), checkpoint)
         assert [path.name for path in disk.iterdir()] == ["a.ckpt"]
+
+
+def test_the_temporary_folder_does_not_matter(tmp_path, checkpoint, monkeypatch):
+    """Lightning's own saves pass through it; here it is full, and on another file system."""
+    with small_disk(tmp_path / "disk", 16) as disk:
+        with suppress(OSError):
+            (disk / "filler").write_bytes(bytes(2**20))
+        monkeypatch.setenv("TMPDIR", str(disk))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        for number in range(10):
+            save({**checkpoint, "number": number}, tmp_path / "a.ckpt")
+            assert loaded(tmp_path / "a.ckpt")["number"] == number
 
 
 READ_ONLY = """
