@@ -72,7 +72,6 @@ ELSEWHERE = {
     "precision": "precision",
     "default_root_dir": "run_dir",
     "enable_checkpointing": "callbacks.checkpoint",
-    "use_distributed_sampler": "the data module, which shards what it loads",
 }
 
 # Numbers that lightning.Trainer takes without a look, and fails on later or ignores.

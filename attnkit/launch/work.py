@@ -167,7 +167,6 @@ class Work:
                 default_root_dir=str(self.folder),
                 enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
                 enable_progress_bar="progress" in named and bool(named["progress"]),
-                use_distributed_sampler=False,  # the data modules shard, so that nothing is doubled
             )
         except Exception as error:  # Lightning's of all kinds, all about these arguments
             raise UserError(f"trainer: {_first(error)}") from error
