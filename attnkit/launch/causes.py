@@ -28,11 +28,10 @@ def is_timeout(error: BaseException) -> bool:
 def cause(error: BaseException) -> str:
     """One or two lines for an error whose own message does not say it, or nothing."""
     text = str(error)
-    if killed := _KILLED.search(text):
-        return (
-            f"{killed[0].rstrip('.')}\n"
-            "  the system does so to what takes too much memory; fewer workers take less"
-        )
+    killed = _KILLED.search(text)
+    if killed or _is_worker_gone(error):
+        said = killed[0].rstrip(".") if killed else "a DataLoader worker has ended"
+        return f"{said}\n  the system kills what takes too much memory; fewer workers take less"
     if _IN_WORKER.search(text):
         return _of_worker(text)
     if isinstance(error, UserError | RunError):
@@ -45,6 +44,14 @@ def cause(error: BaseException) -> str:
         said = re.sub(r"\[[^\]]*\](:\d+)?", "", _first(text)).split(". ")[0].strip()
         return f"another process of this run {how} ({said})"
     return ""
+
+
+def _is_worker_gone(error: BaseException) -> bool:
+    """Whether a batch was on its way from a worker that is no more."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return isinstance(error, ConnectionError | EOFError) and any(
+        Path(file).parts[-3:-1] == ("utils", "data") for file in files
+    )
 
 
 def place(error: BaseException) -> str:

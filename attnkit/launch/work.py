@@ -55,7 +55,7 @@ class Work:
         self.started = time.perf_counter()
         lightning.seed_everything(config["seed"], workers=True, verbose=False)
         self.alone = alone
-        self.start = self._newest_checkpoint() if config["run"] == "train" else None
+        self.start, self.broken = self._newest_checkpoint()
         if config["ckpt"] is not None:
             checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
         if config["run"] == "predict":
@@ -205,6 +205,8 @@ class Work:
 
     def _train(self) -> None:
         trainer = self.trainer
+        for error in self.broken:
+            rank_zero_warn(f"{error}; going on from {self.start}")
         trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start, weights_only=True)
         if trainer.interrupted:
             raise KeyboardInterrupt
@@ -224,14 +226,14 @@ class Work:
             figures.update(self._figures())
         self._save(figures)
 
-    def _newest_checkpoint(self) -> Path | None:
-        """The checkpoint to go on from: the newest that is intact. None at the beginning."""
+    def _newest_checkpoint(self) -> tuple[Path | None, list[checkpoints.CheckpointError]]:
+        """The newest checkpoint that is intact, and what is wrong with those newer than it."""
+        if self.config["run"] != "train":
+            return None, []
         start, broken = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
         if broken and start is None:
             raise broken[0]
-        for error in broken:
-            rank_zero_warn(f"{error}\n  going on from {start} instead")
-        return start
+        return start, broken
 
     def _test(self) -> None:
         # A module loaded on its own has its weights already.

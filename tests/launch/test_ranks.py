@@ -157,7 +157,14 @@ def test_a_lost_signal_is_raised_again(tmp_path):
 
 
 WORKERS = [
-    ("kill", 1, ["attnkit: DataLoader worker (pid", "  the system does so to"]),
+    (
+        "kill",
+        1,
+        [
+            ("attnkit: DataLoader worker (pid", "attnkit: a DataLoader worker has ended"),
+            "  the system kills what takes too much memory",
+        ],
+    ),
     ("raise", 1, ["attnkit: RuntimeError: fails on purpose", "  in mischief.py:"]),
     pytest.param(
         "user",
