@@ -169,7 +169,7 @@ def _random_states(trainer: Trainer) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     states: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
+        "python": [version, torch.tensor(numbers), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
     }
@@ -181,7 +181,7 @@ def _random_states(trainer: Trainer) -> dict[str, Any]:
 
 def _set_random_states(trainer: Trainer, states: dict[str, Any]) -> None:
     version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
