@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.record import note_kernel
 from attnkit.core.reference import reference_attention
+from attnkit.core.scores import ScaledDot
 
 __all__ = ["BACKENDS", "Backend", "UnsupportedError", "choose_backend", "explain_backends"]
 
@@ -72,7 +73,9 @@ class Sdpa(Backend):
                 f"a size is zero: query {list(inputs.query.shape)}, "
                 f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
             )
-        if self.needs_positive_scale and inputs.scale <= 0:
+        if inputs.dot_dim is None:
+            return [*reasons, f"computes scaled dot products, and {inputs.score} is none"]
+        if self.needs_positive_scale and isinstance(inputs.score, ScaledDot) and inputs.scale <= 0:
             reasons.append(f"scale is positive in this kernel, got {inputs.scale}")
         return reasons + (
             self.cuda_reasons(inputs) if device_type == "cuda" else self.cpu_reasons(inputs)
@@ -86,9 +89,10 @@ class Sdpa(Backend):
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
         """The head dimensions of query/key and of value that the kernel wants, padded with 0."""
-        return inputs.query.shape[3], inputs.value.shape[3]
+        return _dot_dim(inputs), inputs.value.shape[3]
 
     def __call__(self, inputs: Inputs) -> Tensor:
+        inputs = inputs.lowered()
         query, key, value = inputs.query, inputs.key, inputs.value
         head_dim, value_dim = self.head_dims(inputs)
         grouped = inputs.is_grouped
@@ -120,7 +124,7 @@ class Flash(Sdpa):
     kernel = SDPBackend.FLASH_ATTENTION
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
-        largest = max(inputs.query.shape[3], inputs.value.shape[3])
+        largest = max(_dot_dim(inputs), inputs.value.shape[3])
         return largest, largest
 
     def cpu_reasons(self, inputs: Inputs) -> list[str]:
@@ -154,7 +158,7 @@ class Cudnn(Sdpa):
     guards_dead_rows = True
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
-        return _multiple_of_8(inputs.query.shape[3]), _multiple_of_8(inputs.value.shape[3])
+        return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
 
     def cuda_reasons(self, inputs: Inputs) -> list[str]:
         reasons = _half_precision_reasons(inputs) + _capability_reasons(inputs)
@@ -182,7 +186,7 @@ class Efficient(Sdpa):
     guards_dead_rows = True
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
-        return _multiple_of_8(inputs.query.shape[3]), _multiple_of_8(inputs.value.shape[3])
+        return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
 
     def cuda_reasons(self, inputs: Inputs) -> list[str]:
         if inputs.query.dtype == torch.float64:
@@ -273,6 +277,11 @@ def _capability_reasons(inputs: Inputs) -> list[str]:
     if major >= 8:
         return []
     return [f"needs a GPU of compute capability 8.0 or newer, this one has {major}.{minor}"]
+
+
+def _dot_dim(inputs: Inputs) -> int:
+    assert inputs.dot_dim is not None  # the first of the reasons
+    return inputs.dot_dim
 
 
 def _multiple_of_8(size: int) -> int:
