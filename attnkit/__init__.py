@@ -15,6 +15,12 @@ _HOME = {
     "Causal": "attnkit.core.masks",
     "Padding": "attnkit.core.masks",
     "Dense": "attnkit.core.masks",
+    "scores": "attnkit.core.scores",
+    "ScaledDot": "attnkit.core.scores",
+    "General": "attnkit.core.scores",
+    "Cosine": "attnkit.core.scores",
+    "Gaussian": "attnkit.core.scores",
+    "Additive": "attnkit.core.scores",
     "UnsupportedError": "attnkit.core.backends",
     "explain_backends": "attnkit.core.backends",
     "record_backends": "attnkit.core.record",
@@ -44,11 +50,12 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from attnkit import interop, lightning
-    from attnkit.core import masks
+    from attnkit.core import masks, scores
     from attnkit.core.attend import attend
     from attnkit.core.backends import UnsupportedError, explain_backends
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.record import record_backends
+    from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.weights import attention_weights, capture_attention
     from attnkit.models.vit import ViT

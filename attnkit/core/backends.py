@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnkit.core.blocks import blockwise_attention
 from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.record import note_kernel
 from attnkit.core.reference import reference_attention
@@ -48,6 +49,19 @@ class Reference(Backend):
         return reference_attention(inputs)
 
 
+class Blocks(Backend):
+    """Any score in blocks of queries, computed again in the backward: no queries × keys memory."""
+
+    name = "blocks"
+
+    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+        return [_empty_reason(inputs)] if inputs.is_empty else []
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        note_kernel("blocks")
+        return blockwise_attention(inputs)
+
+
 class Sdpa(Backend):
     """A kernel of torch's scaled_dot_product_attention, forced by `sdpa_kernel`.
 
@@ -69,12 +83,11 @@ class Sdpa(Backend):
             return [f"runs on {' and '.join(self.device_types)}, the tensors are on {device_type}"]
         reasons = []
         if inputs.is_empty:
-            reasons.append(
-                f"a size is zero: query {list(inputs.query.shape)}, "
-                f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
-            )
+            reasons.append(_empty_reason(inputs))
         if inputs.dot_dim is None:
-            return [*reasons, f"computes scaled dot products, and {inputs.score} is none"]
+            return [*reasons, f"computes scaled dot products, and the score {inputs.score} is none"]
+        if inputs.score.softcap is not None:
+            reasons.append(f"computes no softcap, got {inputs.score.softcap}")
         if self.needs_positive_scale and isinstance(inputs.score, ScaledDot) and inputs.scale <= 0:
             reasons.append(f"scale is positive in this kernel, got {inputs.scale}")
         return reasons + (
@@ -203,7 +216,7 @@ class Math(Sdpa):
     needs_positive_scale = False
 
 
-BACKENDS: tuple[Backend, ...] = (Flash(), Cudnn(), Efficient(), Math(), Reference())
+BACKENDS: tuple[Backend, ...] = (Flash(), Cudnn(), Efficient(), Math(), Blocks(), Reference())
 """The kernels in order of preference."""
 
 
@@ -263,6 +276,13 @@ def explain_backends(query: Tensor, key: Tensor, value: Tensor, **options) -> Ex
     """
     inputs = check_inputs(query, key, value, **options)
     return Explanation({kernel.name: kernel.unsupported_reasons(inputs) for kernel in BACKENDS})
+
+
+def _empty_reason(inputs: Inputs) -> str:
+    return (
+        f"a size is zero: query {list(inputs.query.shape)}, "
+        f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
+    )
 
 
 def _half_precision_reasons(inputs: Inputs) -> list[str]:

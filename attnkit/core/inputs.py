@@ -31,8 +31,9 @@ class Inputs:
 
     @property
     def dot_dim(self) -> int | None:
-        """The head dimension of the scaled dot product that the score is; None if it is none."""
-        return None if self.score.softcap is not None else self.score.dot_dim(self.query.shape[3])
+        """The head dimension of the scaled dot product that the score is, before its softcap if it
+        has one; None if it is none."""
+        return self.score.dot_dim(self.query.shape[3])
 
     @property
     def scale(self) -> float:
@@ -41,11 +42,13 @@ class Inputs:
         return self.score.factor(self.query.shape[3])
 
     def lowered(self) -> Inputs:
-        """The same attention with a scaled dot product for its score."""
-        if isinstance(self.score, ScaledDot):
+        """The same attention with a scaled dot product for its score, if it is one."""
+        if isinstance(self.score, ScaledDot) or self.dot_dim is None:
             return self
         query, key, scale = self.score.as_dot(self.query, self.key)
-        return replace(self, query=query, key=key, score=ScaledDot(scale))
+        return replace(
+            self, query=query, key=key, score=ScaledDot(scale, softcap=self.score.softcap)
+        )
 
     @property
     def num_queries(self) -> int:
