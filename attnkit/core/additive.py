@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 __all__ = ["additive_scores"]
 
-# Elements of the buffer: 4 MB in float32 on the CPU, enough to keep a GPU busy elsewhere.
-TILE_ELEMENTS = {"cpu": 2**20, "other": 2**24}
+# Elements of the buffer: 8 MB in float32 on the CPU, enough to keep a GPU busy elsewhere.
+TILE_ELEMENTS = {"cpu": 2**21, "other": 2**24}
 
 
 class _Activation(NamedTuple):
@@ -122,7 +122,7 @@ def _backward(
     activation = _activation(negative_slope)
     query, key = _as_columns(query, key, activation.scale)
     of_query, of_key = torch.zeros_like(query[..., 0]), torch.zeros_like(key[:, :, 0])
-    of_vector = torch.zeros_like(vector)
+    of_vector = vector.new_zeros(vector.shape)
     with torch.autocast(query.device.type, enabled=False):
         for buffer, (item, row, column) in _tiles(query, key):
             block = gradient[item, row, column].contiguous()
@@ -132,14 +132,15 @@ def _backward(
             of_query[item, :, row] += buffer.sum(dim=3)
             of_key[item, :, column] += buffer.sum(dim=2)
     of_vector = activation.gain * of_vector + activation.offset * sums[0].sum(dim=1)[:, None]
-    return (
-        *(
-            vector[:, None]
-            * (activation.derivative_gain * of.mT + activation.derivative_offset * total[..., None])
-            for of, total in zip((of_query, of_key), sums, strict=True)
-        ),
-        of_vector,
+    of_query, of_key = (
+        # contiguous, as the operator promises
+        (vector[:, None] * (activation.derivative_gain * of.mT + constant)).contiguous()
+        for of, constant in (
+            (of_query, activation.derivative_offset * sums[0][..., None]),
+            (of_key, activation.derivative_offset * sums[1][..., None]),
+        )
     )
+    return of_query, of_key, of_vector
 
 
 @additive_scores.register_fake
@@ -149,7 +150,7 @@ def _(query, key, vector, negative_slope):
 
 @_backward.register_fake
 def _(gradient, query, key, vector, negative_slope):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(vector)
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, vector))
 
 
 def _setup_context(ctx, inputs, output):

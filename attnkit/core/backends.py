@@ -216,7 +216,7 @@ class Math(Sdpa):
     needs_positive_scale = False
 
 
-BACKENDS: tuple[Backend, ...] = (Flash(), Cudnn(), Efficient(), Math(), Blocks(), Reference())
+BACKENDS: tuple[Backend, ...] = (Flash(), Cudnn(), Efficient(), Blocks(), Math(), Reference())
 """The kernels in order of preference."""
 
 

@@ -11,13 +11,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attnkit.core.inputs import Inputs, in_high_precision
-from attnkit.core.reference import softmax
 
 __all__ = ["blockwise_attention"]
 
-# Scores computed at once, of which a step holds about ten copies: 2 MB each in float32 on the
-# CPU, near its cache; elsewhere enough to keep a GPU busy.
-BLOCK_SCORES = {"cpu": 2**19, "other": 2**24}
+# Scores computed at once, of which a step holds several copies: 8 MB each in float32 on the CPU,
+# more would be no faster; elsewhere enough to keep a GPU busy.
+BLOCK_SCORES = {"cpu": 2**21, "other": 2**24}
 
 
 def blockwise_attention(inputs: Inputs) -> Tensor:
@@ -88,8 +87,13 @@ def _attend(
     scores = inputs.score.lean_scores(query, key)
     if bias is not None:
         scores = scores + bias
-    weights = softmax(scores, _allowed(inputs, query, item, row))
-    return F.dropout(weights, inputs.dropout_p) @ value
+    allowed = _allowed(inputs, query, item, row)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    # a row that may look nowhere looks everywhere, so that its gradients are finite, in vain
+    dead = scores.detach().amax(dim=-1, keepdim=True) == -torch.inf
+    weights = F.dropout(scores.masked_fill(dead, 0.0).softmax(dim=-1), inputs.dropout_p)
+    return (weights @ value).masked_fill(dead, 0.0)
 
 
 def _allowed(inputs: Inputs, query: Tensor, item: int, row: int) -> Tensor | None:
