@@ -21,6 +21,8 @@ _HOME = {
     "Cosine": "attnkit.core.scores",
     "Gaussian": "attnkit.core.scores",
     "Additive": "attnkit.core.scores",
+    "learned_scores": "attnkit.core.learned_scores",
+    "NadarayaWatson": "attnkit.core.nadaraya_watson",
     "UnsupportedError": "attnkit.core.backends",
     "explain_backends": "attnkit.core.backends",
     "record_backends": "attnkit.core.record",
@@ -50,11 +52,12 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from attnkit import interop, lightning
-    from attnkit.core import masks, scores
+    from attnkit.core import learned_scores, masks, scores
     from attnkit.core.attend import attend
     from attnkit.core.backends import UnsupportedError, explain_backends
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention
+    from attnkit.core.nadaraya_watson import NadarayaWatson
     from attnkit.core.record import record_backends
     from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.weights import attention_weights, capture_attention

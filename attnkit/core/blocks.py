@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,20 +55,14 @@ def _rows(
     """The output of some batch items, the first of them `item`, of all rows."""
     # all there is: autograd may as well hold it
     is_one_block = query.shape[:3] == inputs.query.shape[:3] and rows >= inputs.num_queries
+    recompute = torch.is_grad_enabled() and not is_one_block
     output = []
-    for index, (query_rows, bias_rows) in enumerate(
-        zip(
-            _parts(query, rows, 2, inputs.num_queries),
-            _parts(bias, rows, 2, inputs.num_queries),
-            strict=True,
-        )
-    ):
+    by_rows = [_parts(tensor, rows, 2, inputs.num_queries) for tensor in (query, bias)]
+    for index, (query_rows, bias_rows) in enumerate(zip(*by_rows, strict=True)):
         block = (inputs, query_rows, key, value, bias_rows, item, index * rows)
-        if torch.is_grad_enabled() and not is_one_block:
-            has_dropout = inputs.dropout_p > 0
-            attended = checkpoint(
-                _attend, *block, use_reentrant=False, preserve_rng_state=has_dropout
-            )
+        if recompute:
+            rng = inputs.dropout_p > 0
+            attended = checkpoint(_attend, *block, use_reentrant=False, preserve_rng_state=rng)
         else:
             attended = _attend(*block)
         output.append(attended)
@@ -109,7 +104,7 @@ def _allowed(inputs: Inputs, query: Tensor, item: int, row: int) -> Tensor | Non
     return allowed if allowed.shape[0] == 1 else allowed[item : item + batch]
 
 
-def _parts(tensor: Tensor | None, size: int, dim: int, length: int) -> Sequence[Tensor | None]:
+def _parts(tensor: Tensor | None, size: int, dim: int, length: int) -> Sequence[Any]:
     """The tensor split along a dimension, or itself for every part where it broadcasts."""
     if tensor is None or tensor.shape[dim] == 1:
         return [tensor] * -(-length // size)

@@ -68,7 +68,11 @@ class Score:
     def to(self, *args: Any, **kwargs: Any) -> Score:
         """The same score with its tensors moved as by `Tensor.to`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {n: t.to(*args, **kwargs) for n, t in values.items() if isinstance(t, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(*args, **kwargs)
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
         return replace(self, **moved) if moved else self
 
     def __str__(self) -> str:
