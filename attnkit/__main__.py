@@ -5,9 +5,18 @@ import sys
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    from attnkit.launch.main import main as launch
+    from attnkit.launch.errors import guarded
+    from attnkit.launch.signals import end_on_signals, ignore_signals
 
-    return launch(sys.argv[1:])
+    def launch() -> int:
+        end_on_signals()
+        from attnkit.launch.main import main
+
+        return main(sys.argv[1:])
+
+    code = guarded(launch)
+    ignore_signals()
+    return code
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_takes_a_step(path, tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(CIFAR10Data, "prepare_data", lambda self: None)
 
     code = main(command)
-    if group == "trainer" and choice in ("gpu", "ddp") and not torch.cuda.is_available():
+    if group == "trainer" and choice in ("gpu", "ddp", "fsdp") and not torch.cuda.is_available():
         assert code == 2
         assert "trainer: " in capfd.readouterr().err
         assert not (tmp_path / "run").exists()

@@ -6,7 +6,10 @@ sources  where a key was written
 schema, signatures, validate   the constructors are the schema
 jobs     what is to be done, decided and checked; nothing on disk yet
 folder   run folders
-run      does it: also `python -m attnkit.launch.run RUN_DIR`, without Hydra
+run      does it
+ranks    starts the ranks of a run, passes signals on, says which one failed and how
+rank     is one of them: `python -m attnkit.launch.rank RUN_DIR`, without Hydra
+launcher ranks that torchrun or srun has started
 work     one training, test or prediction       (torch)
 report   tables on screen and in files
 """

@@ -87,6 +87,8 @@ def _fits_subscript(node: ast.Subscript, value: Any, module: Module, hops: int) 
         return any(isinstance(n, ast.Constant) and _same(n.value, value) for n in inner)
     if name in _MAPPINGS:
         return isinstance(value, Mapping)
+    if name == "PathLike":
+        return isinstance(value, str)
     if name not in _SEQUENCES:
         return True
     if not isinstance(value, list | tuple):
@@ -108,7 +110,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 _PLAIN = {

@@ -33,6 +33,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from attnkit.launch.hydra_node import check_hydra
 from attnkit.launch.sources import Origins, Source, short
 from attnkit.lightning.errors import UserError
 
@@ -51,6 +52,11 @@ class Composer:
         if config_dir is not None:
             if not config_dir.is_dir():
                 raise UserError(f"--config-dir: no folder {config_dir}")
+            if (config_dir / f"{CONFIG_NAME}.yaml").exists():
+                raise UserError(
+                    f"--config-dir: {config_dir}/{CONFIG_NAME}.yaml would replace attnkit's own\n"
+                    "  give it another name, or put it into a folder such as task/"
+                )
             search_path.prepend(
                 "command-line", f"file://{config_dir}", anchor=SearchPathQuery(provider="schema")
             )
@@ -94,13 +100,27 @@ class Composer:
                     f"{key}: not used by attnkit, which makes the run folder itself\n"
                     "  use run_dir=PATH; of Hydra's own settings, launcher and sweeper remain"
                 )
+            if not override.is_sweep_override() and key in self.groups():
+                self._check_choice(override)
         return parsed
+
+    def _check_choice(self, override: Override) -> None:
+        value = override.value()
+        if not override.is_delete() and not isinstance(value, str | list | dict):
+            choices = ", ".join(self.groups()[override.key_or_group])
+            raise UserError(f"{override.input_line}: expected a choice or a mapping\n  {choices}")
 
     # --- composing ---
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Hydra's composition, its own node included. A key that no file has yet is added."""
-        return self._accepted(overrides)[0]
+        config = self._accepted(overrides)[0]
+        check_hydra(config, overrides)
+        if not isinstance(config._get_node("task")._value(), str):  # type: ignore[union-attr]
+            path = f"task/{OmegaConf.select(config, 'hydra.runtime.choices.task')}.yaml"
+            first = "a task's file begins with the line '# @package _global_' and names its task"
+            raise UserError(f"{self._broken_file() or path}: {first}")
+        return config
 
     def _accepted(self, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
         """The composition, and the overrides as Hydra took them."""
@@ -206,14 +226,55 @@ class Composer:
         except UnicodeDecodeError as error:
             raise UserError(f"{self._undecodable()}: not text in UTF-8 ({error.reason})") from error
         except yaml.YAMLError as error:
-            raise UserError(f"not valid YAML: {_one_line(error)}") from error
+            where = self._broken_file() or "a configuration file"
+            raise UserError(f"{where}: not valid YAML: {_one_line(error)}") from error
+        except RecursionError as error:
+            where = self._broken_file() or " ".join(overrides)
+            raise UserError(
+                f"{where}: defaults that lead back to themselves, or too deep"
+            ) from error
+        except ValueError as error:
+            where = self._broken_file() or " ".join(overrides)
+            raise UserError(f"{where}: {_one_line(error)}") from error
         except OSError as error:
+            if error.filename is None:  # Hydra's, for a file that is neither mapping nor list
+                where = self._broken_file() or "a configuration file"
+                raise UserError(f"{where}: expected a mapping") from error
             raise UserError(f"{error.filename!s}: {error.strerror}") from error
         except (HydraException, OmegaConfBaseException) as error:
             text = str(error) if str(error) != "None" else str(error.__cause__)
             if match := re.match(r"Could not override '([^']+)'", text):
                 raise _NoSuchKey(match[1].partition("@")[0]) from error
-            raise UserError(_one_line(text, 3)) from error
+            if text in ("str", "None") or ":" not in text:
+                text = f"{self._broken_file()}: {_one_line(error.__cause__ or error)}"
+            raise UserError(self._in_file(text)) from error
+
+    def _in_file(self, text: str) -> str:
+        """Hydra's `In 'task/mine': SomeError raised while composing config: …`, in short."""
+        found = re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?", text)
+        if not found:
+            return _one_line(text, 3)
+        paths = [folder / f"{found[1]}.yaml" for folder in reversed(self.folders())]
+        path = next(filter(Path.is_file, paths), paths[0])
+        rest = text[found.end() :].splitlines()
+        lines = [line for line in rest if not re.match(r"\s*(full_key:\s*$|object_type=)", line)]
+        return f"{short(path)}: {_one_line(chr(10).join(lines), 3)}"
+
+    def _broken_file(self) -> str:
+        """The first of her files that is no configuration by itself."""
+        for path in sorted(self.config_dir.glob("*/*.yaml")) if self.config_dir else []:
+            try:
+                content = yaml.safe_load(path.read_text(encoding="utf-8"))
+                defaults = content.get("defaults", [])
+                if any(not isinstance(line, str | dict) for line in defaults):
+                    return short(path)
+                OmegaConf.create(content)
+            except Exception:
+                return short(path)
+            names = [line if isinstance(line, str) else "".join(line.values()) for line in defaults]
+            if path.stem in names or isinstance(defaults, str | dict):
+                return short(path)
+        return ""
 
     def _undecodable(self) -> str:
         for folder in self.folders():

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from attnkit.launch import signatures
-from attnkit.lightning.build import PACKAGES
+from attnkit.launch.sources import Origins
+from attnkit.lightning import allowlist
 from attnkit.lightning.errors import UserError
 
 
@@ -32,28 +33,50 @@ class Consent:
                 sys.path.append(str(folder))
         invalidate_caches()
 
-    def check(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The user's packages that this configuration names; others are refused."""
+    def check(self, config: Mapping[str, Any], origins: Origins | None = None) -> tuple[str, ...]:
+        """The user's packages that this configuration names; all else that may not be is refused.
+
+        Nothing is imported; of what the name alone tells to be refused, the source is not read.
+        """
         named = dict.fromkeys(self.packages)
         for key, target in targets(config):
             package = target.partition(".")[0]
-            if package in PACKAGES or package in named:
-                continue
-            source = signatures.source_of(package)
-            if source is None:
+            if self._holds(package):
+                named[package] = None
+            problem = allowlist.objection(target, tuple(named)) or _wrong_kind(target)
+            if problem is None or (allowlist.is_unknown(package) and not _exists(package)):
                 continue  # there is no such package, which validate() says better
-            if not self._holds(source):
-                raise UserError(
-                    f"{key}: {target} is outside the allowed packages ({', '.join(PACKAGES)})\n"
-                    f"  if {package} is yours: allow=[{package}], or --config-dir its folder"
-                )
-            named[package] = None
+            where = origins.of(key) if origins else ""
+            raise UserError(f"{key}: {problem}" + (f"\n  in {where}" if where else ""))
         return tuple(named)
 
-    def _holds(self, source: Path) -> bool:
+    def _holds(self, package: str) -> bool:
         """Whether a module or package lies directly in her folder (not in an environment there)."""
+        if self.folder is None or not allowlist.is_unknown(package):
+            return False
+        source = signatures.source_of(package)
+        if source is None:
+            return False
         home = source.parent if source.name == "__init__.py" else source
-        return self.folder is not None and home.resolve().parent == self.folder.resolve()
+        return home.resolve().parent == self.folder.resolve()
+
+
+def _wrong_kind(target: str) -> str | None:
+    """Why a name of the allowed packages can't be built, as far as its source tells."""
+    if target.partition(".")[0] not in allowlist.PACKAGES:
+        return None
+    definition = signatures.definition_of(target)
+    if definition is None or definition in map(signatures.definition_of, allowlist.FUNCTIONS):
+        return None
+    name, is_class = definition
+    if is_class and allowlist.is_home(name.rpartition(".")[0]):
+        return None
+    kind = f"class, written in {name.rpartition('.')[0]}" if is_class else "function"
+    return f"{target} may not be built from a configuration: it is a {kind}"
+
+
+def _exists(package: str) -> bool:
+    return signatures.source_of(package) is not None
 
 
 def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -61,7 +84,11 @@ def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str
     allow = config.get("allow") or []
     if allow and not any(o.lstrip("+").startswith("allow=") for o in overrides):
         raise UserError("allow: given by a file; packages are allowed on the command line only")
-    return tuple(map(str, allow)) if not isinstance(allow, str) else (allow,)
+    packages = tuple(map(str, allow)) if not isinstance(allow, str) else (allow,)
+    for package in packages:
+        if not package.isidentifier() or not allowlist.is_unknown(package):
+            raise UserError(f"allow: expected packages of your own, got {package!r}")
+    return packages
 
 
 def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:

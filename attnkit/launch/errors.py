@@ -4,8 +4,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
+from attnkit.launch.causes import cause, place
+from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
@@ -13,29 +14,23 @@ WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal during a run; the message says how to go on. An Exception would let sweeps go on."""
+    """A signal during a run; the message says how to go on. A sweep must not swallow it."""
 
     def __init__(self, message: str, code: int = INTERRUPTED) -> None:
         super().__init__(message)
         self.code = code
 
 
-class Reported(Exception):
-    """A process of this run has failed and said why."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"a process ended with exit code {code}")
-        self.code = code
-
-
 def guarded(command: Callable[[], int]) -> int:
     """Run a command and turn whatever it raises into lines on stderr and an exit code."""
     try:
-        return command()
+        try:
+            return command()
+        except Exception:
+            raise_received()  # what a signal has broken off may fail in any way
+            raise
     except UserError as error:
         return fail(error, WRONG_INPUT)
-    except Reported as error:
-        return error.code
     except Interrupted as error:
         print(f"\n{error}", file=sys.stderr)
         return error.code
@@ -58,22 +53,13 @@ def fail(error: Exception, code: int) -> int:
     return code
 
 
-def summary(error: Exception) -> str:
+def summary(error: BaseException) -> str:
     """An error in at most three lines; for an unexpected one, also where in whose code."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, UserError | RunError):
+    lines = [line for line in (cause(error) or str(error)).splitlines() if line.strip()]
+    if cause(error) or isinstance(error, UserError | RunError):
         return "\n".join(lines[:3])
-    place = _place(error)
     first = (lines or ["no message"])[0].strip()
     return (
-        f"{type(error).__name__}: {first[:500]}\n  in {place}\n"
+        f"{type(error).__name__}: {first[:500]}\n  in {place(error)}\n"
         f"  {TRACEBACK}=1 in the environment shows the whole traceback"
     )
-
-
-def _place(error: Exception) -> str:
-    """The innermost frame outside the installed libraries: the user's code or attnkit's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and "<" not in f.filename]
-    frame = (own or list(frames))[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"

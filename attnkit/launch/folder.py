@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,15 @@ from typing import Any
 import yaml
 
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import refuse_url, replacing
 
 OUTPUTS = "outputs"
 CONFIG = "config.yaml"
 RESULTS = "results.json"
 CHECKPOINTS = "checkpoints"
+
+# What makes a run folder worth keeping when the run ends early.
+KEPT = ("*.ckpt", "metrics.csv", RESULTS, "predictions.csv")
 
 
 def absolute(path: str | Path) -> Path:
@@ -30,6 +36,9 @@ def plan(config: Mapping[str, Any], *, sweep: bool = False) -> Path:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         name = f"sweep_{stamp}" if sweep else stamp
         return _free(Path.cwd() / OUTPUTS / str(config["task"]) / name)
+    refuse_url(str(given), "run_dir")
+    if not str(given).strip():
+        raise UserError("run_dir=: expected a folder")
     path = absolute(str(given))
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir: {path} is a file")
@@ -63,12 +72,36 @@ def _free(path: Path) -> Path:
     return free
 
 
+def absent(path: Path) -> list[Path]:
+    """The folders that making this one makes, innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def take_back(folder: Path, made: list[Path]) -> None:
+    """Remove what a refused command left in its folder, and those that were made for it.
+
+    Nothing is removed if there is something to keep.
+    """
+    if any(next(folder.rglob(name), None) for name in KEPT):
+        return
+    if folder.is_dir():
+        for inside in folder.iterdir():
+            if inside.is_dir() and not inside.is_symlink():
+                shutil.rmtree(inside, ignore_errors=True)
+            else:
+                inside.unlink(missing_ok=True)
+    if made:
+        made = [folder, *made[1:]]  # it may have had to take another name
+    for path in made:
+        with suppress(OSError):  # not empty: another run is in there
+            path.rmdir()
+
+
 def save_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.yaml, whole or not at all."""
-    beside = folder / f".{CONFIG}.{os.getpid()}"
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-    beside.write_text(f"# Written by attnkit; every value the run used.\n{text}", encoding="utf-8")
-    os.replace(beside, folder / CONFIG)
+    with replacing(folder / CONFIG) as file:
+        file.write(f"# Written by attnkit; every value the run used.\n{text}".encode())
 
 
 def load_config(folder: Path) -> dict[str, Any]:
@@ -118,6 +151,7 @@ def to_resume(given: str) -> Path:
         if not runs:
             raise UserError(f"resume=latest: no run under {outputs}")
         return max(runs, key=lambda p: p.stat().st_mtime).parent
+    refuse_url(given, "resume")
     folder = absolute(given)
     if not folder.is_dir():
         raise UserError(f"resume: no folder {folder}")
@@ -128,8 +162,7 @@ def to_resume(given: str) -> Path:
 
 def checkpoint(given: str) -> Path:
     """The file that `ckpt=` names; of a run folder, its best."""
-    if "://" in given:
-        raise UserError(f"ckpt: {given} is a URL; download it first")
+    refuse_url(given, "ckpt")
     path = absolute(given)
     if path.is_dir():
         inside = path / CHECKPOINTS / "best.ckpt"

@@ -24,6 +24,7 @@ Keys of every task
   trainer.limit_batches=N      a quick look: N batches (or a fraction) of everything
   trainer.gradient_clip_val=X  trainer.accumulate_grad_batches=N
   precision=32|bf16-mixed|…    compile=false|true|max-autotune
+  trainer=cpu_ddp|ddp|fsdp     several processes; rank_logs=true: a log of each
   run_dir=PATH                 default: outputs/<task>/<date_time>
   resume=RUN_DIR|latest        ckpt=PATH  images=PATH
 Any argument of a constructor named in the configuration may be set, e.g. model.qk_norm=true.

@@ -65,7 +65,9 @@ class Request:
         for key, value in values.items():
             config[key] = value
         plain = self.composer.plain(config, self.origins)
-        self.consent.check(plain)  # first of all: nothing of what is refused is even read
+        self.consent.check(
+            plain, self.origins
+        )  # first of all: nothing of what is refused is even read
         validate(plain, self.origins)
         return plain
 

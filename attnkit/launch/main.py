@@ -9,15 +9,27 @@ from typing import NoReturn
 from attnkit.launch import signatures
 from attnkit.launch.errors import guarded
 from attnkit.launch.folder import absolute
+from attnkit.launch.launcher import Launcher, launched
 from attnkit.lightning.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code (2: wrong input, 1: crashed, 130: Ctrl-C)."""
-    return guarded(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
+    """Run a command line; returns the exit code.
+
+    2: wrong input, 1: crashed, 130: stopped by Ctrl-C, 143: by SIGTERM or SIGUSR1.
+    """
+    launcher = launched()
+    if launcher and launcher.rank:
+        from attnkit.launch.rank import follow
+
+        return follow(launcher)
+    code = guarded(lambda: _main(sys.argv[1:] if argv is None else list(argv), launcher))
+    if launcher:
+        launcher.dismiss(code)
+    return code
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: list[str], launcher: Launcher | None) -> int:
     signatures.forget()
     args = _parser().parse_intermixed_args(argv)
     if args.version:
@@ -41,6 +53,11 @@ def _main(argv: list[str]) -> int:
     if args.resolve:
         raise UserError("--resolve: only with --cfg job")
     if args.multirun:
+        if launcher:
+            raise UserError(
+                f"-m: not under {launcher.name}, which starts the processes of one run\n"
+                "  without it, attnkit starts them for every trial"
+            )
         from attnkit.launch.sweep import sweep
 
         return sweep(composer, args.overrides)
@@ -49,7 +66,7 @@ def _main(argv: list[str]) -> int:
     from attnkit.launch.run import execute
 
     job = decide(Request.read(composer, args.overrides))
-    return execute(job).code
+    return execute(job, launcher).code
 
 
 def _show(composer: "Composer", overrides: Sequence[str], *, resolve: bool) -> int:  # type: ignore[name-defined] # noqa: F821

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from attnkit.launch.folder import RESULTS
 from attnkit.launch.predictions import FILE as PREDICTIONS
+from attnkit.lightning.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from attnkit.launch.run import Job
@@ -36,30 +38,46 @@ _UNHELPFUL = re.compile(
 )
 
 
-def quiet(*, first: bool = True) -> None:
+def quiet(rank: int = 0) -> None:
     """Only warnings of Lightning's on screen, each of Python's in one line; ranks beyond 0 none."""
     for logger in _lightnings():
         for handler in logger.handlers:
             if not isinstance(handler, logging.FileHandler):
-                handler.setLevel(logging.WARNING if first else logging.ERROR)
-    warnings.showwarning = _show_warning if first else _drop_warning
+                handler.setLevel(logging.ERROR if rank else logging.WARNING)
+    warnings.showwarning = _keep_warning if rank else _show_warning
     _log.setLevel(logging.INFO)
     _log.propagate = False
 
 
 @contextmanager
-def logging_to(folder: Path) -> Iterator[None]:
-    """Everything that is said, Lightning's messages and all warnings also to run.log."""
-    file = logging.FileHandler(folder / LOG, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[None]:
+    """Everything that is said, Lightning's messages, all warnings and a traceback also to run.log.
+
+    Of the ranks beyond 0 only when they fail; with `own`, all of it to a file of their own.
+    """
+    file = logging.FileHandler(
+        folder / (f"run_rank{rank}.log" if rank and own else LOG), encoding="utf-8", delay=True
+    )
+    prefix = f"rank {rank}: " if rank and not own else ""
+    file.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%Y-%m-%d %H:%M:%S"))
+    handler: logging.Handler = file
+    if rank and not own:  # until an error comes, or for ever
+        handler = MemoryHandler(10_000, logging.ERROR, target=file, flushOnClose=False)
     loggers = [_log, *_lightnings()]
     for logger in loggers:
-        logger.addHandler(file)
+        logger.addHandler(handler)
     try:
         yield
+    except (UserError, RunError) as error:
+        _log.error("%s", error)
+        raise
+    except Exception:
+        _log.exception("failed")
+        raise
     finally:
         for logger in loggers:
-            logger.removeHandler(file)
+            logger.removeHandler(handler)
+        handler.close()
         file.close()
 
 
@@ -72,15 +90,18 @@ def _lightnings() -> list[logging.Logger]:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
 ) -> None:
+    _keep_warning(message, category, filename, lineno)
     text = " ".join(str(message).split())
-    _log.warning("%s %s:%d: %s", category.__name__, Path(filename).name, lineno, text)
     foreign = issubclass(category, DeprecationWarning | FutureWarning)
     if not foreign and not _UNHELPFUL.search(text):
         print_(f"[yellow]warning[/yellow] {escape(text[:400])}")
 
 
-def _drop_warning(*_: Any, **__: Any) -> None:
-    """The first rank has said it."""
+def _keep_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
+) -> None:
+    text = " ".join(str(message).split())
+    _log.warning("%s %s:%d: %s", category.__name__, Path(filename).name, lineno, text)
 
 
 def print_(text: object) -> None:

@@ -1,25 +1,22 @@
-"""Does what was decided: folders, seeds, processes, results. Knows neither Hydra nor a task.
+"""Does what was decided: folders, seeds, processes, results. Knows neither Hydra nor a task."""
 
-Also `python -m attnkit.launch.run RUN_DIR`: one run from its written config.yaml. Multi-process
-trainers start this way, and Lightning starts every further rank with the same command, so that no
-rank ever composes (or, in a sweep, repeats) anything.
-"""
-
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch import folder as folders
-from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, Reported, guarded
+from attnkit.launch import ranks
+from attnkit.launch.errors import INTERRUPTED, Interrupted
+from attnkit.launch.launcher import Launcher
+from attnkit.launch.signals import raise_received
+from attnkit.lightning.errors import StoppedBySignal, UserError
+from attnkit.lightning.files import replacing
 
 if TYPE_CHECKING:
     from attnkit.launch.work import Work
@@ -55,19 +52,21 @@ class Outcome:
     results: dict[str, float] = field(default_factory=dict)
 
 
-def execute(job: Job) -> Outcome:
+def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
     """Run a job and print its tables; the folder is made once every constructor was happy."""
     if job.resumed and _is_done(job):
         return _nothing_to_do(job)
     from attnkit.lightning.build import allowing
 
     started = time.perf_counter()
-    with allowing(*job.allow):
+    with allowing(*job.allow), _taken_back_if_refused(job):
         from attnkit.launch import report
         from attnkit.launch.work import Work
 
         report.quiet()
         work = Work(job.runs[0], alone=job.alone)
+        raise_received()
+        _check_processes(work, launcher)
         _make_folders(job, work)
         with report.logging_to(job.folder):
             report.header(job, work)
@@ -81,11 +80,23 @@ def execute(job: Job) -> Outcome:
                 if len(job.runs) > 1:
                     report.say(f"seed {config['seed']}")
                 folders.save_config(_folder_of(config), work.config)
-                _run_one(job, work)
+                _run_one(job, work, launcher)
                 _mark_finished(_folder_of(work.config))
             results = _summarise(job, time.perf_counter() - started)
             report.final(job, results)
     return Outcome(0, job.folder, results)
+
+
+@contextmanager
+def _taken_back_if_refused(job: Job) -> Iterator[None]:
+    """What only the start of a run can see to be wrong leaves nothing behind either."""
+    made = folders.absent(job.folder)
+    try:
+        yield
+    except UserError:
+        if not job.resumed:
+            folders.take_back(job.folder, made)
+        raise
 
 
 def _make_folders(job: Job, work: "Work") -> None:
@@ -104,39 +115,54 @@ def _make_folders(job: Job, work: "Work") -> None:
     folders.save_config(job.folder, top)
     if job.resumed:  # until it ends again, it is not finished
         for path in (job.folder, *(_folder_of(c) for c in job.runs if not _finished(c))):
-            (path / folders.RESULTS).unlink(missing_ok=True)
+            results = folders.load_results(path)
+            if results.pop("num_seeds", None):
+                save_results(path, results)
 
 
-def _run_one(job: Job, work: "Work") -> None:
+def _check_processes(work: "Work", launcher: Launcher | None) -> None:
+    if launcher:
+        launcher.check(work.trainer)
+    elif work.trainer.num_nodes > 1:
+        raise UserError(
+            f"trainer.num_nodes: {work.trainer.num_nodes}, but nothing has started the processes "
+            "on the other nodes\n  use srun or torchrun"
+        )
+
+
+def _run_one(job: Job, work: "Work", launcher: Launcher | None) -> None:
     folder = _folder_of(work.config)
     try:
         if work.needs_processes:
-            _in_processes(job, folder)
+            command = [sys.executable, "-m", "attnkit.launch.rank", str(folder)]
+            command += [f"--log={job.folder}"]
+            command += [f"--allow={package}" for package in job.allow]
+            command += [f"--path={path}" for path in job.paths]
+            command += ["--alone"] if job.alone else []
+            ranks.start(command, work.trainer.num_devices)
         else:
+            if launcher:
+                launcher.tell(
+                    run_dir=str(folder),
+                    log=str(job.folder),
+                    allow=job.allow,
+                    path=job.paths,
+                    alone=job.alone,
+                )
             work.run()
-    except KeyboardInterrupt:
-        how = f"attnkit resume={job.folder}" if work.config["run"] == "train" else "start it again"
-        if job.paths:
-            how += f" --config-dir {job.paths[0]}"
-        raise Interrupted(f"interrupted; to go on: {how}") from None
+    except (KeyboardInterrupt, StoppedBySignal) as error:
+        step = getattr(error, "step", work.trainer.global_step)
+        by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"
+        after = f" after step {step}" if step else ""
+        code = getattr(error, "code", INTERRUPTED)
+        raise Interrupted(f"{by}{after}; to go on: {_to_go_on(job, work)}", code) from None
 
 
-def _in_processes(job: Job, folder: Path) -> None:
-    """Start rank 0 on the written configuration; Lightning starts the others likewise."""
-    command = [sys.executable, "-m", __name__, str(folder)]
-    command += [f"--allow={package}" for package in job.allow]
-    command += [f"--path={path}" for path in job.paths]
-    command += ["--alone"] if job.alone else []
-    child = subprocess.Popen(command)
-    try:
-        code = child.wait()
-    except KeyboardInterrupt:  # the child got it too, and shuts its ranks down
-        child.wait()
-        raise
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    if code:
-        raise Reported(code if code > 0 else CRASHED)
+def _to_go_on(job: Job, work: "Work") -> str:
+    if work.config["run"] != "train":
+        return "start it again"
+    own = f" --config-dir {job.paths[0]}" if job.paths else ""
+    return f"attnkit resume={job.folder}{own}"
 
 
 def _folder_of(config: Mapping[str, Any]) -> Path:
@@ -186,40 +212,6 @@ def _summarise(job: Job, seconds: float) -> dict[str, float]:
 
 def save_results(folder: Path, results: Mapping[str, float]) -> None:
     """Write results.json, whole or not at all."""
-    beside = folder / f".{folders.RESULTS}.{os.getpid()}"
     text = json.dumps(dict(results), indent=2, sort_keys=True, allow_nan=False)
-    beside.write_text(text + "\n", encoding="utf-8")
-    os.replace(beside, folder / folders.RESULTS)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m attnkit.launch.run RUN_DIR`: this process is one rank of the run."""
-    parser = argparse.ArgumentParser(prog="attnkit.launch.run")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--allow", action="append", default=[])
-    parser.add_argument("--path", action="append", default=[])
-    parser.add_argument("--alone", action="store_true")
-    args = parser.parse_args(argv)
-
-    def one() -> int:
-        from attnkit.launch import report
-        from attnkit.launch.work import Work
-        from attnkit.lightning.build import allowing
-
-        sys.path.extend(p for p in args.path if p not in sys.path)
-        with allowing(*args.allow):
-            first = os.environ.get("LOCAL_RANK", "0") == "0"
-            report.quiet(first=first)
-            config = folders.load_config(args.run_dir.absolute())
-            with report.logging_to(args.run_dir) if first else nullcontext():
-                try:
-                    Work(config, alone=args.alone).run()
-                except KeyboardInterrupt:  # the command that started this one says so
-                    return INTERRUPTED
-        return 0
-
-    return guarded(one)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with replacing(folder / folders.RESULTS) as file:
+        file.write(f"{text}\n".encode())

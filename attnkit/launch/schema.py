@@ -31,7 +31,8 @@ class Config:
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     trainer: dict[str, Any] | None = None
-    """Arguments of lightning.Trainer, and limit_batches, which is all its limit_*_batches."""
+    """Arguments of lightning.Trainer, limit_batches, which is all its limit_*_batches, and
+    timeout_seconds, how long a process waits for the others of its run."""
     logger: dict[str, Any] | None = None
     callbacks: dict[str, Any] | None = None
 
@@ -50,6 +51,8 @@ class Config:
     """torch.compile of the model, with this mode."""
     precision: str | int = 32
     """As lightning.Trainer's: 32, bf16-mixed, 16-mixed, …"""
+    rank_logs: bool = False
+    """Also a log of every further process of a run: run_rank1.log, …"""
     allow: list[str] | None = None
     """Packages of your own that may be named; on the command line only."""
     vars: dict[str, Any] | None = None
@@ -69,11 +72,18 @@ ELSEWHERE = {
     "precision": "precision",
     "default_root_dir": "run_dir",
     "enable_checkpointing": "callbacks.checkpoint",
-    "use_distributed_sampler": "the data module, which shards what it loads",
+}
+
+# Numbers that lightning.Trainer takes without a look, and fails on later or ignores.
+AT_LEAST = {
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "gradient_clip_val": 0,
+    "log_every_n_steps": 0,
 }
 
 # Trainer keys of attnkit's own.
-TRAINER_EXTRAS = {"limit_batches"}
+TRAINER_EXTRAS = {"limit_batches", "timeout_seconds"}
 
 # Nodes in which a null is filled in from what the data module says of itself.
 FILLED = ("model", "module")
@@ -85,4 +95,12 @@ NULLABLE = (*FILLED, "predict")
 PARTS = ("model", "optimizer", "scheduler")
 
 # What may change in a run that is resumed: nothing that the model or its training depends on.
-RESUMABLE = ("trainer.", "callbacks.", "logger.", "data.num_workers", "data.root", "compile")
+RESUMABLE = (
+    "trainer.",
+    "callbacks.",
+    "logger.",
+    "data.num_workers",
+    "data.root",
+    "compile",
+    "rank_logs",
+)

@@ -59,6 +59,17 @@ def signature_of(target: str) -> Signature | None:
         return None
 
 
+def definition_of(target: str) -> tuple[str, bool] | None:
+    """The name under which a class or function is written, and whether it is a class."""
+    try:
+        found = _find(target)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    if found is None or not isinstance(found[0], ast.ClassDef | ast.FunctionDef):
+        return None
+    return f"{found[1].name}.{found[0].name}", isinstance(found[0], ast.ClassDef)
+
+
 def missing_part(target: str) -> tuple[str, str, list[str]] | None:
     """Where a dotted path stops to exist: the part that does, the name it lacks, those it has.
 

@@ -61,7 +61,8 @@ def sweep(composer: Composer, overrides: Sequence[str]) -> int:
     try:
         batches = composer.hydra.multirun(CONFIG_NAME, run_one, texts)
     except Interrupted as error:
-        raise Interrupted(f"{error}\nthe trials after it were not started") from None
+        message = f"{error}\nthe trials after it were not started"
+        raise Interrupted(message, error.code) from None
     trials = [returned.return_value for batch in batches or [] for returned in batch]
     trials, figures = ranking.ranked(trials, job.config)
     ranking.save(root / ranking.FILE, trials, figures)

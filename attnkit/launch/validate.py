@@ -4,6 +4,7 @@ Problems are raised as `UserError` naming the key, what was given, what was expe
 written and the nearest right name.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +17,7 @@ from attnkit.launch.sources import Origins
 from attnkit.lightning.errors import UserError
 
 TRAINER = "lightning.Trainer"
+MAX_SEEDS = 1000
 _DIRECTIVES = {"_target_", "_partial_", "_args_"}
 
 
@@ -51,8 +53,15 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
 def _check_values(config: dict[str, Any], origins: Origins) -> None:
     if config.get("seeds", 1) < 1:
         raise _problem(origins, "seeds", f"expected at least 1, got {config['seeds']}")
+    if config.get("seeds", 1) > MAX_SEEDS:
+        message = f"expected at most {MAX_SEEDS} runs, got {config['seeds']}"
+        raise _problem(origins, "seeds", message)
     if not 0 <= config.get("seed", 0) < 2**32:
         raise _problem(origins, "seed", f"expected 0 to 4294967295, got {config['seed']}")
+    for part in ("optimizer", "scheduler"):
+        for key, value in (config.get(part) or {}).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _problem(origins, f"{part}.{key}", f"expected a finite number, got {value}")
     task = config.get("task", "")
     if not task or Path(task).name != task or task.startswith("."):
         raise _problem(origins, "task", f"expected a name for a folder, got {task!r}")
@@ -85,6 +94,14 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
         if key in schema.ELSEWHERE:
             message = f"set elsewhere: {schema.ELSEWHERE[key]}"
             raise _problem(origins, f"trainer.{key}", message)
+    for key, least in schema.AT_LEAST.items():
+        if isinstance(node.get(key), int | float) and node[key] < least:
+            message = f"expected at least {least}, got {node[key]}"
+            raise _problem(origins, f"trainer.{key}", message)
+    if node.get("max_epochs") == 0:
+        raise _problem(
+            origins, "trainer.max_epochs", "expected at least 1, or -1 for no end, got 0"
+        )
     signature = signatures.signature_of(TRAINER)
     limit = node.get("limit_batches")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):

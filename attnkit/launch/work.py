@@ -6,14 +6,15 @@ import math
 import signal
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import lightning
-from lightning import LightningDataModule, LightningModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -21,8 +22,9 @@ from torch import nn
 
 from attnkit.launch import folder as folders
 from attnkit.launch import schema
-from attnkit.launch.predictions import save_predictions
+from attnkit.launch.predictions import gathered, rows_of, save_predictions
 from attnkit.launch.run import save_results
+from attnkit.launch.signals import raise_received
 from attnkit.lightning import checkpoints
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
@@ -53,13 +55,16 @@ class Work:
         self.started = time.perf_counter()
         lightning.seed_everything(config["seed"], workers=True, verbose=False)
         self.alone = alone
+        self.start, self.broken = self._newest_checkpoint()
         if config["ckpt"] is not None:
-            checkpoints.verify(config["ckpt"])
+            checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
         if config["run"] == "predict":
             self.module = self._load_module() if alone else self._make_module()
             self.data = self._make_predict_data()
         else:
             self.data = build(config["data"], at="data")
+            if not isinstance(self.data, LightningDataModule):
+                raise UserError(f"data: {config['data']['_target_']} is no LightningDataModule")
             if not alone:
                 self._fill_from_data()
             # The first weights depend on the seed only, not on what the data has drawn.
@@ -71,7 +76,11 @@ class Work:
     @property
     def needs_processes(self) -> bool:
         """Whether the trainer wants several processes, which must not start from this one."""
-        return isinstance(self.trainer.strategy.launcher, _SubprocessScriptLauncher)
+        launcher = self.trainer.strategy.launcher
+        return (
+            isinstance(launcher, _SubprocessScriptLauncher)
+            and not launcher.cluster_environment.creates_processes_externally
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -118,8 +127,8 @@ class Work:
             }
         try:
             module = make(**parts)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"module: {node['_target_']}: {error}") from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"module: {node['_target_']}: {_first(error)}") from error
         if not isinstance(module, LightningModule):
             raise UserError(f"module: {node['_target_']} is no LightningModule")
         return module
@@ -127,14 +136,17 @@ class Work:
     def _load_module(self) -> LightningModule:
         target = self.config["module"]["_target_"]
         cls = build({"_target_": target, "_partial_": True}, at="module").func
-        return _loaded(
-            partial(cls.load_from_checkpoint, self.config["ckpt"], map_location="cpu"),
-            self.config["ckpt"],
-        )
+        load = partial(cls.load_from_checkpoint, map_location="cpu", weights_only=True)
+        ckpt = self.config["ckpt"]
+        wrong = (AttributeError, LookupError, TypeError, ValueError)
+        return _loaded(partial(load, ckpt), ckpt, wrong)
 
     def _make_trainer(self) -> Trainer:
         config = self.config
         arguments = dict(config.get("trainer") or {})
+        timeout = arguments.pop("timeout_seconds", None)
+        if timeout is not None and (type(timeout) not in (int, float) or timeout <= 0):
+            raise UserError(f"trainer.timeout_seconds: expected seconds above 0, got {timeout!r}")
         limit = arguments.pop("limit_batches", None)
         if limit is not None:
             arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
@@ -142,17 +154,12 @@ class Work:
         if config["run"] != "train":
             named = {k: v for k, v in named.items() if not _only_for_training(v)}
         if config["run"] == "predict":
-            # One process and one progress bar: the rest of them has figures to write.
-            arguments.update(devices=1, strategy="auto", num_nodes=1)
+            # One progress bar: the rest of them has figures to write.
             named = {k: v for k, v in named.items() if k in ("progress", "ema", "safe")}
-        callbacks = [build(n, at=f"callbacks.{k}") for k, n in named.items() if n]
-        loggers = [
-            build(n, at=f"logger.{k}")
-            for k, n in (config.get("logger") or {}).items()
-            if n and config["run"] != "predict"
-        ]
+        callbacks = _built(Callback, "callbacks", named)
+        loggers = _built(Logger, "logger", config["logger"] if config["run"] != "predict" else {})
         try:
-            return Trainer(
+            trainer = Trainer(
                 **arguments,
                 callbacks=callbacks,
                 logger=loggers or False,
@@ -160,10 +167,15 @@ class Work:
                 default_root_dir=str(self.folder),
                 enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
                 enable_progress_bar="progress" in named and bool(named["progress"]),
-                use_distributed_sampler=False,  # the data modules shard, so that nothing is doubled
             )
-        except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # Lightning's of all kinds, all about these arguments
             raise UserError(f"trainer: {_first(error)}") from error
+        if timeout is not None and hasattr(trainer.strategy, "_timeout"):
+            trainer.strategy._timeout = timedelta(seconds=timeout)
+        # Lightning's answer to SIGTERM is a broadcast inside the handler and exit code 0; ours
+        # are the callback SaveOnSignal in fit, and launch/signals.py.
+        trainer._signal_connector.register_signal_handlers = raise_received  # type: ignore[method-assign]
+        return trainer
 
     def _compile(self) -> None:
         mode = self.config["compile"]
@@ -186,10 +198,16 @@ class Work:
             raise
         except MisconfigurationException as error:
             raise UserError(f"trainer: {_first(error)}") from error
+        except RuntimeError as error:
+            if not str(error).startswith("Early stopping conditioned on metric"):
+                raise
+            raise UserError(f"callbacks: {_first(error)}") from error
 
     def _train(self) -> None:
         trainer = self.trainer
-        trainer.fit(self.module, datamodule=self.data, ckpt_path=self._start(), weights_only=True)
+        for error in self.broken:
+            rank_zero_warn(f"{error}; going on from {self.start}")
+        trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start, weights_only=True)
         if trainer.interrupted:
             raise KeyboardInterrupt
         figures = self._figures()
@@ -208,14 +226,14 @@ class Work:
             figures.update(self._figures())
         self._save(figures)
 
-    def _start(self) -> Path | None:
-        """The checkpoint to go on from: the newest that is intact. None at the beginning."""
+    def _newest_checkpoint(self) -> tuple[Path | None, list[checkpoints.CheckpointError]]:
+        """The newest checkpoint that is intact, and what is wrong with those newer than it."""
+        if self.config["run"] != "train":
+            return None, []
         start, broken = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
         if broken and start is None:
             raise broken[0]
-        for error in broken:
-            rank_zero_warn(f"{error}\n  going on from {start} instead")
-        return start
+        return start, broken
 
     def _test(self) -> None:
         # A module loaded on its own has its weights already.
@@ -245,10 +263,12 @@ class Work:
             ),
             self.config["ckpt"],
         )
-        count = save_predictions(self.folder, batches or [])
-        if not count:
+        rows = gathered(rows_of(batches or []), self.trainer)
+        if not rows:
             raise UserError(f"images: nothing in {self.config['images']} could be predicted")
-        self._save({"predictions": count})
+        if self.trainer.is_global_zero:
+            save_predictions(self.folder, rows)
+        self._save({"predictions": len(rows)})
 
     def _has_test(self) -> bool:
         cls = type(self.module)
@@ -272,24 +292,35 @@ class Work:
         save_results(self.folder, {**before, **figures, "seconds": seconds})
 
 
+def _built(kind: type, at: str, nodes: Mapping[str, Any] | None) -> list[Any]:
+    """The objects of a collection, each of the kind that belongs there."""
+    built = []
+    for name, node in (nodes or {}).items():
+        if node:
+            thing = build(node, at=f"{at}.{name}")
+            if not isinstance(thing, kind):
+                raise UserError(f"{at}.{name}: {node['_target_']} is no {kind.__name__}")
+            built.append(thing)
+    return built
+
+
 def _only_for_training(node: Mapping[str, Any] | None) -> bool:
     target = str((node or {}).get("_target_", ""))
     return target.rpartition(".")[2] in _TRAINING_ONLY
 
 
-def _loaded(load: Any, ckpt: str) -> Any:
-    """Call what reads a checkpoint; one that doesn't fit or holds code is the user's to know."""
+def _loaded(load: Any, ckpt: str, wrong: tuple[type[Exception], ...] = (KeyError,)) -> Any:
+    """Call what loads a checkpoint; one that doesn't fit is the user's to know."""
     try:
         return load()
-    except UnpicklingError as error:
-        raise UserError(f"ckpt: {ckpt} is no checkpoint: {_first(error)}") from error
-    except KeyError as error:
-        raise UserError(f"ckpt: {ckpt} is no checkpoint of this task: {error!r}") from error
     except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        if "loading state_dict" not in lines[0]:
+        if "loading state_dict" not in str(error):
             raise
-        raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[1][:300]}") from error
+        lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
+        raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
+    except wrong as error:
+        problem = f"{type(error).__name__}: {_first(error)[:300]}"
+        raise UserError(f"ckpt: {ckpt} is no checkpoint of this task: {problem}") from error
 
 
 def _first(error: Exception) -> str:

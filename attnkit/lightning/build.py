@@ -1,61 +1,26 @@
 """Objects from configuration: Hydra's `_target_` nodes with an allow-list, and without Hydra.
 
 Hydra's own `instantiate` calls whatever a file names (`torch.load`, `builtins.open`, …). Here the
-package is checked before anything is imported, and what the name leads to is checked before it is
-called.
+name is checked before anything is imported, what it leads to before that is called, and what it is
+called with. The tables are in allowlist.py.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from importlib import import_module
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from attnkit.lightning.errors import UserError
+from attnkit.lightning import allowlist
+from attnkit.lightning.allowlist import FUNCTIONS, KINDS, PACKAGES
+from attnkit.lightning.errors import RunError, UserError
 
-PACKAGES = (
-    "attnkit",
-    "lightning",
-    "timm",
-    "torch",
-    "torch_geometric",
-    "torchmetrics",
-    "torchvision",
-)
-
-# Only subclasses of these are built from the packages above. LightningModule, torchmetrics' Metric
-# and torchvision's v2 transforms are `torch.nn.Module`s.
-KINDS = (
-    "torch.nn.Module",
-    "torch.optim.Optimizer",
-    "torch.optim.lr_scheduler.LRScheduler",
-    "lightning.Callback",
-    "lightning.LightningDataModule",
-    "lightning.Trainer",
-    "lightning.pytorch.loggers.Logger",
-    "lightning.pytorch.plugins.CheckpointIO",
-    "lightning.pytorch.plugins.ClusterEnvironment",
-    "lightning.pytorch.plugins.LayerSync",
-    "lightning.pytorch.plugins.Precision",
-    "lightning.pytorch.strategies.Strategy",
-)
-
-# Functions that return such objects.
-FUNCTIONS = (
-    "attnkit.lightning.warmup_cosine",
-    "attnkit.ViT.from_size",
-    "timm.create_model",
-    "torchvision.models.get_model",
-)
-
-_DOTTED = re.compile(r"\w+(\.(?!__)[A-Za-z_]\w*)+")
 _allowed: ContextVar[tuple[str, ...]] = ContextVar("attnkit_allowed_packages", default=())
 
 
@@ -80,8 +45,9 @@ def build(node: Any, *, allow: Sequence[str] = (), at: str = "", **kwargs: Any) 
     a `functools.partial` of it and with `_args_` positional arguments, as in Hydra. Mappings and
     lists are walked; plain values and objects are returned as they are.
 
-    Allowed are subclasses of `KINDS` and the `FUNCTIONS` from `PACKAGES`, and anything that is
-    defined in a package of `allow` (or of `allowing`), which only the user may name.
+    Allowed are subclasses of `KINDS` that are written in `HOMES`, and the `FUNCTIONS` (see
+    allowlist.py), and anything that is written in a package of `allow` (or of `allowing`), which
+    only the user may name. A string is never looked up as a function.
 
     Args:
         node: plain values, mappings and lists, as read from YAML.
@@ -90,8 +56,9 @@ def build(node: Any, *, allow: Sequence[str] = (), at: str = "", **kwargs: Any) 
         kwargs: arguments of the outermost target, over those of the node.
 
     Raises:
-        UserError: with the key path and the target, for a refused or missing target and for a
-            TypeError or ValueError of its constructor (chained).
+        UserError: with the key path and the target, for a refused or missing target and for an
+            error of its constructor (chained). Of the user's own classes, only TypeError,
+            ValueError and RuntimeError are taken to be about the arguments.
     """
     trusted = (*allow, *_allowed.get())
     if kwargs:
@@ -122,64 +89,87 @@ def _call(arguments: dict[str, Any], trusted: tuple[str, ...], at: str) -> Any:
     for key in arguments:
         if str(key).startswith("_") and str(key).endswith("_"):
             raise UserError(f"{at}.{key}: not known; known are _target_, _partial_ and _args_")
+    if not isinstance(positional, (list, tuple)):
+        raise UserError(f"{at}._args_: expected a list, got {type(positional).__name__}")
     called = find(target, trusted, where)
+    foreign = called.__module__.partition(".")[0] in PACKAGES
+    if foreign and (problem := _refused_argument(called, positional, arguments)):
+        raise UserError(f"{at or 'config'}: {target}: {problem}")
     if partial:
         return functools.partial(called, *positional, **arguments)
     try:
         return called(*positional, **arguments)
-    except (TypeError, ValueError) as error:
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        if not foreign and not isinstance(error, (TypeError, ValueError, RuntimeError)):
+            raise
         raise UserError(f"{at or 'config'}: {target}: {_first_line(error)}") from error
 
 
 def find(target: Any, trusted: Sequence[str] = (), where: str = "_target_") -> Any:
     """The class or function a `_target_` names, if it may be called; else a `UserError`."""
-    if not isinstance(target, str) or not _DOTTED.fullmatch(target):
-        raise UserError(f"{where}: expected a dotted name such as attnkit.ViT, got {target!r}")
-    package = target.partition(".")[0]
-    packages = (*PACKAGES, *trusted)
-    if package not in packages:
-        raise UserError(
-            f"{where}: {target} is outside the allowed packages ({', '.join(packages)})\n"
-            f"if {package} is yours, allow it: allow=[{package}] on the command line, "
-            f"`with attnkit.lightning.allowing({package!r})` in Python"
-        )
-    found = _walk(target, packages, where)
+    trusted = allowlist.own(trusted)
+    if problem := allowlist.objection(target, trusted):
+        raise UserError(f"{where}: {problem}")
+    found = _walk(target, trusted, where)
     if not callable(found):
         raise UserError(f"{where}: {target} is a {type(found).__name__}, expected a class")
-    home = str(getattr(found, "__module__", None)).partition(".")[0]
-    if home in trusted or (home in packages and (_is_kind(found) or _is_listed(found, package))):
+    home = str(getattr(found, "__module__", None))
+    if home.partition(".")[0] in trusted or _is_listed(found):
+        return found
+    if inspect.isclass(found) and allowlist.is_home(home) and issubclass(found, _kinds()):
+        if allowlist.runs_code(found):
+            raise UserError(
+                f"{where}: {target} may not be built from a configuration: "
+                "it makes code of what it is given"
+            )
         return found
     raise UserError(
         f"{where}: {target} may not be built from a configuration; may be: a module, optimizer,\n"
-        "scheduler, callback, logger, data module, metric or transform class, or one of\n"
-        f"{', '.join(FUNCTIONS)}"
+        "  scheduler, callback, logger, data module, metric or transform class, or one of\n"
+        f"  {', '.join(FUNCTIONS)}"
     )
 
 
-def _walk(target: str, packages: tuple[str, ...], where: str) -> Any:
-    """Follow the dotted name, importing submodules, but never leaving the allowed packages."""
-    found: Any = None
-    name = ""
-    for part in target.split("."):
-        name = f"{name}.{part}" if name else part
+def _walk(target: str, trusted: tuple[str, ...], where: str) -> Any:
+    """Follow the dotted name, importing submodules, but never leaving the allowed places."""
+    package, *parts = target.split(".")
+    found = _imported(package, target, where, None)
+    name = package
+    for part in parts:
+        name = f"{name}.{part}"
         at = name if name == target else f"{target}: {name}"
-        try:
-            if found is None or (isinstance(found, ModuleType) and not hasattr(found, part)):
-                module = import_module(name)
-            found = module if found is None else getattr(found, part)
-        except ModuleNotFoundError as error:
-            if error.name and error.name != name and not name.startswith(f"{error.name}."):
-                raise UserError(f"{where}: {at} needs {error.name}: not installed") from error
-            raise UserError(f"{where}: {at} does not exist{_nearest(part, found)}") from None
-        except AttributeError:
-            raise UserError(f"{where}: {at} does not exist{_nearest(part, found)}") from None
-        if isinstance(found, ModuleType) and found.__name__.partition(".")[0] not in packages:
-            raise UserError(f"{where}: {at} leads out of the allowed packages")
+        if isinstance(found, ModuleType):
+            # Not getattr: a module's own __getattr__ may import what was not allowed.
+            lazy = found.__name__.partition(".")[0] in ("attnkit", *trusted)
+            if part not in vars(found) and not (lazy and hasattr(found, part)):
+                found = _imported(name, at, where, found)
+                continue
+            found = getattr(found, part)
+            if isinstance(found, ModuleType) and not _may_enter(found.__name__, trusted):
+                raise UserError(f"{where}: {at} leads out of the allowed packages")
+        elif inspect.isclass(found) and hasattr(found, part):
+            found = getattr(found, part)
+        else:
+            raise UserError(f"{where}: {at} does not exist{_nearest(part, found)}")
     return found
 
 
-def _is_kind(found: Any) -> bool:
-    return inspect.isclass(found) and issubclass(found, _kinds())
+def _imported(name: str, at: str, where: str, parent: ModuleType | None) -> ModuleType:
+    part = name.rpartition(".")[2]
+    if name.count(".") and not hasattr(parent, "__path__"):
+        raise UserError(f"{where}: {at} does not exist{_nearest(part, parent)}")
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and error.name != name and not name.startswith(f"{error.name}."):
+            raise UserError(f"{where}: {at} needs {error.name}: not installed") from error
+        raise UserError(f"{where}: {at} does not exist{_nearest(part, parent)}") from None
+
+
+def _may_enter(module: str, trusted: tuple[str, ...]) -> bool:
+    return module.partition(".")[0] in trusted or allowlist.is_place(module)
 
 
 @functools.cache
@@ -191,10 +181,25 @@ def _kinds() -> tuple[type, ...]:
     return tuple(kinds)
 
 
-def _is_listed(found: Any, package: str) -> bool:
+def _is_listed(found: Any) -> bool:
     # By what the name leads to, not by the name: a function may have several public ones.
+    if not isinstance(found, (FunctionType, MethodType)):
+        return False
+    package = found.__module__.partition(".")[0]
     names = (name for name in FUNCTIONS if name.partition(".")[0] == package)
-    return not inspect.isclass(found) and any(found == _walk(n, PACKAGES, n) for n in names)
+    return any(found == _walk(name, (), name) for name in names)
+
+
+def _refused_argument(
+    called: Any, positional: Sequence[Any], arguments: Mapping[str, Any]
+) -> str | None:
+    try:
+        bound = inspect.signature(called).bind_partial(*positional, **arguments)
+    except (TypeError, ValueError):  # the call itself will say so
+        given = dict(arguments)
+    else:
+        given = {**bound.arguments, **bound.kwargs}
+    return allowlist.refused_argument(called.__name__, given)
 
 
 def _is_target(node: Any) -> bool:
@@ -207,4 +212,6 @@ def _nearest(name: str, within: Any) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    first = (str(error).splitlines() or [""])[0][:300]
+    telling = isinstance(error, (TypeError, ValueError)) and first
+    return first if telling else f"{type(error).__name__}: {first}".rstrip(": ")

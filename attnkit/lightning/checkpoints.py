@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from attnkit.lightning.errors import RunError, UserError
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import refuse_url, replacing
 
 _LABEL = b"attnkit sha256 "
 _COMMENT = len(_LABEL) + 64
@@ -66,10 +67,17 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
 def load(
     path: str | os.PathLike[str],
     map_location: Callable[..., Any] | torch.device | str | dict[str, str] | None = "cpu",
+    *,
+    mmap: bool = False,
 ) -> dict[str, Any]:
     """Read a checkpoint after proving that it is intact; only tensors and plain data are read.
 
     One that attnkit wrote must have its digest. Others must be torch archives whose checksums hold.
+
+    Args:
+        path: a local file.
+        map_location: as `torch.load`'s.
+        mmap: leave the tensors on the disk until they are used.
 
     Raises:
         CheckpointError: names the file and what is wrong with it.
@@ -78,7 +86,8 @@ def load(
         try:
             digest = _check(file)
             file.seek(0)
-            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
+            source: Any = os.fspath(path) if mmap else file
+            checkpoint = torch.load(source, map_location, weights_only=True, mmap=mmap)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
         except Exception as error:  # torch, zipfile and pickle raise about anything
@@ -87,16 +96,13 @@ def load(
         raise CheckpointError(f"{path}: not a checkpoint: it has no state_dict")
     if _MARK in checkpoint and digest is None:
         raise CheckpointError(f"{path}: no intact checkpoint: its digest is missing")
+    for key in ("hyper_parameters", "hparams", "module_arguments"):  # the last two: before 1.0
+        given = checkpoint.get(key) or {}
+        if not isinstance(given, dict):
+            raise CheckpointError(f"{path}: {key}: expected a mapping, got {type(given).__name__}")
+        if "_instantiator" in given:
+            raise CheckpointError(f"{path}: {key}: _instantiator: only its class builds a module")
     return checkpoint
-
-
-def verify(path: str | os.PathLike[str]) -> None:
-    """CheckpointError if the file is not intact; as `load`, without reading the tensors."""
-    with _opened(path) as file:
-        try:
-            _check(file)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
 
 
 def newest_intact(folder: str | os.PathLike[str]) -> tuple[Path | None, list[CheckpointError]]:
@@ -105,7 +111,7 @@ def newest_intact(folder: str | os.PathLike[str]) -> tuple[Path | None, list[Che
     paths = Path(folder).glob("*.ckpt")
     for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns, reverse=True):
         try:
-            verify(path)
+            load(path, mmap=True)
             return path, broken
         except CheckpointError as error:
             broken.append(error)
@@ -209,8 +215,10 @@ def _moved(value: Any, old: str, new: str) -> Any:
 
 
 def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    if "://" in os.fspath(path):
-        raise CheckpointError(f"{path}: a URL; download the checkpoint first")
+    try:
+        refuse_url(path, "checkpoint")
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
     try:
         return open(path, "rb")
     except OSError as error:
@@ -272,5 +280,8 @@ def _objects(unsafe: list[str]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0][:200]
+    text = str(error)
+    if found := re.search(r"Unsupported \w+:? *[^\n]*?(?= was not an allowed|\. |\n|$)", text):
+        return f"it holds more than tensors and plain data ({found[0][:200]})"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0].partition(". ")[0][:200]

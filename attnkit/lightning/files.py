@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from attnkit.lightning.errors import UserError
+
+_URL = re.compile(r"[A-Za-z][\w+.-]+::?//?|[\w+.-]+::", re.ASCII)  # also fsspec's zip::https://…
 
 
 @contextmanager
@@ -56,6 +61,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     finally:
         os.close(folder)
         beside.unlink(missing_ok=True)
+
+
+def refuse_url(path: Any, what: str) -> None:
+    """A `UserError` for what is no local path: others could change it between two looks at it."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    if _URL.match(str(text)):
+        raise UserError(f"{what}: {text} is a URL, expected a local path; download it first")
 
 
 def _without_name(folder: Path) -> IO[bytes] | None:

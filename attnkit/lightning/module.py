@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from attnkit.lightning.build import build
-from attnkit.lightning.checkpoints import CheckpointError, verify
+from attnkit.lightning.checkpoints import load
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.optim import parameter_groups, warmup_cosine
 
@@ -91,24 +91,33 @@ class TaskModule(LightningModule):
     ) -> Any:
         """Lightning's `load_from_checkpoint`, of an intact file; weights only unless told not to.
 
+        Nothing in the file is run, and what its hyper-parameters name is checked as in any
+        configuration.
+
         Raises:
-            CheckpointError: the file is not there, not intact or holds code.
-            UserError: names the arguments that were objects in training and must be passed again.
+            CheckpointError: the file is a URL, not there, not intact, or holds code.
+            UserError: it names what may not be built, or the arguments that were objects in
+                training and must be passed again.
         """
-        verify(checkpoint_path)
+        if weights_only is False:
+            raise UserError("weights_only=False would run code that the file holds")
+        name = "the checkpoint"
+        if not isinstance(checkpoint_path, (io.IOBase, io.BytesIO)):
+            name = os.fspath(checkpoint_path)
+            load(name, mmap=True)
         try:
             return super().load_from_checkpoint(
-                checkpoint_path, weights_only=weights_only, **kwargs
+                checkpoint_path, weights_only=weights_only, **{"_instantiator": None, **kwargs}
             )
-        except UnpicklingError as error:
-            raise CheckpointError(f"{checkpoint_path}: {str(error).splitlines()[0]}") from error
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
         except TypeError as error:
             missing = re.findall(r"'(\w+)'", str(error)) if "missing" in str(error) else []
             if not missing:
                 raise
             again = ", ".join(f"{name}=…" for name in missing)
             raise UserError(
-                f"{os.fspath(checkpoint_path)} does not hold {', '.join(missing)}: "
+                f"{name} does not hold {', '.join(missing)}: "
                 f"given as an object in training, not as a configuration\n"
                 f"pass it again: {cls.__name__}.load_from_checkpoint(path, {again})"
             ) from error
@@ -150,7 +159,10 @@ class TaskModule(LightningModule):
         parameters = inspect.signature(make).parameters
         bound = getattr(make, "keywords", {})
         if "total_steps" in parameters and bound.get("total_steps") is None:
-            total_steps = self.trainer.estimated_stepping_batches
+            try:
+                total_steps = self.trainer.estimated_stepping_batches
+            except ValueError as error:
+                raise UserError(f"trainer: {str(error).partition('. ')[0]}") from error
             if math.isinf(total_steps):
                 raise UserError(
                     "scheduler: it needs the number of steps; set trainer.max_epochs or max_steps"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,12 +16,15 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import distributed as dist
+from torch.utils.data import get_worker_info
 
 from attnkit.lightning.errors import StoppedBySignal
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
+# `timeout` and batch systems signal a process and its group, which makes two of one.
+ECHO = 1.0  # seconds
 
 
 class SaveOnSignal(Checkpoint):
@@ -26,7 +32,7 @@ class SaveOnSignal(Checkpoint):
 
     At the end of the optimizer step that is under way; where validation comes next or is running,
     after it, with the checkpoint of the step before saved already. It then raises
-    `StoppedBySignal`, which carries the exit code. A second signal stops at once.
+    `StoppedBySignal`, which carries the exit code. A second signal, a second later, stops at once.
 
     With several processes it is enough that one of them is told: they agree after every step.
 
@@ -38,13 +44,16 @@ class SaveOnSignal(Checkpoint):
         self.path = Path(path)
         self._received = 0
         self._agreed = 0
+        self._when = 0.0
         self._training = False
         self._process = 0
+        self._speaks = True
         self._before: dict[int, Any] = {}
         self._installed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
+            self._speaks = trainer.is_global_zero
             self._received = self._agreed = 0
             self._install()
 
@@ -73,7 +82,10 @@ class SaveOnSignal(Checkpoint):
             self._stop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._agreed:
+        saved = self._agreed
+        if self._is_told(trainer):
+            if not saved:
+                trainer.save_checkpoint(self.path)
             self._stop()
         self._restore()
 
@@ -89,24 +101,29 @@ class SaveOnSignal(Checkpoint):
             before = {signum: signal.signal(signum, self._receive) for signum in SIGNALS}
             if not self._installed:
                 self._before = before
+                atexit.register(_end_workers)
             self._installed = True
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a data worker, forked with this handler
-            if signum != signal.SIGINT:  # Ctrl-C is meant for all, and they are still needed
+        if os.getpid() != self._process:  # forked with this handler
+            if get_worker_info() is None:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
-            return
+            return  # a terminal tells everyone, and the last step needs the workers
         if not self._installed:  # Lightning, when it ends, puts back what it found
             signal.signal(signum, self._before[signum] or signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
+        now = time.monotonic()
+        if self._received and now - self._when < ECHO:
+            return
         if self._received or not self._training:
             self._restore()
             raise StoppedBySignal(signum)
-        self._received = signum
+        self._received, self._when = signum, now
         # not print: the signal may have come in the middle of one
-        os.write(2, f"\n{signal.Signals(signum).name}: stopping after this step\n".encode())
+        if self._speaks:
+            os.write(2, f"\n{signal.Signals(signum).name}: stopping after this step\n".encode())
 
     def _is_told(self, trainer: Trainer) -> bool:
         """Whether any process has been; the same answer in all of them."""
@@ -127,3 +144,24 @@ class SaveOnSignal(Checkpoint):
             for signum, handler in self._before.items():
                 signal.signal(signum, handler or signal.SIG_DFL)
         self._installed = self._training = False
+
+
+def outlast_signals(worker: int) -> None:
+    """A `worker_init_fn`: a `DataLoader`'s workers leave signals to the process they work for.
+
+    Batch systems send SIGTERM to all processes of a job. Without this the workers end at once, and
+    torch breaks off the step that was to be finished.
+    """
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """Data workers, before Python waits for them at its end.
+
+    SIGTERM does not end those that outlast it, nor one that was forked while another thread held
+    Python's list of threads, and hangs before it can run any handler (CPython 3.11, with gloo).
+    """
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()

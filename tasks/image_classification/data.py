@@ -19,6 +19,7 @@ from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.sampler import ResumableSampler
+from attnkit.lightning.signals import outlast_signals
 from attnkit.tasks.image_classification.augment import Augment
 from attnkit.tasks.image_classification.decode import to_channels
 from attnkit.tasks.image_classification.sets import (
@@ -250,6 +251,7 @@ class ImageDataModule(LightningDataModule, ABC):
             persistent_workers=workers > 0,
             drop_last=drop_last,
             generator=torch.Generator().manual_seed(self.seed),
+            worker_init_fn=outlast_signals,
         )
 
     def _workers(self, images: ImageSet) -> int:

@@ -63,7 +63,7 @@ def find_splits(root: str | Path) -> tuple[dict[str, Files], list[str]]:
         _check_counts(split, folder, files, class_names)
     if skipped:
         kinds = ", ".join(f"{count} × {suffix}" for suffix, count in sorted(skipped.items()))
-        say(f"{root}: files without an image suffix are ignored: {kinds}")
+        say_once(f"{root}: files without an image suffix are ignored: {kinds}")
     return splits, class_names
 
 
@@ -105,9 +105,9 @@ def report_failures(
         return
     named = [f"{path} ({reason})" for path, reason in failures.items()]
     if skip_corrupt or not (given or len(failures) > 0.01 * total):
-        say(f"{split}: {len(failures)} of {total} files cannot be decoded and are left out:")
+        say_once(f"{split}: {len(failures)} of {total} files cannot be decoded and are left out:")
         for line in _shortened(named, _MAX_NAMED):
-            say(f"  {line}")
+            say_once(f"  {line}")
         return
     limit = f"none may be in a given {split} folder" if given else "more than 1 %"
     raise UserError(
@@ -117,10 +117,12 @@ def report_failures(
     )
 
 
-@rank_zero_only
 def say(line: str) -> None:
-    """One line on the screen, from the first process only."""
+    """One line on the screen."""
     Console(stderr=True, soft_wrap=True).print(escape(line), highlight=False)
+
+
+say_once = rank_zero_only(say)  # where all processes look at the same files
 
 
 def _split_folders(root: Path) -> dict[str, Path]:
@@ -175,7 +177,7 @@ def _check_counts(split: str, folder: Path, files: Files, class_names: Sequence[
             f"{', '.join(_shortened(empty, 5))}"
         )
     if empty:
-        say(f"{split}: no images of {', '.join(_shortened(empty, 5))}")
+        say_once(f"{split}: no images of {', '.join(_shortened(empty, 5))}")
 
 
 def _subfolders(folder: Path) -> list[str]:

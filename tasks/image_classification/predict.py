@@ -81,6 +81,8 @@ class PredictData(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        # There may be fewer images than processes.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
         self.images = Path(images).expanduser().absolute()
         if not self.images.exists():
             raise ValueError(f"images: no such file or folder: {images}")

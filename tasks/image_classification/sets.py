@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from attnkit.lightning.errors import RunError
 from attnkit.tasks.image_classification.decode import (
     UndecodableImageError,
     pixel_sums,
@@ -130,7 +131,7 @@ class FileImages(ImageSet):
         try:
             return read_image(self.paths[row], self.size)
         except UndecodableImageError as error:
-            raise RuntimeError(f"{self.paths[row]} changed while in use: {error}") from error
+            raise RunError(f"{self.paths[row]} changed while in use: {error}") from error
 
     def select(self, rows: Tensor) -> FileImages:
         paths = [self.paths[row] for row in rows.tolist()]
@@ -141,16 +142,18 @@ class FileImages(ImageSet):
 
 
 class UnpaddedSampler(DistributedSampler):
-    """Every image exactly once over all processes, in order: rank r reads r, r + world, …
+    """Every image exactly once over all processes: rank r reads the r-th part, in order.
 
     torch's own repeats images until every process has the same number, which counts some twice in
     the metrics. Here the numbers may differ by one, so nothing may be synchronised per batch; the
-    metrics are at the end of an epoch.
+    metrics are at the end of an epoch, and what was predicted is joined in the order of the ranks.
     """
 
     def __init__(self, dataset: Dataset, num_replicas: int, rank: int) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle=False)
-        self.numbers = range(rank, len(dataset), num_replicas)  # type: ignore[arg-type]
+        count: int = len(dataset)  # type: ignore[arg-type]
+        start, stop = (-(-count * r // num_replicas) for r in (rank, rank + 1))
+        self.numbers = range(start, stop)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.numbers)

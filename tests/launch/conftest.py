@@ -1,7 +1,13 @@
-"""A user's own folder, and the command line run in this process."""
+"""A user's own folder, and the command line run in this process or in one of its own."""
 
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,3 +155,77 @@ def attnkit(capfd):
 def mine(attnkit, hers):
     """Run her task."""
     return lambda *argv: attnkit("--config-dir", hers, "task=mine", *argv)
+
+
+@pytest.fixture(scope="session")
+def unruly(tmp_path_factory) -> tuple[str, ...]:
+    """Arguments of a task that goes wrong on demand: the module is tests/launch/mischief.py."""
+    folder = tmp_path_factory.mktemp("unruly")
+    (folder / "task").mkdir()
+    (folder / "task" / "unruly.yaml").write_text(
+        "# @package _global_\ntask: unruly\nmodule: {_target_: mischief.Model}\n"
+        "data: {_target_: mischief.Data}\ncallbacks: {curves: null}\n"
+    )
+    shutil.copy(Path(__file__).with_name("mischief.py"), folder)
+    return ("--config-dir", str(folder), "task=unruly")
+
+
+class Command:
+    """A command line in a process of its own; nothing of it is left when the test is over."""
+
+    def __init__(self, argv: tuple[object, ...], launch: tuple[str, ...], **environment: str):
+        self.process = subprocess.Popen(
+            [*launch, "-m", "attnkit", *map(str, argv)],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def when(self, ready: Callable[[], object]) -> "Command":
+        """Wait until something is so."""
+        last = time.monotonic() + 120
+        while not ready():
+            assert time.monotonic() < last, "it never came to that"
+            assert self.process.poll() is None, self.done().out
+            time.sleep(0.05)
+        return self
+
+    def send(self, signum: int) -> "Command":
+        self.process.send_signal(signum)
+        return self
+
+    def done(self) -> Done:
+        out, _ = self.process.communicate(timeout=120)
+        return Done(self.process.returncode, out, out)
+
+
+def processes(mark: object) -> dict[int, str]:
+    """The processes that have this in their command line or environment, by their number."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_text().replace("\0", " ")
+            own = str(mark) in command + (folder / "environ").read_text()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if own and state != "Z" and int(folder.name) != os.getpid():
+            found[int(folder.name)] = command
+    return found
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a command line in a process of its own."""
+    mark = f"ATTNKIT_TEST={tmp_path}"
+
+    def run(*argv: object, launch: tuple[str, ...] = (sys.executable,), **environment: str):
+        name, _, value = mark.partition("=")
+        return Command(argv, launch, **{name: value}, **environment)
+
+    run.left = lambda: processes(mark)
+    yield run
+    for number in processes(mark):
+        os.kill(number, signal.SIGKILL)

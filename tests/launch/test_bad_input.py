@@ -74,6 +74,26 @@ SHIPPED = [
     ("-m model.depth=2,x", "model.depth: expected int, got 'x' (str)"),
     ("-m run_dir=a,b", "run_dir=a,b: one for all trials"),
     ("--mutlirun", "did you mean --multirun?"),
+    # no choice, no number, too many
+    ("callbacks=3", "callbacks=3: expected a choice or a mapping"),
+    ("model=null", "model=null: expected a choice or a mapping"),
+    ("task=null", "task=null: expected a choice or a mapping"),
+    ("seeds=1000000000", "seeds: expected at most 1000 runs"),
+    ("seed=4294967296", "seed: expected 0 to 4294967295"),
+    ("seed=1e3", "seed: expected int, got 1000.0 (float)"),
+    ("data.batch_size=100000000000000000000", "data.batch_size: expected int"),
+    ("optimizer.lr=inf", "optimizer.lr: expected a finite number, got inf"),
+    ("trainer.max_epochs=0", "trainer.max_epochs: expected at least 1"),
+    ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches: expected at least 1"),
+    ("trainer.check_val_every_n_epoch=0", "check_val_every_n_epoch: expected at least 1, got 0"),
+    ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val: expected at least 0, got -1"),
+    ("callbacks.curves.path=3", "callbacks.curves.path: expected str | os.PathLike[str] | None"),
+    ("callbacks.checkpoint=3", "callbacks.checkpoint: expected a mapping with _target_, got 3"),
+    ("trainer.callbacks=[]", "trainer.callbacks: set elsewhere: callbacks.<name>"),
+    ("run_dir=", "run_dir=: expected a folder"),
+    ("resume={folder} seeds=2", "seeds=2: not together with resume"),
+    ("resume={folder} seed=2", "seed=2: not together with resume"),
+    ("resume={folder} run=test", "run=test: not together with resume"),
 ]
 
 
@@ -112,6 +132,38 @@ FILES = {
     "argument of the data": ("data:\n  smples: 3", "did you mean samples?", "wrong.yaml:5"),
     "allow in a file": ("allow: [os]", "allow: given by a file", ""),
     "callback without target": ("callbacks: {mine: {x: 1}}", "callbacks.mine: expected a", ":4"),
+    "circle": ("vars: {a: '${vars.b}', b: '${vars.a}'}", "Recursive interpolation", "wrong.yaml:4"),
+    "half an interpolation": ("vars: {a: '${'}", "wrong.yaml: ", ""),
+    "no such resolver": (
+        "vars: {a: '${foo:1}'}",
+        "vars.a: Unsupported interpolation type foo",
+        ":4",
+    ),
+    "huge": ("module: {width: 99999999999999999999999}", "module.width: expected int", ":4"),
+    "negative": ("module: {width: -3}", "module: mine_of_the_tests.Mine: ", ""),
+    "list for a number": ("module: {lr: [1]}", "module.lr: expected float, got [1] (list)", ":4"),
+    "list for a module": ("module: [1]", "wrong.yaml: Cannot merge", ""),
+    "number for a module": ("module: 3", "module: expected dict", "wrong.yaml:4"),
+    "word for a trainer": ("trainer: fast", "trainer: expected dict", "wrong.yaml:4"),
+    "no data": ("data: null", "data: missing", "wrong.yaml:4"),
+    "date": ("module: {width: 2024-01-01}", "got '2024-01-01' (str)", "wrong.yaml:4"),
+    "yes": ("module: {width: yes}", "module.width: expected int, got True (bool)", ":4"),
+    "no space": ("module: {width:3}", "did you mean width?", "wrong.yaml:4"),
+    "number as a key": ("module: {1: 2}", "module.1: mine_of_the_tests.Mine has no such", ":4"),
+    "number as a target": ("module: {_target_: 3}", "module._target_: expected a dotted", ":4"),
+    "null as a target": ("module: {_target_: null}", "module._target_: expected a dotted", ":4"),
+    "hydra's directive": ("module: {_convert_: all}", "module._convert_: ", "wrong.yaml:4"),
+    "two documents": ("---\ntask: x", "not valid YAML", "wrong.yaml:4:1"),
+    "indentation": ("module:\n  width: 3\n lr: 2", "not valid YAML", "wrong.yaml:6:2"),
+    "merge": ("module: {<<: [1]}", "not valid YAML: expected a mapping for merging", ":4:15"),
+    "nothing printed": ("vars: \x00", "wrong.yaml: not valid YAML", ""),
+    "too deep": (f"vars: {'[' * 300}{']' * 300}", "or too deep", "wrong.yaml"),
+    "environment": ("vars: {a: '${oc.env:NOT_SET}'}", "'NOT_SET' not found", "wrong.yaml:4"),
+    "defaults of itself": ("defaults: [wrong, _self_]", "lead back to themselves", "wrong.yaml"),
+    "defaults as a text": ("defaults: mine", "must be a list (got str)", "wrong.yaml"),
+    "defaults as a mapping": ("defaults: {data: digits}", "must be a list", "wrong.yaml"),
+    "number in defaults": ("defaults: [3]", "Unsupported type in defaults : int", "wrong.yaml"),
+    "group that is none": ("defaults: [/datta: digits]", "Could not find 'datta/digits'", "wrong"),
     "no such default": ("defaults: [/model: vitt]", "did you mean vit?", "wrong.yaml:4"),
 }
 
@@ -129,6 +181,25 @@ def test_wrong_file(attnkit, hers, tmp_path, case):
     done = attnkit("--config-dir", tmp_path, "task=wrong")
     _check(done, message)
     assert where in done.err
+    assert os.listdir(".") == []
+
+
+WHOLE = {
+    "empty": "",
+    "a comment": "# @package _global_\n",
+    "a list": "- a\n- b\n",
+    "a word": "hello",
+    "a number": "3",
+    "no package": "task: mine\nmodule: {_target_: mine_of_the_tests.Mine, width: 3}\n",
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_file_that_is_no_task(attnkit, tmp_path, case):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "wrong.yaml").write_text(WHOLE[case])
+    done = attnkit("--config-dir", tmp_path, "task=wrong")
+    _check(done, "task: a value is needed" if case == "a comment" else "wrong.yaml: ")
     assert os.listdir(".") == []
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -111,10 +112,75 @@ def test_ranks_of_a_sweep_train_once(attnkit):
     """Stock Lightning's rank 1 would run the whole sweep again, in a second folder."""
     done = attnkit(
         "-m", *SMALL[:2], "trainer=cpu_ddp", "trainer.max_epochs=1", "trainer.limit_batches=3",
-        "callbacks.curves=null", "optimizer.lr=1e-2", "run_dir=sweep",
+        "callbacks.curves=null", "optimizer.lr=1e-2,1e-3,1e-4", "run_dir=sweep",
     )  # fmt: skip
     assert done.code == 0, done.err
     assert [p.name for p in Path.cwd().iterdir()] == ["sweep"]
-    assert [p.name for p in Path("sweep").iterdir() if p.is_dir()] == ["0"]
-    rows = rows_of(Path("sweep/0/metrics.csv"))
-    assert sum(bool(row["val/loss"]) for row in rows) == 1
+    trials = sorted(p for p in Path("sweep").iterdir() if p.is_dir())
+    assert [p.name[0] for p in trials] == ["0", "1", "2"]
+    for trial in trials:
+        assert sum(bool(row["val/loss"]) for row in rows_of(trial / "metrics.csv")) == 1
+        assert json.loads((trial / "results.json").read_text())["steps"] == 3
+    assert len(rows_of(Path("sweep/table.csv"))) == 3
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_ranks_at_half_the_batch_are_one(attnkit, accumulate):
+    """The same images in every step, so the same loss curve and weights.
+
+    With SGD: AdamW divides the rounding error of a gradient that is zero (of key biases) by itself.
+    """
+    for name, batch in (("cpu", 16), ("cpu_ddp", 8)):
+        done = attnkit(
+            *SMALL[:2], f"trainer={name}", "trainer.max_epochs=3", "trainer.limit_train_batches=10",
+            f"trainer.accumulate_grad_batches={accumulate}", f"data.batch_size={batch}",
+            "data.augment=null", "optimizer=sgd", "callbacks.curves=null", f"run_dir={name}",
+        )  # fmt: skip
+        assert done.code == 0, done.err
+    curves = [
+        [row["train/loss"] for row in rows_of(Path(name, "metrics.csv")) if row["train/loss"]]
+        for name in ("cpu", "cpu_ddp")
+    ]
+    one, two = (list(map(float, curve)) for curve in curves)
+    assert len(one) == 3
+    assert one[0] > one[-1]
+    assert one == pytest.approx(two, rel=1e-5)
+    first, second = (
+        torch.load(Path(name) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for name in ("cpu", "cpu_ddp")
+    )
+    for name, weight in first.items():
+        torch.testing.assert_close(second[name], weight, rtol=1e-4, atol=1e-5)
+
+
+COUNTS = [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 7]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_two_ranks_predict_in_the_order_of_the_images(attnkit, trained, tmp_path, count):
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(count):
+        pixels = (load_digits().images[number] * 255 / 16).astype("uint8")
+        Image.fromarray(pixels).save(images / f"{number:02}.png")
+    if count == 7:  # one for each rank to leave out
+        (images / "00_broken.png").write_text("no image")
+        (images / "05_broken.png").write_text("no image")
+    for name in ("cpu", "cpu_ddp"):
+        done = attnkit(
+            "run=predict", f"ckpt={trained}", f"images={images}", f"trainer={name}",
+            "predict.batch_size=2", f"run_dir={name}",
+        )  # fmt: skip
+        assert done.code == 0, done.err
+    assert (done.out + done.err).count("_broken.png") == (2 if count == 7 else 0)
+    one, two = (Path(name, "predictions.csv").read_text() for name in ("cpu", "cpu_ddp"))
+    assert len(one.splitlines()) == count + 1
+    assert one == two
+
+
+def test_fsdp_needs_a_gpu(attnkit):
+    done = attnkit(*SMALL[:2], "trainer=fsdp", "trainer.accelerator=cpu")
+    assert done.code == 2
+    assert len(done.err.strip().splitlines()) == 1
+    assert done.err.startswith("attnkit: trainer: The strategy `fsdp` requires a GPU accelerator")
+    assert list(Path.cwd().iterdir()) == []

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from attnkit.lightning import EMA, SafeCheckpoints, SaveOnSignal, StoppedBySignal
 from attnkit.lightning.checkpoints import load
+from attnkit.lightning.signals import outlast_signals
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 
@@ -95,17 +98,25 @@ def test_around_validation_it_waits_for_the_end_of_the_epoch(
     assert counted["val"] == 1
 
 
-def test_after_the_last_epoch_it_stops_as_well(stopped, tmp_path):
-    trainer, _, error = stopped(Sending(signal.SIGTERM, "on_train_epoch_end", call=1))
+@pytest.mark.parametrize(("hook", "call"), [("on_train_epoch_end", 1), ("on_train_end", 0)])
+def test_after_the_last_epoch_it_stops_as_well(stopped, tmp_path, hook, call):
+    trainer, _, error = stopped(Sending(signal.SIGTERM, hook, call=call))
     assert trainer.global_step == 10
     assert error.code == 143
     assert load(tmp_path / "last.ckpt")["global_step"] == 10
 
 
-def test_a_second_signal_stops_at_once(stopped, tmp_path):
+def test_a_second_signal_stops_at_once(stopped, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnkit.lightning.signals.ECHO", 0.0)
     trainer, _, _ = stopped(Sending(signal.SIGTERM, "on_train_batch_start", call=2, times=2))
     assert trainer.global_step == 2
     assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_two_in_a_moment_are_one(stopped, tmp_path):
+    trainer, _, _ = stopped(Sending(signal.SIGTERM, "on_train_batch_start", call=2, times=2))
+    assert trainer.global_step == 3
+    assert load(tmp_path / "last.ckpt")["global_step"] == 3
 
 
 def test_the_average_is_put_back_and_saved(stopped, tmp_path):
@@ -116,19 +127,21 @@ def test_the_average_is_put_back_and_saved(stopped, tmp_path):
     assert not torch.equal(checkpoint["state_dict"]["head.weight"], module.head.weight)
 
 
-def test_ctrl_c_reaches_workers_too_and_they_go_on(small_net, digits, make_trainer, tmp_path):
-    """A terminal's Ctrl-C goes to every process, and the last step may still need batches."""
-    loader = DataLoader(digits, 11, num_workers=2, persistent_workers=True)
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_it_reaches_workers_too_and_they_go_on(small_net, digits, make_trainer, tmp_path, signum):
+    """Terminals and batch systems tell every process, and the last step may still need batches."""
+    options = {"num_workers": 2, "persistent_workers": True}
+    loader = DataLoader(digits, 11, worker_init_fn=outlast_signals, **options)
 
-    class CtrlC(Callback):
+    class ToAll(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if batch_idx == 0:
                 for pid in [w.pid for w in loader._iterator._workers] + [os.getpid()]:
-                    os.kill(pid, signal.SIGINT)
+                    os.kill(pid, signum)
                 time.sleep(0.3)
 
     trainer = make_trainer(
-        callbacks=[SafeCheckpoints(), SaveOnSignal(tmp_path / "last.ckpt"), CtrlC()],
+        callbacks=[SafeCheckpoints(), SaveOnSignal(tmp_path / "last.ckpt"), ToAll()],
         enable_checkpointing=True,
         accumulate_grad_batches=5,
     )
@@ -161,3 +174,39 @@ def test_workers_end_with_it(small_net, digits, make_trainer, tmp_path):
     for pid in set(workers):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_worker_that_hangs_does_not_keep_the_process(tmp_path):
+    """Forked while Python's own locks were held, it never gets to run a handler."""
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    done = subprocess.run([sys.executable, script, tmp_path], timeout=60, check=False)
+    assert done.returncode == 143
+
+
+HANGING = """
+import ctypes, multiprocessing, os, signal, sys
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+from attnkit.lightning import SaveOnSignal, StoppedBySignal
+
+def hang():
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    while True:  # locked a second time: waits in C for ever, where no handler runs
+        libc.pthread_mutex_lock(mutex)
+
+class Module(LightningModule):
+    def training_step(self, batch, batch_idx):
+        multiprocessing.get_context("fork").Process(target=hang, daemon=True).start()
+        os.kill(os.getpid(), signal.SIGTERM)
+    def configure_optimizers(self):
+        return None
+
+trainer = Trainer(callbacks=[SaveOnSignal(sys.argv[1] + "/last.ckpt")], accelerator="cpu",
+                  logger=False, enable_progress_bar=False, max_epochs=1)
+try:
+    trainer.fit(Module(), DataLoader(torch.zeros(9, 1)))
+except StoppedBySignal as error:
+    sys.exit(error.code)
+"""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from attnkit.lightning import UserError
+from attnkit.lightning import RunError, UserError
 from attnkit.tasks.image_classification import FileImages, ImageFolderData, MemoryImages
 
 
@@ -303,7 +303,7 @@ def test_a_file_that_changes_while_in_use_is_named(tmp_path):
     data = ready(tmp_path, memory_gb=0)
     path = Path(data.sets["train"].paths[0])
     os.truncate(path, 0)
-    with pytest.raises(RuntimeError, match=f"{path.name} changed while in use: zero bytes"):
+    with pytest.raises(RunError, match=f"{path.name} changed while in use: zero bytes"):
         pixels_of(data, "train")
 
 

@@ -1,0 +1,103 @@
+"""Ranks that somebody else starts: torchrun, and srun as far as its variables go."""
+
+import csv
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+
+
+def results_of(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def epochs_of(folder: Path) -> list[int]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [int(row["epoch"]) for row in csv.DictReader(file) if row["val/loss"]]
+
+
+@pytest.fixture
+def srun(start, unused_job):
+    """Simulated: two processes with the variables that srun sets, and the codes they end with."""
+
+    def run(*argv: object):
+        shared = {
+            "SLURM_JOB_ID": unused_job, "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
+            "SLURM_NODELIST": "127.0.0.1", "SLURM_STEP_ID": "0",
+        }  # fmt: skip
+        ranks = [
+            start(*argv, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **shared)
+            for rank in (1, 0)
+        ]
+        return [rank.done() for rank in reversed(ranks)]
+
+    return run
+
+
+@pytest.fixture
+def unused_job() -> str:
+    """A job number whose ports, Lightning's and ours, nobody uses."""
+    for number in range(1000, 9999):
+        with socket.socket() as one, socket.socket() as other:
+            try:
+                one.bind(("", 15000 + number))
+                other.bind(("", 25000 + number))
+            except OSError:
+                continue
+            return f"7{number}"
+    raise AssertionError("no port is free")
+
+
+def test_torchrun(start, unruly):
+    done = start(
+        *unruly, "trainer=cpu_ddp", "trainer.max_epochs=2", "seeds=2", "run_dir=run",
+        launch=TORCHRUN,
+    ).done()  # fmt: skip
+    assert done.code == 0, done.out
+    assert [path.name for path in Path.cwd().iterdir()] == ["run"]
+    assert results_of(Path("run"))["num_seeds"] == 2
+    assert [epochs_of(Path(f"run/seed_{seed}")) for seed in (0, 1)] == [[0, 1], [0, 1]]
+    assert start.left() == {}
+
+
+REFUSED = [
+    (("trainer.max_epochz=2",), "trainer.max_epochz: lightning.Trainer has no such key"),
+    pytest.param(
+        ("trainer=cpu",),
+        "trainer: 1 devices × 1 nodes, but srun has started 2 processes",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(("-m", "module.lag=0,1"), "-m: not under srun", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSED)
+def test_a_refusal_is_said_once(srun, unruly, argv, message):
+    first, second = srun(*unruly, "trainer=cpu_ddp", "run_dir=run", *argv)
+    assert (first.code, second.code) == (2, 2), first.out + second.out
+    assert message in first.out
+    assert len(first.out.strip().splitlines()) <= 3
+    assert second.out == ""
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_srun(srun, unruly):
+    first, second = srun(*unruly, "trainer=cpu_ddp", "trainer.max_epochs=2", "run_dir=run")
+    assert (first.code, second.code) == (0, 0), first.out + second.out
+    assert second.out == ""
+    assert [path.name for path in Path.cwd().iterdir()] == ["run"]
+    assert epochs_of(Path("run")) == [0, 1]
+    assert results_of(Path("run"))["steps"] == 8
+
+
+@pytest.mark.slow
+def test_srun_when_a_rank_fails(srun, unruly):
+    first, second = srun(*unruly, "trainer=cpu_ddp", "module.how=raise", "run_dir=run")
+    assert (first.code, second.code) == (1, 1)
+    assert "attnkit: another process of this run has ended" in first.out
+    assert "attnkit: rank 1: RuntimeError: fails on purpose" in second.out
