@@ -15,6 +15,14 @@ _HOME = {
     "Causal": "attnkit.core.masks",
     "Padding": "attnkit.core.masks",
     "Dense": "attnkit.core.masks",
+    "Window": "attnkit.core.sparse_masks",
+    "Window2d": "attnkit.core.sparse_masks",
+    "Packed": "attnkit.core.sparse_masks",
+    "Blocks": "attnkit.core.sparse_masks",
+    "Edges": "attnkit.core.sparse_masks",
+    "ALiBi": "attnkit.core.biases",
+    "RelativeBias1d": "attnkit.core.biases",
+    "RelativeBias2d": "attnkit.core.biases",
     "UnsupportedError": "attnkit.core.backends",
     "explain_backends": "attnkit.core.backends",
     "record_backends": "attnkit.core.record",
@@ -46,9 +54,11 @@ if TYPE_CHECKING:
     from attnkit import interop, lightning
     from attnkit.core import masks
     from attnkit.core.attend import attend
+    from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.backends import UnsupportedError, explain_backends
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.record import record_backends
+    from attnkit.core.sparse_masks import Blocks, Edges, Packed, Window, Window2d
     from attnkit.core.weights import attention_weights, capture_attention
     from attnkit.models.vit import ViT

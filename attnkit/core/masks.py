@@ -1,50 +1,98 @@
 """Masks: where a query may look. **True = may look**, here and everywhere in attnkit.
 
-A mask is a small object that says what it means; each kernel lowers it to what it can read (a
-flag, a boolean tensor). `&` intersects. A row that may look nowhere gives an output of exactly 0.
+A mask is one function of indices, `allows(batch, head, query, key)`; all that kernels read (flags,
+boolean tensors, blocks of them, FlexAttention's block masks) is derived from it. `&`, `|` and `~`
+combine masks. A row that may look nowhere gives an output of exactly 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial, reduce
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["And", "Causal", "Dense", "Mask", "Padding", "as_mask"]
+__all__ = ["And", "Causal", "Dense", "Mask", "Not", "Or", "Padding", "as_mask"]
+
+Index = int | Tensor
 
 
 class Mask:
     """Where a query may look.
 
-    Subclasses define `dense`, the boolean matrix they stand for; `&` gives the intersection.
+    Subclasses define `allows`. `mask & mask` is where both allow it, `mask | mask` where one does,
+    `~mask` where the mask does not.
     """
 
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """The boolean tensor, broadcastable to [batch, heads, queries, keys], True = may look."""
-        raise NotImplementedError(f"{type(self).__name__} defines no dense()")
+    counts_positions = False
+    """Whether query and key indices are compared, which `Packed` counts within sequences."""
+
+    def allows(
+        self,
+        batch: Tensor,
+        head: Tensor,
+        query: Tensor,
+        key: Tensor,
+        num_queries: Index,
+        num_keys: Index,
+    ) -> Tensor:
+        """May the query look at the key? Integer tensors that broadcast, to booleans that do."""
+        raise NotImplementedError(f"{type(self).__name__} defines no allows()")
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         """Raise ValueError where the mask does not fit the attention it is given to."""
 
+    @property
+    def leading(self) -> tuple[int, int]:
+        """The batch and heads that the mask tells apart; 1 where it is the same for all."""
+        return 1, 1
+
+    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        """(lower, upper): query i sees none but the keys i + lower … i + upper; None: no limit."""
+        return None, None
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """The boolean tensor, broadcastable to [batch, heads, queries, keys], True = may look."""
+        rows = torch.arange(num_queries, device=device)
+        heads = torch.arange(self.leading[1], device=device)
+        return self.select(rows, heads, num_queries, num_keys)
+
     def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
-        """The dense mask of some query rows and some heads only."""
-        dense = self.dense(num_queries, num_keys, rows.device)
-        if dense.shape[2] != 1:
-            dense = dense[:, :, rows]
-        return dense if dense.shape[1] == 1 else dense[:, heads]
+        """The dense mask of some query rows and some heads only; nothing else is computed."""
+        batch = torch.arange(self.leading[0], device=rows.device)
+        keys = torch.arange(num_keys, device=rows.device)
+        allowed = self.allows(
+            batch[:, None, None, None],
+            heads[:, None, None],
+            rows[:, None],
+            keys,
+            num_queries,
+            num_keys,
+        )
+        return as_4d(allowed)
 
     def to(self, *args, **kwargs) -> Mask:
         """The same mask with its tensors moved as by `Tensor.to`."""
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(*args, **kwargs), self)
 
     def __and__(self, other: Mask | Tensor) -> Mask:
-        return And((*_parts(self), *_parts(as_mask(other))))
+        return And((*parts(self), *parts(as_mask(other))))
 
     def __rand__(self, other: Tensor) -> Mask:
         return as_mask(other) & self
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        return Or((self, as_mask(other)))
+
+    def __ror__(self, other: Tensor) -> Mask:
+        return as_mask(other) | self
+
+    def __invert__(self) -> Mask:
+        return Not(self)
 
 
 @dataclass(frozen=True)
@@ -61,32 +109,23 @@ class Causal(Mask):
     """
 
     align: Literal["top_left", "bottom_right"] | None = None
+    counts_positions = True
 
     def __post_init__(self) -> None:
-        if self.align not in (None, "top_left", "bottom_right"):
-            raise ValueError(
-                f"align: expected 'top_left' or 'bottom_right', got {self.align!r} (Causal mask)"
-            )
+        check_align_name(self.align, "Causal")
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        if self.align is None and num_queries != num_keys:
-            raise ValueError(
-                f"mask: Causal() with {num_queries} queries and {num_keys} keys is ambiguous; "
-                "give align='top_left' or align='bottom_right'"
-            )
+        check_align(self, num_queries, num_keys)
 
     def offset(self, num_queries: int, num_keys: int) -> int:
         """Query i sees the keys j ≤ i + offset."""
         return num_keys - num_queries if self.align == "bottom_right" else 0
 
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        rows = torch.arange(num_queries, device=device)[:, None]
-        columns = torch.arange(num_keys, device=device)
-        return (columns <= rows + self.offset(num_queries, num_keys))[None, None]
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        return key <= query + self.offset(num_queries, num_keys)
 
-    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
-        columns = torch.arange(num_keys, device=rows.device)
-        return (columns <= rows[:, None] + self.offset(num_queries, num_keys))[None, None]
+    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        return None, self.offset(num_queries, num_keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,11 +163,13 @@ class Padding(Mask):
                 f"expected {expected} for {batch} items of {num_keys} keys"
             )
 
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        lengths = self.lengths.to(device)
-        if lengths.dtype != torch.bool:
-            lengths = torch.arange(num_keys, device=device) < lengths[:, None]
-        return lengths[:, None, None, :]
+    @property
+    def leading(self) -> tuple[int, int]:
+        return len(self.lengths), 1
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        lengths = self.lengths.to(key.device)
+        return lengths[batch, key] if lengths.dtype == torch.bool else key < lengths[batch]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,25 +185,125 @@ class Dense(Mask):
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         check_broadcastable("mask", self.allowed, (batch, num_heads, num_queries, num_keys))
 
+    @property
+    def leading(self) -> tuple[int, int]:
+        allowed = as_4d(self.allowed)
+        return allowed.shape[0], allowed.shape[1]
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        allowed = as_4d(self.allowed).to(key.device)
+        indices = (batch, head, query, key)
+        sizes = allowed.shape
+        return allowed[tuple(i if n > 1 else i * 0 for i, n in zip(indices, sizes, strict=True))]
+
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         return as_4d(self.allowed).to(device)
 
+    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
+        allowed = as_4d(self.allowed).to(rows.device)
+        allowed = allowed if allowed.shape[1] == 1 else allowed[:, heads]
+        return allowed if allowed.shape[2] == 1 else allowed[:, :, rows]
+
 
 @dataclass(frozen=True, eq=False)
-class And(Mask):
-    """Where all of the given masks allow to look; written `mask & mask`."""
-
+class _Several(Mask):
     masks: tuple[Mask, ...]
+
+    def fold(self, tensors: Iterable[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        batches, heads = zip(*(mask.leading for mask in self.masks), strict=True)
+        return max(batches), max(heads)
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         for mask in self.masks:
             mask.check(batch, num_heads, num_queries, num_keys)
 
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        where = (batch, head, query, key, num_queries, num_keys)
+        return self.fold(mask.allows(*where) for mask in self.masks)
+
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        return _all([mask.dense(num_queries, num_keys, device) for mask in self.masks])
+        return self.fold(mask.dense(num_queries, num_keys, device) for mask in self.masks)
 
     def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
-        return _all([mask.select(rows, heads, num_queries, num_keys) for mask in self.masks])
+        return self.fold(mask.select(rows, heads, num_queries, num_keys) for mask in self.masks)
+
+
+@dataclass(frozen=True, eq=False)
+class And(_Several):
+    """Where all of the given masks allow to look; written `mask & mask`.
+
+    Beside `Packed`, positions are counted within each sequence: `Packed(lengths) & Causal()` is
+    causal in every sequence, aligned as asked.
+    """
+
+    def fold(self, tensors: Iterable[Tensor]) -> Tensor:
+        return reduce(torch.Tensor.__and__, tensors)
+
+    @property
+    def packed(self) -> Any:
+        """The part that says in which sequence, and where in it, a token is; None without one."""
+        return next((mask for mask in self.masks if hasattr(mask, "within")), None)
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        counted = [mask for mask in self.masks if mask.counts_positions]
+        for mask in self.masks:
+            if self.packed is None or mask not in counted:
+                mask.check(batch, num_heads, num_queries, num_keys)
+        if self.packed is not None:
+            self.packed.check_inside(counted)
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        if self.packed is None:
+            return super().allows(batch, head, query, key, num_queries, num_keys)
+        across = (query, key, num_queries, num_keys)
+        within = self.packed.within(query, key)
+        return self.fold(
+            mask.allows(batch, head, *(within if mask.counts_positions else across))
+            for mask in self.masks
+        )
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        combine = super().dense if self.packed is None else partial(Mask.dense, self)
+        return combine(num_queries, num_keys, device)
+
+    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
+        combine = super().select if self.packed is None else partial(Mask.select, self)
+        return combine(rows, heads, num_queries, num_keys)
+
+    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        bands = [mask.band(num_queries, num_keys) for mask in self.masks]
+        lower = [first for first, _ in bands if first is not None]
+        upper = [last for _, last in bands if last is not None]
+        return max(lower, default=None), min(upper, default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(_Several):
+    """Where one of the given masks allows to look; written `mask | mask`."""
+
+    def fold(self, tensors: Iterable[Tensor]) -> Tensor:
+        return reduce(torch.Tensor.__or__, tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    """Where the given mask does not allow to look; written `~mask`."""
+
+    mask: Mask
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        return self.mask.leading
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        self.mask.check(batch, num_heads, num_queries, num_keys)
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        return ~self.mask.allows(batch, head, query, key, num_queries, num_keys)
 
 
 def as_mask(mask: Mask | Tensor) -> Mask:
@@ -202,15 +343,28 @@ def _check_boolean(tensor: Tensor) -> None:
     )
 
 
-def _parts(mask: Mask) -> tuple[Mask, ...]:
+def parts(mask: Mask | None) -> tuple[Mask, ...]:
+    """The masks whose intersection the mask is."""
+    if mask is None:
+        return ()
     return mask.masks if isinstance(mask, And) else (mask,)
 
 
-def _all(tensors: list[Tensor]) -> Tensor:
-    result = tensors[0]
-    for tensor in tensors[1:]:
-        result = result & tensor
-    return result
+def check_align_name(align: str | None, name: str) -> None:
+    """ValueError unless the alignment is one there is."""
+    if align not in (None, "top_left", "bottom_right"):
+        raise ValueError(
+            f"align: expected 'top_left' or 'bottom_right', got {align!r} ({name} mask)"
+        )
+
+
+def check_align(mask: Any, num_queries: int, num_keys: int) -> None:
+    """ValueError where the alignment matters and was not given."""
+    if mask.align is None and num_queries != num_keys:
+        raise ValueError(
+            f"mask: {type(mask).__name__}() with {num_queries} queries and {num_keys} keys is ambiguous; "
+            "give align='top_left' or align='bottom_right'"
+        )
 
 
 # As pytrees, masks pass through torch.export, torch.func and Lightning's transfer to a device.
@@ -218,3 +372,5 @@ pytree.register_constant(Causal)
 pytree.register_dataclass(Padding)
 pytree.register_dataclass(Dense)
 pytree.register_dataclass(And)
+pytree.register_dataclass(Or)
+pytree.register_dataclass(Not)
