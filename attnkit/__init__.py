@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from attnkit import interop, lightning
     from attnkit.core import masks
     from attnkit.core.attend import attend
-    from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.backends import UnsupportedError, explain_backends
+    from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.record import record_backends

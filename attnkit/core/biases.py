@@ -122,9 +122,7 @@ class RelativeBias2d(nn.Module):
         return new
 
 
-def _distances(
-    num_queries: int, num_keys: int | None, offset: int, device: torch.device
-) -> Tensor:
+def _distances(num_queries: int, num_keys: int | None, offset: int, device: torch.device) -> Tensor:
     """j − i − offset, [queries, keys]."""
     keys = torch.arange(num_queries if num_keys is None else num_keys, device=device)
     return keys - torch.arange(num_queries, device=device)[:, None] - offset

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils import _pytree as pytree
 
 from attnkit.core.backend import Backend
 from attnkit.core.inputs import Inputs
-from attnkit.core.masks import And, Mask, Not, Or
+from attnkit.core.mask_algebra import And, Not, Or
+from attnkit.core.masks import Mask
 from attnkit.core.record import note_kernel
 from attnkit.core.scores import ScaledDot
 from attnkit.core.sparse_masks import Blocks, Edges, Packed, Window, Window2d
+
+if TYPE_CHECKING:  # importing it takes as long as importing half of torch
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["Flex", "block_mask"]
 
@@ -58,9 +62,8 @@ class Flex(Backend):
         inputs = inputs.lowered()
         value_dim = inputs.value.shape[3]
         assert inputs.mask is not None
-        blocks = block_mask(inputs.mask, *inputs.query.shape[:3], inputs.num_keys, inputs.query)
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled()
-        output = flex(
+        blocks = block_mask(inputs.mask, inputs.query, inputs.num_keys)
+        output = _flex_attention(torch.compiler.is_compiling())(
             _pad(inputs.query),
             _pad(inputs.key),
             _pad(inputs.value),
@@ -71,28 +74,33 @@ class Flex(Backend):
         return output[..., :value_dim]
 
 
-def block_mask(
-    mask: Mask, batch: int, num_heads: int, num_queries: int, num_keys: int, like: Tensor
-) -> BlockMask:
-    """The mask as FlexAttention reads it, on the device of `like`."""
-    device = like.device
-    mask = mask.to(device)
+def block_mask(mask: Mask, query: Tensor, num_keys: int) -> BlockMask:
+    """The mask as FlexAttention reads it, for query [batch, heads, queries, head_dim]."""
+    mask = mask.to(query.device)
     batches, heads = mask.leading
     sizes = (
-        batch if batches > 1 else None,
-        num_heads if heads > 1 else None,
-        num_queries,
+        query.shape[0] if batches > 1 else None,
+        query.shape[1] if heads > 1 else None,
+        query.shape[2],
         num_keys,
     )
     # tensors may be changed in place, so only a mask without any has blocks worth keeping
     if pytree.tree_leaves(mask) or torch.compiler.is_compiling():
-        return create_block_mask(_function(mask, num_queries, num_keys), *sizes, device=device)
-    return _kept_block_mask(mask, sizes, device)
+        return _new_block_mask(mask, sizes, query.device)
+    return _kept_block_mask(mask, sizes, query.device)
 
 
 @lru_cache(maxsize=16)
 def _kept_block_mask(mask: Mask, sizes: tuple, device: torch.device) -> BlockMask:
-    return create_block_mask(_function(mask, *sizes[2:]), *sizes, device=device)
+    return _new_block_mask(mask, sizes, device)
+
+
+def _new_block_mask(mask: Mask, sizes: tuple, device: torch.device) -> BlockMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, num_heads, num_queries, num_keys = sizes
+    function = _function(mask, num_queries, num_keys)
+    return create_block_mask(function, batch, num_heads, num_queries, num_keys, device)
 
 
 def _function(mask: Mask, num_queries: int, num_keys: int) -> Callable[..., Tensor]:
@@ -103,8 +111,11 @@ def _function(mask: Mask, num_queries: int, num_keys: int) -> Callable[..., Tens
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
+def _flex_attention(is_compiling: bool) -> Callable[..., Any]:
+    from torch.nn.attention import flex_attention as flex
+
+    function: Callable[..., Any] = flex.flex_attention
+    return function if is_compiling else torch.compile(function, dynamic=False)
 
 
 def _simple(mask: Mask | None) -> Iterator[Mask]:

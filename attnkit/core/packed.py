@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from operator import and_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 
 from attnkit.core.backend import Backend
 from attnkit.core.inputs import Inputs
-from attnkit.core.masks import Mask, parts
+from attnkit.core.mask_algebra import parts
+from attnkit.core.masks import Mask
 from attnkit.core.record import note_kernel
 from attnkit.core.sparse_masks import Packed
 
@@ -38,7 +40,7 @@ class PackedSequences(Backend):
         self.choose = choose
 
     def unsupported_reasons(self, inputs: Inputs) -> list[str]:
-        packed, inside, others = _take_apart(inputs.mask)
+        packed, _, others = _take_apart(inputs.mask)
         reasons = []
         if len(packed) != 1:
             reasons.append(f"computes packed sequences, the mask has {len(packed)} Packed")
@@ -123,7 +125,7 @@ def _serves_varlen(inputs: Inputs, packed: Packed, inside: list[Mask]) -> bool:
 
 
 def _varlen(inputs: Inputs, packed: Packed, inside: list[Mask]) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
     batch, _, num_queries, _ = inputs.query.shape
     value_dim = inputs.value.shape[3]
@@ -141,7 +143,8 @@ def _varlen(inputs: Inputs, packed: Packed, inside: list[Mask]) -> Tensor:
     if inside:
         lower, upper = reduce(and_, inside).band(0, 0)
         window = (-1 if lower is None else -lower, -1 if upper is None else upper)
-    output = varlen_attn(
+    attention: Any = varlen.varlen_attn
+    output = attention(
         *rows, *cumulative, *longest,
         scale=inputs.scale, window_size=window, enable_gqa=inputs.is_grouped,
     )  # fmt: skip

@@ -126,15 +126,11 @@ class Packed(Mask):
             if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
                 raise TypeError(f"{name}: expected integers [sequences], got {given.dtype}")
             if given.ndim != 1:
-                raise ValueError(
-                    f"{name}: expected the shape [sequences], got {list(given.shape)}"
-                )
-        if isinstance(self.lengths, Tensor) and isinstance(self.key_lengths, Tensor):
-            if len(self.lengths) != len(self.key_lengths):
-                raise ValueError(
-                    f"key_lengths: {len(self.key_lengths)} sequences, "
-                    f"but lengths has {len(self.lengths)}"
-                )
+                raise ValueError(f"{name}: expected the shape [sequences], got {list(given.shape)}")
+        if all(isinstance(lengths, Tensor) for lengths in self.both_lengths):
+            queries, keys = map(len, self.both_lengths)
+            if queries != keys:
+                raise ValueError(f"key_lengths: {keys} sequences, but lengths has {queries}")
 
     @property
     def both_lengths(self) -> tuple[Tensor, Tensor]:
@@ -296,7 +292,8 @@ def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
     return torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=len(ends) - 1)
 
 
-for _mask in (Window, Window2d):
-    pytree.register_constant(_mask)
-for _mask in (Packed, Edges, Blocks):
-    pytree.register_dataclass(_mask)
+pytree.register_constant(Window)
+pytree.register_constant(Window2d)
+pytree.register_dataclass(Packed)
+pytree.register_dataclass(Blocks)
+pytree.register_dataclass(Edges)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attnkit.core.inputs import cast_bias
-from attnkit.core.masks import Causal, Mask, parts
+from attnkit.core.mask_algebra import parts
+from attnkit.core.masks import Causal, Mask
 from attnkit.core.sparse_masks import Window, Window2d
 
 __all__ = ["Chunk", "Strip", "Terms", "grid_of", "strips"]
@@ -36,18 +37,31 @@ class Chunk:
 
     def queries(self, tensor: Tensor) -> Tensor:
         """The blocks of [heads, tokens, …] as a view [count, heads, query_size, …]."""
-        return _blocks(tensor, self.query_start, self.count, self.query_size, self.query_size)
+        return _side_by_side(tensor, self.query_start, self.count, self.query_size)
 
     def keys(self, tensor: Tensor) -> Tensor:
         """The runs of [heads, tokens, dim] as a view [count, heads, key_size, dim]."""
-        return _blocks(tensor, self.key_start, self.count, self.key_step, self.key_size)
+        end = self.key_start + (self.count - 1) * self.key_step + self.key_size
+        runs = tensor[:, self.key_start : end].unfold(1, self.key_size, self.key_step)
+        return runs.movedim(1, 0).movedim(-1, 2)
 
     def add_keys(self, total: Tensor, gradient: Tensor) -> None:
-        """Add gradients of the runs to those of the keys."""
+        """Add gradients of the runs to those of the keys.
+
+        The runs overlap, their pieces of one step do not. Never through an unfolded view: written
+        to, it loses what lies between the pieces when torch.compile functionalizes it.
+        """
         for start in range(0, self.key_size, self.key_step):
             size = min(self.key_step, self.key_size - start)
-            view = _blocks(total, self.key_start + start, self.count, self.key_step, size)
-            view.add_(gradient[:, :, start : start + size])
+            whole = self.count if size == self.key_step else self.count - 1
+            first = self.key_start + start
+            piece = gradient[:, :, start : start + size]
+            if whole:
+                steps = _side_by_side(total, first, whole, self.key_step)
+                steps[:, :, :size].add_(piece[:whole])
+            if whole < self.count:
+                last = first + whole * self.key_step
+                total[:, last : last + size].add_(piece[whole])
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,9 @@ class Strip:
         grid = tensor[:, self.grid.num_prefix_tokens :].unflatten(1, size)
         return grid[:, :, slice(*columns)]
 
-    def tokens(self, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tokens(
+        self, num_queries: int, num_keys: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """Which tokens the strip's queries and keys are."""
         rows, keys = (torch.arange(size, device=device)[None] for size in (num_queries, num_keys))
         return self.queries(rows).flatten(), self.keys(keys).flatten()
@@ -100,7 +116,9 @@ class Strip:
             size = min(self.block, self.num_queries - i * self.block)
             start = max(0, i * self.key_step + self.lower)
             end = min(self.num_keys, i * self.key_step + self.lower + run)
-            yield Chunk(1, i * self.block, size, min(start, end), self.key_step, max(0, end - start))
+            yield Chunk(
+                1, i * self.block, size, min(start, end), self.key_step, max(0, end - start)
+            )
 
 
 def block_size(reach: int) -> int:
@@ -176,6 +194,5 @@ class Terms:
         return self.of(batch, heads, rows[:count], keys[:count])
 
 
-def _blocks(tensor: Tensor, start: int, count: int, step: int, size: int) -> Tensor:
-    run = tensor[:, start : start + (count - 1) * step + size]
-    return run.unfold(1, size, step).movedim(1, 0).movedim(-1, 2)
+def _side_by_side(tensor: Tensor, start: int, count: int, size: int) -> Tensor:
+    return tensor[:, start : start + count * size].unflatten(1, (count, size)).movedim(1, 0)

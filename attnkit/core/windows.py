@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from attnkit.core.backend import Backend
 from attnkit.core.inputs import Inputs
-from attnkit.core.masks import Mask, parts
+from attnkit.core.mask_algebra import parts
+from attnkit.core.masks import Mask
 from attnkit.core.record import note_kernel
 from attnkit.core.scores import ScaledDot
 from attnkit.core.sparse_masks import Packed, Window2d
@@ -24,7 +25,7 @@ from attnkit.core.strips import Chunk, Terms, grid_of, strips
 __all__ = ["Windowed"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-PAYS = 2  # pairs of a window cost about as much as this many of the full attention
+CALL = 2**21  # products query · key that take as long as calling the kernel for one more chunk
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -38,8 +39,7 @@ class Windowed(Backend):
             return [f"runs on cpu, the tensors are on {inputs.query.device.type}"]
         reasons = []
         if inputs.is_empty:
-            reasons.append(f"a size is zero: query {list(inputs.query.shape)}, "
-                           f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}")  # fmt: skip
+            reasons.append("a size is zero")
         if inputs.dot_dim is None:
             reasons.append(f"computes scaled dot products, and {inputs.score} is none")
         elif isinstance(inputs.score, ScaledDot) and inputs.scale <= 0:
@@ -53,8 +53,15 @@ class Windowed(Backend):
         return reasons
 
     def pays(self, inputs: Inputs) -> bool:
-        dense = inputs.num_queries * inputs.num_keys
-        return PAYS * _scored(inputs) <= dense
+        width = inputs.key.shape[1] * inputs.query.shape[3]
+        sizes = inputs.num_queries, inputs.num_keys
+        assert inputs.mask is not None
+        cost = sum(
+            CALL + width * chunk.count * chunk.query_size * chunk.key_size
+            for strip in strips(inputs.mask, *sizes)
+            for chunk in strip.chunks(width)
+        )
+        return cost < width * sizes[0] * sizes[1]
 
     def __call__(self, inputs: Inputs) -> Tensor:
         note_kernel("window")
@@ -81,17 +88,6 @@ def _no_band(inputs: Inputs) -> str | None:
     if any(isinstance(p, Packed) and p.key_lengths is not None for p in parts(inputs.mask)):
         return "the window counts within sequences whose numbers of queries and keys differ"
     return None
-
-
-def _scored(inputs: Inputs) -> int:
-    """Pairs of query and key whose score is computed."""
-    total = 0
-    sizes = inputs.num_queries, inputs.num_keys
-    assert inputs.mask is not None
-    for strip in strips(inputs.mask, *sizes):
-        for chunk in strip.chunks(1):
-            total += chunk.count * chunk.query_size * chunk.key_size
-    return total
 
 
 class _WindowAttention(torch.autograd.Function):
@@ -148,9 +144,18 @@ def _items(query: Tensor, key: Tensor) -> Iterator[tuple[int, Tensor, slice]]:
             yield item, heads[every], every
 
 
-def _forward(tensors, output, lse, terms, item, heads, scale) -> None:
+def _forward(
+    tensors: tuple[Tensor, ...],
+    output: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    item: int,
+    heads: Tensor,
+    scale: float,
+) -> None:
+    """Fill output and lse [heads, queries, …] of one batch item."""
     query, key, value = tensors
-    num_heads, num_queries, dim = query.shape
+    num_heads, _, dim = query.shape
     for strip in strips(terms.mask, *terms.sizes):
         tokens = strip.tokens(*terms.sizes, terms.device)
         q = strip.queries(query).reshape(num_heads, -1, dim)
@@ -181,21 +186,30 @@ def _forward(tensors, output, lse, terms, item, heads, scale) -> None:
             place = strip.queries(lse)
             place.copy_(sums.view(place.shape))
     for rows, columns in _prefix(grid_of(terms.mask)):
-        term = _prefix_term(terms, item, heads, rows, columns)
+        mask = _prefix_term(terms, item, heads, rows, columns)
         o, s = _flash(
             query[None, :, rows], key[None, :, columns], value[None, :, columns],
-            attn_mask=term, scale=scale,
+            attn_mask=mask, scale=scale,
         )  # fmt: skip
-        if term is not None:
-            s = s.masked_fill((term == -torch.inf).all(-1), -torch.inf)
+        if mask is not None:
+            s = s.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
         _merge(output[:, rows], lse[:, rows], o[0], s[0], replace=rows.start == 0)
     lse.masked_fill_(lse == -torch.inf, 0.0)
 
 
-def _backward(gradient, tensors, totals, terms, item, heads, scale) -> None:
+def _backward(
+    gradient: Tensor,
+    tensors: tuple[Tensor, ...],
+    totals: tuple[Tensor, ...],
+    terms: Terms,
+    item: int,
+    heads: Tensor,
+    scale: float,
+) -> None:
+    """Fill the query's gradient of one batch item; add to the key's and the value's."""
     query, key, value, output, lse = tensors
     grad_query, grad_key, grad_value = totals
-    num_heads, num_queries, dim = query.shape
+    num_heads, _, dim = query.shape
     for strip in strips(terms.mask, *terms.sizes):
         tokens = strip.tokens(*terms.sizes, terms.device)
         is_line = strip.grid is None

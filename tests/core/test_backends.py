@@ -281,7 +281,7 @@ def test_one_error_gives_every_reason():
         ({"normalizer": "hard"}, "normalizer: expected 'softmax', got 'hard'"),
         ({"edge_features": torch.ones(1)}, "edge_features: only attention over the edges"),
         ({"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
-        ({"backend": "flahs"}, "backend: expected 'auto' or one of flash, cudnn"),
+        ({"backend": "flahs"}, "backend: expected 'auto' or one of packed, window"),
         ({"mask": torch.zeros(5, 5)}, r"expected a boolean tensor \(True = may look\).*bias="),
         ({"mask": torch.ones(5, 5, dtype=torch.int)}, r"convert with .bool\(\)"),
         ({"mask": "causal"}, "mask: expected an attnkit mask or a boolean tensor, got str"),
