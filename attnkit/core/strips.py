@@ -22,6 +22,7 @@ __all__ = ["Chunk", "Strip", "Terms", "grid_of", "strips"]
 
 TILE = 8  # rows and columns of a tile of queries
 CHUNK_ELEMENTS = 2**20  # of keys, counted as often as they are read: what stays in the cache
+TRACED_CHUNK_ELEMENTS = 2**24  # torch.compile traces each chunk anew, so fewer of them
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Strip:
         after_inside = max(
             first_inside, min(last, (self.num_keys - run - self.lower) // self.key_step + 1)
         )
-        most = max(1, CHUNK_ELEMENTS // (run * width))
+        elements = TRACED_CHUNK_ELEMENTS if torch.compiler.is_compiling() else CHUNK_ELEMENTS
+        most = max(1, elements // (run * width))
         for i in range(first_inside, after_inside, most):
             start = i * self.key_step + self.lower
             count = min(most, after_inside - i)
