@@ -190,10 +190,10 @@ class Blocks(Mask):
     block_size: int | tuple[int, int]
 
     def __post_init__(self) -> None:
-        if min(self.sizes) < 1:
-            raise ValueError(f"block_size: expected at least 1, got {self.block_size} (Blocks)")
         if not isinstance(self.grid, Tensor):
             return
+        if min(self.sizes) < 1:
+            raise ValueError(f"block_size: expected at least 1, got {self.block_size} (Blocks)")
         if self.grid.dtype != torch.bool:
             raise TypeError(f"grid: expected booleans (True = may look), got {self.grid.dtype}")
         if self.grid.ndim not in (2, 3):
