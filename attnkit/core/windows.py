@@ -20,13 +20,13 @@ from attnkit.core.masks import Mask
 from attnkit.core.record import note_kernel
 from attnkit.core.scores import ScaledDot
 from attnkit.core.sparse_masks import Packed, Window2d
-from attnkit.core.strips import Chunk, Terms, grid_of, strips
+from attnkit.core.strips import Terms, grid_of, strips
 
 __all__ = ["Windowed"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-CALL = 2**21  # products query · key that take as long as calling the kernel for one more chunk
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+CALL = 2**21  # products query · key that take as long as calling the kernel for one more chunk
 
 
 class Windowed(Backend):
@@ -69,7 +69,7 @@ class Windowed(Backend):
         value_dim = inputs.value.shape[3]
         dim = max(inputs.query.shape[3], value_dim)
         query, key, value = (
-            _last_contiguous(F.pad(tensor, (0, dim - tensor.shape[3])))
+            _last_contiguous(tensor) if tensor.shape[3] == dim else _pad(tensor, dim)
             for tensor in (inputs.query, inputs.key, inputs.value)
         )
         output = _WindowAttention.apply(query, key, value, inputs.mask, inputs.bias, inputs.scale)
@@ -173,7 +173,7 @@ def _forward(
                 chunk.queries(q),
                 chunk.keys(k),
                 chunk.keys(v),
-                attn_mask=_expand(term, chunk, num_heads),
+                attn_mask=term.expand(chunk.count, num_heads, -1, -1),
                 scale=scale,
             )
             if not is_line and not terms.is_shared:
@@ -194,7 +194,8 @@ def _forward(
         if mask is not None:
             s = s.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
         _merge(output[:, rows], lse[:, rows], o[0], s[0], replace=rows.start == 0)
-    lse.masked_fill_(lse == -torch.inf, 0.0)
+    if not terms.is_shared:
+        lse.masked_fill_(lse == -torch.inf, 0.0)
 
 
 def _backward(
@@ -238,7 +239,7 @@ def _backward(
                 chunk.queries(sums),
                 0.0,
                 False,
-                attn_mask=_expand(term, chunk, num_heads),
+                attn_mask=term.expand(chunk.count, num_heads, -1, -1),
                 scale=scale,
             )
             chunk.queries(dq).copy_(a)
@@ -295,8 +296,8 @@ def _merge(output: Tensor, lse: Tensor, other: Tensor, sums: Tensor, replace: bo
     lse.copy_(total)
 
 
-def _expand(term: Tensor, chunk: Chunk, num_heads: int) -> Tensor:
-    return term.expand(chunk.count, num_heads, chunk.query_size, chunk.key_size)
+def _pad(tensor: Tensor, dim: int) -> Tensor:
+    return F.pad(tensor, (0, dim - tensor.shape[3]))
 
 
 def _last_contiguous(tensor: Tensor) -> Tensor:
