@@ -9,31 +9,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnkit.core.blocks import blockwise_attention
+from attnkit.core.backend import Backend
+from attnkit.core.blockwise import blockwise_attention
+from attnkit.core.flex import Flex
 from attnkit.core.inputs import Inputs, check_inputs
+from attnkit.core.packed import PackedSequences
 from attnkit.core.record import note_kernel
 from attnkit.core.reference import reference_attention
 from attnkit.core.scores import ScaledDot
+from attnkit.core.windows import Windowed
 
 __all__ = ["BACKENDS", "Backend", "UnsupportedError", "choose_backend", "explain_backends"]
 
 
 class UnsupportedError(ValueError):
     """The backend that was asked for cannot do what was asked; the message gives every reason."""
-
-
-class Backend:
-    """One kernel: `unsupported_reasons(inputs)` declares its limits, calling it computes."""
-
-    name: str
-
-    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
-        """Every reason why this kernel cannot serve the inputs; empty if it can."""
-        raise NotImplementedError
-
-    def __call__(self, inputs: Inputs) -> Tensor:
-        """The attention's output, [batch, heads, queries, value_dim]."""
-        raise NotImplementedError
 
 
 class Reference(Backend):
@@ -49,16 +39,16 @@ class Reference(Backend):
         return reference_attention(inputs)
 
 
-class Blocks(Backend):
+class Blockwise(Backend):
     """Any score in blocks of queries, computed again in the backward: no queries × keys memory."""
 
-    name = "blocks"
+    name = "blockwise"
 
     def unsupported_reasons(self, inputs: Inputs) -> list[str]:
         return [_empty_reason(inputs)] if inputs.is_empty else []
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        note_kernel("blocks")
+        note_kernel("blockwise")
         return blockwise_attention(inputs)
 
 
@@ -216,8 +206,18 @@ class Math(Sdpa):
     needs_positive_scale = False
 
 
-BACKENDS: tuple[Backend, ...] = (Flash(), Cudnn(), Efficient(), Blocks(), Math(), Reference())
-"""The kernels in order of preference."""
+BACKENDS: tuple[Backend, ...] = (
+    PackedSequences(lambda inputs: choose_backend(inputs)),
+    Windowed(),
+    Flex(),
+    Flash(),
+    Cudnn(),
+    Efficient(),
+    Blockwise(),
+    Math(),
+    Reference(),
+)
+"""The kernels in order of preference; those that read a mask's own structure come first."""
 
 
 def named_backend(name: str) -> Backend | None:
@@ -232,14 +232,14 @@ def named_backend(name: str) -> Backend | None:
 
 
 def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
-    """The named backend, or the first that can serve the inputs.
+    """The named backend, or the first that can serve the inputs and pays.
 
     UnsupportedError if a named one cannot, with every reason; ValueError for an unknown name.
     """
     backend = named_backend(name)
     if backend is None:
         # the reference serves everything
-        return next(b for b in BACKENDS if not b.unsupported_reasons(inputs))
+        return next(b for b in BACKENDS if not b.unsupported_reasons(inputs) and b.pays(inputs))
     if reasons := backend.unsupported_reasons(inputs):
         raise UnsupportedError(
             f"backend={name!r} cannot serve this attention: {'; '.join(reasons)}"
@@ -252,11 +252,8 @@ class Explanation:
     """Per backend, in order of preference, why it cannot serve; `str()` is a table."""
 
     reasons: dict[str, list[str]]
-
-    @property
-    def chosen(self) -> str:
-        """The backend that `backend="auto"` takes."""
-        return next(name for name, reasons in self.reasons.items() if not reasons)
+    chosen: str
+    """The backend that `backend="auto"` takes: the first that can and pays at these sizes."""
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
@@ -275,7 +272,8 @@ def explain_backends(query: Tensor, key: Tensor, value: Tensor, **options) -> Ex
         print(attnkit.explain_backends(query, key, value, mask=attnkit.Causal(), dropout_p=0.1))
     """
     inputs = check_inputs(query, key, value, **options)
-    return Explanation({kernel.name: kernel.unsupported_reasons(inputs) for kernel in BACKENDS})
+    reasons = {kernel.name: kernel.unsupported_reasons(inputs) for kernel in BACKENDS}
+    return Explanation(reasons, choose_backend(inputs).name)
 
 
 def _empty_reason(inputs: Inputs) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnkit.core.masks import Causal, Mask, as_4d, as_mask, check_broadcastable
 from attnkit.core.scores import ScaledDot, Score, as_score
 
-__all__ = ["Inputs", "check_inputs"]
+__all__ = ["Inputs", "cast_bias", "check_inputs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class Inputs:
         allowed = self.dense_mask()
         if self.bias is None:
             return allowed
-        bias = _cast(self.bias, self.query.dtype)
+        bias = cast_bias(self.bias, self.query.dtype)
         return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 
 
@@ -169,7 +169,7 @@ def in_high_precision(inputs: Inputs) -> Inputs:
     )
 
 
-def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias in another dtype, where finite stays finite: a −1e9 must not forbid in float16."""
     if bias.dtype == dtype:
         return bias

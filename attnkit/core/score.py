@@ -15,7 +15,7 @@ class Score:
     """How well query i matches key j.
 
     Subclasses are frozen dataclasses; their tensors may require gradients. To write one of your
-    own, define `uncapped`; the kernels `blocks` and `reference` serve it.
+    own, define `uncapped`; the kernels `blockwise` and `reference` serve it.
 
     softcap: None, or a bound: score ← softcap · tanh(score / softcap) (Gemma 2, 2024). Fused
     kernels do not compute it.

@@ -127,7 +127,7 @@ def main() -> None:
         inputs = [*inputs_of(1, arguments.additive_tokens, factor=factor), vector]
 
         def ours(query, key, value, vector, score=score):
-            return attnkit.attend(query, key, value, score=score(vector), backend="blocks")
+            return attnkit.attend(query, key, value, score=score(vector), backend="blockwise")
 
         programs = step(ours, inputs), step(plain, inputs)
         rows.append(compare(name, *programs, arguments.pairs, memory=True))

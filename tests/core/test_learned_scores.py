@@ -102,7 +102,7 @@ def test_plain_scores_and_modules_of_ones_own():
     block = MultiHeadAttention(DIM, 2, score=own)
     with attnkit.record_backends() as record:
         block(x)
-    assert record.total() == {"blocks": 1}
+    assert record.total() == {"blockwise": 1}
     assert block.state_dict()["score.vector"].shape == (2, 11)
 
 

@@ -79,9 +79,9 @@ def test_batches_and_kernels():
     assert output.shape == (3, 5, 11)
     torch.testing.assert_close(output[1], model(query[1], key[1], value[1]))
     with attnkit.record_backends() as record:
-        attnkit.NadarayaWatson(0.7, backend="blocks")(query, key, value)
+        attnkit.NadarayaWatson(0.7, backend="blockwise")(query, key, value)
         model(query, key, value)
-    assert record.counts == {"": {"blocks": 1, "flash": 1}}
+    assert record.counts == {"": {"blockwise": 1, "flash": 1}}
 
 
 def test_wrong_arguments_are_named():

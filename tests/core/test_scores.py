@@ -201,7 +201,7 @@ def test_every_kernel_equals_the_reference(name, size, mask, softcap, dtype, dev
             atol, rtol = TOLERANCES[dtype]
             atol = max(atol, (plainly_right.double() - right).abs().max().item())
             torch.testing.assert_close(one.double(), right, atol=fudge * atol, rtol=fudge * rtol)
-    assert served >= {"blocks", "reference"}
+    assert served >= {"blockwise", "reference"}
     if name in DOT_SCORES and softcap is None and device == "cpu":
         assert served >= {"flash", "math"}
 
@@ -230,7 +230,7 @@ def test_learned_bias_in_blocks(block_sizes):
                 attend(*tensors, score=Additive(vector), bias=bias, backend=backend).square().sum(),
                 [*tensors, vector, bias],
             )
-            for backend in ("blocks", "reference")
+            for backend in ("blockwise", "reference")
         ]
         torch.testing.assert_close(*results)
 
@@ -240,7 +240,7 @@ def test_rows_that_look_nowhere_are_zero_with_zero_gradients(name, block_sizes):
     tensors = make(name, SIZES[0], torch.float32)
     allowed = torch.ones(BATCH, 1, 5, 11, dtype=torch.bool)
     allowed[1, :, 2] = False
-    for softcap, backend in ((None, "auto"), (1.3, "auto"), (None, "blocks")):
+    for softcap, backend in ((None, "auto"), (1.3, "auto"), (None, "blockwise")):
         results = with_gradients(ours(name, softcap, mask=allowed, backend=backend), tensors)
         output, of_query, *_ = results
         assert (output[1, :, 2] == 0).all()
@@ -249,7 +249,7 @@ def test_rows_that_look_nowhere_are_zero_with_zero_gradients(name, block_sizes):
         assert all(result.isfinite().all() for result in results)
     bias = torch.zeros(5, 11)
     bias[3] = -torch.inf
-    results = with_gradients(ours(name, bias=bias, backend="blocks"), tensors)
+    results = with_gradients(ours(name, bias=bias, backend="blockwise"), tensors)
     assert (results[0][:, :, 3] == 0).all()
     assert all(result.isfinite().all() for result in results)
 
@@ -260,7 +260,7 @@ def test_the_kernel_that_ran_is_on_record(name):
     with attnkit.record_backends() as record:
         ours(name)(*tensors)
         ours(name, softcap=3.0)(*tensors)
-    expected = {"flash": 1, "blocks": 1} if name in DOT_SCORES else {"blocks": 2}
+    expected = {"flash": 1, "blockwise": 1} if name in DOT_SCORES else {"blockwise": 2}
     assert record.total() == expected
 
 
@@ -285,7 +285,7 @@ def test_a_score_of_ones_own_runs_in_blocks(block_sizes):
     weights = (-(left - right).abs().sum(-1)).softmax(-1)
     with attnkit.record_backends() as record:
         output = attend(*tensors, score=OwnScore())
-    assert record.total() == {"blocks": 1}
+    assert record.total() == {"blockwise": 1}
     torch.testing.assert_close(output, weights @ tensors[2].repeat_interleave(3, dim=1))
 
 
@@ -320,7 +320,7 @@ def test_no_large_tensor_is_held(name, monkeypatch):
         with_gradients(ours(name, 3.0, mask=Causal(), backend="reference"), tensors)
     assert plain.numel >= HEADS * tokens**2
     with Largest() as largest:
-        with_gradients(ours(name, 3.0, mask=Causal(), backend="blocks"), tensors)
+        with_gradients(ours(name, 3.0, mask=Causal(), backend="blockwise"), tensors)
         attnkit.attention_weights(*tensors[:2], score=SCORES[name][1](*tensors[3:]), rows=[7, 3])
     # the inputs, of 2 × 6 × 211 × 15, are larger than a block
     assert largest.numel <= BATCH * HEADS * tokens * (dim + 4)
@@ -344,7 +344,7 @@ def test_weights_of_rows_and_heads(name, rows, heads):
 
 def test_dropout_is_the_same_in_forward_and_backward(block_sizes):
     query, key, value, vector = make("additive", (7, 11, 5, 3, 6), torch.float32)
-    output = attend(query, key, value, score=Additive(vector), dropout_p=0.3, backend="blocks")
+    output = attend(query, key, value, score=Additive(vector), dropout_p=0.3, backend="blockwise")
     (gradient,) = torch.autograd.grad(output, value, torch.ones_like(output), retain_graph=True)
     # the output is linear in the values, by the same weights
     torch.testing.assert_close((gradient * value).sum(), output.sum())
@@ -359,7 +359,7 @@ def test_a_vector_of_zeros_has_a_finite_cosine(dtype):
     with torch.no_grad():
         tensors[0][:, :, 1] = 0
         tensors[1][:, :, 2] = 0
-    for backend in ("flash", "blocks", "math", "reference"):
+    for backend in ("flash", "blockwise", "math", "reference"):
         output, of_query, of_key, *_ = results = with_gradients(
             ours("cosine", backend=backend), tensors
         )
@@ -420,7 +420,7 @@ def test_tanh_saturates_exactly():
             (f * t).detach().requires_grad_() for f, t in zip(factors, (query, key), strict=True)
         ]
         tensors = [*tensors, value, vector]
-        actual = with_gradients(ours("additive", backend="blocks"), tensors)
+        actual = with_gradients(ours("additive", backend="blockwise"), tensors)
         expected = with_gradients(plainly("additive"), tensors)
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
@@ -473,4 +473,4 @@ def test_refusals_say_what_is_missing():
     assert reasons["flash"][0] == "computes no softcap, got 3.0"
     assert "no dropout" in reasons["flash"][1]
     assert reasons["math"] == ["computes no softcap, got 3.0"]
-    assert [b.name for b in BACKENDS if not reasons[b.name]] == ["blocks", "reference"]
+    assert [b.name for b in BACKENDS if not reasons[b.name]] == ["blockwise", "reference"]

@@ -21,7 +21,7 @@ def forget_compiled_code():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["auto", "flash", "blocks", "math", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "flash", "blockwise", "math", "reference"])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_and_exported_equal_eager(backend, case):
     block = MultiHeadAttention(22, 2, backend=backend)
@@ -68,7 +68,7 @@ def test_compiled_code_takes_other_batch_and_token_sizes():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", ["auto", "flash", "blocks", "math", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "flash", "blockwise", "math", "reference"])
 def test_autocast_and_low_precision(dtype, backend):
     torch.manual_seed(0)
     block = MultiHeadAttention(22, 2, backend=backend)
@@ -151,7 +151,7 @@ def test_dropout_in_compiled_blocks_is_that_of_the_backward(monkeypatch):
     value.requires_grad_()
 
     def function(query, key, value):
-        return attend(query, key, value, dropout_p=0.5, backend="blocks")
+        return attend(query, key, value, dropout_p=0.5, backend="blockwise")
 
     output = torch.compile(function, fullgraph=True, backend="aot_eager")(query, key, value)
     (gradient,) = torch.autograd.grad(output, value, torch.ones_like(output))
