@@ -69,8 +69,8 @@ class Windowed(Backend):
         value_dim = inputs.value.shape[3]
         dim = max(inputs.query.shape[3], value_dim)
         query, key, value = (
-            _last_contiguous(tensor) if tensor.shape[3] == dim else _pad(tensor, dim)
-            for tensor in (inputs.query, inputs.key, inputs.value)
+            _last_contiguous(t) if t.shape[3] == dim else F.pad(t, (0, dim - t.shape[3]))
+            for t in (inputs.query, inputs.key, inputs.value)
         )
         output = _WindowAttention.apply(query, key, value, inputs.mask, inputs.bias, inputs.scale)
         return output[..., :value_dim]
@@ -121,10 +121,8 @@ class _WindowAttention(torch.autograd.Function):
         gradient = _last_contiguous(gradients[0])
         terms = Terms(ctx.mask, ctx.bias, query, key)
         # sums of many runs: in float32 where the kernel computes in half precision
-        dtype = lse.dtype
         grad_query = torch.empty_like(query)
-        grad_key = torch.zeros_like(key, dtype=dtype)
-        grad_value = torch.zeros_like(value, dtype=dtype)
+        grad_key, grad_value = (torch.zeros_like(t, dtype=lse.dtype) for t in (key, value))
         for item, heads, groups in _items(query, key):
             where = item, groups
             tensors = (query[where], key[item], value[item], output[where], lse[where])
@@ -294,10 +292,6 @@ def _merge(output: Tensor, lse: Tensor, other: Tensor, sums: Tensor, replace: bo
     share, others = ((part - finite).exp().unsqueeze(-1) for part in (lse, sums))
     output.copy_(output * share + other * others)
     lse.copy_(total)
-
-
-def _pad(tensor: Tensor, dim: int) -> Tensor:
-    return F.pad(tensor, (0, dim - tensor.shape[3]))
 
 
 def _last_contiguous(tensor: Tensor) -> Tensor:

@@ -9,7 +9,8 @@
 - grid: a 2-D window of radius 3 on 64 × 64, 4 heads × 32, against flash with the boolean mask;
 - packed: 64 sequences of lengths 16 to 512, 4 heads × 64, against SDPA on the padded batch.
 
-Programs alternate; a ratio is the median of the rounds' ratios.
+Programs alternate; a ratio is the median of the rounds' ratios. On a machine that others use too,
+set OMP_WAIT_POLICY=passive: threads that spin while they wait hold up these short parallel regions.
 """
 
 import argparse
