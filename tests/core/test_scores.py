@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import Additive, Causal, Cosine, Gaussian, General, Padding, ScaledDot, attend
-from attnkit.core import additive, blocks
+from attnkit.core import additive, blockwise
 from attnkit.core.backends import BACKENDS, UnsupportedError
 from attnkit.core.score import Score
 
@@ -153,7 +153,7 @@ def masks_for(num_keys):
 def block_sizes(request, monkeypatch):
     if request.param == "small blocks":
         # rows of one item at a time, and tiles of a few queries or keys
-        monkeypatch.setattr(blocks, "BLOCK_SCORES", {"cpu": HEADS * 11 * 2, "other": HEADS * 11})
+        monkeypatch.setattr(blockwise, "BLOCK_SCORES", {"cpu": HEADS * 11 * 2, "other": HEADS * 11})
         monkeypatch.setattr(additive, "TILE_ELEMENTS", {"cpu": 7 * 11 * 2, "other": 47})
 
 
@@ -175,7 +175,7 @@ def test_reference_is_the_formula(name, size, softcap):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_every_kernel_equals_the_reference(name, size, mask, softcap, dtype, device, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_SCORES", {"cpu": HEADS * 11 * 2, "other": HEADS * 11 * 2})
+    monkeypatch.setattr(blockwise, "BLOCK_SCORES", {"cpu": HEADS * 11 * 2, "other": HEADS * 11 * 2})
     mask = masks_for(size[1])[mask]
     tensors = make(name, size, dtype, device)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
@@ -313,7 +313,7 @@ class Largest(TorchDispatchMode):
 def test_no_large_tensor_is_held(name, monkeypatch):
     """Neither queries × keys × dim nor queries × keys, forward and backward."""
     tokens, dim = 211, 13
-    monkeypatch.setattr(blocks, "BLOCK_SCORES", {"cpu": 2**13, "other": 2**13})
+    monkeypatch.setattr(blockwise, "BLOCK_SCORES", {"cpu": 2**13, "other": 2**13})
     monkeypatch.setattr(additive, "TILE_ELEMENTS", {"cpu": 2**13, "other": 2**13})
     tensors = make(name, (tokens, tokens, dim, dim, HEADS), torch.float32)
     with Largest() as plain:

@@ -233,7 +233,7 @@ def test_auto_takes_them_where_they_pay():
     assert chosen(64, Window(3, 3)) == "flash"
     assert chosen(4096, Window(64, None)) == "flash"
     assert chosen(4096, Window(64, None) & Causal()) == "window"
-    assert chosen(4096, Window(64, 64), dropout_p=0.1) == "math"
+    assert chosen(4096, Window(64, 64), dropout_p=0.1) == "blockwise"
     assert chosen(4096, Window2d(64, 64, 3, 3)) == "window"
     assert chosen(49, Window2d(7, 7, 1, 1)) == "flash"
     assert chosen(4096, Packed([2048, 2048])) == "packed"
