@@ -15,6 +15,22 @@ _HOME = {
     "Causal": "attnkit.core.masks",
     "Padding": "attnkit.core.masks",
     "Dense": "attnkit.core.masks",
+    "Window": "attnkit.core.sparse_masks",
+    "Window2d": "attnkit.core.sparse_masks",
+    "Packed": "attnkit.core.sparse_masks",
+    "Blocks": "attnkit.core.sparse_masks",
+    "Edges": "attnkit.core.sparse_masks",
+    "ALiBi": "attnkit.core.biases",
+    "RelativeBias1d": "attnkit.core.biases",
+    "RelativeBias2d": "attnkit.core.biases",
+    "scores": "attnkit.core.scores",
+    "ScaledDot": "attnkit.core.scores",
+    "General": "attnkit.core.scores",
+    "Cosine": "attnkit.core.scores",
+    "Gaussian": "attnkit.core.scores",
+    "Additive": "attnkit.core.scores",
+    "learned_scores": "attnkit.core.learned_scores",
+    "NadarayaWatson": "attnkit.core.nadaraya_watson",
     "UnsupportedError": "attnkit.core.backends",
     "explain_backends": "attnkit.core.backends",
     "record_backends": "attnkit.core.record",
@@ -44,11 +60,15 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from attnkit import interop, lightning
-    from attnkit.core import masks
+    from attnkit.core import learned_scores, masks, scores
     from attnkit.core.attend import attend
     from attnkit.core.backends import UnsupportedError, explain_backends
+    from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention
+    from attnkit.core.nadaraya_watson import NadarayaWatson
     from attnkit.core.record import record_backends
+    from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
+    from attnkit.core.sparse_masks import Blocks, Edges, Packed, Window, Window2d
     from attnkit.core.weights import attention_weights, capture_attention
     from attnkit.models.vit import ViT

@@ -37,18 +37,23 @@ def attend(
         key: [batch, kv_heads, keys, head_dim]; kv_heads divides heads (grouped-query attention:
             query head h reads key/value head h // (heads // kv_heads)).
         value: [batch, kv_heads, keys, value_dim].
-        score: "scaled_dot", query·key · scale (Vaswani et al. 2017), or "dot", query·key (Luong
-            et al. 2015).
-        mask: where to look, True = may look: a mask of `attnkit.masks` or a boolean tensor that
+        score: how well a query matches a key: a score of `attnkit.scores`, `General(weight)`,
+            `Cosine(temperature)`, `Gaussian(bandwidth)`, `Additive(vector)`, any of them with a
+            `softcap`; or a name: "scaled_dot", query·key · scale (Vaswani et al. 2017), "dot",
+            query·key (Luong et al. 2015), "cosine" and "gaussian" with temperature and bandwidth 1.
+        mask: where to look, True = may look: `Causal`, `Padding`, `Window`, `Window2d`, `Packed`,
+            `Blocks`, `Edges`, `Dense`, what `&`, `|` and `~` make of them, or a boolean tensor that
             broadcasts to [batch, heads, queries, keys]. None is everywhere.
-        bias: added to the scores; broadcasts to [batch, heads, queries, keys].
+        bias: added to the scores; broadcasts to [batch, heads, queries, keys]. `ALiBi`,
+            `RelativeBias1d` and `RelativeBias2d` make such tensors.
         normalizer: "softmax".
         edge_features: for attention over the edges of a graph only.
         scale: the factor of "scaled_dot"; 1/√head_dim if None.
         dropout_p: the share of weights zeroed, the rest scaled by 1/(1 − dropout_p). Applied
             whenever it is not 0; modules pass 0 in evaluation.
-        backend: "auto" takes the first kernel that can; "flash", "cudnn", "efficient", "math" or
-            "reference" forces one. `attnkit.explain_backends` tells which can and why not.
+        backend: "auto" takes the first kernel that can and pays; "packed", "window", "flex",
+            "flash", "cudnn", "efficient", "blockwise", "math" or "reference" forces one.
+            `attnkit.explain_backends` tells which can and why not.
 
     Returns:
         [batch, heads, queries, value_dim], in the dtype of the inputs (under autocast, in

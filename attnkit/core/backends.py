@@ -9,29 +9,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnkit.core.backend import Backend
+from attnkit.core.blockwise import blockwise_attention
+from attnkit.core.flex import Flex
 from attnkit.core.inputs import Inputs, check_inputs
+from attnkit.core.packed import PackedSequences
 from attnkit.core.record import note_kernel
 from attnkit.core.reference import reference_attention
+from attnkit.core.scores import ScaledDot
+from attnkit.core.windows import Windowed
 
 __all__ = ["BACKENDS", "Backend", "UnsupportedError", "choose_backend", "explain_backends"]
 
 
 class UnsupportedError(ValueError):
     """The backend that was asked for cannot do what was asked; the message gives every reason."""
-
-
-class Backend:
-    """One kernel: `unsupported_reasons(inputs)` declares its limits, calling it computes."""
-
-    name: str
-
-    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
-        """Every reason why this kernel cannot serve the inputs; empty if it can."""
-        raise NotImplementedError
-
-    def __call__(self, inputs: Inputs) -> Tensor:
-        """The attention's output, [batch, heads, queries, value_dim]."""
-        raise NotImplementedError
 
 
 class Reference(Backend):
@@ -45,6 +37,19 @@ class Reference(Backend):
     def __call__(self, inputs: Inputs) -> Tensor:
         note_kernel("reference")
         return reference_attention(inputs)
+
+
+class Blockwise(Backend):
+    """Any score in blocks of queries, computed again in the backward: no queries × keys memory."""
+
+    name = "blockwise"
+
+    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+        return [_empty_reason(inputs)] if inputs.is_empty else []
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        note_kernel("blockwise")
+        return blockwise_attention(inputs)
 
 
 class Sdpa(Backend):
@@ -68,11 +73,12 @@ class Sdpa(Backend):
             return [f"runs on {' and '.join(self.device_types)}, the tensors are on {device_type}"]
         reasons = []
         if inputs.is_empty:
-            reasons.append(
-                f"a size is zero: query {list(inputs.query.shape)}, "
-                f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
-            )
-        if self.needs_positive_scale and inputs.scale <= 0:
+            reasons.append(_empty_reason(inputs))
+        if inputs.dot_dim is None:
+            return [*reasons, f"computes scaled dot products, and the score {inputs.score} is none"]
+        if inputs.score.softcap is not None:
+            reasons.append(f"computes no softcap, got {inputs.score.softcap}")
+        if self.needs_positive_scale and isinstance(inputs.score, ScaledDot) and inputs.scale <= 0:
             reasons.append(f"scale is positive in this kernel, got {inputs.scale}")
         return reasons + (
             self.cuda_reasons(inputs) if device_type == "cuda" else self.cpu_reasons(inputs)
@@ -86,9 +92,10 @@ class Sdpa(Backend):
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
         """The head dimensions of query/key and of value that the kernel wants, padded with 0."""
-        return inputs.query.shape[3], inputs.value.shape[3]
+        return _dot_dim(inputs), inputs.value.shape[3]
 
     def __call__(self, inputs: Inputs) -> Tensor:
+        inputs = inputs.lowered()
         query, key, value = inputs.query, inputs.key, inputs.value
         head_dim, value_dim = self.head_dims(inputs)
         grouped = inputs.is_grouped
@@ -120,7 +127,7 @@ class Flash(Sdpa):
     kernel = SDPBackend.FLASH_ATTENTION
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
-        largest = max(inputs.query.shape[3], inputs.value.shape[3])
+        largest = max(_dot_dim(inputs), inputs.value.shape[3])
         return largest, largest
 
     def cpu_reasons(self, inputs: Inputs) -> list[str]:
@@ -154,7 +161,7 @@ class Cudnn(Sdpa):
     guards_dead_rows = True
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
-        return _multiple_of_8(inputs.query.shape[3]), _multiple_of_8(inputs.value.shape[3])
+        return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
 
     def cuda_reasons(self, inputs: Inputs) -> list[str]:
         reasons = _half_precision_reasons(inputs) + _capability_reasons(inputs)
@@ -182,7 +189,7 @@ class Efficient(Sdpa):
     guards_dead_rows = True
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
-        return _multiple_of_8(inputs.query.shape[3]), _multiple_of_8(inputs.value.shape[3])
+        return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
 
     def cuda_reasons(self, inputs: Inputs) -> list[str]:
         if inputs.query.dtype == torch.float64:
@@ -199,8 +206,18 @@ class Math(Sdpa):
     needs_positive_scale = False
 
 
-BACKENDS: tuple[Backend, ...] = (Flash(), Cudnn(), Efficient(), Math(), Reference())
-"""The kernels in order of preference."""
+BACKENDS: tuple[Backend, ...] = (
+    PackedSequences(lambda inputs: choose_backend(inputs)),
+    Windowed(),
+    Flex(),
+    Flash(),
+    Cudnn(),
+    Efficient(),
+    Blockwise(),
+    Math(),
+    Reference(),
+)
+"""The kernels in order of preference; those that read a mask's own structure come first."""
 
 
 def named_backend(name: str) -> Backend | None:
@@ -215,14 +232,14 @@ def named_backend(name: str) -> Backend | None:
 
 
 def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
-    """The named backend, or the first that can serve the inputs.
+    """The named backend, or the first that can serve the inputs and pays.
 
     UnsupportedError if a named one cannot, with every reason; ValueError for an unknown name.
     """
     backend = named_backend(name)
     if backend is None:
         # the reference serves everything
-        return next(b for b in BACKENDS if not b.unsupported_reasons(inputs))
+        return next(b for b in BACKENDS if not b.unsupported_reasons(inputs) and b.pays(inputs))
     if reasons := backend.unsupported_reasons(inputs):
         raise UnsupportedError(
             f"backend={name!r} cannot serve this attention: {'; '.join(reasons)}"
@@ -235,11 +252,8 @@ class Explanation:
     """Per backend, in order of preference, why it cannot serve; `str()` is a table."""
 
     reasons: dict[str, list[str]]
-
-    @property
-    def chosen(self) -> str:
-        """The backend that `backend="auto"` takes."""
-        return next(name for name, reasons in self.reasons.items() if not reasons)
+    chosen: str
+    """The backend that `backend="auto"` takes: the first that can and pays at these sizes."""
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
@@ -258,7 +272,15 @@ def explain_backends(query: Tensor, key: Tensor, value: Tensor, **options) -> Ex
         print(attnkit.explain_backends(query, key, value, mask=attnkit.Causal(), dropout_p=0.1))
     """
     inputs = check_inputs(query, key, value, **options)
-    return Explanation({kernel.name: kernel.unsupported_reasons(inputs) for kernel in BACKENDS})
+    reasons = {kernel.name: kernel.unsupported_reasons(inputs) for kernel in BACKENDS}
+    return Explanation(reasons, choose_backend(inputs).name)
+
+
+def _empty_reason(inputs: Inputs) -> str:
+    return (
+        f"a size is zero: query {list(inputs.query.shape)}, "
+        f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
+    )
 
 
 def _half_precision_reasons(inputs: Inputs) -> list[str]:
@@ -273,6 +295,11 @@ def _capability_reasons(inputs: Inputs) -> list[str]:
     if major >= 8:
         return []
     return [f"needs a GPU of compute capability 8.0 or newer, this one has {major}.{minor}"]
+
+
+def _dot_dim(inputs: Inputs) -> int:
+    assert inputs.dot_dim is not None  # the first of the reasons
+    return inputs.dot_dim
 
 
 def _multiple_of_8(size: int) -> int:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from attnkit.core.masks import Causal, Mask, as_4d, as_mask, check_broadcastable
-from attnkit.core.scores import Score, as_score
+from attnkit.core.scores import ScaledDot, Score, as_score
 
-__all__ = ["Inputs", "check_inputs"]
+__all__ = ["Inputs", "cast_bias", "check_inputs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +24,31 @@ class Inputs:
     query: Tensor
     key: Tensor
     value: Tensor
-    scale: float
+    score: Score
     mask: Mask | None = None
     bias: Tensor | None = None
     dropout_p: float = 0.0
+
+    @property
+    def dot_dim(self) -> int | None:
+        """The head dimension of the scaled dot product that the score is, before its softcap if it
+        has one; None if it is none."""
+        return self.score.dot_dim(self.query.shape[3])
+
+    @property
+    def scale(self) -> float:
+        """The factor on query·key, of a score that is a scaled dot product as it stands."""
+        assert isinstance(self.score, ScaledDot)
+        return self.score.factor(self.query.shape[3])
+
+    def lowered(self) -> Inputs:
+        """The same attention with a scaled dot product for its score, if it is one."""
+        if isinstance(self.score, ScaledDot) or self.dot_dim is None:
+            return self
+        query, key, scale = self.score.as_dot(self.query, self.key)
+        return replace(
+            self, query=query, key=key, score=ScaledDot(scale, softcap=self.score.softcap)
+        )
 
     @property
     def num_queries(self) -> int:
@@ -81,7 +102,7 @@ class Inputs:
         allowed = self.dense_mask()
         if self.bias is None:
             return allowed
-        bias = _cast(self.bias, self.query.dtype)
+        bias = cast_bias(self.bias, self.query.dtype)
         return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 
 
@@ -105,9 +126,11 @@ def check_inputs(
         raise ValueError("edge_features: only attention over the edges of a graph takes them")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+    score = as_score(score, scale)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value)
-    batch, num_heads, num_queries, head_dim = query.shape
+    score.check(query, key)
+    batch, num_heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
     if mask is not None:
         mask = as_mask(mask)
@@ -126,7 +149,7 @@ def check_inputs(
         query,
         key,
         value,
-        scale=as_score(score).scale(scale, head_dim),
+        score=score,
         mask=mask,
         bias=bias,
         dropout_p=float(dropout_p),
@@ -141,11 +164,12 @@ def in_high_precision(inputs: Inputs) -> Inputs:
         query=inputs.query.to(dtype),
         key=inputs.key.to(dtype),
         value=inputs.value.to(dtype),
+        score=inputs.score.to(dtype),
         bias=None if inputs.bias is None else inputs.bias.to(dtype),
     )
 
 
-def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias in another dtype, where finite stays finite: a −1e9 must not forbid in float16."""
     if bias.dtype == dtype:
         return bias
@@ -187,8 +211,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
     if key.shape[0] != query.shape[0]:
         raise ValueError(f"key: expected query's batch {query.shape[0]}, got {key.shape[0]}")
-    if key.shape[3] != query.shape[3]:
-        raise ValueError(f"key: expected query's head_dim {query.shape[3]}, got {key.shape[3]}")
     if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
         raise ValueError(
             f"key: its {key.shape[1]} heads do not divide query's {query.shape[1]} heads"

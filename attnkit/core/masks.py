@@ -1,50 +1,102 @@
 """Masks: where a query may look. **True = may look**, here and everywhere in attnkit.
 
-A mask is a small object that says what it means; each kernel lowers it to what it can read (a
-flag, a boolean tensor). `&` intersects. A row that may look nowhere gives an output of exactly 0.
+A mask is one function of indices, `allows(batch, head, query, key)`; all that kernels read (flags,
+boolean tensors, blocks of them, FlexAttention's block masks) is derived from it. `&`, `|` and `~`
+combine masks. A row that may look nowhere gives an output of exactly 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["And", "Causal", "Dense", "Mask", "Padding", "as_mask"]
+__all__ = ["Causal", "Dense", "Mask", "Padding", "as_mask"]
+
+Index = int | Tensor
 
 
 class Mask:
     """Where a query may look.
 
-    Subclasses define `dense`, the boolean matrix they stand for; `&` gives the intersection.
+    Subclasses define `allows`. `mask & mask` is where both allow it, `mask | mask` where one does,
+    `~mask` where the mask does not.
     """
 
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """The boolean tensor, broadcastable to [batch, heads, queries, keys], True = may look."""
-        raise NotImplementedError(f"{type(self).__name__} defines no dense()")
+    counts_positions = False
+    """Whether query and key indices are compared, which `Packed` counts within sequences."""
+
+    def allows(
+        self,
+        batch: Tensor,
+        head: Tensor,
+        query: Tensor,
+        key: Tensor,
+        num_queries: Index,
+        num_keys: Index,
+    ) -> Tensor:
+        """May the query look at the key? Integer tensors that broadcast, to booleans that do."""
+        raise NotImplementedError(f"{type(self).__name__} defines no allows()")
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         """Raise ValueError where the mask does not fit the attention it is given to."""
 
+    @property
+    def leading(self) -> tuple[int, int]:
+        """The batch and heads that the mask tells apart; 1 where it is the same for all."""
+        return 1, 1
+
+    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        """(lower, upper): query i sees none but the keys i + lower … i + upper; None: no limit."""
+        return None, None
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """The boolean tensor, broadcastable to [batch, heads, queries, keys], True = may look."""
+        rows = torch.arange(num_queries, device=device)
+        heads = torch.arange(self.leading[1], device=device)
+        return self.select(rows, heads, num_queries, num_keys)
+
     def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
-        """The dense mask of some query rows and some heads only."""
-        dense = self.dense(num_queries, num_keys, rows.device)
-        if dense.shape[2] != 1:
-            dense = dense[:, :, rows]
-        return dense if dense.shape[1] == 1 else dense[:, heads]
+        """The dense mask of some query rows and some heads only; nothing else is computed."""
+        batch = torch.arange(self.leading[0], device=rows.device)
+        keys = torch.arange(num_keys, device=rows.device)
+        allowed = self.allows(
+            batch[:, None, None, None],
+            heads[:, None, None],
+            rows[:, None],
+            keys,
+            num_queries,
+            num_keys,
+        )
+        return as_4d(allowed)
 
     def to(self, *args, **kwargs) -> Mask:
         """The same mask with its tensors moved as by `Tensor.to`."""
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(*args, **kwargs), self)
 
     def __and__(self, other: Mask | Tensor) -> Mask:
-        return And((*_parts(self), *_parts(as_mask(other))))
+        from attnkit.core.mask_algebra import And, parts
+
+        return And((*parts(self), *parts(as_mask(other))))
 
     def __rand__(self, other: Tensor) -> Mask:
         return as_mask(other) & self
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        from attnkit.core.mask_algebra import Or
+
+        return Or((self, as_mask(other)))
+
+    def __ror__(self, other: Tensor) -> Mask:
+        return as_mask(other) | self
+
+    def __invert__(self) -> Mask:
+        from attnkit.core.mask_algebra import Not
+
+        return Not(self)
 
 
 @dataclass(frozen=True)
@@ -61,32 +113,23 @@ class Causal(Mask):
     """
 
     align: Literal["top_left", "bottom_right"] | None = None
+    counts_positions = True
 
     def __post_init__(self) -> None:
-        if self.align not in (None, "top_left", "bottom_right"):
-            raise ValueError(
-                f"align: expected 'top_left' or 'bottom_right', got {self.align!r} (Causal mask)"
-            )
+        check_align_name(self.align, "Causal")
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        if self.align is None and num_queries != num_keys:
-            raise ValueError(
-                f"mask: Causal() with {num_queries} queries and {num_keys} keys is ambiguous; "
-                "give align='top_left' or align='bottom_right'"
-            )
+        check_align(self, num_queries, num_keys)
 
     def offset(self, num_queries: int, num_keys: int) -> int:
         """Query i sees the keys j ≤ i + offset."""
         return num_keys - num_queries if self.align == "bottom_right" else 0
 
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        rows = torch.arange(num_queries, device=device)[:, None]
-        columns = torch.arange(num_keys, device=device)
-        return (columns <= rows + self.offset(num_queries, num_keys))[None, None]
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        return key <= query + self.offset(num_queries, num_keys)
 
-    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
-        columns = torch.arange(num_keys, device=rows.device)
-        return (columns <= rows[:, None] + self.offset(num_queries, num_keys))[None, None]
+    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        return None, self.offset(num_queries, num_keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,11 +167,13 @@ class Padding(Mask):
                 f"expected {expected} for {batch} items of {num_keys} keys"
             )
 
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        lengths = self.lengths.to(device)
-        if lengths.dtype != torch.bool:
-            lengths = torch.arange(num_keys, device=device) < lengths[:, None]
-        return lengths[:, None, None, :]
+    @property
+    def leading(self) -> tuple[int, int]:
+        return len(self.lengths), 1
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        lengths = self.lengths.to(key.device)
+        return lengths[batch, key] if lengths.dtype == torch.bool else key < lengths[batch]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,25 +189,24 @@ class Dense(Mask):
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         check_broadcastable("mask", self.allowed, (batch, num_heads, num_queries, num_keys))
 
+    @property
+    def leading(self) -> tuple[int, int]:
+        allowed = as_4d(self.allowed)
+        return allowed.shape[0], allowed.shape[1]
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        allowed = as_4d(self.allowed).to(key.device)
+        indices = (batch, head, query, key)
+        sizes = allowed.shape
+        return allowed[tuple(i if n > 1 else i * 0 for i, n in zip(indices, sizes, strict=True))]
+
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         return as_4d(self.allowed).to(device)
 
-
-@dataclass(frozen=True, eq=False)
-class And(Mask):
-    """Where all of the given masks allow to look; written `mask & mask`."""
-
-    masks: tuple[Mask, ...]
-
-    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        for mask in self.masks:
-            mask.check(batch, num_heads, num_queries, num_keys)
-
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        return _all([mask.dense(num_queries, num_keys, device) for mask in self.masks])
-
     def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
-        return _all([mask.select(rows, heads, num_queries, num_keys) for mask in self.masks])
+        allowed = as_4d(self.allowed).to(rows.device)
+        allowed = allowed if allowed.shape[1] == 1 else allowed[:, heads]
+        return allowed if allowed.shape[2] == 1 else allowed[:, :, rows]
 
 
 def as_mask(mask: Mask | Tensor) -> Mask:
@@ -202,19 +246,24 @@ def _check_boolean(tensor: Tensor) -> None:
     )
 
 
-def _parts(mask: Mask) -> tuple[Mask, ...]:
-    return mask.masks if isinstance(mask, And) else (mask,)
+def check_align_name(align: str | None, name: str) -> None:
+    """ValueError unless the alignment is one there is."""
+    if align not in (None, "top_left", "bottom_right"):
+        raise ValueError(
+            f"align: expected 'top_left' or 'bottom_right', got {align!r} ({name} mask)"
+        )
 
 
-def _all(tensors: list[Tensor]) -> Tensor:
-    result = tensors[0]
-    for tensor in tensors[1:]:
-        result = result & tensor
-    return result
+def check_align(mask: Any, num_queries: int, num_keys: int) -> None:
+    """ValueError where the alignment matters and was not given."""
+    if mask.align is None and num_queries != num_keys:
+        raise ValueError(
+            f"mask: {type(mask).__name__}() with {num_queries} queries and {num_keys} keys is "
+            "ambiguous; give align='top_left' or align='bottom_right'"
+        )
 
 
 # As pytrees, masks pass through torch.export, torch.func and Lightning's transfer to a device.
 pytree.register_constant(Causal)
 pytree.register_dataclass(Padding)
 pytree.register_dataclass(Dense)
-pytree.register_dataclass(And)

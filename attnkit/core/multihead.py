@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 from attnkit.core.attend import attend
 from attnkit.core.backends import named_backend
+from attnkit.core.learned_scores import learned_score
 from attnkit.core.masks import Mask
+from attnkit.core.score import Score
 from attnkit.core.weights import Indices, attention_weights
 
 __all__ = ["MultiHeadAttention", "Positions"]
@@ -43,6 +45,10 @@ class MultiHeadAttention(nn.Module):
         out_bias: whether the output projection does.
         qk_norm: whether to normalise queries and keys.
         norm_eps: the epsilon of that normalisation.
+        score: a name: "scaled_dot", "dot", or with parameters per head that the block learns
+            "general", "additive", "cosine" and "gaussian"; a `Score` without tensors, for a
+            softcap; or a module whose `forward()` returns a `Score`, such as those of
+            `attnkit.learned_scores`, which is then a submodule.
         dropout_p: the share of weights dropped in training; none in evaluation.
         backend: the kernel, as in `attend`.
 
@@ -63,6 +69,7 @@ class MultiHeadAttention(nn.Module):
         out_bias: bool = True,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
+        score: str | Score | nn.Module = "scaled_dot",
         dropout_p: float = 0.0,
         backend: str = "auto",
     ) -> None:
@@ -99,6 +106,7 @@ class MultiHeadAttention(nn.Module):
             self.value_proj = nn.Linear(value_dim, self.sizes[2], bias=bias)
         self.query_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.key_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.score = learned_score(score, num_heads, head_dim)
         self.out_proj = nn.Linear(self.sizes[0], dim, bias=out_bias)
         self.reset_parameters()
 
@@ -137,6 +145,7 @@ class MultiHeadAttention(nn.Module):
         heads = self._project(query, key, value, positions)
         output = attend(
             *heads,
+            score=self._score_now(),
             mask=mask,
             bias=bias,
             dropout_p=self.dropout_p if self.training else 0.0,
@@ -163,8 +172,17 @@ class MultiHeadAttention(nn.Module):
         """
         projected_query, projected_key, _ = self._project(query, key, value, positions)
         return attention_weights(
-            projected_query, projected_key, mask=mask, bias=bias, rows=rows, heads=heads
+            projected_query,
+            projected_key,
+            score=self._score_now(),
+            mask=mask,
+            bias=bias,
+            rows=rows,
+            heads=heads,
         )
+
+    def _score_now(self) -> Score:
+        return self.score() if isinstance(self.score, nn.Module) else self.score
 
     def _project(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions | None

@@ -12,14 +12,14 @@ __all__ = ["reference_attention", "softmax"]
 
 
 def reference_attention(inputs: Inputs) -> Tensor:
-    """output_i = Σ_j dropout(softmax_j(scale · q_i·k_j + bias_ij)) · v_j, j where the mask allows.
+    """output_i = Σ_j dropout(softmax_j(score(q_i, k_j) + bias_ij)) · v_j, j where the mask allows.
 
     Computed in float32 (float64 if the inputs are), returned in the dtype of the inputs.
     """
     exact = in_high_precision(inputs)
     key, value = exact.repeated_heads()
     with torch.autocast(inputs.query.device.type, enabled=False):
-        scores = exact.scale * (exact.query @ key.transpose(-2, -1))
+        scores = exact.score.scores(exact.query, key)
         if exact.bias is not None:
             scores = scores + exact.bias
         weights = softmax(scores, exact.dense_mask())

@@ -59,8 +59,13 @@ def attention_weights(
     head_indices = _indices("heads", heads, num_heads, query.device)
     kv_heads = head_indices // (num_heads // inputs.key.shape[1])
     exact = in_high_precision(
-        replace(inputs, query=inputs.query[:, head_indices], key=inputs.key[:, kv_heads])
-    )
+        replace(
+            inputs,
+            query=inputs.query[:, head_indices],
+            key=inputs.key[:, kv_heads],
+            score=inputs.score.select(head_indices),
+        )
+    ).lowered()
     per_row = max(1, batch * len(head_indices) * inputs.num_keys)
     with torch.autocast(query.device.type, enabled=False):
         blocks = [
@@ -71,7 +76,7 @@ def attention_weights(
 
 
 def _weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
-    scores = inputs.scale * (inputs.query[:, :, rows] @ inputs.key.transpose(-2, -1))
+    scores = inputs.score.lean_scores(inputs.query[:, :, rows], inputs.key)
     if inputs.bias is not None:
         bias = inputs.bias if inputs.bias.shape[1] == 1 else inputs.bias[:, heads]
         scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows])

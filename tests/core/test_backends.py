@@ -155,7 +155,7 @@ def test_rows_that_look_nowhere_are_zero_with_zero_gradients(device, backend, dt
     assert (attend(query, key, value, bias=bias, backend=backend) == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["math", "reference"])
+@pytest.mark.parametrize("backend", ["blockwise", "math", "reference"])
 def test_dropout(backend):
     query, key, value = make((7, 1009, 8, 8, 6), torch.float32, "cpu")
     ones = torch.ones_like(value)
@@ -170,7 +170,7 @@ def test_dropout(backend):
 def test_bias_gets_its_gradient():
     query, key, value = make((5, 7, 8, 8, 6), torch.float64, "cpu")
     bias = torch.randn(HEADS, 5, 7, dtype=torch.float64, requires_grad=True)
-    assert attnkit.explain_backends(query, key, value, bias=bias).chosen == "math"
+    assert attnkit.explain_backends(query, key, value, bias=bias).chosen == "blockwise"
     assert torch.autograd.gradcheck(
         lambda bias: attend(query, key, value, mask=Causal("top_left"), bias=bias), bias
     )
@@ -202,7 +202,7 @@ def test_any_scale_on_every_kernel(device, scale, name):
     assert bool(reasons["flash"]) == (scale <= 0 or device == "cuda")
 
 
-@pytest.mark.parametrize("backend", ["flash", "math", "reference"])
+@pytest.mark.parametrize("backend", ["flash", "blockwise", "math", "reference"])
 def test_a_finite_bias_forbids_nothing_in_half_precision(backend):
     query, key, _ = make((5, 5, 8, 8, 6), torch.float16, "cpu")
     bias = torch.zeros(5, 5)
@@ -259,7 +259,7 @@ def test_auto_takes_the_first_that_can():
     query, key, value = make((5, 5, 8, 8, 6), torch.float32, "cpu")
     explain = attnkit.explain_backends
     assert explain(query, key, value).chosen == "flash"
-    assert explain(query, key, value, dropout_p=0.1).chosen == "math"
+    assert explain(query, key, value, dropout_p=0.1).chosen == "blockwise"
     assert explain(query[:, :, :0], key, value).chosen == "reference"
     table = str(explain(query, key, value, dropout_p=0.1))
     assert [line.split()[0] for line in table.splitlines()] == [b.name for b in BACKENDS]
@@ -276,12 +276,15 @@ def test_one_error_gives_every_reason():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"score": "scaleddot"}, "score: expected one of scaled_dot, dot, got 'scaleddot'"),
+        (
+            {"score": "scaleddot"},
+            "score: expected one of scaled_dot, dot, cosine, gaussian, got 'scaleddot'",
+        ),
         ({"score": "dot", "scale": 2.0}, "the score 'dot' has no scale"),
         ({"normalizer": "hard"}, "normalizer: expected 'softmax', got 'hard'"),
         ({"edge_features": torch.ones(1)}, "edge_features: only attention over the edges"),
         ({"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
-        ({"backend": "flahs"}, "backend: expected 'auto' or one of flash, cudnn"),
+        ({"backend": "flahs"}, "backend: expected 'auto' or one of packed, window"),
         ({"mask": torch.zeros(5, 5)}, r"expected a boolean tensor \(True = may look\).*bias="),
         ({"mask": torch.ones(5, 5, dtype=torch.int)}, r"convert with .bool\(\)"),
         ({"mask": "causal"}, "mask: expected an attnkit mask or a boolean tensor, got str"),
