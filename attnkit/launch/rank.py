@@ -106,7 +106,9 @@ def _run(
         from attnkit.launch import report
         from attnkit.launch.work import Work
         from attnkit.lightning.build import allowing
+        from attnkit.lightning.signals import fork_apart
 
+        fork_apart()
         sys.path.extend(p for p in path if p not in sys.path)
         report.quiet(rank)
         with allowing(*allow):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import signal
@@ -154,6 +155,17 @@ def outlast_signals(worker: int) -> None:
     """
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+
+
+@functools.cache
+def fork_apart() -> None:
+    """Wait a moment before every fork from now on, for threads of gloo's that are about to start.
+
+    CPython 3.11 does not make its list of threads anew in the child: one that is forked while a
+    thread of another library's enters Python, as gloo's do after a barrier, waits for ever.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lambda: time.sleep(0.02))
 
 
 def _end_workers() -> None:

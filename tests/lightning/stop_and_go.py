@@ -35,6 +35,7 @@ from attnkit.lightning import (
     SaveOnSignal,
     StoppedBySignal,
 )
+from attnkit.lightning.signals import fork_apart
 
 OPTIONS = {"workers": 0, "accumulate": 2, "interval": 1.0, "every": 1, "sampler": 0}
 RANK = int(os.environ.get("RANK", 0))
@@ -175,6 +176,7 @@ def saved(folder):
 
 
 def main():
+    fork_apart()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     folder = Path(sys.argv[1])
