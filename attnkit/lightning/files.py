@@ -39,11 +39,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
     As `written_beside`, and where the file system can (most of Linux's), the file has no name until
     it is whole and on the disk: nothing remains of one that was not finished, not even after
-    `kill -9`.
+    `kill -9`. What a kill between the naming and the renaming left is removed the next time.
     """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     beside = final.with_name(f".{final.name}.{os.getpid()}")
+    _remove_leftovers(final)
     folder = os.open(final.parent, os.O_RDONLY)
     try:
         file = _without_name(final.parent)
@@ -61,6 +62,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     finally:
         os.close(folder)
         beside.unlink(missing_ok=True)
+
+
+def _remove_leftovers(final: Path) -> None:
+    """Files beside `final` from processes that are no more."""
+    prefix = f".{final.name}."
+    for name in os.listdir(final.parent):
+        pid = name.removeprefix(prefix)
+        if name.startswith(prefix) and pid.isdecimal():
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                (final.parent / name).unlink(missing_ok=True)
+            except OSError:
+                pass  # somebody else's, and alive
 
 
 def refuse_url(path: Any, what: str) -> None:

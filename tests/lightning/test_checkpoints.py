@@ -372,6 +372,11 @@ def test_killed_at_any_moment(tmp_path, kills):
         assert torch.equal(
             found["state_dict"]["weight"], torch.arange(1_000_000.0) + found["global_step"]
         )
+        # killed between naming and renaming it, the new file is whole; the next save removes it
+        names = {p.name for p in tmp_path.iterdir()} - {"last.ckpt"}
+        assert names <= {f".last.ckpt.{process.pid}"}
+        assert all(load(tmp_path / name)["global_step"] >= done for name in names)
+        save({"state_dict": {}}, path)
         assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
         lost += found["global_step"] < done
     assert lost == 0
