@@ -249,6 +249,16 @@ def test_file_systems_without_nameless_files(tmp_path, monkeypatch):
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"whole")]
 
 
+def test_what_a_killed_process_left_is_removed_and_a_living_ones_is_not(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for name in (f".a.{dead.pid}", f".a.{os.getppid()}", ".a.txt"):
+        (tmp_path / name).write_text("")
+    with replacing(tmp_path / "a") as file:
+        file.write(b"whole")
+    assert {p.name for p in tmp_path.iterdir()} == {"a", f".a.{os.getppid()}", ".a.txt"}
+
+
 @contextmanager
 def small_disk(folder, kilobytes):
     """A file system of that size; skips the test where none can be mounted."""
