@@ -31,6 +31,12 @@ _HOME = {
     "Additive": "attnkit.core.scores",
     "learned_scores": "attnkit.core.learned_scores",
     "NadarayaWatson": "attnkit.core.nadaraya_watson",
+    "normalizers": "attnkit.core.normalizers",
+    "Softmax": "attnkit.core.normalizers",
+    "Hard": "attnkit.core.normalizers",
+    "Linear": "attnkit.core.normalizers",
+    "DeltaRule": "attnkit.core.normalizers",
+    "record_draws": "attnkit.core.hard",
     "UnsupportedError": "attnkit.core.backends",
     "explain_backends": "attnkit.core.backends",
     "record_backends": "attnkit.core.record",
@@ -60,13 +66,15 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from attnkit import interop, lightning
-    from attnkit.core import learned_scores, masks, scores
+    from attnkit.core import learned_scores, masks, normalizers, scores
     from attnkit.core.attend import attend
     from attnkit.core.backends import UnsupportedError, explain_backends
     from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
+    from attnkit.core.hard import record_draws
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.nadaraya_watson import NadarayaWatson
+    from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
     from attnkit.core.record import record_backends
     from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.sparse_masks import Blocks, Edges, Packed, Window, Window2d

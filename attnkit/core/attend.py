@@ -7,6 +7,7 @@ from torch import Tensor
 from attnkit.core.backends import choose_backend
 from attnkit.core.inputs import check_inputs
 from attnkit.core.masks import Mask
+from attnkit.core.normalizers import Normalizer
 from attnkit.core.scores import Score
 
 __all__ = ["attend"]
@@ -20,7 +21,7 @@ def attend(
     score: str | Score = "scaled_dot",
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
-    normalizer: str = "softmax",
+    normalizer: str | Normalizer = "softmax",
     edge_features: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -30,7 +31,8 @@ def attend(
 
         output_i = Σ_j softmax_j(score(query_i, key_j) + bias_ij) · value_j,   j where mask allows
 
-    A row that may look nowhere is exactly 0, and so are its gradients.
+    or another normaliser in the place of softmax. A row that may look nowhere is exactly 0, and so
+    are its gradients.
 
     Args:
         query: [batch, heads, queries, head_dim].
@@ -46,7 +48,9 @@ def attend(
             broadcasts to [batch, heads, queries, keys]. None is everywhere.
         bias: added to the scores; broadcasts to [batch, heads, queries, keys]. `ALiBi`,
             `RelativeBias1d` and `RelativeBias2d` make such tensors.
-        normalizer: "softmax".
+        normalizer: how scores become weights: "softmax"; "hard", one key, drawn or the best
+            (`Hard(estimator)`); "linear", φ(q)·φ(k) over its sum (`Linear(feature_map)`); or
+            `DeltaRule(beta)`, fast weights.
         edge_features: for attention over the edges of a graph only.
         scale: the factor of "scaled_dot"; 1/√head_dim if None.
         dropout_p: the share of weights zeroed, the rest scaled by 1/(1 − dropout_p). Applied

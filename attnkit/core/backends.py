@@ -12,7 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnkit.core.backend import Backend
 from attnkit.core.blockwise import blockwise_attention
 from attnkit.core.flex import Flex
+from attnkit.core.hard import HardAttention
 from attnkit.core.inputs import Inputs, check_inputs
+from attnkit.core.normalizers import Normalizer
 from attnkit.core.packed import PackedSequences
 from attnkit.core.record import note_kernel
 from attnkit.core.reference import reference_attention
@@ -30,9 +32,10 @@ class Reference(Backend):
     """The definition itself: serves everything, fast at nothing."""
 
     name = "reference"
+    normalizers = (Normalizer,)
 
-    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
-        return []
+    def reasons(self, inputs: Inputs) -> list[str]:
+        return ["draws no keys at random"] if inputs.normalizer.draws else []
 
     def __call__(self, inputs: Inputs) -> Tensor:
         note_kernel("reference")
@@ -44,7 +47,7 @@ class Blockwise(Backend):
 
     name = "blockwise"
 
-    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+    def reasons(self, inputs: Inputs) -> list[str]:
         return [_empty_reason(inputs)] if inputs.is_empty else []
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -67,11 +70,11 @@ class Sdpa(Backend):
     # fused kernels write −inf before they scale, and keep a running maximum of unscaled scores
     needs_positive_scale = True
 
-    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+    def reasons(self, inputs: Inputs) -> list[str]:
         device_type = inputs.query.device.type
         if device_type not in self.device_types:
             return [f"runs on {' and '.join(self.device_types)}, the tensors are on {device_type}"]
-        reasons = []
+        reasons: list[str] = []
         if inputs.is_empty:
             reasons.append(_empty_reason(inputs))
         if inputs.dot_dim is None:
@@ -214,6 +217,7 @@ BACKENDS: tuple[Backend, ...] = (
     Cudnn(),
     Efficient(),
     Blockwise(),
+    HardAttention(),
     Math(),
     Reference(),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.normalizers import masked_scores
 
-__all__ = ["blockwise_attention"]
+__all__ = ["blockwise_attention", "in_blocks", "revived"]
+
+BlockFunction = Callable[[Inputs, "Tensor | None"], tuple[Tensor, ...]]
+"""From the inputs of some batch items and query rows, and their mask, to tensors
+[batch, heads, rows, ...]."""
 
 # Scores computed at once, of which a step holds several copies: 8 MB each in float32 on the CPU,
 # more would be no faster; elsewhere enough to keep a GPU busy.
@@ -23,93 +28,103 @@ BLOCK_SCORES = {"cpu": 2**21, "other": 2**24}
 def blockwise_attention(inputs: Inputs) -> Tensor:
     """What `reference_attention` computes, one block of batch items and query rows at a time.
 
-    The backward computes each block's weights again (Chen et al., Training Deep Nets with
-    Sublinear Memory Cost, 2016), dropout included, so that forward and backward hold the inputs,
-    the output and one block. Computed in float32 (float64 if the inputs are).
+    Forward and backward hold the inputs, the output and one block. Computed in float32 (float64
+    if the inputs are).
+    """
+    (output,) = in_blocks(inputs, _attend)
+    return output.to(inputs.query.dtype)
+
+
+def _attend(block: Inputs, allowed: Tensor | None) -> tuple[Tensor]:
+    scores, dead = revived(masked_scores(block, allowed, lean=True))
+    weights = F.dropout(scores.softmax(dim=-1), block.dropout_p)
+    return ((weights @ block.value).masked_fill(dead, 0.0),)
+
+
+def revived(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores where rows that may look nowhere look everywhere, so that their gradients are
+    finite, in vain; and which rows these are, [batch, heads, rows, 1]."""
+    dead = scores.detach().amax(dim=-1, keepdim=True) == -torch.inf
+    return scores.masked_fill(dead, 0.0), dead
+
+
+def in_blocks(inputs: Inputs, function: BlockFunction) -> tuple[Tensor, ...]:
+    """What the function gives for each block, concatenated.
+
+    The backward calls it again for each block (Chen et al., Training Deep Nets with Sublinear
+    Memory Cost, 2016), with the same random numbers.
     """
     exact = in_high_precision(inputs)
     with torch.autocast(inputs.query.device.type, enabled=False):
         key, value = exact.repeated_heads()
         exact = replace(exact, key=key, value=value).lowered()
         items, rows = _block_sizes(exact)
-        by_item = [
-            _parts(tensor, items, 0, len(exact.query))
-            for tensor in (exact.query, exact.key, exact.value, exact.bias)
-        ]
-        output = [
-            _rows(exact, query, key, value, bias, index * items, rows)
-            for index, (query, key, value, bias) in enumerate(zip(*by_item, strict=True))
-        ]
-        return torch.cat(output).to(inputs.query.dtype)
+        # one block is all there is: autograd may as well hold it
+        is_one = items >= len(exact.query) and rows >= exact.num_queries
+        recompute = torch.is_grad_enabled() and not is_one
+        by_item = _parts(exact, ("query", "key", "value", "bias"), items, 0)
+        return _join(
+            (
+                _join(
+                    (
+                        _call(function, block, (index * items, row * rows), exact, recompute)
+                        for row, block in enumerate(_parts(item, ("query", "bias"), rows, 2))
+                    ),
+                    dim=2,
+                )
+                for index, item in enumerate(by_item)
+            ),
+            dim=0,
+        )
 
 
-def _rows(
-    inputs: Inputs,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    item: int,
-    rows: int,
-) -> Tensor:
-    """The output of some batch items, the first of them `item`, of all rows."""
-    # all there is: autograd may as well hold it
-    is_one_block = query.shape[:3] == inputs.query.shape[:3] and rows >= inputs.num_queries
-    recompute = torch.is_grad_enabled() and not is_one_block
-    output = []
-    by_rows = [_parts(tensor, rows, 2, inputs.num_queries) for tensor in (query, bias)]
-    for index, (query_rows, bias_rows) in enumerate(zip(*by_rows, strict=True)):
-        block = (inputs, query_rows, key, value, bias_rows, item, index * rows)
-        if recompute:
-            rng = inputs.dropout_p > 0
-            attended = checkpoint(_attend, *block, use_reentrant=False, preserve_rng_state=rng)
-        else:
-            attended = _attend(*block)
-        output.append(attended)
-    return torch.cat(output, dim=2)
+def _call(
+    function: BlockFunction, block: Inputs, start: tuple[int, int], whole: Inputs, recompute: bool
+) -> tuple[Tensor, ...]:
+    def of_block(block: Inputs) -> tuple[Tensor, ...]:
+        return function(block, _allowed(block, start, whole))
+
+    if not recompute:
+        return of_block(block)
+    rng = whole.dropout_p > 0 or whole.normalizer.draws
+    return checkpoint(of_block, block, use_reentrant=False, preserve_rng_state=rng)
 
 
-def _attend(
-    inputs: Inputs,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    item: int,
-    row: int,
-) -> Tensor:
-    """The output of one block, whose first batch item and row are `item` and `row`."""
-    scores = inputs.score.lean_scores(query, key)
-    if bias is not None:
-        scores = scores + bias
-    allowed = _allowed(inputs, query, item, row)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    # a row that may look nowhere looks everywhere, so that its gradients are finite, in vain
-    dead = scores.detach().amax(dim=-1, keepdim=True) == -torch.inf
-    weights = F.dropout(scores.masked_fill(dead, 0.0).softmax(dim=-1), inputs.dropout_p)
-    return (weights @ value).masked_fill(dead, 0.0)
-
-
-def _allowed(inputs: Inputs, query: Tensor, item: int, row: int) -> Tensor | None:
-    if inputs.mask is None:
+def _allowed(block: Inputs, start: tuple[int, int], whole: Inputs) -> Tensor | None:
+    """The mask of a block whose first batch item and row are `start`."""
+    if whole.mask is None:
         return None
-    batch, num_heads, num_rows, _ = query.shape
-    if num_rows == inputs.num_queries:
-        allowed = inputs.mask.dense(inputs.num_queries, inputs.num_keys, query.device)
+    (item, row), (batch, num_heads, num_rows, _) = start, block.query.shape
+    if num_rows == whole.num_queries:
+        allowed = whole.mask.dense(whole.num_queries, whole.num_keys, block.query.device)
     else:
-        rows = torch.arange(row, row + num_rows, device=query.device)
-        heads = torch.arange(num_heads, device=query.device)
-        allowed = inputs.mask.select(rows, heads, inputs.num_queries, inputs.num_keys)
+        rows = torch.arange(row, row + num_rows, device=block.query.device)
+        heads = torch.arange(num_heads, device=block.query.device)
+        allowed = whole.mask.select(rows, heads, whole.num_queries, whole.num_keys)
     return allowed if allowed.shape[0] == 1 else allowed[item : item + batch]
 
 
-def _parts(tensor: Tensor | None, size: int, dim: int, length: int) -> Sequence[Any]:
-    """The tensor split along a dimension, or itself for every part where it broadcasts."""
-    if tensor is None or tensor.shape[dim] == 1:
-        return [tensor] * -(-length // size)
-    # split rather than sliced: the gradient is then one concatenation
-    return tensor.split(size, dim)
+def _parts(inputs: Inputs, names: Sequence[str], size: int, dim: int) -> list[Inputs]:
+    """The inputs with the named tensors split along a dimension, or as they are where they
+    broadcast."""
+    length = inputs.query.shape[dim]
+    num_parts = -(-length // size)
+    split: list[Sequence[Any]] = []
+    for name in names:
+        tensor = getattr(inputs, name)
+        if tensor is None or tensor.shape[dim] == 1:
+            split.append([tensor] * num_parts)
+        else:
+            # split rather than sliced: the gradient is then one concatenation
+            split.append(tensor.split(size, dim))
+    return [
+        replace(inputs, **dict(zip(names, tensors, strict=True)))
+        for tensors in zip(*split, strict=True)
+    ]
+
+
+def _join(parts: Any, dim: int) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(tensors, dim) for tensors in zip(*parts, strict=True))
 
 
 def _block_sizes(inputs: Inputs) -> tuple[int, int]:

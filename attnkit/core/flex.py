@@ -30,7 +30,7 @@ class Flex(Backend):
 
     name = "flex"
 
-    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+    def reasons(self, inputs: Inputs) -> list[str]:
         device_type = inputs.query.device.type
         if device_type != "cuda":
             return [f"runs on cuda, the tensors are on {device_type}"]

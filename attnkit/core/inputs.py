@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from attnkit.core.masks import Causal, Mask, as_4d, as_mask, check_broadcastable
+from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
 from attnkit.core.scores import ScaledDot, Score, as_score
+
+SOFTMAX = Softmax()
 
 __all__ = ["Inputs", "cast_bias", "check_inputs"]
 
@@ -27,6 +30,7 @@ class Inputs:
     score: Score
     mask: Mask | None = None
     bias: Tensor | None = None
+    normalizer: Normalizer = SOFTMAX
     dropout_p: float = 0.0
 
     @property
@@ -114,18 +118,17 @@ def check_inputs(
     score: str | Score = "scaled_dot",
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
-    normalizer: str = "softmax",
+    normalizer: str | Normalizer = "softmax",
     edge_features: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Inputs:
     """Check `attend`'s arguments against each other; ValueError or TypeError name the wrong one."""
-    if normalizer != "softmax":
-        raise ValueError(f"normalizer: expected 'softmax', got {normalizer!r}")
     if edge_features is not None:
         raise ValueError("edge_features: only attention over the edges of a graph takes them")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+    normalizer = as_normalizer(normalizer)
     score = as_score(score, scale)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value)
@@ -145,15 +148,18 @@ def check_inputs(
         check_broadcastable("bias", bias, (batch, num_heads, num_queries, num_keys))
         # kernels without a gradient for the bias can serve it where none is asked
         bias = as_4d(bias if torch.is_grad_enabled() else bias.detach())
-    return Inputs(
+    inputs = Inputs(
         query,
         key,
         value,
         score=score,
         mask=mask,
         bias=bias,
+        normalizer=normalizer,
         dropout_p=float(dropout_p),
     )
+    normalizer.check(inputs)
+    return inputs
 
 
 def in_high_precision(inputs: Inputs) -> Inputs:
@@ -165,6 +171,7 @@ def in_high_precision(inputs: Inputs) -> Inputs:
         key=inputs.key.to(dtype),
         value=inputs.value.to(dtype),
         score=inputs.score.to(dtype),
+        normalizer=inputs.normalizer.to(dtype),
         bias=None if inputs.bias is None else inputs.bias.to(dtype),
     )
 

@@ -16,6 +16,7 @@ from attnkit.core.backend import Backend
 from attnkit.core.inputs import Inputs
 from attnkit.core.mask_algebra import parts
 from attnkit.core.masks import Mask
+from attnkit.core.normalizers import Linear, Softmax
 from attnkit.core.record import note_kernel
 from attnkit.core.sparse_masks import Packed
 
@@ -35,11 +36,12 @@ class PackedSequences(Backend):
     """
 
     name = "packed"
+    normalizers = (Softmax, Linear)
 
     def __init__(self, choose: Callable[[Inputs], Backend]) -> None:
         self.choose = choose
 
-    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+    def reasons(self, inputs: Inputs) -> list[str]:
         packed, _, others = _take_apart(inputs.mask)
         reasons = []
         if len(packed) != 1:
@@ -110,6 +112,8 @@ def _diagonal_blocks(
 def _serves_varlen(inputs: Inputs, packed: Packed, inside: list[Mask]) -> bool:
     """Whether the one kernel of torch for packed sequences can compute it."""
     if not inputs.query.is_cuda or inputs.dot_dim is None or inputs.is_empty:
+        return False
+    if not isinstance(inputs.normalizer, Softmax):
         return False
     return (
         inputs.query.dtype in (torch.float16, torch.bfloat16)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from attnkit.core.inputs import Inputs, check_inputs, in_high_precision
 from attnkit.core.masks import Mask
+from attnkit.core.normalizers import Normalizer
 from attnkit.core.record import module_name
-from attnkit.core.reference import softmax
 from attnkit.core.scores import Score
 
 __all__ = ["Indices", "attention_weights", "capture_attention"]
@@ -31,6 +31,7 @@ def attention_weights(
     score: str | Score = "scaled_dot",
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
+    normalizer: str | Normalizer = "softmax",
     scale: float | None = None,
     rows: Indices = None,
     heads: Indices = None,
@@ -42,7 +43,7 @@ def attention_weights(
     block of scores is held. Differentiable.
 
     Args:
-        query, key, score, mask, bias, scale: as in `attend`.
+        query, key, score, mask, bias, normalizer, scale: as in `attend`.
         rows: which queries, None for all.
         heads: which query heads, None for all.
 
@@ -53,7 +54,9 @@ def attention_weights(
     Raises:
         IndexError: a row or head that is not there. Else as `attend`.
     """
-    inputs = check_inputs(query, key, key, score=score, mask=mask, bias=bias, scale=scale)
+    inputs = check_inputs(
+        query, key, key, score=score, mask=mask, bias=bias, normalizer=normalizer, scale=scale
+    )
     batch, num_heads, num_queries, _ = inputs.query.shape
     row_indices = _indices("rows", rows, num_queries, query.device)
     head_indices = _indices("heads", heads, num_heads, query.device)
@@ -64,6 +67,7 @@ def attention_weights(
             query=inputs.query[:, head_indices],
             key=inputs.key[:, kv_heads],
             score=inputs.score.select(head_indices),
+            normalizer=inputs.normalizer.select(head_indices),
         )
     ).lowered()
     per_row = max(1, batch * len(head_indices) * inputs.num_keys)
@@ -76,13 +80,14 @@ def attention_weights(
 
 
 def _weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
-    scores = inputs.score.lean_scores(inputs.query[:, :, rows], inputs.key)
-    if inputs.bias is not None:
-        bias = inputs.bias if inputs.bias.shape[1] == 1 else inputs.bias[:, heads]
-        scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows])
-    if inputs.mask is None:
-        return softmax(scores, None)
-    return softmax(scores, inputs.mask.select(rows, heads, inputs.num_queries, inputs.num_keys))
+    bias, allowed = inputs.bias, None
+    if bias is not None:
+        bias = bias if bias.shape[1] == 1 else bias[:, heads]
+        bias = bias if bias.shape[2] == 1 else bias[:, :, rows]
+    if inputs.mask is not None:
+        allowed = inputs.mask.select(rows, heads, inputs.num_queries, inputs.num_keys)
+    block = replace(inputs, query=inputs.query[:, :, rows], bias=bias)
+    return inputs.normalizer.weights(block, allowed, lean=True)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class Windowed(Backend):
 
     name = "window"
 
-    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
+    def reasons(self, inputs: Inputs) -> list[str]:
         if inputs.query.device.type != "cpu":
             return [f"runs on cpu, the tensors are on {inputs.query.device.type}"]
         reasons = []

@@ -281,7 +281,11 @@ def test_one_error_gives_every_reason():
             "score: expected one of scaled_dot, dot, cosine, gaussian, got 'scaleddot'",
         ),
         ({"score": "dot", "scale": 2.0}, "the score 'dot' has no scale"),
-        ({"normalizer": "hard"}, "normalizer: expected 'softmax', got 'hard'"),
+        (
+            {"normalizer": "sparsemax"},
+            "normalizer: expected one of softmax, hard, linear, got 'sparsemax'",
+        ),
+        ({"normalizer": "delta_rule"}, r"'delta_rule' has a tensor, give the object.*DeltaRule"),
         ({"edge_features": torch.ones(1)}, "edge_features: only attention over the edges"),
         ({"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
         ({"backend": "flahs"}, "backend: expected 'auto' or one of packed, window"),
