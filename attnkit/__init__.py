@@ -36,6 +36,7 @@ _HOME = {
     "Hard": "attnkit.core.normalizers",
     "Linear": "attnkit.core.normalizers",
     "DeltaRule": "attnkit.core.normalizers",
+    "KeyValueCache": "attnkit.core.cache",
     "record_draws": "attnkit.core.hard",
     "UnsupportedError": "attnkit.core.backends",
     "explain_backends": "attnkit.core.backends",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from attnkit.core.attend import attend
     from attnkit.core.backends import UnsupportedError, explain_backends
     from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
+    from attnkit.core.cache import KeyValueCache
     from attnkit.core.hard import record_draws
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention

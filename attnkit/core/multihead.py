@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnkit.core.attend import attend
 from attnkit.core.backends import named_backend
+from attnkit.core.cache import KeyValueCache
+from attnkit.core.learned_normalizers import learned_normalizer
 from attnkit.core.learned_scores import learned_score
 from attnkit.core.masks import Mask
+from attnkit.core.normalizers import Normalizer
+from attnkit.core.projections import Projections
 from attnkit.core.score import Score
 from attnkit.core.weights import Indices, attention_weights
 
 __all__ = ["MultiHeadAttention", "Positions"]
 
+Gate = Literal["elementwise", "head"]
+
 Positions = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Where tokens are, told to queries and keys: (query, key) -> (query, key), as rotary does."""
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(Projections):
     """Multi-head attention (Vaswani et al., Attention Is All You Need, 2017).
 
         output = [head_1 … head_H] W_out,   head_h = attend(x W_q,h, y W_k,h, z W_v,h)
@@ -28,7 +35,16 @@ class MultiHeadAttention(nn.Module):
     Self-attention is `block(x)`, cross-attention `block(x, y)`. One fused projection gives
     queries, keys and values where they have one input. With fewer key/value heads than heads it is
     grouped-query attention (Ainslie et al. 2023), with `qk_norm` queries and keys are
-    layer-normalised per head before the product (Dehghani et al. 2023).
+    layer-normalised per head before the product (Dehghani et al. 2023), with `gate` each head is
+    multiplied by sigmoid(x W_g) before W_out (Qiu et al., Gated Attention, 2025).
+
+    Decoding step by step, which gives what all at once gives:
+
+        cache = block.new_cache(batch=2, max_tokens=256)
+        for token in tokens.split(1, dim=1):
+            output = block(token, cache=cache)    # its key and value are kept, all are read
+        memory = block.remember(encoded)          # for cross-attention: projected once
+        output = block(token, memory)
 
     Unlike torch's module: batch first always; True in a mask = may look; the output alone is
     returned, always a tensor; a row that may look nowhere is 0 before the output projection; the
@@ -49,6 +65,10 @@ class MultiHeadAttention(nn.Module):
             "general", "additive", "cosine" and "gaussian"; a `Score` without tensors, for a
             softcap; or a module whose `forward()` returns a `Score`, such as those of
             `attnkit.learned_scores`, which is then a submodule.
+        normalizer: a name: "softmax", "hard", "linear", "delta_rule", whose β the block learns; a
+            `Normalizer`; or a module from the keys' tokens to one. In evaluation "hard" takes the
+            best key.
+        gate: "elementwise", a gate for each channel; "head", for each head; None: none.
         dropout_p: the share of weights dropped in training; none in evaluation.
         backend: the kernel, as in `attend`.
 
@@ -70,146 +90,170 @@ class MultiHeadAttention(nn.Module):
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
         score: str | Score | nn.Module = "scaled_dot",
+        normalizer: str | Normalizer | nn.Module = "softmax",
+        gate: Gate | None = None,
         dropout_p: float = 0.0,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
-        if dim < 1 or num_heads < 1:
-            raise ValueError(f"dim and num_heads: expected at least 1, got {dim} and {num_heads}")
-        if head_dim is None:
-            if dim % num_heads:
-                raise ValueError(f"num_heads: {num_heads} does not divide dim {dim}")
-            head_dim = dim // num_heads
-        elif head_dim < 1:
-            raise ValueError(f"head_dim: expected at least 1, got {head_dim}")
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads: {num_kv_heads} does not divide num_heads {num_heads}")
+        super().__init__(
+            dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            bias=bias,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
+        )
         if not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+        if gate not in (*get_args(Gate), None):
+            raise ValueError(f"gate: expected 'elementwise', 'head' or None, got {gate!r}")
         named_backend(backend)
-        key_dim = dim if key_dim is None else key_dim
-        value_dim = key_dim if value_dim is None else value_dim
-        self.dim = dim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
         self.dropout_p = dropout_p
         self.backend = backend
-        self.sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
-        self.is_fused = dim == key_dim == value_dim
-        if self.is_fused:
-            self.in_proj = nn.Linear(dim, sum(self.sizes), bias=bias)
-        else:
-            self.query_proj = nn.Linear(dim, self.sizes[0], bias=bias)
-            self.key_proj = nn.Linear(key_dim, self.sizes[1], bias=bias)
-            self.value_proj = nn.Linear(value_dim, self.sizes[2], bias=bias)
-        self.query_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.key_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.score = learned_score(score, num_heads, head_dim)
+        self.score = learned_score(score, num_heads, self.head_dim)
+        self.normalizer = learned_normalizer(normalizer, num_heads, self.key_dim)
+        self.gate_proj: nn.Linear | None = None
+        if gate is not None:
+            gates = num_heads if gate == "head" else self.sizes[0]
+            self.gate_proj = nn.Linear(dim, gates, bias=bias)
         self.out_proj = nn.Linear(self.sizes[0], dim, bias=out_bias)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Xavier-uniform per projection, as torch's module; biases 0."""
-        for name, module in self.named_children():
-            if isinstance(module, nn.Linear):
-                sizes = self.sizes if name == "in_proj" else [module.out_features]
-                for weight in module.weight.split(sizes):
-                    nn.init.xavier_uniform_(weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
 
     def forward(
         self,
         query: Tensor,
-        key: Tensor | None = None,
+        key: Tensor | KeyValueCache | None = None,
         value: Tensor | None = None,
         *,
         mask: Mask | Tensor | None = None,
         bias: Tensor | None = None,
         positions: Positions | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Attend from the tokens of `query` to those of `key`.
 
         Args:
             query: [batch, queries, dim].
-            key: [batch, keys, key_dim]; None: `query`, self-attention.
+            key: [batch, keys, key_dim], or what `remember` made of them; None: `query`,
+                self-attention.
             value: [batch, keys, value_dim]; None: `key`.
-            mask, bias: as in `attend`.
-            positions: applied to queries and keys as heads, [batch, heads, tokens, head_dim].
+            mask, bias: as in `attend`, of the new queries and all keys in the cache.
+            positions: applied to queries and keys as heads, [batch, heads, tokens, head_dim],
+                before keys go into the cache.
+            cache: of self-attention: the keys and values of these tokens are written behind those
+                of the steps before, and all are read. Several tokens at once need
+                `mask=Causal("bottom_right")` to be causal.
 
         Returns:
             [batch, queries, dim].
         """
-        heads = self._project(query, key, value, positions)
+        heads, options = self._prepare(query, key, value, positions, cache, is_new=True)
         output = attend(
             *heads,
-            score=self._score_now(),
+            **options,
             mask=mask,
             bias=bias,
             dropout_p=self.dropout_p if self.training else 0.0,
             backend=self.backend,
         )
-        return self.out_proj(output.transpose(1, 2).flatten(2))
+        output = output.transpose(1, 2)
+        if self.gate_proj is not None:
+            output = output * self.gate_proj(query).sigmoid().unflatten(-1, (self.num_heads, -1))
+        return self.out_proj(output.flatten(2))
 
     def attention_weights(
         self,
         query: Tensor,
-        key: Tensor | None = None,
+        key: Tensor | KeyValueCache | None = None,
         value: Tensor | None = None,
         *,
         mask: Mask | Tensor | None = None,
         bias: Tensor | None = None,
         positions: Positions | None = None,
+        cache: KeyValueCache | None = None,
         rows: Indices = None,
         heads: Indices = None,
     ) -> Tensor:
         """The weights that `forward` uses on the same arguments, before dropout.
 
+        With a cache, those of the step that `forward` took last: nothing is written.
+
         Returns:
             [batch, len(heads), len(rows), keys]; see `attnkit.attention_weights`.
         """
-        projected_query, projected_key, _ = self._project(query, key, value, positions)
+        projected, options = self._prepare(query, key, value, positions, cache, is_new=False)
         return attention_weights(
-            projected_query,
-            projected_key,
-            score=self._score_now(),
-            mask=mask,
-            bias=bias,
-            rows=rows,
-            heads=heads,
+            *projected[:2], **options, mask=mask, bias=bias, rows=rows, heads=heads
         )
 
-    def _score_now(self) -> Score:
-        return self.score() if isinstance(self.score, nn.Module) else self.score
+    def new_cache(
+        self,
+        batch: int,
+        max_tokens: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> KeyValueCache:
+        """An empty cache for `forward(…, cache=)`, by default as the parameters are, or as
+        autocast makes of them."""
+        weight = self.out_proj.weight
+        device = weight.device if device is None else torch.device(device)
+        if dtype is None:
+            autocast = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+        return KeyValueCache(
+            batch, self.num_kv_heads, max_tokens, self.head_dim, dtype=dtype, device=device
+        )
 
-    def _project(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def remember(self, key: Tensor, value: Tensor | None = None) -> KeyValueCache:
+        """Keys and values of a memory that many steps will read: `block(x, block.remember(y))` is
+        `block(x, y)`. Tokens [batch, keys, key_dim] and [batch, keys, value_dim]."""
+        return KeyValueCache.of(*self.project_memory(key, key if value is None else value))
+
+    def _prepare(
+        self,
+        query: Tensor,
+        key: Tensor | KeyValueCache | None,
+        value: Tensor | None,
+        positions: Positions | None,
+        cache: KeyValueCache | None,
+        *,
+        is_new: bool,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """Query, key and value as heads, and score and normaliser of the moment."""
         if key is None and value is not None:
             raise ValueError("value: given without key")
-        key = query if key is None else key
-        value = key if value is None else value
-        heads: Sequence[Tensor]
-        # One product for all projections that read the same tokens. They are split on the last
-        # dimension: the backward of that is one concatenation, in the layout the product wants.
-        if not self.is_fused:
-            heads = self.query_proj(query), self.key_proj(key), self.value_proj(value)
-        elif value is not key:
-            heads = tuple(map(F.linear, (query, key, value), *self._parameters_of(self.sizes)))
-        elif key is not query:
-            weights, biases = self._parameters_of([self.sizes[0], sum(self.sizes[1:])])
-            key_value = F.linear(key, weights[1], biases[1])
-            heads = F.linear(query, weights[0], biases[0]), *key_value.split(self.sizes[1:], dim=-1)
+        if cache is not None and key is not None:
+            raise ValueError("cache: keeps the keys of self-attention, but a key was given")
+        if isinstance(key, KeyValueCache) and (value is not None or positions is not None):
+            name = "positions" if value is None else "value"
+            raise ValueError(f"{name}: given with keys and values that are remembered")
+        if isinstance(key, KeyValueCache):
+            heads = self.project_query(query), key.key, key.value
         else:
-            heads = self.in_proj(query).split(self.sizes, dim=-1)
-        q, k, v = (tokens.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for tokens in heads)
-        q, k = self.query_norm(q), self.key_norm(k)
+            key = query if key is None else key
+            heads = self.project(query, key, key if value is None else value)
         if positions is not None:
-            q, k = positions(q, k)
-        return q, k, v
+            heads = *positions(*heads[:2]), heads[2]
+        if cache is not None:
+            if is_new:
+                cache.append(*heads[1:])
+            heads = heads[0], cache.key, cache.value
+        tokens = None if cache is not None or isinstance(key, KeyValueCache) else key
+        score = self.score() if isinstance(self.score, nn.Module) else self.score
+        return heads, {"score": score, "normalizer": self._normalizer_now(tokens)}
 
-    def _parameters_of(self, sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        weight, bias = self.in_proj.weight, self.in_proj.bias
-        return weight.split(sizes), [None] * len(sizes) if bias is None else bias.split(sizes)
+    def _normalizer_now(self, tokens: Tensor | None) -> Normalizer:
+        """The normaliser for the keys of these tokens; None where only keys were kept."""
+        normalizer = self.normalizer
+        if isinstance(normalizer, nn.Module):
+            if tokens is None:
+                raise ValueError(
+                    "cache: keeps keys and values, but the normaliser reads the tokens; decode "
+                    "fast weights by attnkit.delta_rule and its state"
+                )
+            normalizer = normalizer(tokens)
+        return normalizer if self.training else normalizer.evaluated()

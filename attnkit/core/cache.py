@@ -1,0 +1,104 @@
+"""Keys and values of the past, kept for decoding one step at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["KeyValueCache"]
+
+
+class KeyValueCache:
+    """Keys and values [batch, kv_heads, tokens, head_dim] of the tokens so far.
+
+    Memory for `max_tokens` is taken once; a step writes its tokens behind those before and reads
+    all of them, so that decoding n tokens computes n rows of attention, not 1 + … + n.
+    `MultiHeadAttention.new_cache` makes one of the right sizes.
+
+    Writing is in place, which autograd cannot follow: decode under `torch.no_grad()`.
+
+    Args:
+        batch, num_heads, max_tokens: sizes; `num_heads` are those of the keys.
+        head_dim: channels of a key.
+        value_dim: channels of a value; None: `head_dim`.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_heads: int,
+        max_tokens: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
+        self._key = torch.empty(batch, num_heads, max_tokens, head_dim, dtype=dtype, device=device)
+        self._value = torch.empty(
+            batch, num_heads, max_tokens, value_dim, dtype=dtype, device=device
+        )
+        self.num_tokens = 0
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> KeyValueCache:
+        """A cache that is full: a memory, such as an encoder's output, that every step reads."""
+        cache = cls.__new__(cls)
+        cache._key, cache._value, cache.num_tokens = key, value, key.shape[2]
+        return cache
+
+    @property
+    def key(self) -> Tensor:
+        """[batch, kv_heads, num_tokens, head_dim]"""
+        return self._key[:, :, : self.num_tokens]
+
+    @property
+    def value(self) -> Tensor:
+        """[batch, kv_heads, num_tokens, value_dim]"""
+        return self._value[:, :, : self.num_tokens]
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens there is memory for."""
+        return self._key.shape[2]
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Write the tokens of a step behind those before.
+
+        Raises:
+            ValueError: they do not fit, or autograd would have to follow.
+        """
+        num_new = key.shape[2]
+        if self.num_tokens + num_new > self.max_tokens:
+            raise ValueError(
+                f"cache: has room for {self.max_tokens} tokens, "
+                f"got {num_new} after {self.num_tokens}"
+            )
+        for name, kept, new in (("key", self._key, key), ("value", self._value, value)):
+            if new.requires_grad:
+                raise ValueError(
+                    f"cache: the {name} requires a gradient, which writing in place would lose; "
+                    "decode under torch.no_grad()"
+                )
+            expected = (kept.shape[0], kept.shape[1], num_new, kept.shape[3])
+            if tuple(new.shape) != expected or new.dtype != kept.dtype:
+                raise ValueError(
+                    f"cache: expected a {name} {list(expected)} of {kept.dtype}, "
+                    f"got {list(new.shape)} of {new.dtype}"
+                )
+            kept[:, :, self.num_tokens : self.num_tokens + num_new] = new
+        self.num_tokens += num_new
+
+    def select(self, items: Tensor) -> KeyValueCache:
+        """The cache of some batch items, in the order given, each as often as it is named: what
+        beam search needs when hypotheses survive. `items`: integers [new batch]."""
+        chosen = KeyValueCache.of(self._key[items], self._value[items])
+        chosen.num_tokens = self.num_tokens
+        return chosen
+
+    def __repr__(self) -> str:
+        return (
+            f"KeyValueCache({self.num_tokens} of {self.max_tokens} tokens, "
+            f"batch {self._key.shape[0]}, {self._key.shape[1]} heads × {self._key.shape[3]})"
+        )

@@ -1,0 +1,122 @@
+"""Tokens to heads: the projections of a multi-head block to queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["Projections"]
+
+
+class Projections(nn.Module):
+    """Queries, keys and values of tokens, as heads [batch, heads, tokens, head_dim].
+
+    One fused matrix, `in_proj`, where queries, keys and values have as many input channels, else
+    `query_proj`, `key_proj` and `value_proj`; with `qk_norm` queries and keys are layer-normalised
+    per head. The base of `MultiHeadAttention`, which documents the arguments.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        bias: bool = True,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        if dim < 1 or num_heads < 1:
+            raise ValueError(f"dim and num_heads: expected at least 1, got {dim} and {num_heads}")
+        if head_dim is None:
+            if dim % num_heads:
+                raise ValueError(f"num_heads: {num_heads} does not divide dim {dim}")
+            head_dim = dim // num_heads
+        elif head_dim < 1:
+            raise ValueError(f"head_dim: expected at least 1, got {head_dim}")
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads: {num_kv_heads} does not divide num_heads {num_heads}")
+        self.dim = dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.key_dim = dim if key_dim is None else key_dim
+        self.value_dim = self.key_dim if value_dim is None else value_dim
+        self.sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        self.is_fused = dim == self.key_dim == self.value_dim
+        if self.is_fused:
+            self.in_proj = nn.Linear(dim, sum(self.sizes), bias=bias)
+        else:
+            self.query_proj = nn.Linear(dim, self.sizes[0], bias=bias)
+            self.key_proj = nn.Linear(self.key_dim, self.sizes[1], bias=bias)
+            self.value_proj = nn.Linear(self.value_dim, self.sizes[2], bias=bias)
+        self.query_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.key_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform per projection, as torch's module; biases 0."""
+        for name, module in self.named_children():
+            if isinstance(module, nn.Linear):
+                sizes = self.sizes if name == "in_proj" else [module.out_features]
+                for weight in module.weight.split(sizes):
+                    nn.init.xavier_uniform_(weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as heads."""
+        q, k, v = self._heads((query, key, value))
+        return self.query_norm(q), self.key_norm(k), v
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """Queries alone."""
+        return self.query_norm(self._heads((query, None, None))[0])
+
+    def project_memory(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values alone."""
+        _, k, v = self._heads((None, key, value))
+        return self.key_norm(k), v
+
+    def _heads(self, inputs: Sequence[Tensor | None]) -> list[Any]:
+        """The projections of the inputs in turn, None of None."""
+        return [
+            None if tokens is None else tokens.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for tokens in self._projected(inputs)
+        ]
+
+    def _projected(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if not self.is_fused:
+            projections = (self.query_proj, self.key_proj, self.value_proj)
+            return [
+                None if tokens is None else projection(tokens)
+                for projection, tokens in zip(projections, inputs, strict=True)
+            ]
+        # One product for neighbours that read the same tokens. They are split on the last
+        # dimension: the backward of that is one concatenation, in the layout the product wants.
+        runs: list[list[int]] = [[0]]
+        for i in (1, 2):
+            if inputs[i] is inputs[i - 1]:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        run_sizes = [[self.sizes[i] for i in run] for run in runs]
+        totals = [sum(sizes) for sizes in run_sizes]
+        weights = self.in_proj.weight.split(totals)
+        bias = self.in_proj.bias
+        biases = [None] * len(runs) if bias is None else bias.split(totals)
+        projected: list[Tensor | None] = []
+        for run, sizes, weight, bias in zip(runs, run_sizes, weights, biases, strict=True):
+            tokens = inputs[run[0]]
+            if tokens is None:
+                projected += [None] * len(run)
+            else:
+                projected += F.linear(tokens, weight, bias).split(sizes, dim=-1)
+        return projected
