@@ -6,8 +6,9 @@ from torch import Tensor
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.normalizers import Normalizer, Softmax
+from attnkit.core.scores import ScaledDot
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "dot_product_reasons", "empty_reasons"]
 
 
 class Backend:
@@ -38,3 +39,30 @@ class Backend:
     def __call__(self, inputs: Inputs) -> Tensor:
         """The attention's output, [batch, heads, queries, value_dim]."""
         raise NotImplementedError
+
+
+def dot_product_reasons(inputs: Inputs, *, needs_positive_scale: bool = True) -> list[str]:
+    """Why a kernel of scaled dot products, and of nothing else, cannot compute the score.
+
+    Fused kernels write −inf before they scale, and keep a running maximum of unscaled scores: they
+    need a positive scale.
+    """
+    score = inputs.score
+    if inputs.dot_dim is None:
+        return [f"computes scaled dot products, and the score {score} is none"]
+    reasons = []
+    if score.softcap is not None:
+        reasons.append(f"computes no softcap, got {score.softcap}")
+    if needs_positive_scale and isinstance(score, ScaledDot) and inputs.scale <= 0:
+        reasons.append(f"scale is positive in this kernel, got {inputs.scale}")
+    return reasons
+
+
+def empty_reasons(inputs: Inputs) -> list[str]:
+    """Why a kernel that needs something to compute refuses empty inputs."""
+    if not inputs.is_empty:
+        return []
+    return [
+        f"a size is zero: query {list(inputs.query.shape)}, "
+        f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
+    ]

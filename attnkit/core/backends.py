@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnkit.core.backend import Backend
+from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
 from attnkit.core.blockwise import blockwise_attention
 from attnkit.core.flex import Flex
 from attnkit.core.hard import HardAttention
@@ -18,7 +18,6 @@ from attnkit.core.normalizers import Normalizer
 from attnkit.core.packed import PackedSequences
 from attnkit.core.record import note_kernel
 from attnkit.core.reference import reference_attention
-from attnkit.core.scores import ScaledDot
 from attnkit.core.windows import Windowed
 
 __all__ = ["BACKENDS", "Backend", "UnsupportedError", "choose_backend", "explain_backends"]
@@ -48,7 +47,7 @@ class Blockwise(Backend):
     name = "blockwise"
 
     def reasons(self, inputs: Inputs) -> list[str]:
-        return [_empty_reason(inputs)] if inputs.is_empty else []
+        return empty_reasons(inputs)
 
     def __call__(self, inputs: Inputs) -> Tensor:
         note_kernel("blockwise")
@@ -67,22 +66,17 @@ class Sdpa(Backend):
     serves_grouped = True
     # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do
     guards_dead_rows = False
-    # fused kernels write −inf before they scale, and keep a running maximum of unscaled scores
     needs_positive_scale = True
 
     def reasons(self, inputs: Inputs) -> list[str]:
         device_type = inputs.query.device.type
         if device_type not in self.device_types:
             return [f"runs on {' and '.join(self.device_types)}, the tensors are on {device_type}"]
-        reasons: list[str] = []
-        if inputs.is_empty:
-            reasons.append(_empty_reason(inputs))
-        if inputs.dot_dim is None:
-            return [*reasons, f"computes scaled dot products, and the score {inputs.score} is none"]
-        if inputs.score.softcap is not None:
-            reasons.append(f"computes no softcap, got {inputs.score.softcap}")
-        if self.needs_positive_scale and isinstance(inputs.score, ScaledDot) and inputs.scale <= 0:
-            reasons.append(f"scale is positive in this kernel, got {inputs.scale}")
+        reasons = empty_reasons(inputs) + dot_product_reasons(
+            inputs, needs_positive_scale=self.needs_positive_scale
+        )
+        if inputs.dot_dim is None:  # and there is no head dimension to speak of
+            return reasons
         return reasons + (
             self.cuda_reasons(inputs) if device_type == "cuda" else self.cpu_reasons(inputs)
         )
@@ -278,13 +272,6 @@ def explain_backends(query: Tensor, key: Tensor, value: Tensor, **options) -> Ex
     inputs = check_inputs(query, key, value, **options)
     reasons = {kernel.name: kernel.unsupported_reasons(inputs) for kernel in BACKENDS}
     return Explanation(reasons, choose_backend(inputs).name)
-
-
-def _empty_reason(inputs: Inputs) -> str:
-    return (
-        f"a size is zero: query {list(inputs.query.shape)}, "
-        f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
-    )
 
 
 def _half_precision_reasons(inputs: Inputs) -> list[str]:

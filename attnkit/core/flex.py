@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from attnkit.core.backend import Backend
+from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
 from attnkit.core.inputs import Inputs
 from attnkit.core.mask_algebra import And, Not, Or
 from attnkit.core.masks import Mask
 from attnkit.core.record import note_kernel
-from attnkit.core.scores import ScaledDot
 from attnkit.core.sparse_masks import Blocks, Edges, Packed, Window, Window2d
 
 if TYPE_CHECKING:  # importing it takes as long as importing half of torch
@@ -34,17 +33,11 @@ class Flex(Backend):
         device_type = inputs.query.device.type
         if device_type != "cuda":
             return [f"runs on cuda, the tensors are on {device_type}"]
-        reasons = []
-        if inputs.is_empty:
-            reasons.append("a size is zero")
+        reasons = empty_reasons(inputs) + dot_product_reasons(inputs)
         if inputs.mask is None:
             reasons.append("computes masks, and there is none")
         if any(isinstance(part, Edges) for part in _simple(inputs.mask)):
             reasons.append("Edges is no function of indices that this kernel can compile")
-        if inputs.dot_dim is None:
-            reasons.append(f"computes scaled dot products, and {inputs.score} is none")
-        elif isinstance(inputs.score, ScaledDot) and inputs.scale <= 0:
-            reasons.append(f"scale is positive in this kernel, got {inputs.scale}")
         if inputs.query.dtype == torch.float64:
             reasons.append("computes in float32, bfloat16 and float16, got torch.float64")
         if inputs.bias is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnkit.core.backend import Backend
+from attnkit.core.backend import Backend, empty_reasons
 from attnkit.core.blockwise import in_blocks, revived
 from attnkit.core.inputs import Inputs
 from attnkit.core.normalizers import Hard, masked_scores
@@ -66,7 +66,7 @@ class HardAttention(Backend):
     normalizers = (Hard,)
 
     def reasons(self, inputs: Inputs) -> list[str]:
-        return ["a size is zero"] if inputs.is_empty else []
+        return empty_reasons(inputs)
 
     def __call__(self, inputs: Inputs) -> Tensor:
         note_kernel(self.name)

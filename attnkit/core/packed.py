@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnkit.core.backend import Backend
+from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
 from attnkit.core.inputs import Inputs
 from attnkit.core.mask_algebra import parts
 from attnkit.core.masks import Mask
@@ -43,10 +43,9 @@ class PackedSequences(Backend):
 
     def reasons(self, inputs: Inputs) -> list[str]:
         packed, _, others = _take_apart(inputs.mask)
-        reasons = []
         if len(packed) != 1:
-            reasons.append(f"computes packed sequences, the mask has {len(packed)} Packed")
-        reasons += [f"{type(mask).__name__} does not count within sequences" for mask in others]
+            return [f"computes packed sequences, the mask has {len(packed)} Packed"]
+        reasons = [f"{type(mask).__name__} does not count within sequences" for mask in others]
         if torch.compiler.is_compiling():
             reasons.append("slices by lengths, which have no values while torch.compile traces")
         return reasons
@@ -111,17 +110,17 @@ def _diagonal_blocks(
 
 def _serves_varlen(inputs: Inputs, packed: Packed, inside: list[Mask]) -> bool:
     """Whether the one kernel of torch for packed sequences can compute it."""
-    if not inputs.query.is_cuda or inputs.dot_dim is None or inputs.is_empty:
+    if not inputs.query.is_cuda or not isinstance(inputs.normalizer, Softmax):
         return False
-    if not isinstance(inputs.normalizer, Softmax):
+    if empty_reasons(inputs) or dot_product_reasons(inputs.lowered()):
         return False
+    assert inputs.dot_dim is not None
     return (
         inputs.query.dtype in (torch.float16, torch.bfloat16)
         and torch.cuda.get_device_capability(inputs.query.device)[0] >= 8
         and max(inputs.dot_dim, inputs.value.shape[3]) <= 256
         and inputs.bias is None
         and inputs.dropout_p == 0
-        and inputs.lowered().scale > 0
         # it aligns windows at the end of both sequences, and promises nothing for dead rows
         and (not inside or packed.key_lengths is None)
         and int(packed.both_lengths[1].min()) > 0

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnkit.core.backend import Backend
+from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
 from attnkit.core.inputs import Inputs
 from attnkit.core.mask_algebra import parts
 from attnkit.core.masks import Mask
 from attnkit.core.record import note_kernel
-from attnkit.core.scores import ScaledDot
 from attnkit.core.sparse_masks import Packed, Window2d
 from attnkit.core.strips import Terms, grid_of, strips
 
@@ -37,13 +36,7 @@ class Windowed(Backend):
     def reasons(self, inputs: Inputs) -> list[str]:
         if inputs.query.device.type != "cpu":
             return [f"runs on cpu, the tensors are on {inputs.query.device.type}"]
-        reasons = []
-        if inputs.is_empty:
-            reasons.append("a size is zero")
-        if inputs.dot_dim is None:
-            reasons.append(f"computes scaled dot products, and {inputs.score} is none")
-        elif isinstance(inputs.score, ScaledDot) and inputs.scale <= 0:
-            reasons.append(f"scale is positive in this kernel, got {inputs.scale}")
+        reasons = empty_reasons(inputs) + dot_product_reasons(inputs)
         if inputs.dropout_p > 0:
             reasons.append(f"dropout_p={inputs.dropout_p}: this kernel has no dropout")
         if inputs.bias is not None and inputs.bias.requires_grad:
