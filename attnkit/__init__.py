@@ -45,6 +45,9 @@ _HOME = {
     "capture_attention": "attnkit.core.weights",
     "MultiHeadAttention": "attnkit.core.multihead",
     "ViT": "attnkit.models.vit",
+    "checks": "attnkit.checks",
+    "check_attention": "attnkit.checks.run",
+    "assert_attention": "attnkit.checks.run",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
 }
@@ -66,7 +69,8 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from attnkit import interop, lightning
+    from attnkit import checks, interop, lightning
+    from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import learned_scores, masks, normalizers, scores
     from attnkit.core.attend import attend
     from attnkit.core.backends import UnsupportedError, explain_backends

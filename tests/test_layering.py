@@ -67,3 +67,19 @@ def test_core_needs_only_torch(trees):
         if path.parts[0] == "core":
             foreign = imports_of(tree) - {"torch", "attnkit"} - set(sys.stdlib_module_names)
             assert not foreign, f"{path} imports {foreign}"
+
+
+def test_checks_need_only_torch_and_core(trees):
+    """So that whoever checks a module of her own waits for torch alone."""
+    seen = set()
+    for path, tree in trees.items():
+        if path.parts[0] == "checks":
+            foreign = imports_of(tree) - {"torch", "attnkit"} - set(sys.stdlib_module_names)
+            assert not foreign, f"{path} imports {foreign}"
+            ours = {
+                node.module
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and imports_of(node) == {"attnkit"}
+            }
+            seen |= {".".join(module.split(".")[:2]) for module in ours}
+    assert seen == {"attnkit.checks", "attnkit.core"}

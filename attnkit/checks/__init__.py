@@ -1,0 +1,16 @@
+"""Does anyone's attention module do what attention must? Checks, their report, a pytest helper."""
+
+from attnkit.checks.calls import Call, on_complete_graph
+from attnkit.checks.report import Finding, Report, Verdict
+from attnkit.checks.run import CHECKS, assert_attention, check_attention
+
+__all__ = [
+    "CHECKS",
+    "Call",
+    "Finding",
+    "Report",
+    "Verdict",
+    "assert_attention",
+    "check_attention",
+    "on_complete_graph",
+]

@@ -1,0 +1,190 @@
+"""`check_attention` and `assert_attention`: all checks on one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+from torch import nn
+
+from attnkit.checks import invariances, masking, randomness
+from attnkit.checks.calls import Call, default_call
+from attnkit.checks.report import Finding, Outcome, Report, Verdict
+from attnkit.checks.subject import Subject
+
+__all__ = ["CHECKS", "assert_attention", "check_attention"]
+
+Check = Callable[[Subject], Outcome]
+
+_NEED_NO_MASK: tuple[Check, ...] = (
+    invariances.output,
+    invariances.mixing,
+    invariances.permutation,
+    invariances.causality,
+    invariances.batch,
+    invariances.batch_training,
+    randomness.dropout,
+    randomness.determinism,
+)
+_NEED_A_MASK: tuple[Check, ...] = (
+    masking.mask,
+    masking.padding,
+    masking.padding_nonfinite,
+    masking.padding_appended,
+    masking.dead_rows,
+)
+_CHECKS = {check.__name__: check for check in (*_NEED_NO_MASK, *_NEED_A_MASK)}
+
+CHECKS = tuple(_CHECKS)
+"""The names of the checks, in the order of the report."""
+
+
+def check_attention(
+    module: nn.Module,
+    dim: int,
+    *,
+    call: Call | None = None,
+    causal: bool = False,
+    checks: Sequence[str] | None = None,
+    num_tokens: int = 7,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Report:
+    """Check what every attention must do on a module of anyone's, and report what it does.
+
+        report = attnkit.check_attention(
+            nn.MultiheadAttention(64, 4, batch_first=True), dim=64,
+            call=lambda module, x, mask: module(x, x, x, key_padding_mask=~mask)[0],
+        )
+        print(report)
+
+    The module is run on three items of random tokens, in its own dtype, on its own device, in
+    training and in evaluation. "a sees b" is a gradient of output a by token b that is not zero.
+
+    | check              | what is held                                                         |
+    |--------------------|----------------------------------------------------------------------|
+    | output             | finite, dtype and device kept, the input not written into            |
+    | mixing             | outputs see other tokens, else the other checks prove nothing        |
+    | permutation        | note: whether permuted tokens permute the output                     |
+    | causality          | `causal=True`: no output sees a later token; else a note             |
+    | batch              | eval: other items, and how many they are, change nothing             |
+    | batch_training     | training: other items change nothing                                 |
+    | dropout            | eval repeats; dropout that a layer declares is felt in training      |
+    | determinism        | one seed: one output, one gradient, to the bit                       |
+    | mask               | True = may look, and a masked token is not seen                      |
+    | padding            | other and large values at masked tokens change nothing               |
+    | padding_nonfinite  | note: whether NaN and infinity there reach the real tokens           |
+    | padding_appended   | two tokens of padding more change nothing                            |
+    | dead_rows          | an item all masked: finite output and gradients; says what it is     |
+
+    A check in which the module raises has failed, with the exception; the others go on. The module
+    stays as it was: modes, buffers, `.grad`; so does torch's random state. State that is neither
+    a buffer nor torch's is not known here.
+
+    Args:
+        module: on the device and in the dtype to check it in. Random weights are best: where an
+            output projection or a layer scale starts at 0, nothing is seen.
+        dim: channels of a token.
+        call: `(module, tokens)`, or for the checks of the mask `(module, tokens, mask)`, to an
+            output [batch, tokens, channels]. tokens [batch, tokens, dim]; mask boolean
+            [batch, tokens], True = a real token. None: known for attnkit's MultiHeadAttention,
+            torch's MultiheadAttention, TransformerEncoderLayer and TransformerEncoder, which get
+            the mask; any other module is called `module(tokens)`. For graph modules there is
+            `attnkit.checks.on_complete_graph`.
+        causal: whether outputs may not see later tokens.
+        checks: the names of some checks; None: all, `attnkit.checks.CHECKS`.
+        num_tokens: at least 4.
+        tolerance: the difference allowed where sums may be taken in another order, as a share of
+            the largest value; None: eps^¾ of the dtype, 6e-6 in float32.
+        seed: of the tokens and of the dropout.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or `call` does not return such an output.
+    """
+    _check_arguments(module, dim, num_tokens, tolerance)
+    chosen = _chosen(checks)
+    subject = Subject(
+        module,
+        dim,
+        default_call(module) if call is None else call,
+        causal=causal,
+        num_tokens=num_tokens,
+        tolerance=tolerance,
+        seed=seed,
+    )
+    title = f"{type(module).__name__}, {subject.dtype} on {subject.device}, {num_tokens} tokens"
+    with subject.borrowed():
+        subject.check_call()
+        findings = tuple(Finding(name, *_outcome(_CHECKS[name], subject)) for name in chosen)
+    return Report(title, findings)
+
+
+def assert_attention(
+    module: nn.Module, dim: int, *, expect: Mapping[str, Verdict] | None = None, **options: Any
+) -> Report:
+    """`check_attention` for a test: AssertionError with the table unless the module passes.
+
+        attnkit.assert_attention(MyAttention(64), dim=64, expect={"permutation": "pass"})
+
+    Args:
+        module, dim: as in `check_attention`.
+        expect: the verdict a check must have, "pass", "fail", "note" or "skipped": so a note or a
+            skipped check can be made to count, and a known failure be allowed for. A check that is
+            not named must not fail.
+        options: the further arguments of `check_attention`.
+
+    Raises:
+        AssertionError: a check has not the verdict expected, or fails.
+        TypeError, ValueError: as `check_attention`.
+    """
+    expected = dict(expect or {})
+    _check_names("expect", expected, _chosen(options.get("checks")))
+    for check, verdict in expected.items():
+        if verdict not in get_args(Verdict):
+            raise ValueError(
+                f"expect: {check}: expected one of {get_args(Verdict)}, got {verdict!r}"
+            )
+    report = check_attention(module, dim, **options)
+    wrong = []
+    for finding in report:
+        wanted = expected.get(finding.check)
+        if finding.verdict != wanted if wanted else finding.verdict == "fail":
+            wrong.append(f"{finding.check} is {finding.verdict}, expected {wanted or 'no failure'}")
+    if wrong:
+        raise AssertionError("\n".join([*wrong, "", str(report)]))
+    return report
+
+
+def _outcome(check: Check, subject: Subject) -> Outcome:
+    if check in _NEED_A_MASK and not subject.takes_mask:
+        return "skipped", "the call takes no mask"
+    try:
+        return check(subject)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        return "fail", f"{type(error).__name__}: {first}"
+
+
+def _chosen(checks: Sequence[str] | None) -> tuple[str, ...]:
+    if checks is None:
+        return CHECKS
+    if isinstance(checks, str):
+        raise TypeError(f"checks: expected a list of names, got the string {checks!r}")
+    _check_names("checks", checks, CHECKS)
+    return tuple(checks)
+
+
+def _check_names(argument: str, given: Iterable[str], known: Sequence[str]) -> None:
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"{argument}: {unknown[0]!r} is none of {', '.join(known)}")
+
+
+def _check_arguments(module: nn.Module, dim: int, num_tokens: int, tolerance: float | None) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    if dim < 1:
+        raise ValueError(f"dim: expected at least 1, got {dim}")
+    if num_tokens < 4:
+        raise ValueError(f"num_tokens: expected at least 4, got {num_tokens}")
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"tolerance: expected at least 0, got {tolerance}")

@@ -1,0 +1,220 @@
+"""The module under check: how it is run, what its outputs see, and how it is left unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.checks.calls import Call, takes_mask
+
+__all__ = ["MODES", "Mode", "OutputError", "Subject", "difference", "own", "within_items"]
+
+BATCH = 3
+
+Mode = Literal["eval", "training"]
+MODES: tuple[Mode, ...] = ("eval", "training")
+
+
+class OutputError(ValueError):
+    """The call returned something else than a tensor [batch, tokens, channels]."""
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest |actual − expected| as a share of the largest |expected|.
+
+    0 if they are equal to the bit (or both nothing but zeros), inf if one is not finite.
+    """
+    actual, expected = actual.double(), expected.double()
+    if not (actual.isfinite().all() and expected.isfinite().all()):
+        return float("inf")
+    largest = (actual - expected).abs().max().item()
+    return largest / max(expected.abs().max().item(), 1e-300) if largest else 0.0
+
+
+def within_items(sees: Tensor) -> Tensor:
+    """`Subject.sees` less what items see of each other: [batch, tokens, tokens]."""
+    return sees.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
+def own(sees: Tensor) -> Tensor:
+    """Where a square of who sees whom says that one sees itself."""
+    return torch.eye(sees.shape[-1], dtype=torch.bool, device=sees.device)
+
+
+class Subject:
+    """A module, how it is called, and the random tokens that it is tried on.
+
+    Every run begins alike: seeded, and with the buffers that the module came with, so that one
+    check does not feel the one before it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dim: int,
+        call: Call,
+        *,
+        causal: bool,
+        num_tokens: int,
+        tolerance: float | None,
+        seed: int,
+    ) -> None:
+        self.module = module
+        self.call = call
+        self.takes_mask = takes_mask(call)
+        self.causal = causal
+        self.seed = seed
+        tensors = (*module.parameters(), *module.buffers())
+        like = next((t for t in tensors if t.is_floating_point()), torch.empty(0))
+        self.dtype, self.device = like.dtype, like.device
+        # three quarters of the digits, which sums taken in another order leave alone
+        self.tolerance = torch.finfo(self.dtype).eps ** 0.75 if tolerance is None else tolerance
+        self._buffers = [
+            (child, name, buffer, None if buffer is None else buffer.clone())
+            for child in module.modules()
+            for name, buffer in child._buffers.items()
+        ]
+        self._generator = torch.Generator().manual_seed(seed)
+        self._tokens = self._draw(BATCH, num_tokens, dim)
+        self._others = self._draw(BATCH, num_tokens, dim)
+
+    # A copy each time: a module that writes into its input must not change what comes next.
+
+    @property
+    def tokens(self) -> Tensor:
+        """[batch, tokens, dim], normally distributed."""
+        return self._tokens.clone()
+
+    @property
+    def others(self) -> Tensor:
+        """Other tokens of the same shape."""
+        return self._others.clone()
+
+    @property
+    def num_tokens(self) -> int:
+        return self._tokens.shape[1]
+
+    def everything(self) -> Tensor:
+        """The mask of tokens that are all real."""
+        return torch.ones(self._tokens.shape[:2], dtype=torch.bool, device=self.device)
+
+    def lengths(self) -> Tensor:
+        """A mask of items that end with none, two, and all but two tokens of padding."""
+        lengths = torch.tensor([self.num_tokens, self.num_tokens - 2, 2], device=self.device)
+        return torch.arange(self.num_tokens, device=self.device) < lengths[:, None]
+
+    def output(
+        self, tokens: Tensor, mask: Tensor | None = None, mode: Mode = "eval", seed: int = 0
+    ) -> Tensor:
+        """The module's output, computed as in use: in eval without gradients."""
+        with torch.set_grad_enabled(mode == "training"):
+            return self._run(tokens, mask, mode, seed).detach()
+
+    def gradients(self, mask: Tensor | None, mode: Mode) -> tuple[Tensor, list[Tensor]]:
+        """The output, and of its sum with random weights the gradients by tokens and parameters."""
+        tokens = self.tokens.requires_grad_()
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        output = self._run(tokens.clone(), mask, mode)
+        inputs = [tokens, *parameters]
+        gradients = torch.autograd.grad((output * self._weights(output)).sum(), inputs, None, True)
+        # autograd.grad leaves every .grad alone
+        return output.detach(), [g for g in gradients if g is not None]
+
+    def sees(self, mask: Tensor | None = None, mode: Mode = "eval") -> Tensor:
+        """Which token an output depends on, by its gradient: [batch, tokens, batch, tokens].
+
+        Booleans: output (b, i) depends on token (c, j). A gradient is zero if it is below 1e-6 of
+        the largest between two tokens, in float64 2e-15; one that is NaN is not.
+        """
+        tokens = self.tokens.requires_grad_()
+        output = self._run(tokens.clone(), mask, mode)
+        weighted = (output * self._weights(output)).sum(dim=-1)
+        rows = [
+            torch.autograd.grad(value, tokens, retain_graph=True)[0].norm(dim=-1)
+            for value in weighted.flatten()
+        ]
+        strength = torch.stack(rows).view(*weighted.shape, *weighted.shape)
+        own = torch.eye(weighted.numel(), dtype=torch.bool, device=self.device).view_as(strength)
+        largest = strength.masked_fill(own, 0).nan_to_num(0, posinf=0).max()
+        eps = torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32).eps
+        return ~(strength.double() <= 10 * eps * largest.double())
+
+    def check_call(self) -> None:
+        """Raise where the call returns no [batch, tokens, channels]: the caller's mistake.
+
+        What the module itself raises is for the checks to report.
+        """
+        try:
+            self.output(self.tokens)
+        except OutputError:
+            raise
+        except Exception:
+            pass
+
+    def is_close(self, actual: Tensor, expected: Tensor) -> bool:
+        return difference(actual, expected) <= self.tolerance
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """In the block the module may be run; after it all is as before: modes, buffers, seeds."""
+        training = [(child, child.training) for child in self.module.modules()]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.callback(self._restore_buffers)
+            try:
+                yield
+            finally:
+                for child, mode in training:
+                    child.training = mode
+
+    def _run(self, tokens: Tensor, mask: Tensor | None, mode: Mode, seed: int = 0) -> Tensor:
+        self.module.train(mode == "training")
+        self._restore_buffers()
+        self._seed(self.seed + seed)
+        if not self.takes_mask:
+            output = self.call(self.module, tokens)
+        else:
+            real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=self.device)
+            output = self.call(self.module, tokens, real if mask is None else mask.clone())
+        if not isinstance(output, Tensor):
+            raise OutputError(
+                f"call: expected to return a tensor, got {type(output).__name__}; "
+                "say how to call your module with call=lambda module, tokens: …"
+            )
+        if output.ndim != 3 or output.shape[:2] != tokens.shape[:2]:
+            expected = f"[{tokens.shape[0]}, {tokens.shape[1]}, channels]"
+            raise OutputError(
+                f"call: expected to return {expected} for tokens {list(tokens.shape)}, "
+                f"got {list(output.shape)}"
+            )
+        return output
+
+    def _seed(self, seed: int) -> None:
+        # torch.manual_seed would also seed devices whose state nobody gives back
+        torch.random.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(seed)
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        for child, name, buffer, value in self._buffers:
+            child._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
+
+    def _draw(self, *shape: int) -> Tensor:
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float64)
+        return values.to(self.device, self.dtype)
+
+    def _weights(self, output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        return weights.to(output.device, output.dtype)
