@@ -8,8 +8,10 @@ import torch
 from timm.layers import PatchDropoutWithIndices, trunc_normal_
 from torch import Tensor, nn
 
+from attnkit.core.learned_positions import resize_positions
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.positions import Rotary2d, Rotation, resize_positions, sincos_2d
+from attnkit.core.positions import sincos_2d
+from attnkit.core.rotary import Rotary2d, Rotation
 from attnkit.layers.block import Activation, TransformerBlock
 from attnkit.layers.patch import PatchEmbedding
 from attnkit.layers.pooling import AttentionPooling

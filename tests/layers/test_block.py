@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnkit import Padding
-from attnkit.core.positions import Rotary2d
+from attnkit import Padding, Rotary2d
 from attnkit.layers import AttentionPooling, TransformerBlock
 from attnkit.layers.block import make_mlp
 
