@@ -44,6 +44,7 @@ _HOME = {
     "attention_weights": "attnkit.core.weights",
     "capture_attention": "attnkit.core.weights",
     "MultiHeadAttention": "attnkit.core.multihead",
+    "AttentionPool": "attnkit.layers.pooling",
     "ViT": "attnkit.models.vit",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
@@ -85,4 +86,5 @@ if TYPE_CHECKING:
     from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.sparse_masks import Blocks, Edges, Packed, Window, Window2d
     from attnkit.core.weights import attention_weights, capture_attention
+    from attnkit.layers.pooling import AttentionPool
     from attnkit.models.vit import ViT

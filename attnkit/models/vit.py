@@ -14,7 +14,7 @@ from attnkit.core.positions import sincos_2d
 from attnkit.core.rotary import Rotary2d, Rotation
 from attnkit.layers.block import Activation, TransformerBlock
 from attnkit.layers.patch import PatchEmbedding
-from attnkit.layers.pooling import AttentionPooling
+from attnkit.layers.pooling import AttentionPool
 
 __all__ = ["VIT_SIZES", "ViT"]
 
@@ -176,7 +176,7 @@ class ViT(nn.Module):
         norms = [nn.Identity(), nn.LayerNorm(dim, eps=norm_eps)]
         self.norm, self.pooled_norm = norms if norm_after_pooling else reversed(norms)
         self.pool = (
-            AttentionPooling(
+            AttentionPool(
                 dim,
                 num_heads,
                 mlp_ratio=mlp_ratio,

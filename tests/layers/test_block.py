@@ -1,11 +1,11 @@
-"""The block and attention pooling: the first tokens alone, and each option felt."""
+"""The block: the first tokens alone, and each option felt."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from attnkit import Padding, Rotary2d
-from attnkit.layers import AttentionPooling, TransformerBlock
+from attnkit.layers import TransformerBlock
 from attnkit.layers.block import make_mlp
 
 
@@ -81,19 +81,3 @@ def test_activations_and_hidden_size():
     assert torch.equal(tanh, F.gelu(x, approximate="tanh"))
     with pytest.raises(ValueError, match="activation: 'relu'"):
         make_mlp(6, 2, activation="relu")
-
-
-def test_attention_pooling_ignores_the_order_of_tokens_and_feels_each():
-    pooling = randomised(AttentionPooling(20, 5))
-    tokens = torch.randn(2, 7, 20, dtype=torch.float64, requires_grad=True)
-    pooled = pooling(tokens)
-    assert pooled.shape == (2, 20)
-    torch.testing.assert_close(pooling(tokens.flip(1)), pooled, rtol=0, atol=1e-12)
-    (gradient,) = torch.autograd.grad(pooled.square().sum(), tokens)
-    assert (gradient.norm(dim=-1) > 1e-6).all()
-
-
-def test_attention_pooling_of_equal_tokens_is_that_token():
-    pooling = randomised(AttentionPooling(20, 5))
-    token = torch.randn(2, 1, 20, dtype=torch.float64)
-    torch.testing.assert_close(pooling(token.expand(2, 7, 20)), pooling(token), rtol=0, atol=1e-12)
