@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnkit import Padding, Rotary2d
+from attnkit import MultiHeadAttention, Padding, Rotary2d, ScaledDot
 from attnkit.layers import TransformerBlock
 from attnkit.layers.block import make_mlp
 
@@ -53,6 +53,20 @@ def test_masked_tokens_change_nothing():
     mask = Padding(torch.tensor([5, 5]))
     assert torch.equal(block(tokens, mask=mask)[:, :5], block(other, mask=mask)[:, :5])
     assert not torch.equal(block(tokens)[:, :5], block(other)[:, :5])
+
+
+@pytest.mark.parametrize("score", ["cosine", "additive", ScaledDot(softcap=0.5)], ids=str)
+def test_score_is_that_of_the_attention(score):
+    block = randomised(TransformerBlock(20, 5, score=score))
+    attention = MultiHeadAttention(20, 5, score=score).double()
+    attention.load_state_dict(block.attention.state_dict())
+    x = torch.randn(2, 7, 20, dtype=torch.float64)
+    x1 = x + attention(block.attention_norm(x))
+    output = block(x)
+    assert torch.equal(output, x1 + block.mlp(block.mlp_norm(x1)))
+    plain = TransformerBlock(20, 5).double()
+    plain.load_state_dict({k: v for k, v in block.state_dict().items() if ".score." not in k})
+    assert not torch.allclose(output, plain(x), atol=1e-3)
 
 
 @pytest.mark.parametrize("option", ["dropout_p", "attention_dropout_p", "drop_path"])
