@@ -23,6 +23,13 @@ _HOME = {
     "ALiBi": "attnkit.core.biases",
     "RelativeBias1d": "attnkit.core.biases",
     "RelativeBias2d": "attnkit.core.biases",
+    "sincos_1d": "attnkit.core.positions",
+    "sincos_2d": "attnkit.core.positions",
+    "LearnedPositions1d": "attnkit.core.learned_positions",
+    "LearnedPositions2d": "attnkit.core.learned_positions",
+    "FactorizedPositions2d": "attnkit.core.learned_positions",
+    "Rotary1d": "attnkit.core.rotary",
+    "Rotary2d": "attnkit.core.rotary",
     "scores": "attnkit.core.scores",
     "ScaledDot": "attnkit.core.scores",
     "General": "attnkit.core.scores",
@@ -44,6 +51,7 @@ _HOME = {
     "attention_weights": "attnkit.core.weights",
     "capture_attention": "attnkit.core.weights",
     "MultiHeadAttention": "attnkit.core.multihead",
+    "AttentionPool": "attnkit.layers.pooling",
     "ViT": "attnkit.models.vit",
     "checks": "attnkit.checks",
     "check_attention": "attnkit.checks.run",
@@ -77,12 +85,20 @@ if TYPE_CHECKING:
     from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.cache import KeyValueCache
     from attnkit.core.hard import record_draws
+    from attnkit.core.learned_positions import (
+        FactorizedPositions2d,
+        LearnedPositions1d,
+        LearnedPositions2d,
+    )
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.nadaraya_watson import NadarayaWatson
     from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
+    from attnkit.core.positions import sincos_1d, sincos_2d
     from attnkit.core.record import record_backends
+    from attnkit.core.rotary import Rotary1d, Rotary2d
     from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.sparse_masks import Blocks, Edges, Packed, Window, Window2d
     from attnkit.core.weights import attention_weights, capture_attention
+    from attnkit.layers.pooling import AttentionPool
     from attnkit.models.vit import ViT

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from attnkit.core.masks import Causal, Mask, as_4d, as_mask, check_broadcastable
+from attnkit.core.mask_algebra import parts
+from attnkit.core.masks import Causal, Mask, Padding, as_4d, as_mask, check_broadcastable
 from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
 from attnkit.core.scores import ScaledDot, Score, as_score
 
@@ -49,10 +51,30 @@ class Inputs:
         """The same attention with a scaled dot product for its score, if it is one."""
         if isinstance(self.score, ScaledDot) or self.dot_dim is None:
             return self
-        query, key, scale = self.score.as_dot(self.query, self.key)
+        query, key, scale = self.score.as_dot(self.query, self._key_where_padding_is_the_mean())
         return replace(
             self, query=query, key=key, score=ScaledDot(scale, softcap=self.score.softcap)
         )
+
+    def _key_where_padding_is_the_mean(self) -> Tensor:
+        """The key, with the mean of an item's other keys where `Padding` hides it.
+
+        Nobody sees these keys, but a score may compute with all of them: the Gaussian's centre,
+        drawn to padding that lies far off, would cost the rest their digits.
+        """
+        real = [
+            part.dense(self.num_queries, self.num_keys, self.key.device).transpose(2, 3)
+            for part in parts(self.mask)
+            if isinstance(part, Padding)
+        ]
+        if not real:
+            return self.key
+        is_real = reduce(torch.Tensor.__and__, real)
+        kept = self.key.detach().masked_fill(~is_real, 0.0)
+        count = is_real.sum(dim=2, keepdim=True).clamp(min=1)
+        dtype = torch.promote_types(kept.dtype, torch.float32)
+        mean = kept.sum(dim=2, keepdim=True, dtype=dtype) / count
+        return torch.where(is_real, self.key, mean.to(self.key.dtype))
 
     @property
     def num_queries(self) -> int:

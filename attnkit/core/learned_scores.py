@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import log
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,18 @@ from attnkit.core.scores import SCORES, Additive, Cosine, Gaussian, General
 
 __all__ = [
     "LEARNED_SCORES",
+    "SCORE_NAMES",
     "AdditiveScore",
     "CosineScore",
     "GaussianScore",
     "GeneralScore",
+    "ScoreName",
     "learned_score",
 ]
+
+ScoreName = Literal["scaled_dot", "dot", "cosine", "gaussian", "general", "additive"]
+SCORE_NAMES: tuple[ScoreName, ...] = get_args(ScoreName)
+"""What a block's `score` may be called: those of `SCORES`, and those that it learns."""
 
 
 class GeneralScore(nn.Module):
@@ -161,6 +167,6 @@ def learned_score(
     if score in LEARNED_SCORES:
         return LEARNED_SCORES[score](num_heads, head_dim)
     if score not in SCORES:
-        names = ", ".join(dict.fromkeys([*SCORES, *LEARNED_SCORES]))
+        names = ", ".join(SCORE_NAMES)
         raise ValueError(f"score: expected one of {names}, a Score or a module, got {score!r}")
     return SCORES[score]

@@ -1,11 +1,34 @@
-"""Where a patch stands: 2-D sinusoidal tables, learned tables that can be resized, 2-D rotary.
+"""Sinusoidal positions, fixed tables: of tokens in a line and of patches in a picture.
 
 A grid is (rows, columns) of patches, numbered row by row as a picture is read.
 """
 
+from __future__ import annotations
+
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+__all__ = ["band_angles", "check_sizes", "grid_points", "sincos_1d", "sincos_2d"]
+
+
+def sincos_1d(num_positions: int, dim: int, *, temperature: float = 10000.0) -> Tensor:
+    """Fixed sinusoidal positions, `[num_positions, dim]`; add row p to the token at p.
+
+        row p = [sin(p w), cos(p w)],   w_i = temperature ** (-i / (dim / 2)), i = 0 … dim / 2 - 1
+
+    Row p + k is row p with each pair (sin, cos) turned by k w_i, so that products of rows depend
+    on the difference of their positions only. Of Vaswani et al., Attention Is All You Need, 2017,
+    who put sine and cosine of a frequency side by side where we have all sines first: a fixed
+    permutation of channels. PyG's `PositionalEncoding` divides by dim / 2 - 1 instead.
+
+    Raises:
+        ValueError: dim is odd or a size is not positive.
+    """
+    check_sizes(num_positions=num_positions, dim=dim)
+    if dim % 2:
+        raise ValueError(f"dim: {dim} is not a multiple of 2, as sinusoidal positions need")
+    angles = band_angles(torch.arange(num_positions), dim // 2, temperature)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(torch.get_default_dtype())
 
 
 def sincos_2d(grid: tuple[int, int], dim: int, *, temperature: float = 10000.0) -> Tensor:
@@ -18,136 +41,33 @@ def sincos_2d(grid: tuple[int, int], dim: int, *, temperature: float = 10000.0) 
     by dim / 4 - 1 instead; timm's `build_sincos2d_pos_embed` orders the channels differently.
 
     Raises:
-        ValueError: dim is no multiple of 4.
+        ValueError: dim is no multiple of 4 or a size is not positive.
     """
     if dim % 4:
         raise ValueError(f"dim: {dim} is not a multiple of 4, as 2-D sinusoidal positions need")
-    angles = _axis_angles(grid, dim // 4, temperature)
-    y, x = angles.unbind(0)
+    y, x = band_angles(grid_points(grid), dim // 4, temperature)
     table = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1)
     return table.to(torch.get_default_dtype())
 
 
-def resize_positions(
-    positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]
-) -> Tensor:
-    """Resample learned positions `[1, rows * columns, dim]` to another grid.
+def grid_points(grid: tuple[int, int]) -> Tensor:
+    """Row and column of each patch, integers `[2, rows * columns]`."""
+    check_sizes(rows=grid[0], columns=grid[1])
+    rows, columns = (torch.arange(size) for size in grid)
+    return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).flatten(1)
 
-    Bicubic with antialiasing, as timm's `resample_abs_pos_embed` does (equal in float32; we keep
-    float64 where timm goes through float32).
 
-    Raises:
-        ValueError: positions do not fill old_grid.
+def band_angles(points: Tensor, num_bands: int, temperature: float) -> Tensor:
+    """points · temperature ** (-i / num_bands), `[..., num_bands]`.
+
+    In float64: the rounding of a frequency is multiplied by the position, which may be large.
     """
-    num_positions, dim = positions.shape[-2:]
-    if num_positions != old_grid[0] * old_grid[1]:
-        raise ValueError(
-            f"positions: {num_positions} rows do not fill old_grid {old_grid[0]} x {old_grid[1]}"
-        )
-    if old_grid == new_grid:
-        return positions
-    # antialiased interpolation exists in float32 and float64 only
-    dtype = positions.dtype if positions.dtype == torch.float64 else torch.float32
-    maps = positions.to(dtype).reshape(1, *old_grid, dim).permute(0, 3, 1, 2)
-    maps = F.interpolate(maps, size=new_grid, mode="bicubic", antialias=True)
-    return maps.permute(0, 2, 3, 1).reshape(1, -1, dim).to(positions.dtype)
+    exponents = -torch.arange(num_bands, dtype=torch.float64) / num_bands
+    return points.unsqueeze(-1) * temperature**exponents
 
 
-class Rotation:
-    """One rotation per token, ready to apply: `(query, key) -> (query, key)`.
-
-    query `[batch, heads, queries, head_dim]` and key `[batch, heads, keys, head_dim]` are turned
-    by the angles of their tokens and come back in their own dtype.
-    """
-
-    def __init__(
-        self,
-        cos: Tensor,
-        sin: Tensor,
-        query_cos: Tensor | None = None,
-        query_sin: Tensor | None = None,
-    ) -> None:
-        self.cos, self.sin = cos, sin
-        self.query_cos = cos if query_cos is None else query_cos
-        self.query_sin = sin if query_sin is None else query_sin
-
-    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return (
-            _rotate("query", query, self.query_cos, self.query_sin),
-            _rotate("key", key, self.cos, self.sin),
-        )
-
-    def first_queries(self, num_queries: int) -> "Rotation":
-        """The same rotation where only the first tokens ask and all answer."""
-        cos, sin = self.cos[..., :num_queries, :], self.sin[..., :num_queries, :]
-        return Rotation(self.cos, self.sin, cos, sin)
-
-
-class Rotary2d(nn.Module):
-    """Axial 2-D rotary positions: `(query, key) -> (query, key)`, scores see differences only.
-
-    Of head_dim / 2 channel pairs (channel i with channel i + head_dim / 2) the first half turns by
-    `y * w_i`, the second by `x * w_i`, with `w_i = temperature ** (-i / (head_dim / 4))` and y, x
-    in patches, so `<R(p) q, R(p') k>` depends on `p - p'`. The first `num_prefix_tokens` tokens
-    (class, registers) have no place in the image and are left as they are, exactly.
-
-    Su et al. 2021 in its axial 2-D form with temperature 100 (Heo et al., RoPE-ViT, 2024). We
-    split the pairs in halves where Heo et al. interleave them: a fixed permutation of channels.
-
-    Raises:
-        ValueError: head_dim is no multiple of 4.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(
-        self,
-        head_dim: int,
-        grid: tuple[int, int],
-        *,
-        num_prefix_tokens: int = 0,
-        temperature: float = 100.0,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        if head_dim % 4:
-            raise ValueError(
-                f"head_dim: {head_dim} is not a multiple of 4, as 2-D rotary positions need"
-            )
-        self.num_prefix_tokens = num_prefix_tokens
-        angles = torch.cat(tuple(_axis_angles(grid, head_dim // 4, temperature)), dim=-1)
-        # a prefix token turns by 0: cos 1, sin 0, which multiplies out to the same bits
-        angles = F.pad(angles, (0, 0, num_prefix_tokens, 0))
-        dtype = dtype or torch.get_default_dtype()
-        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
-        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
-
-    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotation()(query, key)
-
-    def rotation(self, kept: Tensor | None = None) -> Rotation:
-        """The rotation of all tokens, or of prefix and patches `kept` `[batch, patches]` alone."""
-        if kept is None:
-            return Rotation(self.cos, self.sin)
-        prefix = torch.arange(self.num_prefix_tokens, device=kept.device)
-        rows = torch.cat([prefix.expand(kept.shape[0], -1), kept + self.num_prefix_tokens], dim=1)
-        return Rotation(self.cos[rows].unsqueeze(1), self.sin[rows].unsqueeze(1))
-
-
-def _axis_angles(grid: tuple[int, int], num_bands: int, temperature: float) -> Tensor:
-    """Angles `[2, rows * columns, num_bands]` of the row and of the column, in float64."""
-    rows, columns = (torch.arange(size, dtype=torch.float64) for size in grid)
-    points = torch.stack(torch.meshgrid(rows, columns, indexing="ij")).flatten(1)
-    bands = temperature ** (-torch.arange(num_bands, dtype=torch.float64) / num_bands)
-    return points.unsqueeze(-1) * bands
-
-
-def _rotate(name: str, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if tokens.shape[-2] != cos.shape[-2]:
-        raise ValueError(
-            f"{name}: {tokens.shape[-2]} tokens, but the rotation is for {cos.shape[-2]}"
-        )
-    first, second = tokens.chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(tokens.dtype)
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError at a size below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")

@@ -162,7 +162,8 @@ class Gaussian(Score):
 
         Moving them changes no distance and keeps the norms small; the norm in two parts is as
         exact in half precision as the products are; the unit keeps it within float16's range. Keys
-        that a mask hides count in the mean, and so can change the rounding, nothing else.
+        that a mask other than `Padding` hides count in the mean, and so can change the rounding,
+        nothing else.
         """
         centre = _high(key).detach().mean(dim=2, keepdim=True)
         unit: float | Tensor = self.bandwidth

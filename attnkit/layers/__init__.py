@@ -2,6 +2,6 @@
 
 from attnkit.layers.block import TransformerBlock
 from attnkit.layers.patch import PatchEmbedding
-from attnkit.layers.pooling import AttentionPooling
+from attnkit.layers.pooling import AttentionPool
 
-__all__ = ["AttentionPooling", "PatchEmbedding", "TransformerBlock"]
+__all__ = ["AttentionPool", "PatchEmbedding", "TransformerBlock"]

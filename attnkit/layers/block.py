@@ -8,6 +8,7 @@ from timm.layers import DropPath, LayerScale, Mlp
 from torch import Tensor, nn
 
 from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.score import Score
 
 Activation = Literal["gelu", "gelu_tanh"]
 
@@ -34,6 +35,7 @@ class TransformerBlock(nn.Module):
     Tokens `[batch, tokens, dim]` in and out.
 
     Args:
+        score: how well queries match keys, as in `MultiHeadAttention`.
         layer_scale: start value of the per-channel scales (CaiT, Touvron et al. 2021), None: none.
         dropout_p: dropout after the attention and inside the MLP, in training only.
         attention_dropout_p: dropout of the attention weights, in training only.
@@ -48,6 +50,7 @@ class TransformerBlock(nn.Module):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         qk_norm: bool = False,
+        score: str | Score | nn.Module = "scaled_dot",
         layer_scale: float | None = None,
         dropout_p: float = 0.0,
         attention_dropout_p: float = 0.0,
@@ -64,6 +67,7 @@ class TransformerBlock(nn.Module):
             bias=qkv_bias,
             qk_norm=qk_norm,
             norm_eps=norm_eps,
+            score=score,
             dropout_p=attention_dropout_p,
             backend=backend,
         )

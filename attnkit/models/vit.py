@@ -8,15 +8,19 @@ import torch
 from timm.layers import PatchDropoutWithIndices, trunc_normal_
 from torch import Tensor, nn
 
+from attnkit.core.learned_positions import FactorizedPositions2d, resize_positions
+from attnkit.core.learned_scores import ScoreName
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.positions import Rotary2d, Rotation, resize_positions, sincos_2d
+from attnkit.core.positions import sincos_2d
+from attnkit.core.rotary import Rotary2d, Rotation
+from attnkit.core.score import Score
 from attnkit.layers.block import Activation, TransformerBlock
 from attnkit.layers.patch import PatchEmbedding
-from attnkit.layers.pooling import AttentionPooling
+from attnkit.layers.pooling import AttentionPool
 
 __all__ = ["VIT_SIZES", "ViT"]
 
-PositionKind = Literal["learned", "sincos2d", "rotary2d"]
+PositionKind = Literal["learned", "factorized2d", "sincos2d", "rotary2d"]
 Pooling = Literal["class", "mean", "attention"]
 
 VIT_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -51,8 +55,9 @@ class ViT(nn.Module):
         in_channels: channels of the images.
         num_classes: logits; 0 for none, when `forward` returns the features.
         dim, depth, num_heads, mlp_ratio: channels, blocks, heads, and the MLP's width over `dim`.
-        positions: "learned"; "sincos2d", fixed (MoCo v3, MAE); "rotary2d", applied to queries and
-            keys (Heo et al. 2024); None.
+        positions: "learned"; "factorized2d", learned for rows and columns and added (NaViT);
+            "sincos2d", fixed (MoCo v3, MAE); "rotary2d", applied to queries and keys (Heo et al.
+            2024); None.
         position_std: spread of learned positions at the start. 0.02 as published; small models on
             small images learn much sooner from positions as large as the patches, about 0.5.
         pooling: "class" token, "mean" over the patches, or "attention", one learned query over
@@ -61,6 +66,9 @@ class ViT(nn.Module):
         num_registers: learned extra tokens (Darcet et al. 2024), not pooled.
         qkv_bias, qk_norm: of the attention in the blocks (attention pooling always has a bias and
             no such norm, nor dropout, as timm's).
+        score: how well queries match keys, in every attention, pooling included: "scaled_dot",
+            "dot", or learned per head "general", "additive", "cosine" or "gaussian"; or a `Score`
+            without tensors, for a softcap.
         layer_scale: start value of learned scales on the branches (Touvron et al. 2021); None: no
             scales.
         dropout_p: after embedding, attention and in the MLPs.
@@ -96,6 +104,7 @@ class ViT(nn.Module):
         num_registers: int = 0,
         qkv_bias: bool = True,
         qk_norm: bool = False,
+        score: ScoreName | Score = "scaled_dot",
         layer_scale: float | None = None,
         dropout_p: float = 0.0,
         attention_dropout_p: float = 0.0,
@@ -150,6 +159,11 @@ class ViT(nn.Module):
         else:
             table = sincos_2d(grid, dim)[None] if positions == "sincos2d" else None
             self.register_buffer("position_table", table, persistent=False)
+        self.position_tables = (
+            FactorizedPositions2d(grid, dim, std=position_std)
+            if positions == "factorized2d"
+            else None
+        )
         self.rotary = self._rotary(grid) if positions == "rotary2d" else None
         self.dropout = nn.Dropout(dropout_p)
         self.patch_dropout = PatchDropoutWithIndices(patch_dropout, num_prefix_tokens=0)
@@ -161,6 +175,7 @@ class ViT(nn.Module):
                 mlp_ratio=mlp_ratio,
                 qkv_bias=qkv_bias,
                 qk_norm=qk_norm,
+                score=score,
                 layer_scale=layer_scale,
                 dropout_p=dropout_p,
                 attention_dropout_p=attention_dropout_p,
@@ -174,10 +189,11 @@ class ViT(nn.Module):
         norms = [nn.Identity(), nn.LayerNorm(dim, eps=norm_eps)]
         self.norm, self.pooled_norm = norms if norm_after_pooling else reversed(norms)
         self.pool = (
-            AttentionPooling(
+            AttentionPool(
                 dim,
                 num_heads,
                 mlp_ratio=mlp_ratio,
+                score=score,
                 activation=activation,
                 norm_eps=norm_eps,
                 backend=backend,
@@ -206,6 +222,8 @@ class ViT(nn.Module):
                 module.reset_parameters()  # per projection, where several are fused
         if isinstance(self.position_table, nn.Parameter):
             trunc_normal_(self.position_table, std=self.position_std)
+        if self.position_tables is not None:
+            self.position_tables.reset_parameters()
         for token in (self.class_token, self.registers):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
@@ -252,6 +270,8 @@ class ViT(nn.Module):
             self.position_table = nn.Parameter(resized, requires_grad=table.requires_grad)
         elif table is not None:
             self.position_table = sincos_2d(grid, self.dim)[None].to(table)
+        elif self.position_tables is not None:
+            self.position_tables.resize(grid)
         elif self.rotary is not None:
             self.rotary = self._rotary(grid).to(self.rotary.cos)
         return self
@@ -259,6 +279,7 @@ class ViT(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Names of parameters an optimiser should not shrink: tokens and positions."""
         names = {"class_token", "registers", "position_table", "pool.query"}
+        names |= {"position_tables.row_table", "position_tables.column_table"}
         return names & {name for name, _ in self.named_parameters()}
 
     def _encode(self, images: Tensor, *, only_class_token: bool) -> Tensor:
@@ -281,6 +302,8 @@ class ViT(nn.Module):
         tokens = self.patch_embed(images)
         if self.position_table is not None:
             tokens = tokens + self.position_table
+        elif self.position_tables is not None:
+            tokens = self.position_tables(tokens)
         tokens, kept = self.patch_dropout(tokens)  # kept is None where nothing was left out
         prefix = [
             token.expand(images.shape[0], -1, -1)

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import attnkit
 from attnkit import MultiHeadAttention, ScaledDot, learned_scores
+from attnkit.core.scores import SCORES
 
 BATCH, QUERIES, KEYS, DIM, HEADS, HEAD_DIM = 3, 5, 7, 22, 6, 11
 
@@ -20,6 +21,12 @@ def formula(name, score, query, key):
         return F.cosine_similarity(left, right, dim=-1) / score.log_temperature.exp()[:, None, None]
     square = (left - right).square().sum(-1)
     return -square / (2 * score.log_bandwidth.exp()[:, None, None] ** 2)
+
+
+def test_a_block_knows_the_names_of_all_scores():
+    assert set(learned_scores.SCORE_NAMES) == {*SCORES, *learned_scores.LEARNED_SCORES}
+    for name in learned_scores.SCORE_NAMES:
+        assert MultiHeadAttention(DIM, HEADS, head_dim=HEAD_DIM, score=name).score is not None
 
 
 @pytest.mark.parametrize("name", learned_scores.LEARNED_SCORES)

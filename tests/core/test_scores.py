@@ -474,3 +474,26 @@ def test_refusals_say_what_is_missing():
     assert "no dropout" in reasons["flash"][1]
     assert reasons["math"] == ["computes no softcap, got 3.0"]
     assert [b.name for b in BACKENDS if not reasons[b.name]] == ["blockwise", "reference"]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("backend", ["auto", "blockwise", "math", "flash"])
+@pytest.mark.parametrize("name", ["cosine", "gaussian"])
+def test_padding_that_lies_far_off_costs_no_digits(name, backend, side):
+    """The Gaussian's centre is that of the keys that are no padding, whose digits matter."""
+    score = {"cosine": Cosine(0.3), "gaussian": Gaussian(torch.tensor([1.0, 0.7, 2.0]))}[name]
+    query, key, value = torch.randn(3, BATCH, 3, 7, 5)
+    key = key[:, :1] + 300  # one head for three
+    alone = attend(query + 300, key, value[:, :1], score=score, backend=backend)
+    garbage = 1e4 * torch.randn(BATCH, 1, 11, 5)
+    order = 1 if side == "right" else -1
+    padded = [torch.cat([t, garbage][::order], dim=2) for t in (key, value[:, :1])]
+    real = torch.cat([torch.ones(BATCH, 7), torch.zeros(BATCH, 11)][::order], dim=1).bool()
+    output = attend(query + 300, *padded, score=score, mask=Padding(real), backend=backend)
+    torch.testing.assert_close(output, alone, rtol=0, atol=3e-5)
+    none = Padding(torch.zeros(BATCH, 18, dtype=torch.bool))
+    padded[0].requires_grad_()
+    nothing = attend(query, *padded, score=score, mask=none, backend=backend)
+    assert (nothing == 0).all()
+    (gradient,) = torch.autograd.grad(nothing.sum(), padded[0])
+    assert (gradient == 0).all()

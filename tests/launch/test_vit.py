@@ -84,6 +84,21 @@ def test_predict(attnkit, trained, tmp_path):
     assert f"nothing in {images / 'broken.png'} could be predicted" in done.err
 
 
+def test_another_score_and_other_positions(attnkit):
+    done = attnkit(
+        *SMALL, "model.score=cosine", "model.positions=factorized2d", "trainer.max_epochs=1",
+        "trainer.limit_batches=2", "run_dir=run",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    (kernels,) = [line for line in done.out.splitlines() if "attention kernels" in line]
+    assert kernels.split("│")[2].strip() == "flash"
+    checkpoint = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    state = checkpoint["state_dict"]
+    (learned,) = [tensor for name, tensor in state.items() if "log_temperature" in name]
+    assert (learned != torch.full_like(learned, 0.1).log()).all()
+    assert sum("position_tables" in name for name in state) == 2
+
+
 def test_images_of_another_size_than_the_model(attnkit, trained):
     done = attnkit("run=test", f"ckpt={trained}", "data.image_size=16")
     assert done.code == 2

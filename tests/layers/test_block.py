@@ -1,12 +1,11 @@
-"""The block and attention pooling: the first tokens alone, and each option felt."""
+"""The block: the first tokens alone, and each option felt."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from attnkit import Padding
-from attnkit.core.positions import Rotary2d
-from attnkit.layers import AttentionPooling, TransformerBlock
+from attnkit import MultiHeadAttention, Padding, Rotary2d, ScaledDot
+from attnkit.layers import TransformerBlock
 from attnkit.layers.block import make_mlp
 
 
@@ -56,6 +55,20 @@ def test_masked_tokens_change_nothing():
     assert not torch.equal(block(tokens)[:, :5], block(other)[:, :5])
 
 
+@pytest.mark.parametrize("score", ["cosine", "additive", ScaledDot(softcap=0.5)], ids=str)
+def test_score_is_that_of_the_attention(score):
+    block = randomised(TransformerBlock(20, 5, score=score))
+    attention = MultiHeadAttention(20, 5, score=score).double()
+    attention.load_state_dict(block.attention.state_dict())
+    x = torch.randn(2, 7, 20, dtype=torch.float64)
+    x1 = x + attention(block.attention_norm(x))
+    output = block(x)
+    assert torch.equal(output, x1 + block.mlp(block.mlp_norm(x1)))
+    plain = TransformerBlock(20, 5).double()
+    plain.load_state_dict({k: v for k, v in block.state_dict().items() if ".score." not in k})
+    assert not torch.allclose(output, plain(x), atol=1e-3)
+
+
 @pytest.mark.parametrize("option", ["dropout_p", "attention_dropout_p", "drop_path"])
 def test_random_options_act_in_training_only(option):
     plain = randomised(TransformerBlock(20, 5))
@@ -82,19 +95,3 @@ def test_activations_and_hidden_size():
     assert torch.equal(tanh, F.gelu(x, approximate="tanh"))
     with pytest.raises(ValueError, match="activation: 'relu'"):
         make_mlp(6, 2, activation="relu")
-
-
-def test_attention_pooling_ignores_the_order_of_tokens_and_feels_each():
-    pooling = randomised(AttentionPooling(20, 5))
-    tokens = torch.randn(2, 7, 20, dtype=torch.float64, requires_grad=True)
-    pooled = pooling(tokens)
-    assert pooled.shape == (2, 20)
-    torch.testing.assert_close(pooling(tokens.flip(1)), pooled, rtol=0, atol=1e-12)
-    (gradient,) = torch.autograd.grad(pooled.square().sum(), tokens)
-    assert (gradient.norm(dim=-1) > 1e-6).all()
-
-
-def test_attention_pooling_of_equal_tokens_is_that_token():
-    pooling = randomised(AttentionPooling(20, 5))
-    token = torch.randn(2, 1, 20, dtype=torch.float64)
-    torch.testing.assert_close(pooling(token.expand(2, 7, 20)), pooling(token), rtol=0, atol=1e-12)

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import attnkit
-from attnkit import ViT
+from attnkit import ScaledDot, ViT
+from attnkit.core.learned_scores import LEARNED_SCORES, SCORE_NAMES
+from attnkit.lightning.optim import parameter_groups
 from attnkit.models.loading import load_matching
 
 SMALL = {"image_size": (12, 20), "patch_size": 4, "dim": 24, "depth": 2, "num_classes": 5}
@@ -17,6 +19,7 @@ VARIANTS = {
     "attention": {"pooling": "attention", "positions": None},
     "rotary": {"positions": "rotary2d", "num_registers": 1},
     "sincos": {"positions": "sincos2d"},
+    "factorized": {"positions": "factorized2d", "score": "cosine"},
     "all": {"layer_scale": 0.1, "qk_norm": True, "embed_norm": True, "qkv_bias": False},
 }
 
@@ -94,7 +97,7 @@ def test_poolings_read_what_they_say(images):
 
 def test_without_positions_patches_may_be_swapped(images):
     swapped = torch.cat([images[:, :, 4:8], images[:, :, :4], images[:, :, 8:]], dim=2)
-    for positions in (None, "learned", "sincos2d", "rotary2d"):
+    for positions in (None, "learned", "factorized2d", "sincos2d", "rotary2d"):
         model = make(positions=positions).eval()
         same = torch.allclose(model(swapped), model(images), atol=1e-4)
         assert same == (positions is None)
@@ -108,7 +111,7 @@ def test_patch_dropout_leaves_patches_out_in_training_only(images):
         assert model.tokens(images).shape == (3, 1 + 15, 24)
 
 
-@pytest.mark.parametrize("positions", ["learned", "sincos2d", "rotary2d", None])
+@pytest.mark.parametrize("positions", ["learned", "factorized2d", "sincos2d", "rotary2d", None])
 def test_resize(positions, images):
     model = make(positions=positions).eval()
     before = model(images)
@@ -128,16 +131,84 @@ def test_no_weight_decay_names_tokens_and_positions():
     model = make(num_registers=2, pooling="attention", class_token=True)
     assert model.no_weight_decay() == {"class_token", "registers", "position_table", "pool.query"}
     assert make(positions="sincos2d").no_weight_decay() == {"class_token"}
+    tables = {"position_tables.row_table", "position_tables.column_table"}
+    model = make(positions="factorized2d")
+    assert model.no_weight_decay() == {"class_token", *tables}
+    _, exempt = parameter_groups(model)
+    ours = model.position_tables.parameters()
+    assert all(any(table is p for p in exempt["params"]) for table in ours)
 
 
 def test_weights_at_the_start():
     model = ViT(image_size=64, patch_size=4, dim=96, depth=1, num_classes=7, position_std=0.5)
     assert model.position_table.std().item() == pytest.approx(0.5, rel=0.05)
+    factorized = ViT(image_size=99, patch_size=3, dim=96, positions="factorized2d", depth=1,
+                     position_std=0.5).position_tables  # fmt: skip
+    assert factorized.positions().std().item() == pytest.approx(0.5, rel=0.05)
     block = model.blocks[0]
     for matrix in (*block.attention.in_proj.weight.split(96), block.mlp.fc1.weight):
         bound = (6 / sum(matrix.shape)) ** 0.5  # Glorot and Bengio, 2010
         assert 0.97 * bound < matrix.abs().max() <= bound
     assert not any(p.any() for name, p in block.named_parameters() if name.endswith("proj.bias"))
+
+
+def test_factorized_positions_are_those_of_rows_and_columns():
+    """A picture of equal patches: what tells its tokens apart before the blocks are the tables."""
+    model = make(positions="factorized2d", depth=1, num_registers=1).eval()
+    tokens, rotation = model._embed(torch.zeros(1, 3, 12, 20))
+    assert rotation is None
+    grid = (tokens[0, 2:] - model.patch_embed.bias).view(3, 5, 24)
+    tables = model.position_tables
+    torch.testing.assert_close(grid, tables.row_table[:, None] + tables.column_table)
+
+
+SOFTCAP = ScaledDot(softcap=2.0)
+
+
+@pytest.mark.parametrize("score", [*SCORE_NAMES, SOFTCAP], ids=str)
+@pytest.mark.parametrize("pooling", ["class", "attention"])
+def test_every_score_trains_on_the_kernel_it_is_lowered_to(score, pooling, images):
+    torch.manual_seed(0)
+    model = ViT(**SMALL, score=score, pooling=pooling)
+    attentions = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, attnkit.MultiHeadAttention)
+    }
+    assert len(attentions) == (3 if pooling == "attention" else 2)
+    learned = [p for module in attentions.values() for n, p in module.named_parameters()
+               if n.startswith("score.")]  # fmt: skip
+    assert len(learned) == (len(attentions) if score in LEARNED_SCORES else 0)
+    before = [p.clone() for p in learned]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    labels, losses = torch.tensor([4, 0, 2]), []
+    with attnkit.record_backends(model) as record:
+        for _ in range(3):
+            losses.append(nn.functional.cross_entropy(model(images), labels))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    assert losses[2] < losses[1] < losses[0]
+    assert all(not torch.equal(p, b) for p, b in zip(learned, before, strict=True))
+    kernel = "blockwise" if score == "additive" or score is SOFTCAP else "flash"
+    assert record.counts == {name: {kernel: 3} for name in attentions}
+
+
+@pytest.mark.parametrize("name", LEARNED_SCORES)
+def test_the_models_start_leaves_the_scores_as_their_own(name):
+    model = ViT(**SMALL, score=name, pooling="attention")
+    blocks = [*model.blocks, model.pool]
+    torch.manual_seed(7)
+    fresh = LEARNED_SCORES[name](3, 8)
+    for block in blocks:
+        ours = block.attention.score
+        if name == "additive":  # drawn at random, within Xavier's bound
+            assert 0.5 * (6 / 9) ** 0.5 < ours.vector.abs().max() <= (6 / 9) ** 0.5
+            assert ours.vector.unique().numel() == 24
+        else:
+            for parameter, right in zip(ours.parameters(), fresh.parameters(), strict=True):
+                assert torch.equal(parameter, right)
+    assert len({id(block.attention.score) for block in blocks}) == 3
 
 
 def test_drop_path_rises_linearly():
@@ -157,6 +228,7 @@ def test_drop_path_rises_linearly():
         ({"num_heads": 5, "positions": "rotary2d"}, "num_heads: 5 does not divide dim 24"),
         ({"dim": 23}, "num_heads: 3 does not divide dim 23"),
         ({"pooling": "max"}, "pooling: expected one of 'class', 'mean', 'attention', got 'max'"),
+        ({"score": "cosin"}, "score: expected one of scaled_dot, dot, .*got 'cosin'"),
         ({"positions": "fixed"}, "positions: expected one of 'learned'.*None, got 'fixed'"),
         ({"class_token": False}, "pooling: 'class' reads the class token"),
         ({"depth": 0}, "depth: expected at least 1, got 0"),
