@@ -19,7 +19,8 @@ _HOME = {
     "Window2d": "attnkit.core.sparse_masks",
     "Packed": "attnkit.core.sparse_masks",
     "Blocks": "attnkit.core.sparse_masks",
-    "Edges": "attnkit.core.sparse_masks",
+    "Edges": "attnkit.core.graph",
+    "EdgeFeatures": "attnkit.core.graph",
     "ALiBi": "attnkit.core.biases",
     "RelativeBias1d": "attnkit.core.biases",
     "RelativeBias2d": "attnkit.core.biases",
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from attnkit.core.backends import UnsupportedError, explain_backends
     from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.cache import KeyValueCache
+    from attnkit.core.graph import EdgeFeatures, Edges
     from attnkit.core.hard import record_draws
     from attnkit.core.learned_positions import (
         FactorizedPositions2d,
@@ -98,7 +100,7 @@ if TYPE_CHECKING:
     from attnkit.core.record import record_backends
     from attnkit.core.rotary import Rotary1d, Rotary2d
     from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
-    from attnkit.core.sparse_masks import Blocks, Edges, Packed, Window, Window2d
+    from attnkit.core.sparse_masks import Blocks, Packed, Window, Window2d
     from attnkit.core.weights import attention_weights, capture_attention
     from attnkit.layers.pooling import AttentionPool
     from attnkit.models.vit import ViT

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit.core.backends import choose_backend
+from attnkit.core.graph import EdgeFeatures
 from attnkit.core.inputs import check_inputs
 from attnkit.core.masks import Mask
 from attnkit.core.normalizers import Normalizer
@@ -22,7 +23,7 @@ def attend(
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     normalizer: str | Normalizer = "softmax",
-    edge_features: Tensor | None = None,
+    edge_features: EdgeFeatures | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
@@ -35,7 +36,7 @@ def attend(
     are its gradients.
 
     Args:
-        query: [batch, heads, queries, head_dim].
+        query: [batch, heads, queries, head_dim]; query, key and value may all lack the batch.
         key: [batch, kv_heads, keys, head_dim]; kv_heads divides heads (grouped-query attention:
             query head h reads key/value head h // (heads // kv_heads)).
         value: [batch, kv_heads, keys, value_dim].
@@ -51,7 +52,7 @@ def attend(
         normalizer: how scores become weights: "softmax"; "hard", one key, drawn or the best
             (`Hard(estimator)`); "linear", φ(q)·φ(k) over its sum (`Linear(feature_map)`); or
             `DeltaRule(beta)`, fast weights.
-        edge_features: for attention over the edges of a graph only.
+        edge_features: what the edges of a graph add to keys and values; with `Edges` alone.
         scale: the factor of "scaled_dot"; 1/√head_dim if None.
         dropout_p: the share of weights zeroed, the rest scaled by 1/(1 − dropout_p). Applied
             whenever it is not 0; modules pass 0 in evaluation.
@@ -67,6 +68,9 @@ def attend(
         ValueError, TypeError: an argument has a wrong value, shape or type, or is not served.
         UnsupportedError: the backend that was forced cannot serve this; every reason is given.
     """
+    is_batched = not query.ndim == key.ndim == value.ndim == 3
+    if not is_batched:
+        query, key, value = query[None], key[None], value[None]
     inputs = check_inputs(
         query,
         key,
@@ -79,4 +83,5 @@ def attend(
         scale=scale,
         dropout_p=dropout_p,
     )
-    return choose_backend(inputs, backend)(inputs)
+    output = choose_backend(inputs, backend)(inputs)
+    return output if is_batched else output[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs
 from attnkit.core.normalizers import Normalizer, Softmax
 from attnkit.core.scores import ScaledDot
@@ -20,13 +21,21 @@ class Backend:
     name: str
     normalizers: tuple[type[Normalizer], ...] = (Softmax,)
     """What it normalises by."""
+    reads_edges = False
+    """Whether it reads edges one by one, with what they carry, or as a boolean mask."""
 
     def unsupported_reasons(self, inputs: Inputs) -> list[str]:
         """Every reason why this kernel cannot serve the inputs; empty if it can."""
         if not isinstance(inputs.normalizer, self.normalizers):
             names = " and ".join(normalizer.__name__ for normalizer in self.normalizers)
             return [f"normalises by {names}, not by {inputs.normalizer}"]
-        return self.reasons(inputs)
+        reasons = self.reasons(inputs)
+        if isinstance(inputs.mask, Edges) and not self.reads_edges:
+            if inputs.edge_features is not None:
+                reasons.append("reads no edge features")
+            elif not reasons and inputs.mask.has_repeated:
+                reasons.append("reads a boolean mask, which cannot say that an edge is given twice")
+        return reasons
 
     def reasons(self, inputs: Inputs) -> list[str]:
         """`unsupported_reasons` beside a normaliser that the kernel does not have."""

@@ -11,10 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
 from attnkit.core.blockwise import blockwise_attention
+from attnkit.core.edges import EdgeAttention
 from attnkit.core.flex import Flex
+from attnkit.core.graph import Edges
 from attnkit.core.hard import HardAttention
 from attnkit.core.inputs import Inputs, check_inputs
-from attnkit.core.normalizers import Normalizer
+from attnkit.core.normalizers import Normalizer, Softmax
 from attnkit.core.packed import PackedSequences
 from attnkit.core.record import note_kernel
 from attnkit.core.reference import reference_attention
@@ -32,9 +34,15 @@ class Reference(Backend):
 
     name = "reference"
     normalizers = (Normalizer,)
+    reads_edges = True
 
     def reasons(self, inputs: Inputs) -> list[str]:
-        return ["draws no keys at random"] if inputs.normalizer.draws else []
+        if inputs.normalizer.draws:
+            return ["draws no keys at random"]
+        mask, normalizer = inputs.mask, inputs.normalizer
+        if isinstance(mask, Edges) and not isinstance(normalizer, Softmax) and mask.has_repeated:
+            return [f"an edge is given twice, which {normalizer} does not count"]
+        return []
 
     def __call__(self, inputs: Inputs) -> Tensor:
         note_kernel("reference")
@@ -204,6 +212,7 @@ class Math(Sdpa):
 
 
 BACKENDS: tuple[Backend, ...] = (
+    EdgeAttention(),
     PackedSequences(lambda inputs: choose_backend(inputs)),
     Windowed(),
     Flex(),
@@ -236,8 +245,11 @@ def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
     """
     backend = named_backend(name)
     if backend is None:
-        # the reference serves everything
-        return next(b for b in BACKENDS if not b.unsupported_reasons(inputs) and b.pays(inputs))
+        for backend in BACKENDS:
+            if not backend.unsupported_reasons(inputs) and backend.pays(inputs):
+                return backend
+        why = dict.fromkeys(reason for b in BACKENDS for reason in b.unsupported_reasons(inputs))
+        raise UnsupportedError(f"no backend can serve this attention: {'; '.join(why)}")
     if reasons := backend.unsupported_reasons(inputs):
         raise UnsupportedError(
             f"backend={name!r} cannot serve this attention: {'; '.join(reasons)}"

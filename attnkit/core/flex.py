@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
+from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs
 from attnkit.core.mask_algebra import And, Not, Or
 from attnkit.core.masks import Mask
 from attnkit.core.record import note_kernel
-from attnkit.core.sparse_masks import Blocks, Edges, Packed, Window, Window2d
+from attnkit.core.sparse_masks import Blocks, Packed, Window, Window2d
 
 if TYPE_CHECKING:  # importing it takes as long as importing half of torch
     from torch.nn.attention.flex_attention import BlockMask

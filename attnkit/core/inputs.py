@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from attnkit.core.graph import EdgeFeatures, Edges
 from attnkit.core.mask_algebra import parts
 from attnkit.core.masks import Causal, Mask, Padding, as_4d, as_mask, check_broadcastable
 from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
@@ -33,6 +34,7 @@ class Inputs:
     mask: Mask | None = None
     bias: Tensor | None = None
     normalizer: Normalizer = SOFTMAX
+    edge_features: EdgeFeatures | None = None
     dropout_p: float = 0.0
 
     @property
@@ -141,13 +143,11 @@ def check_inputs(
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     normalizer: str | Normalizer = "softmax",
-    edge_features: Tensor | None = None,
+    edge_features: EdgeFeatures | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Inputs:
     """Check `attend`'s arguments against each other; ValueError or TypeError name the wrong one."""
-    if edge_features is not None:
-        raise ValueError("edge_features: only attention over the edges of a graph takes them")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
     normalizer = as_normalizer(normalizer)
@@ -178,8 +178,11 @@ def check_inputs(
         mask=mask,
         bias=bias,
         normalizer=normalizer,
+        edge_features=edge_features,
         dropout_p=float(dropout_p),
     )
+    if edge_features is not None:
+        _check_edge_features(edge_features, inputs)
     normalizer.check(inputs)
     return inputs
 
@@ -194,8 +197,23 @@ def in_high_precision(inputs: Inputs) -> Inputs:
         value=inputs.value.to(dtype),
         score=inputs.score.to(dtype),
         normalizer=inputs.normalizer.to(dtype),
+        edge_features=None if inputs.edge_features is None else inputs.edge_features.to(dtype),
         bias=None if inputs.bias is None else inputs.bias.to(dtype),
     )
+
+
+def _check_edge_features(features: EdgeFeatures, inputs: Inputs) -> None:
+    if not isinstance(features, EdgeFeatures):
+        raise TypeError(
+            f"edge_features: expected attnkit.EdgeFeatures, got {type(features).__name__}"
+        )
+    if not isinstance(inputs.mask, Edges):
+        given = None if inputs.mask is None else type(inputs.mask).__name__
+        raise ValueError(f"edge_features: expected Edges alone as the mask, got {given}")
+    if not isinstance(inputs.normalizer, Softmax):
+        raise ValueError(f"edge_features: expected softmax, got {inputs.normalizer}")
+    dims = inputs.key.shape[3], inputs.value.shape[3]
+    features.check(inputs.mask, inputs.query.shape[1], *dims)
 
 
 def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,21 +8,60 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.normalizers import Softmax
 
-__all__ = ["reference_attention"]
+__all__ = ["reference_attention", "softmax_of_edges"]
 
 
 def reference_attention(inputs: Inputs) -> Tensor:
     """output_i = Σ_j dropout(normalizer_j(score(q_i, k_j) + bias_ij)) · v_j, j where the mask
     allows.
 
-    Computed in float32 (float64 if the inputs are), returned in the dtype of the inputs.
+    With `Edges` as the mask, and softmax, the sum goes over edges, and an edge given twice counts
+    twice. Computed in float32 (float64 if the inputs are), returned in the dtype of the inputs.
     """
     exact = in_high_precision(inputs)
     key, value = exact.repeated_heads()
     exact = replace(exact, key=key, value=value)
     with torch.autocast(inputs.query.device.type, enabled=False):
-        weights = exact.normalizer.weights(exact, exact.dense_mask())
-        output = F.dropout(weights, exact.dropout_p) @ value
+        if isinstance(exact.mask, Edges) and isinstance(exact.normalizer, Softmax):
+            output = _over_edges(exact, exact.mask)
+        else:
+            weights = exact.normalizer.weights(exact, exact.dense_mask())
+            output = F.dropout(weights, exact.dropout_p) @ value
     return output.to(inputs.query.dtype)
+
+
+def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
+    source, target = edges.edge_index
+    value = inputs.value[:, :, source]
+    features = inputs.edge_features
+    if features is not None and features.value_weight is not None:
+        value = value + features.features @ features.value_weight.transpose(1, 2)
+    weights = F.dropout(softmax_of_edges(inputs, edges), inputs.dropout_p)
+    output = value.new_zeros(*inputs.query.shape[:3], value.shape[3])
+    return output.index_add(2, target, weights[..., None] * value)
+
+
+def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
+    """softmax over the edges of each target of score(q_i, k_j + W_k e_ij) + bias_ij, [batch,
+    heads, edges]."""
+    source, target = edges.edge_index
+    query, key = inputs.query[:, :, target], inputs.key[:, :, source]
+    features = inputs.edge_features
+    if features is not None and features.key_weight is not None:
+        key = key + features.features @ features.key_weight.transpose(1, 2)
+    # each edge is an item of a batch, with one query and one key
+    pairs = (tensor.transpose(1, 2).flatten(0, 1).unsqueeze(2) for tensor in (query, key))
+    scores = inputs.score.scores(*pairs).flatten(1).unflatten(0, (len(query), -1)).transpose(1, 2)
+    if inputs.bias is not None:
+        shape = (*query.shape[:2], inputs.num_queries, inputs.num_keys)
+        scores = scores + inputs.bias.expand(shape)[:, :, target, source]
+    largest = scores.new_full(inputs.query.shape[:3], -torch.inf)
+    largest = largest.index_reduce(2, target, scores.detach(), "amax")
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    exponentials = (scores - largest[:, :, target]).exp()
+    totals = torch.zeros_like(largest).index_add(2, target, exponentials)[:, :, target]
+    return exponentials / totals.masked_fill(totals == 0, 1.0)

@@ -1,4 +1,4 @@
-"""Masks that leave most pairs out: windows, packed sequences, blocks, edges."""
+"""Masks that leave most pairs out: windows, packed sequences, blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from attnkit.core.masks import Mask, check_align, check_align_name
 
-__all__ = ["Blocks", "Edges", "Packed", "Window", "Window2d"]
+__all__ = ["Blocks", "Packed", "Window", "Window2d"]
 
 
 @dataclass(frozen=True)
@@ -229,65 +229,6 @@ class Blocks(Mask):
         return grid[head, query // rows, key // columns]
 
 
-@dataclass(frozen=True, eq=False)
-class Edges(Mask):
-    """Target nodes see the source nodes of their edges, as messages flow in PyG.
-
-    edge_index: integers [2, edges], source (key) in row 0, target (query) in row 1; an edge given
-        twice counts once.
-    num_nodes: the targets, the number of queries.
-    num_sources: the sources, the number of keys; None: as many.
-    """
-
-    edge_index: Tensor
-    num_nodes: int
-    num_sources: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.edge_index, Tensor):
-            return
-        edges = self.edge_index
-        if edges.is_floating_point() or edges.is_complex() or edges.dtype == torch.bool:
-            raise TypeError(f"edge_index: expected integers [2, edges], got {edges.dtype}")
-        if edges.ndim != 2 or edges.shape[0] != 2:
-            raise ValueError(f"edge_index: expected the shape [2, edges], got {list(edges.shape)}")
-        if edges.numel() == 0 or edges.is_meta or torch.compiler.is_compiling():
-            return
-        for name, row, size in zip(("source", "target"), edges, self.sizes[::-1], strict=True):
-            low, high = int(row.min()), int(row.max())
-            if low < 0 or high >= size:
-                raise ValueError(
-                    f"edge_index: the {name} nodes go from {low} to {high}, "
-                    f"expected 0 to {size - 1}"
-                )
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """The number of targets and of sources."""
-        return self.num_nodes, self.num_nodes if self.num_sources is None else self.num_sources
-
-    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        if (num_queries, num_keys) != self.sizes:
-            raise ValueError(
-                f"mask: Edges has {self.sizes[0]} targets and {self.sizes[1]} sources, "
-                f"got {num_queries} queries and {num_keys} keys"
-            )
-
-    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
-        source, target = self.edge_index.to(query.device)
-        pairs = (target * num_keys + source).sort().values
-        wanted = query * num_keys + key
-        if len(pairs) == 0:
-            return wanted < 0
-        return pairs[torch.searchsorted(pairs, wanted).clamp(max=len(pairs) - 1)] == wanted
-
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        source, target = self.edge_index.to(device)
-        allowed = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=device)
-        allowed[target, source] = True
-        return allowed[None, None]
-
-
 def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
     return torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=len(ends) - 1)
 
@@ -296,4 +237,3 @@ pytree.register_constant(Window)
 pytree.register_constant(Window2d)
 pytree.register_dataclass(Packed)
 pytree.register_dataclass(Blocks)
-pytree.register_dataclass(Edges)

@@ -1,0 +1,227 @@
+"""Scores of edges, and their gradients, without a tensor of edges × channels.
+
+Each class has the tables of one group of heads, [nodes, channels], and gives the scores of the
+edges in the order of their targets. What edges carry, e, is a table too, [edges, edge_dim], of
+which each edge reads its own row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnkit.core.adjacency import Adjacency
+
+__all__ = ["AdditiveEdges", "DotEdges", "sum_edges", "sum_rows"]
+
+BLOCK = 2**17  # numbers of a block of edges × channels: half a megabyte, which stays in the cache
+
+
+def sum_edges(adjacency: Adjacency, weights: Tensor, table: Tensor) -> Tensor:
+    """Σ_e weight_e · table[source_e] over the edges of each target, [targets, channels]."""
+    return _bag(adjacency.source, table, adjacency.offsets, weights)
+
+
+def sum_edges_by_source(adjacency: Adjacency, weights: Tensor, table: Tensor) -> Tensor:
+    """Σ_e weight_e · table[target_e] over the edges of each source, [sources, channels]; the
+    weights in the order of sources."""
+    return _bag(adjacency.target_by_source, table, adjacency.source_offsets, weights)
+
+
+def sum_features(adjacency: Adjacency, weights: Tensor, features: Tensor) -> Tensor:
+    """Σ_e weight_e · features[e] over the edges of each target, [targets, edge_dim]."""
+    return _bag(adjacency.places, features, adjacency.offsets, weights)
+
+
+def sum_rows(weights: Tensor, offsets: Tensor) -> Tensor:
+    """Σ_e weight_e over the edges between offsets, [nodes, 1]."""
+    zeros = torch.zeros_like(weights, dtype=offsets.dtype)
+    return _bag(zeros, weights.new_ones(1, 1), offsets, weights)
+
+
+def products(adjacency: Adjacency, by_target: Tensor, by_source: Tensor, out: Tensor) -> None:
+    """out_e ← by_target[target_e] · by_source[source_e], in place."""
+    if len(out) > len(by_target) * len(by_source):
+        # so many edges are given twice that torch's sparse matrix cannot hold them
+        everything = (by_target @ by_source.T).flatten()
+        places = adjacency.target.long() * len(by_source) + adjacency.source
+        torch.index_select(everything, 0, places, out=out)
+        return
+    # with beta=0 torch would still keep a NaN that stands there
+    matrix = adjacency.pattern(out.zero_())
+    torch.sparse.sampled_addmm(matrix, by_target, by_source.T, out=matrix)
+
+
+def add_feature_products(
+    adjacency: Adjacency, by_target: Tensor, features: Tensor, out: Tensor
+) -> None:
+    """out_e ← out_e + by_target[target_e] · features[e], in place."""
+    matrix = adjacency.edge_pattern(out)
+    torch.sparse.sampled_addmm(matrix, by_target, features.T, out=matrix)
+
+
+def _bag(indices: Tensor, table: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    # torch's fastest weighted sum of rows: it beats the product with a sparse matrix
+    return F.embedding_bag(
+        indices, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+
+
+class DotEdges:
+    """score_e = query[target_e] · key[source_e] + edge_query[target_e] · e."""
+
+    def __init__(
+        self,
+        adjacency: Adjacency,
+        query: Tensor,
+        key: Tensor,
+        edge_query: Tensor | None,
+        features: Tensor | None,
+    ) -> None:
+        self.adjacency = adjacency
+        self.query, self.key = query, key
+        self.edge_query, self.features = edge_query, features
+
+    def scores(self, out: Tensor) -> None:
+        """Written to `out`, [edges]."""
+        products(self.adjacency, self.query, self.key, out)
+        if self.edge_query is not None:
+            assert self.features is not None
+            add_feature_products(self.adjacency, self.edge_query, self.features, out)
+
+    def gradients(self, gradient: Tensor, by_source: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+        """Of query, key, edge_query and features, from that of the scores, which is given in the
+        order of targets and of sources."""
+        found = {
+            "query": sum_edges(self.adjacency, gradient, self.key),
+            "key": sum_edges_by_source(self.adjacency, by_source, self.query),
+        }
+        if self.edge_query is not None:
+            assert self.features is not None
+            found["edge_query"] = sum_features(self.adjacency, gradient, self.features)
+            if "features" in wanted:
+                rows = self.edge_query.index_select(0, self.adjacency.target)
+                found["features"] = rows.mul_(gradient[:, None])
+        return found
+
+
+class AdditiveEdges:
+    """score_e = vectorᵀ activation(query[target_e] + key[source_e] + edge_key e).
+
+    The heads of a group stand one after the other in the tables, as their graphs do in the
+    adjacency, and have their own vector [heads, channels] and edge_key [heads, channels, edge_dim].
+    """
+
+    def __init__(
+        self,
+        adjacency: Adjacency,
+        query: Tensor,
+        key: Tensor,
+        vector: Tensor,
+        negative_slope: float | None,
+        edge_key: Tensor | None,
+        features: Tensor | None,
+    ) -> None:
+        self.adjacency = adjacency
+        self.table = torch.cat([query, key])
+        self.vector = vector
+        self.negative_slope = negative_slope
+        self.edge_key, self.features = edge_key, features
+
+    @property
+    def block_size(self) -> int:
+        """Edges of a block; all of them for a group of several heads, whose graphs are small."""
+        is_group = len(self.vector) > 1
+        return self.adjacency.num_edges if is_group else max(1, BLOCK // self.table.shape[1])
+
+    def scores(self, out: Tensor) -> None:
+        """Written to `out`, [edges]."""
+        heads, channels = self.vector.shape
+        for edges in self._slices():
+            active = self._active(self.adjacency.pairs, edges).view(heads, -1, channels)
+            torch.bmm(active, self.vector[:, :, None], out=out[edges].view(heads, -1, 1))
+
+    def gradients(self, gradient: Tensor, by_source: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+        """Of query, key, vector, edge_key and features, from that of the scores, which is given in
+        the order of targets and of sources."""
+        found = {"query": self._node_gradient(gradient, by_source=False)}
+        found["key"] = self._node_gradient(by_source, by_source=True)
+        if "vector" in wanted or "edge_key" in wanted or "features" in wanted:
+            found |= self._edge_gradients(gradient, wanted)
+        return found
+
+    def _active(self, pairs: Tensor, edges: slice, order: Tensor | None = None) -> Tensor:
+        """activation(q + k + edge_key e) of some edges, [edges, channels]."""
+        count = edges.stop - edges.start
+        # two rows a bag: their sum, which is gathered and added at once
+        ends = torch.arange(0, 2 * count + 1, 2, dtype=pairs.dtype, device=pairs.device)
+        sums = _bag(pairs[2 * edges.start : 2 * edges.stop], self.table, ends, None)
+        if self.edge_key is not None:
+            assert self.features is not None
+            rows = self.features[edges] if order is None else self.features[order[edges]]
+            heads = len(self.edge_key)
+            sums.view(heads, -1, sums.shape[1]).baddbmm_(
+                rows.view(heads, -1, rows.shape[1]), self.edge_key.transpose(1, 2)
+            )
+        if self.negative_slope is None:
+            return sums.tanh_()
+        return F.leaky_relu_(sums, self.negative_slope)
+
+    def _slices(self) -> Iterator[slice]:
+        """The edges in blocks."""
+        for first in range(0, self.adjacency.num_edges, self.block_size):
+            yield slice(first, min(first + self.block_size, self.adjacency.num_edges))
+
+    def _slope(self, active: Tensor) -> tuple[Tensor, float, float]:
+        """The activation's derivative, constant + factor · (the first), written over `active`."""
+        if self.negative_slope is None:  # 1 − tanh²
+            return active.square_(), 1.0, -1.0
+        # 1 where the sum was positive
+        torch.gt(active, 0, out=active)
+        return active, self.negative_slope, 1 - self.negative_slope
+
+    def _node_gradient(self, gradient: Tensor, *, by_source: bool) -> Tensor:
+        """Of query, or of key: vector ∘ Σ_e gradient_e · slope_e over a node's edges."""
+        graph = self.adjacency
+        pairs = graph.pairs_by_source if by_source else graph.pairs
+        offsets = graph.source_offsets if by_source else graph.offsets
+        order = graph.by_source if by_source else None
+        channels = self.table.shape[1]
+        sums = self.table.new_empty(len(offsets) - 1, channels)
+        constant, factor = 0.0, 1.0
+        for first, last, start, stop in graph.blocks(self.block_size, by_source=by_source):
+            edges = slice(start, stop)
+            slope, constant, factor = self._slope(self._active(pairs, edges, order))
+            places = graph.places[: stop - start]
+            ends = offsets[first : last + 1] - start
+            sums[first:last] = _bag(places, slope, ends, gradient[edges])
+        sums.mul_(factor)
+        if constant:
+            sums.add_(sum_rows(gradient, offsets), alpha=constant)
+        heads = len(self.vector)
+        return sums.view(heads, -1, channels).mul_(self.vector[:, None]).flatten(0, 1)
+
+    def _edge_gradients(self, gradient: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+        """Of vector, edge_key and features."""
+        heads, channels = self.vector.shape
+        found: dict[str, Tensor] = {"vector": torch.zeros_like(self.vector)}
+        if self.edge_key is not None and self.features is not None:
+            found["edge_key"] = torch.zeros_like(self.edge_key)
+            if "features" in wanted:
+                found["features"] = torch.empty_like(self.features)
+        for edges in self._slices():
+            weights = gradient[edges].view(heads, -1, 1)
+            active = self._active(self.adjacency.pairs, edges).view(heads, -1, channels)
+            found["vector"] += (active.transpose(1, 2) @ weights).squeeze(2)
+            if self.edge_key is None or self.features is None:
+                continue
+            slope, constant, factor = self._slope(active)
+            inner = slope.mul_(factor).add_(constant).mul_(weights).mul_(self.vector[:, None])
+            rows = self.features[edges].view(heads, -1, self.features.shape[1])
+            found["edge_key"] += inner.transpose(1, 2) @ rows
+            if "features" in wanted:
+                found["features"][edges] = (inner @ self.edge_key).flatten(0, 1)
+        return found
