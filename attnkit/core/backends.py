@@ -14,6 +14,7 @@ from attnkit.core.blockwise import blockwise_attention
 from attnkit.core.flex import Flex
 from attnkit.core.hard import HardAttention
 from attnkit.core.inputs import Inputs, check_inputs
+from attnkit.core.linear import LinearAttention
 from attnkit.core.normalizers import Normalizer
 from attnkit.core.packed import PackedSequences
 from attnkit.core.record import note_kernel
@@ -210,6 +211,7 @@ BACKENDS: tuple[Backend, ...] = (
     Flash(),
     Cudnn(),
     Efficient(),
+    LinearAttention(),
     Blockwise(),
     HardAttention(),
     Math(),

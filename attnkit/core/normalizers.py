@@ -170,7 +170,11 @@ class Linear(Normalizer):
 
     def features(self, tokens: Tensor) -> Tensor:
         """φ, nowhere negative."""
-        return F.relu(tokens) if self.feature_map == "relu" else F.elu(tokens) + 1
+        positive = F.relu(tokens)
+        if self.feature_map == "relu":
+            return positive
+        # e^x below 0, where (e^x − 1) + 1 rounds to 0 for all x < −17 in float32
+        return positive + (tokens - positive).exp()
 
     def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
         products = self.features(inputs.query) @ self.features(inputs.key).transpose(-2, -1)
