@@ -37,6 +37,7 @@ _HOME = {
     "Linear": "attnkit.core.normalizers",
     "DeltaRule": "attnkit.core.normalizers",
     "KeyValueCache": "attnkit.core.cache",
+    "delta_rule": "attnkit.core.delta_rule",
     "record_draws": "attnkit.core.hard",
     "UnsupportedError": "attnkit.core.backends",
     "explain_backends": "attnkit.core.backends",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from attnkit.core.backends import UnsupportedError, explain_backends
     from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.cache import KeyValueCache
+    from attnkit.core.delta_rule import delta_rule
     from attnkit.core.hard import record_draws
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
 from attnkit.core.blockwise import blockwise_attention
+from attnkit.core.delta_rule import DeltaRuleAttention
 from attnkit.core.flex import Flex
 from attnkit.core.hard import HardAttention
 from attnkit.core.inputs import Inputs, check_inputs
@@ -212,6 +213,7 @@ BACKENDS: tuple[Backend, ...] = (
     Cudnn(),
     Efficient(),
     LinearAttention(),
+    DeltaRuleAttention(),
     Blockwise(),
     HardAttention(),
     Math(),
