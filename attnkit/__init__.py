@@ -45,6 +45,7 @@ _HOME = {
     "Linear": "attnkit.core.normalizers",
     "DeltaRule": "attnkit.core.normalizers",
     "KeyValueCache": "attnkit.core.cache",
+    "delta_rule": "attnkit.core.delta_rule",
     "record_draws": "attnkit.core.hard",
     "UnsupportedError": "attnkit.core.backends",
     "explain_backends": "attnkit.core.backends",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from attnkit.core.backends import UnsupportedError, explain_backends
     from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.cache import KeyValueCache
+    from attnkit.core.delta_rule import delta_rule
     from attnkit.core.graph import EdgeFeatures, Edges
     from attnkit.core.hard import record_draws
     from attnkit.core.learned_positions import (

@@ -11,11 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
 from attnkit.core.blockwise import blockwise_attention
+from attnkit.core.delta_rule import DeltaRuleAttention
 from attnkit.core.edges import EdgeAttention
 from attnkit.core.flex import Flex
 from attnkit.core.graph import Edges
 from attnkit.core.hard import HardAttention
 from attnkit.core.inputs import Inputs, check_inputs
+from attnkit.core.linear import LinearAttention
 from attnkit.core.normalizers import Normalizer, Softmax
 from attnkit.core.packed import PackedSequences
 from attnkit.core.record import note_kernel
@@ -219,6 +221,8 @@ BACKENDS: tuple[Backend, ...] = (
     Flash(),
     Cudnn(),
     Efficient(),
+    LinearAttention(),
+    DeltaRuleAttention(),
     Blockwise(),
     HardAttention(),
     Math(),

@@ -170,7 +170,11 @@ class Linear(Normalizer):
 
     def features(self, tokens: Tensor) -> Tensor:
         """φ, nowhere negative."""
-        return F.relu(tokens) if self.feature_map == "relu" else F.elu(tokens) + 1
+        positive = F.relu(tokens)
+        if self.feature_map == "relu":
+            return positive
+        # e^x below 0, where (e^x − 1) + 1 rounds to 0 for all x < −17 in float32
+        return positive + (tokens - positive).exp()
 
     def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
         products = self.features(inputs.query) @ self.features(inputs.key).transpose(-2, -1)
@@ -233,9 +237,10 @@ class DeltaRule(Normalizer):
     def features(tokens: Tensor) -> Tensor:
         """q̂ or k̂: silu, at unit length."""
         active = F.silu(tokens)
-        squares = active.square().sum(dim=-1, keepdim=True)
-        is_zero = squares == 0
-        return active * squares.masked_fill(is_zero, 1.0).rsqrt().masked_fill(is_zero, 0.0)
+        # the norm, whose gradient is finite where that of 1 / √(sum of squares) is not: of vectors
+        # shorter than about 1e−13 in float32
+        norm = torch.linalg.vector_norm(active, dim=-1, keepdim=True)
+        return active / norm.masked_fill(norm == 0, torch.inf)
 
     def written(self, inputs: Inputs) -> Tensor:
         """β [batch, heads, keys], 0 where a key is padding."""
