@@ -74,6 +74,11 @@ class Adjacency:
         return torch.arange(self.num_edges, dtype=self.source.dtype, device=self.source.device)
 
     @cached_property
+    def zeros(self) -> Tensor:
+        """As many zeros."""
+        return torch.zeros_like(self.source)
+
+    @cached_property
     def pairs(self) -> Tensor:
         """Target and source of each edge, [2 · edges], where sources are counted after targets."""
         return torch.stack([self.target, self.source + self.num_targets], dim=1).flatten()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from attnkit.core.adjacency import Adjacency
 
-__all__ = ["AdditiveEdges", "DotEdges", "sum_edges", "sum_rows"]
+__all__ = ["AdditiveEdges", "DotEdges", "ScalarEdges"]
 
 BLOCK = 2**17  # numbers of a block of edges × channels: half a megabyte, which stays in the cache
 
@@ -36,31 +36,37 @@ def sum_features(adjacency: Adjacency, weights: Tensor, features: Tensor) -> Ten
     return _bag(adjacency.places, features, adjacency.offsets, weights)
 
 
-def sum_rows(weights: Tensor, offsets: Tensor) -> Tensor:
-    """Σ_e weight_e over the edges between offsets, [nodes, 1]."""
-    zeros = torch.zeros_like(weights, dtype=offsets.dtype)
-    return _bag(zeros, weights.new_ones(1, 1), offsets, weights)
+def sum_weights(adjacency: Adjacency, weights: Tensor) -> Tensor:
+    """Σ_e weight_e over the edges of each target, [targets, 1]."""
+    return _bag(adjacency.zeros, weights.new_ones(1, 1), adjacency.offsets, weights)
 
 
-def products(adjacency: Adjacency, by_target: Tensor, by_source: Tensor, out: Tensor) -> None:
-    """out_e ← by_target[target_e] · by_source[source_e], in place."""
+def sum_weights_by_source(adjacency: Adjacency, weights: Tensor) -> Tensor:
+    """Σ_e weight_e over the edges of each source, [sources, 1]; the weights in their order."""
+    return _bag(adjacency.zeros, weights.new_ones(1, 1), adjacency.source_offsets, weights)
+
+
+def products(
+    adjacency: Adjacency, by_target: Tensor, by_source: Tensor, out: Tensor, scale: float = 1.0
+) -> None:
+    """out_e ← scale · by_target[target_e] · by_source[source_e], in place."""
     if len(out) > len(by_target) * len(by_source):
         # so many edges are given twice that torch's sparse matrix cannot hold them
         everything = (by_target @ by_source.T).flatten()
         places = adjacency.target.long() * len(by_source) + adjacency.source
-        torch.index_select(everything, 0, places, out=out)
+        torch.index_select(everything.mul_(scale), 0, places, out=out)
         return
     # with beta=0 torch would still keep a NaN that stands there
     matrix = adjacency.pattern(out.zero_())
-    torch.sparse.sampled_addmm(matrix, by_target, by_source.T, out=matrix)
+    torch.sparse.sampled_addmm(matrix, by_target, by_source.T, alpha=scale, out=matrix)
 
 
 def add_feature_products(
-    adjacency: Adjacency, by_target: Tensor, features: Tensor, out: Tensor
+    adjacency: Adjacency, by_target: Tensor, features: Tensor, out: Tensor, scale: float = 1.0
 ) -> None:
-    """out_e ← out_e + by_target[target_e] · features[e], in place."""
+    """out_e ← out_e + scale · by_target[target_e] · features[e], in place."""
     matrix = adjacency.edge_pattern(out)
-    torch.sparse.sampled_addmm(matrix, by_target, features.T, out=matrix)
+    torch.sparse.sampled_addmm(matrix, by_target, features.T, alpha=scale, out=matrix)
 
 
 def _bag(indices: Tensor, table: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
@@ -71,30 +77,32 @@ def _bag(indices: Tensor, table: Tensor, offsets: Tensor, weights: Tensor | None
 
 
 class DotEdges:
-    """score_e = query[target_e] · key[source_e] + edge_query[target_e] · e."""
+    """score_e = scale · (query[target_e] · key[source_e] + edge_query[target_e] · e)."""
 
     def __init__(
         self,
         adjacency: Adjacency,
         query: Tensor,
         key: Tensor,
+        scale: float,
         edge_query: Tensor | None,
         features: Tensor | None,
     ) -> None:
         self.adjacency = adjacency
-        self.query, self.key = query, key
+        self.query, self.key, self.scale = query, key, scale
         self.edge_query, self.features = edge_query, features
 
     def scores(self, out: Tensor) -> None:
         """Written to `out`, [edges]."""
-        products(self.adjacency, self.query, self.key, out)
+        products(self.adjacency, self.query, self.key, out, self.scale)
         if self.edge_query is not None:
             assert self.features is not None
-            add_feature_products(self.adjacency, self.edge_query, self.features, out)
+            add_feature_products(self.adjacency, self.edge_query, self.features, out, self.scale)
 
-    def gradients(self, gradient: Tensor, by_source: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-        """Of query, key, edge_query and features, from that of the scores, which is given in the
-        order of targets and of sources."""
+    def gradients(self, gradient: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+        """Of query, key, edge_query and features; that of the scores is written over."""
+        gradient.mul_(self.scale)
+        by_source = gradient.index_select(0, self.adjacency.by_source)
         found = {
             "query": sum_edges(self.adjacency, gradient, self.key),
             "key": sum_edges_by_source(self.adjacency, by_source, self.query),
@@ -111,22 +119,22 @@ class DotEdges:
 class AdditiveEdges:
     """score_e = vectorᵀ activation(query[target_e] + key[source_e] + edge_key e).
 
-    The heads of a group stand one after the other in the tables, as their graphs do in the
-    adjacency, and have their own vector [heads, channels] and edge_key [heads, channels, edge_dim].
+    The table has the rows of all queries, then those of all keys. The heads of a group stand one
+    after the other in both, as their graphs do in the adjacency, and have their own vector [heads,
+    channels] and edge_key [heads, channels, edge_dim].
     """
 
     def __init__(
         self,
         adjacency: Adjacency,
-        query: Tensor,
-        key: Tensor,
+        table: Tensor,
         vector: Tensor,
         negative_slope: float | None,
         edge_key: Tensor | None,
         features: Tensor | None,
     ) -> None:
         self.adjacency = adjacency
-        self.table = torch.cat([query, key])
+        self.table = table
         self.vector = vector
         self.negative_slope = negative_slope
         self.edge_key, self.features = edge_key, features
@@ -144,9 +152,9 @@ class AdditiveEdges:
             active = self._active(self.adjacency.pairs, edges).view(heads, -1, channels)
             torch.bmm(active, self.vector[:, :, None], out=out[edges].view(heads, -1, 1))
 
-    def gradients(self, gradient: Tensor, by_source: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-        """Of query, key, vector, edge_key and features, from that of the scores, which is given in
-        the order of targets and of sources."""
+    def gradients(self, gradient: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+        """Of query, key, vector, edge_key and features, from that of the scores."""
+        by_source = gradient.index_select(0, self.adjacency.by_source)
         found = {"query": self._node_gradient(gradient, by_source=False)}
         found["key"] = self._node_gradient(by_source, by_source=True)
         if "vector" in wanted or "edge_key" in wanted or "features" in wanted:
@@ -200,7 +208,8 @@ class AdditiveEdges:
             sums[first:last] = _bag(places, slope, ends, gradient[edges])
         sums.mul_(factor)
         if constant:
-            sums.add_(sum_rows(gradient, offsets), alpha=constant)
+            total = sum_weights_by_source if by_source else sum_weights
+            sums.add_(total(graph, gradient), alpha=constant)
         heads = len(self.vector)
         return sums.view(heads, -1, channels).mul_(self.vector[:, None]).flatten(0, 1)
 
@@ -225,3 +234,46 @@ class AdditiveEdges:
             if "features" in wanted:
                 found["features"][edges] = (inner @ self.edge_key).flatten(0, 1)
         return found
+
+
+class ScalarEdges(AdditiveEdges):
+    """`AdditiveEdges` of one channel, as in GAT: nothing but numbers of edges, and so no blocks."""
+
+    def scores(self, out: Tensor) -> None:
+        """Written to `out`, [edges]."""
+        heads = len(self.vector)
+        torch.mul(self._active_numbers().view(heads, -1), self.vector, out=out.view(heads, -1))
+
+    def gradients(self, gradient: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+        """Of query, key, vector, edge_key and features, from that of the scores."""
+        heads = len(self.vector)
+        found = {}
+        active = self._active_numbers()
+        if "vector" in wanted:
+            products = torch.bmm(active.view(heads, 1, -1), gradient.view(heads, -1, 1))
+            found["vector"] = products.view(heads, 1)
+        slope, constant, factor = self._slope(active)
+        inner = slope.mul_(factor).add_(constant).mul_(gradient)
+        inner.view(heads, -1).mul_(self.vector)
+        found["query"] = sum_weights(self.adjacency, inner)
+        by_source = inner.index_select(0, self.adjacency.by_source)
+        found["key"] = sum_weights_by_source(self.adjacency, by_source)
+        if self.edge_key is not None and self.features is not None:
+            rows = self.features.view(heads, -1, self.features.shape[1])
+            found["edge_key"] = torch.bmm(inner.view(heads, 1, -1), rows)
+            if "features" in wanted:
+                found["features"] = (inner.view(heads, -1, 1) * self.edge_key).flatten(0, 1)
+        return found
+
+    def _active_numbers(self) -> Tensor:
+        """activation(q + k + edge_key e), [edges]."""
+        graph, table = self.adjacency, self.table.flatten()
+        sums = table.index_select(0, graph.target)
+        sums += table[graph.num_targets :].index_select(0, graph.source)
+        if self.edge_key is not None and self.features is not None:
+            heads = len(self.edge_key)
+            rows = self.features.view(heads, -1, self.features.shape[1])
+            sums.view(heads, -1, 1).baddbmm_(rows, self.edge_key.transpose(1, 2))
+        if self.negative_slope is None:
+            return sums.tanh_()
+        return F.leaky_relu_(sums, self.negative_slope)

@@ -21,12 +21,13 @@ from attnkit.core.backend import Backend, empty_reasons
 from attnkit.core.edge_scores import (
     AdditiveEdges,
     DotEdges,
+    ScalarEdges,
     add_feature_products,
     products,
     sum_edges,
     sum_edges_by_source,
     sum_features,
-    sum_rows,
+    sum_weights,
 )
 from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs, in_high_precision
@@ -90,7 +91,7 @@ class _Plan:
     """What is computed, beside the tensors that have gradients."""
 
     adjacency: Adjacency
-    is_additive: bool
+    scale: float
     negative_slope: float | None
     sums_features: bool
     dropout_p: float
@@ -123,26 +124,28 @@ def _lanes(inputs: Inputs) -> tuple[_Plan, tuple[Tensor | None, ...]]:
     adjacency, features = inputs.mask.adjacency, inputs.edge_features
     key, value = inputs.repeated_heads()
     score = inputs.score
-    vector = edge_query = edge_key = rows = key_weight = None
+    vector = edge_query = edge_key = rows = key_weight = slope = None
+    scale = 1.0
     if features is not None:
         key_weight = features.key_weight
         rows = features.features
         if adjacency.order is not None:
             rows = rows.index_select(0, adjacency.order)
     if isinstance(score, Additive):
-        query, slope = inputs.query, float(score.negative_slope)
+        slope = None if score.activation == "tanh" else float(score.negative_slope)
+        query = inputs.query
         vector = score.vector.expand(batch, num_heads, -1).flatten(0, 1)
         if key_weight is not None:
             edge_key = key_weight.expand(batch, -1, -1, -1).flatten(0, 1)
     else:
         lowered = replace(inputs, key=key, value=value).lowered()
-        query, key, slope = lowered.query * lowered.scale, lowered.key, 0.0
+        query, key, scale = lowered.query, lowered.key, lowered.scale
         if key_weight is not None:
             edge_query = (query @ key_weight).flatten(0, 1)
     plan = _Plan(
         adjacency,
-        is_additive=vector is not None,
-        negative_slope=None if getattr(score, "activation", "") == "tanh" else slope,
+        scale=scale,
+        negative_slope=slope,
         sums_features=features is not None and features.value_weight is not None,
         dropout_p=inputs.dropout_p,
         seed=int(torch.randint(2**62, ())) if inputs.dropout_p else 0,
@@ -160,26 +163,28 @@ class _EdgeSoftmax(torch.autograd.Function):
         assert query is not None
         assert value is not None
         num_lanes, num_targets, _ = query.shape
-        output = value.new_zeros(num_lanes, num_targets, value.shape[2])
+        new = value.new_empty if plan.adjacency.num_edges else value.new_zeros
+        output = new(num_lanes, num_targets, value.shape[2])
         summed = features if plan.sums_features else None
         edge_dim = 0 if summed is None else summed.shape[1]
-        sums = value.new_zeros(num_lanes, num_targets, edge_dim)
+        sums = new(num_lanes, num_targets, edge_dim)
         weights = value.new_empty(num_lanes, plan.adjacency.num_edges)
         totals = value.new_ones(num_lanes, num_targets, 1)
+        memory = _Memory()
         for lanes, graph in plan.groups(num_lanes):
             scores = weights[lanes].view(-1)
-            _scorer(plan, graph, lanes, tensors).scores(scores)
+            _scorer(plan, graph, memory, lanes, tensors).scores(scores)
             _exponentiate(scores, graph)
-            total = sum_rows(scores, graph.offsets)
+            total = sum_weights(graph, scores)
             total.masked_fill_(total == 0, 1.0)  # nobody to look at: the sums are 0 as well
             keep = plan.keep(lanes, scores)
             kept = scores if keep is None else keep.mul_(scores)
-            shape = (lanes.stop - lanes.start, num_targets, -1)
-            totals[lanes] = total.view(shape)
-            output[lanes] = sum_edges(graph, kept, _table(value, lanes)).div_(total).view(shape)
+            _rows(totals, lanes).copy_(total)
+            value_sums = sum_edges(graph, kept, memory.table("value", value, lanes))
+            torch.div(value_sums, total, out=_rows(output, lanes))
             if summed is not None:
                 rows = _features_of(summed, lanes)
-                sums[lanes] = sum_features(graph, kept, rows).div_(total).view(shape)
+                torch.div(sum_features(graph, kept, rows), total, out=_rows(sums, lanes))
         ctx.plan = plan
         ctx.save_for_backward(*tensors, weights, totals, output, sums)
         ctx.set_materialize_grads(False)
@@ -196,22 +201,26 @@ class _EdgeSoftmax(torch.autograd.Function):
         wanted = {
             name for name, needed in zip(_NAMES, ctx.needs_input_grad[1:], strict=True) if needed
         }
+        added = {"features"} if plan.adjacency.num_edges else set(_NAMES)
         found = {
-            name: torch.zeros_like(tensor)
+            name: (torch.zeros_like if name in added else torch.empty_like)(tensor)
             for name, tensor in zip(_NAMES, tensors, strict=True)
             if tensor is not None
         }
+        memory = _Memory()
         for lanes, graph in plan.groups(len(query)):
-            total = totals[lanes].view(-1, 1)
             kept = used = weights[lanes].view(-1)
-            by_target = _table(gradient, lanes) / total
-            shift = (by_target * _table(output, lanes)).sum(dim=1)
+            by_target = memory.new("gradient", gradient, lanes)
+            shape = gradient[lanes].shape
+            torch.div(gradient[lanes], totals[lanes], out=by_target.view(shape))
+            products_of_rows = memory.new("products", gradient, lanes)
+            shift = torch.mul(by_target, _rows(output, lanes), out=products_of_rows).sum(dim=1)
             slopes = torch.empty_like(used)
-            products(graph, by_target, _table(value, lanes), slopes)
+            products(graph, by_target, memory.table("value", value, lanes), slopes)
             features_by_target = None
             if sums_gradient is not None and plan.sums_features:
-                features_by_target = _table(sums_gradient, lanes) / total
-                shift += (features_by_target * _table(sums, lanes)).sum(dim=1)
+                features_by_target = (sums_gradient[lanes] / totals[lanes]).flatten(0, 1)
+                shift += (features_by_target * _rows(sums, lanes)).sum(dim=1)
                 rows = _features_of(features, lanes)
                 add_feature_products(graph, features_by_target, rows, slopes)
             keep = plan.keep(lanes, used)
@@ -222,9 +231,8 @@ class _EdgeSoftmax(torch.autograd.Function):
             kept_by_source = kept.index_select(0, graph.by_source)
             value_gradient = sum_edges_by_source(graph, kept_by_source, by_target)
             found["value"][lanes] = value_gradient.view(found["value"][lanes].shape)
-            slopes_by_source = torch.index_select(slopes, 0, graph.by_source, out=kept_by_source)
-            scorer = _scorer(plan, graph, lanes, tensors)
-            for name, part in scorer.gradients(slopes, slopes_by_source, wanted).items():
+            scorer = _scorer(plan, graph, memory, lanes, tensors)
+            for name, part in scorer.gradients(slopes, wanted).items():
                 if name == "features":
                     found[name] += part.view(-1, *features.shape).sum(dim=0)
                 else:
@@ -239,19 +247,24 @@ _NAMES = ("query", "key", "value", "vector", "edge_query", "edge_key", "features
 
 
 def _scorer(
-    plan: _Plan, graph: Adjacency, lanes: slice, tensors: tuple[Tensor | None, ...]
+    plan: _Plan,
+    graph: Adjacency,
+    memory: _Memory,
+    lanes: slice,
+    tensors: tuple[Tensor | None, ...],
 ) -> AdditiveEdges | DotEdges:
     query, key, _, vector, edge_query, edge_key, features = tensors
     assert query is not None
     assert key is not None
     rows = None if features is None else _features_of(features, lanes)
     if vector is None:
-        edge_table = None if edge_query is None else _table(edge_query, lanes)
-        return DotEdges(graph, _table(query, lanes), _table(key, lanes), edge_table, rows)
-    return AdditiveEdges(
+        tables = memory.table("query", query, lanes), memory.table("key", key, lanes)
+        edge_table = None if edge_query is None else memory.table("edges", edge_query, lanes)
+        return DotEdges(graph, *tables, plan.scale, edge_table, rows)
+    kind = ScalarEdges if query.shape[2] == 1 else AdditiveEdges
+    return kind(
         graph,
-        _table(query, lanes),
-        _table(key, lanes),
+        memory.joint_table(query, key, lanes),
         vector[lanes],
         plan.negative_slope,
         None if edge_key is None else edge_key[lanes],
@@ -259,9 +272,45 @@ def _scorer(
     )
 
 
-def _table(tensor: Tensor, lanes: slice) -> Tensor:
-    """Of some lanes, the rows of all nodes, one lane after the other."""
-    return tensor[lanes].reshape(-1, tensor.shape[2])
+class _Memory:
+    """Tables of some lanes, [nodes, channels], whose memory serves one group after the other: new
+    memory costs more than what is done with it."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def table(self, name: str, tensor: Tensor, lanes: slice) -> Tensor:
+        """The rows of all nodes, one lane after the other."""
+        rows = tensor[lanes]
+        if rows.is_contiguous():
+            return rows.flatten(0, 1)
+        table = self.new(name, tensor, lanes)
+        table.view(rows.shape).copy_(rows)
+        return table
+
+    def joint_table(self, query: Tensor, key: Tensor, lanes: slice) -> Tensor:
+        """The rows of all targets, then of all sources."""
+        parts = query[lanes], key[lanes]
+        sizes = [part.shape[0] * part.shape[1] for part in parts]
+        table = self._memory("joint", query, sum(sizes))
+        for rows, part in zip(table.split(sizes), parts, strict=True):
+            rows.view(part.shape).copy_(part)
+        return table
+
+    def new(self, name: str, like: Tensor, lanes: slice) -> Tensor:
+        """A table as large as that of `like`, of no known content."""
+        return self._memory(name, like, (lanes.stop - lanes.start) * like.shape[1])
+
+    def _memory(self, name: str, like: Tensor, num_rows: int) -> Tensor:
+        kept = self.kept.get(name)
+        if kept is None or len(kept) < num_rows:
+            kept = self.kept[name] = like.new_empty(num_rows, like.shape[2])
+        return kept[:num_rows]
+
+
+def _rows(tensor: Tensor, lanes: slice) -> Tensor:
+    """A view of contiguous lanes as a table."""
+    return tensor[lanes].view(-1, tensor.shape[2])
 
 
 def _features_of(features: Tensor, lanes: slice) -> Tensor:

@@ -19,6 +19,12 @@ def random_graph(num_sources=13, num_targets=11, num_edges=41, seed=0):
     return torch.stack([source, target])  # the last two targets have no edges
 
 
+def gat_tensors():
+    """Queries and keys of one channel."""
+    query, key, value = tensors()
+    return [query[..., :1].detach().requires_grad_(), key[..., :1].detach().requires_grad_(), value]
+
+
 def graphs():
     some = random_graph()
     hub = torch.stack([torch.arange(37) % 13, torch.full((37,), 4)])
@@ -93,6 +99,22 @@ def test_the_kernel_is_the_definition(graph, score, computed_in):
     alone = ~torch.isin(torch.arange(11), mask.edge_index[1])
     assert (actual[0][:, :, alone] == 0).all()
     assert (actual[1][:, :, alone] == 0).all()
+
+
+@pytest.mark.parametrize("graph", ["some", "hub", "no edges"])
+@pytest.mark.parametrize("activation", ["tanh", "leaky_relu"])
+def test_scores_of_one_channel(graph, activation, computed_in):
+    """As in GAT, whose score is LeakyReLU(a · Wx_i + a′ · Wx_j + a″ · e)."""
+    mask = graphs()[graph]
+    vector = rand(HEADS, 1, seed=5)
+    features = [rand(mask.num_edges, EDGE_DIM), rand(HEADS, 1, EDGE_DIM)]
+    inputs = [*gat_tensors(), vector, *features]
+    options = {"mask": mask, "score": Additive(vector, activation)}
+    options["edge_features"] = EdgeFeatures(*features)
+    expected = results(attend(*inputs[:3], **options, backend="reference"), inputs)
+    actual = results(attend(*inputs[:3], **options, backend="edges"), inputs)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
 
 
 @pytest.mark.parametrize("score", ["scaled_dot", "general", "tanh", "gatv2"])
