@@ -1,8 +1,10 @@
 """Every test: seeded, offline, one thread; data that is not there is skipped with a message."""
 
+import importlib.util
 import os
 import random
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,3 +44,13 @@ def repository() -> Path:
 def data_folder() -> Path:
     """The maintainers' data; only for tests marked `data`."""
     return DATA
+
+
+@pytest.fixture(scope="session")
+def graph_files() -> ModuleType:
+    """tests/graph_files.py: writers of made-up graph data."""
+    path = Path(__file__).with_name("graph_files.py")
+    spec = importlib.util.spec_from_file_location("graph_files", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,6 +15,7 @@ from attnkit.tasks.image_classification import CIFAR10Data, MemoryImages
 CONF = Path(__file__).resolve().parent.parent / "conf"
 FILES = sorted(p.relative_to(CONF) for p in CONF.glob("*/*.yaml"))
 ELSEWHERE = {Path("trainer/cpu_ddp.yaml")}  # takes its steps in launch/test_vit.py
+GRAPHS = {"dictionary_lookup", "digits_graph", "graph", "heterophilous", "planetoid", "pyg"}
 QUICK = (
     "trainer.max_epochs=1", "trainer.limit_batches=1", "data.batch_size=3", "callbacks.last=null",
     "callbacks.checkpoint=null", "callbacks.curves=null", "logger.tensorboard=null",
@@ -34,15 +36,28 @@ def test_says_what_it_is(path):
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p not in ELSEWHERE], ids=str)
-def test_takes_a_step(path, tmp_path, monkeypatch, capfd):
+def test_takes_a_step(path, graph_files, tmp_path, monkeypatch, capfd):
     group, choice = path.parent.name, path.stem
     monkeypatch.chdir(tmp_path)
     command = [f"{group}={choice}", *QUICK, f"run_dir={tmp_path / 'run'}"]
     if group != "trainer":
         command.append("trainer=cpu")
-    if group != "model":
-        command += ["model.dim=24", "model.depth=1"]
     used = {choice, *_defaults(yaml.safe_load((CONF / path).read_text()) or {})}
+    if used & GRAPHS:
+        command += [
+            "--config-dir",
+            str(graph_files.write_model(tmp_path / "mine")),
+            "task=graph",
+            "model=gcn",
+        ]
+    elif group != "model":
+        command += ["model.dim=24", "model.depth=1"]
+    if "planetoid" in used:
+        graph_files.write_planetoid(tmp_path / "graph", "Cora", isolated=())
+        command.append(f"data.root={tmp_path / 'graph'}")
+    if "heterophilous" in used:
+        np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
+        command.append(f"data.root={tmp_path}")
     if "image_folder" in used:
         command.append(f"data.root={_images(tmp_path / 'images')}")
     if "cifar10" in used:  # 170 MB that are not here: random images of its size instead

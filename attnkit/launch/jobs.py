@@ -125,13 +125,22 @@ def _check_contradictions(request: Request) -> None:
             raise UserError(f"seeds={config['seeds']}: only for run=train; one ckpt, one {run}")
     elif config.get("ckpt") is not None:
         raise UserError("ckpt: only for run=test and run=predict; to train on: resume=RUN_DIR")
-    if run == "predict" and config.get("images") is None:
-        raise UserError("run=predict: needs images=PATH, a folder or a file")
     if run != "predict" and config.get("images") is not None:
         raise UserError(f"images: only for run=predict, this is run={run}")
     images = config.get("images")
     if images is not None and not folders.absolute(str(images)).exists():
         raise UserError(f"images: no file or folder {folders.absolute(str(images))}")
+
+
+def _check_images(config: DictConfig) -> None:
+    """A task says in `predict` what reads images; without it, the data itself is predicted."""
+    if config.get("run") != "predict":
+        return
+    images = config.get("images")
+    if config.get("predict") is None and images is not None:
+        raise UserError(f"images={images}: this task predicts its own data; leave it out")
+    if config.get("predict") is not None and images is None:
+        raise UserError("run=predict: needs images=PATH, a folder or a file")
 
 
 def _evaluation(request: Request) -> Job:
@@ -150,6 +159,7 @@ def _evaluation(request: Request) -> Job:
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
         config = request.composer.overlay(saved, request.overrides)
         request = request.on(home)
+    _check_images(config)
     top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
     return _job(request, folder, top, [top], alone=home is None)
 

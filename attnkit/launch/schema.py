@@ -27,7 +27,7 @@ class Config:
     data: dict[str, Any] | None = None
     """The LightningDataModule."""
     predict: dict[str, Any] | None = None
-    """The LightningDataModule of run=predict; gets `images`."""
+    """The LightningDataModule of run=predict; gets `images`. Without it, that is `data`."""
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     trainer: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class Config:
     ckpt: str | Path | None = None
     """A checkpoint, or a run folder (its best.ckpt)."""
     images: str | Path | None = None
-    """For run=predict: a folder or a file."""
+    """For run=predict, where the task has `predict`: a folder or a file."""
     compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False
     """torch.compile of the model, with this mode."""
     precision: str | int = 32

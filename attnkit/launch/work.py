@@ -62,9 +62,7 @@ class Work:
             self.module = self._load_module() if alone else self._make_module()
             self.data = self._make_predict_data()
         else:
-            self.data = build(config["data"], at="data")
-            if not isinstance(self.data, LightningDataModule):
-                raise UserError(f"data: {config['data']['_target_']} is no LightningDataModule")
+            self.data = self._make_data()
             if not alone:
                 self._fill_from_data()
             # The first weights depend on the seed only, not on what the data has drawn.
@@ -95,9 +93,21 @@ class Work:
 
     # --- building ---
 
+    def _make_data(self) -> LightningDataModule:
+        data = build(self.config["data"], at="data")
+        if not isinstance(data, LightningDataModule):
+            raise UserError(f"data: {self.config['data']['_target_']} is no LightningDataModule")
+        return data
+
     def _make_predict_data(self) -> LightningDataModule:
         """Its nulls are what the trained module says of itself: image_size, …"""
         node = self.config["predict"]
+        if node is None:
+            data = self._make_data()
+            if type(data).predict_dataloader is LightningDataModule.predict_dataloader:
+                target = self.config["data"]["_target_"]
+                raise UserError(f"run=predict: {target} has no predict_dataloader")
+            return data
         facts = {k: getattr(self.module, k, None) for k, v in node.items() if v is None}
         return build({**node, **facts}, at="predict", images=self.config["images"])
 
@@ -265,7 +275,9 @@ class Work:
         )
         rows = gathered(rows_of(batches or []), self.trainer)
         if not rows:
-            raise UserError(f"images: nothing in {self.config['images']} could be predicted")
+            images = self.config["images"]
+            nothing = f"images: nothing in {images}" if images else "data: nothing"
+            raise UserError(f"{nothing} could be predicted")
         if self.trainer.is_global_zero:
             save_predictions(self.folder, rows)
         self._save({"predictions": len(rows)})

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from attnkit.lightning.attention_maps import AttentionMaps
     from attnkit.lightning.build import allowing
     from attnkit.lightning.checkpoints import CheckpointError, SafeCheckpoints, VerifiedCheckpointIO
+    from attnkit.lightning.class_report import ClassReport
+    from attnkit.lightning.classification import ClassificationModule
     from attnkit.lightning.ema import EMA
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
     from attnkit.lightning.finite import FiniteLoss
@@ -28,6 +30,8 @@ _TABLE = {
     "EMA": "ema",
     "AttentionMaps": "attention_maps",
     "CheckpointError": "checkpoints",
+    "ClassReport": "class_report",
+    "ClassificationModule": "classification",
     "ExactResume": "resume",
     "FiniteLoss": "finite",
     "KernelRecord": "kernel_record",
@@ -51,6 +55,8 @@ __all__ = [
     "EMA",
     "AttentionMaps",
     "CheckpointError",
+    "ClassReport",
+    "ClassificationModule",
     "ExactResume",
     "FiniteLoss",
     "KernelRecord",

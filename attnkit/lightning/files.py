@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, and where attnkit keeps its own."""
 
 from __future__ import annotations
 
@@ -83,6 +83,11 @@ def refuse_url(path: Any, what: str) -> None:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     if _URL.match(str(text)):
         raise UserError(f"{what}: {text} is a URL, expected a local path; download it first")
+
+
+def cache_folder() -> Path:
+    """Where attnkit keeps what it downloads or finds out: `$XDG_CACHE_HOME/attnkit`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnkit"
 
 
 def _without_name(folder: Path) -> IO[bytes] | None:

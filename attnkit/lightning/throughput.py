@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def num_samples(batch: Any) -> int:
-    """The length of the first tensor in a batch."""
+    """The length of the first tensor in a batch; of PyG's graphs, the number of nodes."""
     for leaf in tree_leaves(batch):
+        if isinstance(nodes := getattr(leaf, "num_nodes", None), int):
+            return nodes
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return len(leaf)
     raise ValueError(f"batch: found no tensor with a batch dimension in a {type(batch).__name__}")
@@ -30,7 +32,8 @@ class Throughput(Callback):
     Args:
         skip_batches: batches at the start of a run that are not counted, while kernels are compiled
             and workers start.
-        num_samples: how many samples a batch has; by default the length of its first tensor.
+        num_samples: how many samples a batch has; by default the length of its first tensor,
+            or the nodes of its graph.
     """
 
     def __init__(

@@ -7,13 +7,11 @@ from attnkit.tasks.image_classification.digits import DigitsData
 from attnkit.tasks.image_classification.image_folder import ImageFolderData
 from attnkit.tasks.image_classification.module import ImageClassification
 from attnkit.tasks.image_classification.predict import ImagePaths, PredictData
-from attnkit.tasks.image_classification.report import ClassReport
 from attnkit.tasks.image_classification.sets import FileImages, ImageSet, MemoryImages
 
 __all__ = [
     "Augment",
     "CIFAR10Data",
-    "ClassReport",
     "DigitsData",
     "FileImages",
     "ImageClassification",

@@ -12,11 +12,11 @@ from torch import nn
 from torchvision.datasets import CIFAR10
 
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import cache_folder
 from attnkit.tasks.image_classification.augment import Augment
 from attnkit.tasks.image_classification.data import (
     AugmentArgument,
     ImageDataModule,
-    cache_folder,
 )
 from attnkit.tasks.image_classification.sets import ImageSet, MemoryImages
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +17,12 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.sampler import ResumableSampler
+from attnkit.lightning.sampler import (
+    ResumableSampler,
+    UnpaddedSampler,
+    as_it_is,
+    stratified_split,
+)
 from attnkit.lightning.signals import outlast_signals
 from attnkit.tasks.image_classification.augment import Augment
 from attnkit.tasks.image_classification.decode import to_channels
@@ -26,9 +30,6 @@ from attnkit.tasks.image_classification.sets import (
     FileImages,
     ImageSet,
     MemoryImages,
-    UnpaddedSampler,
-    as_it_is,
-    stratified_split,
 )
 from attnkit.tasks.image_classification.sizes import default_image_size, default_patch_size
 
@@ -285,8 +286,3 @@ def check_fits_module(data: LightningDataModule) -> None:
                 f"data.{name}: got {asked}, but the module was made for {made_for}; "
                 "leave it out, and images are brought to that"
             )
-
-
-def cache_folder() -> Path:
-    """Where attnkit keeps what it downloads or finds out: `$XDG_CACHE_HOME/attnkit`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnkit"

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import written_beside
+from attnkit.lightning.files import cache_folder, written_beside
 from attnkit.tasks.image_classification.augment import Augment
 from attnkit.tasks.image_classification.data import (
     ImageDataModule,
-    cache_folder,
 )
 from attnkit.tasks.image_classification.decode import Pixels, decode_files, short_side
 from attnkit.tasks.image_classification.folder import Files, find_splits, report_failures

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.sampler import UnpaddedSampler, as_it_is
 from attnkit.tasks.image_classification.data import check_fits_module
 from attnkit.tasks.image_classification.decode import (
     UndecodableImageError,
@@ -19,7 +20,6 @@ from attnkit.tasks.image_classification.decode import (
     to_channels,
 )
 from attnkit.tasks.image_classification.folder import list_images, say
-from attnkit.tasks.image_classification.sets import UnpaddedSampler, as_it_is
 
 
 class ImagePaths(Dataset):

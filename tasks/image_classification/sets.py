@@ -1,15 +1,14 @@
-"""Sets of labelled images, and the orders in which they are read."""
+"""Sets of labelled images."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 from attnkit.lightning.errors import RunError
 from attnkit.tasks.image_classification.decode import (
@@ -139,49 +138,3 @@ class FileImages(ImageSet):
 
     def sums(self) -> Tensor:
         return self.pixel_sums.sum(dim=0)
-
-
-class UnpaddedSampler(DistributedSampler):
-    """Every image exactly once over all processes: rank r reads the r-th part, in order.
-
-    torch's own repeats images until every process has the same number, which counts some twice in
-    the metrics. Here the numbers may differ by one, so nothing may be synchronised per batch; the
-    metrics are at the end of an epoch, and what was predicted is joined in the order of the ranks.
-    """
-
-    def __init__(self, dataset: Dataset, num_replicas: int, rank: int) -> None:
-        super().__init__(dataset, num_replicas, rank, shuffle=False)
-        count: int = len(dataset)  # type: ignore[arg-type]
-        start, stop = (-(-count * r // num_replicas) for r in (rank, rank + 1))
-        self.numbers = range(start, stop)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.numbers)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-
-def stratified_split(labels: Tensor, fractions: Sequence[float], seed: int) -> list[Tensor]:
-    """Numbers of what stays, then of each part taken: about that fraction of every class.
-
-    A part gets at least one image of a class that has three or more, and nothing of a smaller
-    class. The same seed gives the same split; parts are disjoint and in ascending order.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    parts: list[list[Tensor]] = [[] for _ in range(len(fractions) + 1)]
-    for label in labels.unique().tolist():
-        rows = (labels == label).nonzero().flatten()
-        rows = rows[torch.randperm(len(rows), generator=generator)]
-        counts = [max(1, round(len(rows) * f)) if len(rows) >= 3 else 0 for f in fractions]
-        while sum(counts) >= len(rows):
-            counts[counts.index(max(counts))] -= 1
-        pieces = rows.split([len(rows) - sum(counts), *counts])
-        for part, piece in zip(parts, pieces, strict=True):
-            part.append(piece)
-    return [torch.cat(part).sort().values for part in parts]
-
-
-def as_it_is(batch: Any) -> Any:
-    """The `collate_fn` of sets that are fetched by the batch."""
-    return batch

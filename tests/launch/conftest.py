@@ -72,6 +72,9 @@ class Mine(LightningModule):
     def test_step(self, batch, i):
         self._step(batch, "test")
 
+    def predict_step(self, batch, i):
+        return {"kind": self.net(batch[0]).argmax(1)}
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), self.hparams.lr)
 
@@ -106,6 +109,13 @@ class Data(LightningDataModule):
 
     def test_dataloader(self):
         return DataLoader(self.set, self.batch_size)
+
+    def predict_dataloader(self):
+        return DataLoader(self.set, batch_size=self.batch_size)
+
+
+class Unpredictable(Data):
+    predict_dataloader = LightningDataModule.predict_dataloader
 """
 
 

@@ -223,3 +223,21 @@ def test_installed_command_from_any_folder(hers):
     assert "num_seeds" in results_of(folder / "out")
     assert [p.name for p in folder.iterdir()] == ["out"]
     assert "Tip" not in done.stderr
+
+
+def test_a_task_without_images_predicts_its_data(mine, attnkit, hers):
+    assert mine("run_dir=run").code == 0
+    predict = ("--config-dir", hers, "run=predict", "ckpt=run")
+    done = attnkit(*predict, "run_dir=told")
+    assert done.code == 0, done.err
+    lines = Path("told/predictions.csv").read_text().split()
+    assert lines[0] == "kind"
+    assert len(lines) == 1 + 53
+    assert set(lines[1:]) <= {"0", "1", "2"}
+
+    done = attnkit(*predict, "images=run")
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert "images=run: this task predicts its own data; leave it out" in done.err
+    done = attnkit(*predict, "data._target_=mine_of_the_tests.Unpredictable")
+    assert done.code == 2
+    assert "run=predict: mine_of_the_tests.Unpredictable has no predict_dataloader" in done.err

@@ -3,6 +3,7 @@ import time
 
 import pytest
 import torch
+from torch_geometric.data import Data
 
 from attnkit.lightning import Throughput
 from attnkit.lightning.throughput import num_samples
@@ -46,6 +47,7 @@ def test_the_first_batches_are_not_counted(clocked, loader, make_trainer):
 
 def test_num_samples():
     assert num_samples({"scale": torch.tensor(2.0), "images": [torch.zeros(7, 3)]}) == 7
+    assert num_samples([Data(x=torch.zeros(11, 3), edge_index=torch.zeros(2, 5).long())]) == 11
     with pytest.raises(ValueError, match="found no tensor with a batch dimension in a dict"):
         num_samples({"scale": torch.tensor(2.0)})
 

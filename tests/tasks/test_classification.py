@@ -13,13 +13,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from attnkit.lightning import UserError
+from attnkit.lightning.class_report import ClassReport, class_scores, show_class_scores
 from attnkit.tasks.image_classification import (
     Augment,
-    ClassReport,
     DigitsData,
     ImageClassification,
 )
-from attnkit.tasks.image_classification.report import class_scores, show_class_scores
 
 NORMALISED = {"mean": [0.2, 0.4, 0.6], "std": [0.1, 0.2, 0.3]}
 
@@ -89,7 +88,7 @@ def test_metrics_agree_with_scikit_learn(tmp_path, capsys):
     with (tmp_path / "report" / "per_class.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["class"] for row in rows] == list("abcdefg")
-    for column, values in zip(("precision", "recall", "f1", "images"), expected, strict=True):
+    for column, values in zip(("precision", "recall", "f1", "support"), expected, strict=True):
         assert [float(row[column] or 0) for row in rows] == pytest.approx(values.tolist())
     with Image.open(tmp_path / "report" / "confusion_matrix.png") as picture:
         assert min(picture.size) > 300
@@ -101,7 +100,7 @@ def test_a_second_test_starts_anew(tmp_path):
     for _ in range(2):
         quiet(tmp_path).test(task, DataLoader(data, batch_size=11), verbose=False)
         assert task.confusion.sum() == 53
-        assert sum(score.images for score in task.class_scores) == 53
+        assert sum(score.support for score in task.class_scores) == 53
 
 
 def test_means_are_over_samples_not_batches(tmp_path):

@@ -8,8 +8,8 @@ from lightning import LightningModule, Trainer
 from torch import nn
 
 from attnkit.lightning import UserError
+from attnkit.lightning.sampler import UnpaddedSampler, stratified_split
 from attnkit.tasks.image_classification import Augment, DigitsData, ImageDataModule, MemoryImages
-from attnkit.tasks.image_classification.sets import UnpaddedSampler, stratified_split
 from attnkit.tasks.image_classification.sizes import default_image_size, default_patch_size
 
 

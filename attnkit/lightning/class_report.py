@@ -21,17 +21,20 @@ _MAX_NAMES = 100
 
 
 class ClassScore(NamedTuple):
-    """How well one class is recognised; None where a ratio has no denominator."""
+    """How well one class is recognised; None where a ratio has no denominator.
+
+    `support` is how many samples of the class there are.
+    """
 
     name: str
     precision: float | None
     recall: float | None
     f1: float | None
-    images: int
+    support: int
 
 
 class ClassReport(Callback):
-    """Writes what `ImageClassification` found in a test: `per_class.csv`, `confusion_matrix.png`.
+    """Writes a test of a `ClassificationModule`: `per_class.csv`, `confusion_matrix.png`.
 
     The picture is drawn for up to 1,000 classes. The first process writes.
 
@@ -56,7 +59,7 @@ class ClassReport(Callback):
 def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
     """Scores from counts [classes, 5]: true and false positives, negatives, and the support."""
     scores = []
-    for name, (hits, false_alarms, _, misses, images) in zip(
+    for name, (hits, false_alarms, _, misses, support) in zip(
         class_names, stats.tolist(), strict=True
     ):
         scores.append(
@@ -65,7 +68,7 @@ def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
                 _ratio(hits, hits + false_alarms),
                 _ratio(hits, hits + misses),
                 _ratio(2 * hits, 2 * hits + false_alarms + misses),
-                int(images),
+                int(support),
             )
         )
     return scores
@@ -86,7 +89,7 @@ def show_class_scores(scores: Sequence[ClassScore], console: Console | None = No
     for score in shown:
         ratios = (score.precision, score.recall, score.f1)
         texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios]
-        table.add_row(escape(score.name), *texts, str(score.images))
+        table.add_row(escape(score.name), *texts, str(score.support))
     (console or Console()).print(table)
 
 

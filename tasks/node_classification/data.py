@@ -1,0 +1,302 @@
+"""Data modules for node classification on one graph; users subclass `GraphDataModule`."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+from torch_geometric.data import Data
+from torch_geometric.utils import homophily
+
+from attnkit.layers.sparse import with_values
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.sampler import ResumableSampler, UnpaddedSampler, as_it_is
+from attnkit.lightning.signals import outlast_signals
+from attnkit.tasks.node_classification.neighbors import (
+    EpochSampler,
+    NeighborBatches,
+    pyg_neighbor_loader,
+)
+from attnkit.tasks.node_classification.sampler import InNeighbors
+
+SPLITS = ("train", "val", "test")
+
+
+class GraphDataModule(LightningDataModule, ABC):
+    """One graph with a label per node; a subclass says in `load()` where it comes from.
+
+    A batch is a `torch_geometric.data.Data` with x [nodes, in_channels], edge_index [2, edges]
+    (source in row 0), y [nodes] and the masks train_mask, val_mask, test_mask [nodes]: the whole
+    graph, once an epoch. With a `batch_size` it is a sub-graph sampled around that many nodes of
+    the split (see `NeighborBatches`), in training, validation and test alike. To predict is to
+    predict every node.
+
+    Args:
+        split: which of the data's fixed splits.
+        normalize_features: divide each row of x by the sum of its absolute values (a row of zeros
+            stays), as GAT does with bags of words.
+        sparse_features: give x as sparse CSR, for models whose first layer takes it.
+        batch_size: nodes per step and process; None: the whole graph.
+        num_neighbors: with a batch_size: neighbours per node and layer, -1 for all.
+        sampler: what samples them: attnkit, or PyG's `NeighborLoader`, which needs pyg-lib.
+        num_workers: processes that sample.
+        seed: of all that is random here.
+
+    Raises:
+        ValueError: an argument out of range.
+        UserError: in `setup`, if there is no such split, or the graph is not as above.
+
+    Example:
+        >>> class Citations(GraphDataModule):
+        ...     def load(self):
+        ...         return torch.load("citations.pt", weights_only=False)  # a Data
+    """
+
+    def __init__(
+        self,
+        *,
+        split: int = 0,
+        normalize_features: bool = False,
+        sparse_features: bool = False,
+        batch_size: int | None = None,
+        num_neighbors: Sequence[int] = (10, 10),
+        sampler: Literal["attnkit", "pyg"] = "attnkit",
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if split < 0:
+            raise ValueError(f"split: expected 0 or more, got {split}")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size: expected 1 or more, or None, got {batch_size}")
+        if not num_neighbors or any(count < -1 for count in num_neighbors):
+            raise ValueError(
+                f"num_neighbors: expected a number per layer, -1 for all, got {list(num_neighbors)}"
+            )
+        if sampler not in ("attnkit", "pyg"):
+            raise ValueError(f"sampler: expected attnkit or pyg, got {sampler!r}")
+        if num_workers < 0:
+            raise ValueError(f"num_workers: expected 0 or more, got {num_workers}")
+        if seed < 0:
+            raise ValueError(f"seed: expected 0 or more, got {seed}")
+        self.split = split
+        self.normalize_features = normalize_features
+        self.sparse_features = sparse_features
+        self.batch_size = batch_size
+        self.num_neighbors = list(num_neighbors)
+        self.sampler = sampler
+        self.num_workers = num_workers
+        self.seed = seed
+        self.class_names: list[str] = []
+        self._graph: Data | None = None
+        self._num_splits = 0
+        self._neighbors: InNeighbors | None = None
+
+    @abstractmethod
+    def load(self) -> Data:
+        """The graph: x, edge_index, y, and masks [nodes] or, of several splits, [nodes, splits].
+
+        May set `class_names`; else they are numbers.
+        """
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the graph and choose the split, once."""
+        if self._graph is not None:
+            return
+        data = _checked(self.load())
+        self._num_splits = data.train_mask.shape[1]
+        if self.split >= self._num_splits:
+            expected = f"0 to {self._num_splits - 1}" if self._num_splits > 1 else "0, the only one"
+            raise UserError(f"data.split: expected {expected}, got {self.split}")
+        for name in SPLITS:
+            mask = data[f"{name}_mask"][:, self.split].contiguous()
+            data[f"{name}_mask"] = mask
+            if not mask.any():
+                raise UserError(f"data: no nodes for {name} in split {self.split}")
+            if data.y[mask].min() < 0:
+                raise UserError(f"data: nodes without a label among those for {name}")
+        x = data.x.float()
+        x = to_sparse_csr(x) if self.sparse_features else x.to_dense()
+        data.x = _normalized(x) if self.normalize_features else x
+        self._graph = data
+        self.class_names = self.class_names or [str(number) for number in range(self.num_classes)]
+
+    @property
+    def graph(self) -> Data:
+        """The graph, after `setup`."""
+        if self._graph is None:
+            raise RuntimeError("the graph is there after setup()")
+        return self._graph
+
+    @property
+    def num_splits(self) -> int:
+        """How many fixed splits the data has; 1 where the seed makes it. Loads the data."""
+        if not self._num_splits:
+            self._num_splits = _checked(self.load()).train_mask.shape[1]
+        return self._num_splits
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.graph.y.max()) + 1
+
+    @property
+    def in_channels(self) -> int:
+        """Features of a node."""
+        return self.graph.x.shape[1]
+
+    @property
+    def is_undirected(self) -> bool:
+        """Whether every edge is there in both directions."""
+        return self.graph.is_undirected()
+
+    @property
+    def homophily(self) -> float:
+        """The share of edges between nodes of one class (Zhu et al., 2020)."""
+        return homophily(self.graph.edge_index, self.graph.y, method="edge")
+
+    def describe(self) -> dict[str, Any]:
+        """What a model and `NodeClassification` need to know; plain values, after `setup`."""
+        return {
+            "in_channels": self.in_channels,
+            "out_channels": self.num_classes,  # what PyG's models call it
+            "num_classes": self.num_classes,
+            "class_names": self.class_names,
+        }
+
+    def __str__(self) -> str:
+        if self._graph is None:
+            return f"{type(self).__name__} (not set up)"
+        kind = "undirected" if self.is_undirected else "directed"
+        counts = [int(self.graph[f"{name}_mask"].sum()) for name in SPLITS]
+        return (
+            f"{type(self).__name__}: {self.graph.num_nodes:,} nodes, "
+            f"{self.graph.num_edges:,} edges ({kind}), {self.in_channels:,} features, "
+            f"{self.num_classes} classes, homophily {self.homophily:.2f}; "
+            f"split {self.split + 1} of {self.num_splits}: "
+            f"{counts[0]:,} / {counts[1]:,} / {counts[2]:,} nodes to train, validate, test"
+        )
+
+    def train_dataloader(self) -> TRAIN_DATALOADERS:
+        return self._loader("train")
+
+    def val_dataloader(self) -> EVAL_DATALOADERS:
+        return self._loader("val")
+
+    def test_dataloader(self) -> EVAL_DATALOADERS:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> EVAL_DATALOADERS:
+        return self._loader("predict")
+
+    def _loader(self, name: str) -> Any:
+        graph = self.graph
+        if self.batch_size is None:
+            return FullGraph(graph)
+        every = torch.ones(graph.num_nodes, dtype=torch.bool)
+        mask = every if name == "predict" else graph[f"{name}_mask"]
+        seeds = mask.nonzero().flatten()
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        if len(seeds) < world:
+            raise UserError(f"data: {len(seeds)} {name} nodes are too few for {world} processes")
+        counted: Any = seeds  # a sampler only asks how many there are
+        # Lightning leaves distributed samplers alone, and gives them the epoch.
+        shuffled = EpochSampler if self.sampler == "attnkit" else ResumableSampler
+        order: DistributedSampler = (
+            shuffled(counted, world, rank, seed=self.seed)
+            if name == "train"
+            else UnpaddedSampler(counted, world, rank)
+        )
+        options: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "sampler": order,
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "generator": torch.Generator().manual_seed(self.seed),
+            "worker_init_fn": outlast_signals,
+        }
+        if self.sampler == "pyg":
+            return pyg_neighbor_loader(graph, seeds, self.num_neighbors, **options)
+        if self._neighbors is None:
+            self._neighbors = InNeighbors.of(graph.edge_index, graph.num_nodes)
+        batches = NeighborBatches(graph, seeds, self.num_neighbors, self.seed, self._neighbors)
+        return DataLoader(batches, collate_fn=as_it_is, **options)
+
+
+class FullGraph:
+    """The whole graph as the one batch of an epoch, for every process alike.
+
+    Not a `DataLoader`: there is nothing to sample, collate or share between processes.
+    """
+
+    def __init__(self, graph: Data) -> None:
+        self.graph = graph
+
+    def __iter__(self) -> Iterator[Data]:
+        yield self.graph
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _checked(data: Data) -> Data:
+    """The graph with labels [nodes] and masks [nodes, splits], or what is wrong with it."""
+    for name in ("x", "edge_index", "y", *(f"{split}_mask" for split in SPLITS)):
+        if data.get(name) is None:
+            raise UserError(
+                f"data: the graph has no {name}; it has {', '.join(sorted(data.keys()))}"
+            )
+    count = data.x.shape[0]
+    if data.y.ndim == 2 and data.y.shape[1] == 1:
+        data.y = data.y.flatten()
+    if data.y.shape != (count,) or data.y.is_floating_point():
+        raise UserError(
+            f"data: expected a class per node, y integers [{count}], "
+            f"got {data.y.dtype} {list(data.y.shape)}"
+        )
+    edges = data.edge_index
+    if edges.numel() and (edges.min() < 0 or edges.max() >= count):
+        raise UserError(f"data: edge_index has nodes outside 0 to {count - 1}")
+    for name in SPLITS:
+        mask = data[f"{name}_mask"]
+        mask = mask.unsqueeze(1) if mask.ndim == 1 else mask
+        if mask.dtype != torch.bool or mask.ndim != 2 or len(mask) != count:
+            raise UserError(
+                f"data: expected {name}_mask bool [{count}] or [{count}, splits], "
+                f"got {mask.dtype} {list(mask.shape)}"
+            )
+        data[f"{name}_mask"] = mask
+    splits = {name: data[f"{name}_mask"].shape[1] for name in SPLITS}
+    widest = max(splits.values())
+    for name, number in splits.items():
+        if number == 1:  # such as one test set for all splits
+            data[f"{name}_mask"] = data[f"{name}_mask"].expand(-1, widest)
+        elif number != widest:
+            raise UserError(f"data: the masks are of different numbers of splits: {splits}")
+    return data
+
+
+def to_sparse_csr(x: Tensor) -> Tensor:
+    """`x.to_sparse_csr()`, without torch's warning that this layout is new."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support", UserWarning)
+        return x.to_sparse_csr()
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """Rows divided by the sums of their absolute values, dense or sparse CSR."""
+    if x.layout == torch.strided:
+        sums = x.abs().sum(dim=1, keepdim=True)
+        return x / sums.masked_fill(sums == 0, 1)
+    rows = torch.repeat_interleave(x.crow_indices().diff())
+    values = x.values()
+    sums = values.new_zeros(len(x)).index_add_(0, rows, values.abs())
+    shares = values / sums.masked_fill(sums == 0, 1)[rows]
+    return with_values(x, shares)

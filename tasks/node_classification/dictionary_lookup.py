@@ -1,0 +1,212 @@
+"""DictionaryLookup: small graphs on which only attention that depends on the query can be right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch_geometric.data import Data
+
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.sampler import ResumableSampler, UnpaddedSampler, as_it_is
+from attnkit.lightning.signals import outlast_signals
+
+
+class DictionaryLookupData(LightningDataModule):
+    """Complete bipartite graphs of k keys and k queries: which value belongs to my key?
+
+    Nodes 0 to k − 1 are the queries; query i has the attribute i and no value. Nodes k to 2k − 1
+    are the keys; key k + i has the attribute i and the value π(i), for a permutation π. Every key
+    has an edge to every query, and query i is to be labelled π(i). A head whose ranking of the keys
+    is the same for all queries, such as GAT's, cannot fit this; GATv2's can.
+
+    The features are the attribute and the value one-hot, side by side (the first value is "none"),
+    so that a linear layer of them is the sum of two embeddings, as the authors have. Each
+    permutation is in one split only: the test is on unseen combinations. A batch is what
+    `torch_geometric.data.Batch` makes of `batch_size` such graphs; its `train_mask`, `val_mask`
+    or `test_mask` are the queries.
+
+    Source: Brody et al., How Attentive are Graph Attention Networks?, 2022. They split in two and
+    choose the best test accuracy; here there are validation graphs for that.
+
+    Args:
+        k: keys, at least 2.
+        num_graphs: in all splits together, if there are as many permutations.
+        val_fraction: of the graphs.
+        test_fraction: of the graphs.
+        batch_size: graphs per step and process.
+        num_workers: processes that make batches.
+        seed: of the permutations and their order.
+
+    Raises:
+        ValueError: an argument out of range.
+        UserError: in `setup`, if there are too few permutations for three splits.
+    """
+
+    num_splits = 1
+
+    def __init__(
+        self,
+        k: int = 10,
+        *,
+        num_graphs: int = 32000,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("k", k, 2),
+            ("num_graphs", num_graphs, 3),
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}: expected {least} or more, got {value}")
+        if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
+            raise ValueError(
+                "val_fraction, test_fraction: expected above 0 and a sum below 1, "
+                f"got {val_fraction} + {test_fraction}"
+            )
+        self.k = k
+        self.num_graphs = num_graphs
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self.sets: dict[str, LookupGraphs] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Draw the permutations and split them, once."""
+        if self.sets:
+            return
+        permutations = distinct_permutations(self.k, self.num_graphs, self.seed)
+        count = len(permutations)
+        held_out = [max(1, round(count * f)) for f in (self.val_fraction, self.test_fraction)]
+        if count <= sum(held_out):
+            raise UserError(f"data.k: {self.k} has {count} permutations, too few for three splits")
+        parts = permutations.split([count - sum(held_out), *held_out])
+        names = ("train", "val", "test")
+        self.sets = {
+            name: LookupGraphs(part, name) for name, part in zip(names, parts, strict=True)
+        }
+
+    @property
+    def num_classes(self) -> int:
+        return self.k
+
+    @property
+    def class_names(self) -> list[str]:
+        return [str(value) for value in range(self.k)]
+
+    @property
+    def in_channels(self) -> int:
+        """k attributes, "no value" and k values."""
+        return 2 * self.k + 1
+
+    def describe(self) -> dict[str, Any]:
+        """What a model and `NodeClassification` need to know; plain values."""
+        return {
+            "in_channels": self.in_channels,
+            "out_channels": self.num_classes,  # what PyG's models call it
+            "num_classes": self.num_classes,
+            "class_names": self.class_names,
+        }
+
+    def __str__(self) -> str:
+        counts = " / ".join(f"{len(graphs):,}" for graphs in self.sets.values()) or "not set up"
+        return (
+            f"DictionaryLookupData: {self.k} keys and queries, {self.k**2} edges (directed); "
+            f"graphs to train, validate, test: {counts}"
+        )
+
+    def train_dataloader(self) -> TRAIN_DATALOADERS:
+        return self._loader("train")
+
+    def val_dataloader(self) -> EVAL_DATALOADERS:
+        return self._loader("val")
+
+    def test_dataloader(self) -> EVAL_DATALOADERS:
+        return self._loader("test")
+
+    def _loader(self, split: str) -> DataLoader:
+        graphs, trainer = self.sets[split], self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        if len(graphs) < world:
+            raise UserError(f"data: {len(graphs)} {split} graphs are too few for {world} processes")
+        # Lightning leaves distributed samplers alone, and gives them the epoch.
+        sampler: DistributedSampler = (
+            ResumableSampler(graphs, world, rank, seed=self.seed)
+            if split == "train"
+            else UnpaddedSampler(graphs, world, rank)
+        )
+        return DataLoader(
+            graphs,
+            batch_size=self.batch_size,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            collate_fn=as_it_is,
+            persistent_workers=self.num_workers > 0,
+            generator=torch.Generator().manual_seed(self.seed),
+            worker_init_fn=outlast_signals,
+        )
+
+
+class LookupGraphs(Dataset):
+    """DictionaryLookup graphs of these permutations [graphs, k], fetched by the batch."""
+
+    def __init__(self, permutations: Tensor, split: str) -> None:
+        self.permutations = permutations
+        self.split = split
+
+    def __len__(self) -> int:
+        return len(self.permutations)
+
+    def __getitem__(self, number: int) -> Data:
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Sequence[int]) -> Data:
+        values = self.permutations[torch.as_tensor(numbers)]
+        graphs, k = values.shape
+        attributes = torch.arange(k).repeat(2).expand(graphs, -1)
+        shown = torch.cat([torch.zeros_like(values), values + 1], dim=1)  # 0: no value
+        x = torch.cat([F.one_hot(attributes, k), F.one_hot(shown, k + 1)], dim=2)
+        edges = torch.stack(
+            [torch.arange(k, 2 * k).repeat_interleave(k), torch.arange(k).repeat(k)]
+        )
+        starts = torch.arange(graphs) * 2 * k
+        queries = (torch.arange(2 * k) < k).repeat(graphs)
+        nobody = torch.zeros_like(queries)
+        return Data(
+            x=x.flatten(0, 1).float(),
+            y=values.repeat(1, 2).flatten(),
+            edge_index=(edges[:, None] + starts[:, None]).flatten(1),
+            batch=torch.arange(graphs).repeat_interleave(2 * k),
+            ptr=torch.arange(graphs + 1) * 2 * k,
+            **{f"{name}_mask": queries if name == self.split else nobody for name in _SPLITS},
+        )
+
+
+_SPLITS = ("train", "val", "test")
+
+
+def distinct_permutations(k: int, count: int, seed: int) -> Tensor:
+    """`count` different permutations of 0 … k − 1 in random order, or all if there are fewer."""
+    generator = torch.Generator().manual_seed(seed)
+    count = min(count, math.factorial(k))
+    found = torch.empty((0, k), dtype=torch.int64)
+    while len(found) < count:
+        more = torch.rand((2 * count, k), generator=generator).argsort(dim=1)
+        found = torch.cat([found, more]).unique(dim=0)
+    return found[torch.randperm(len(found), generator=generator)[:count]]

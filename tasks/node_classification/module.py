@@ -1,0 +1,113 @@
+"""The LightningModule of node classification; users subclass it or copy it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch_geometric.data import Data
+from torchmetrics import Metric
+from torchmetrics.classification import BinaryAUROC
+
+from attnkit.lightning import ClassificationModule, UserError
+
+
+class NodeClassification(ClassificationModule):
+    """One label per node: cross-entropy, accuracy, of two classes ROC-AUC, scores per class.
+
+    A batch is a `torch_geometric.data.Data` with x, edge_index and y. The loss and the metrics of a
+    stage are of the nodes in its `train_mask`, `val_mask` or `test_mask`; of a sampled sub-graph
+    (one with a `batch_size`, as PyG's `NeighborLoader` and our `NeighborBatches` give), of its
+    first `batch_size` nodes. Edge features are not used.
+
+    Logged, tested and shown is what `ClassificationModule` says, and of two classes `val/auroc` and
+    `test/auroc`, the exact area under the ROC curve of the second one's probability.
+
+    Args:
+        model: (x [nodes, in_channels], edge_index [2, edges]) to logits [nodes, num_classes]; a
+            module, or its configuration (see `TaskModule`).
+        optimizer: see `TaskModule`.
+        scheduler: see `TaskModule`.
+        num_classes: at least 2.
+        class_names: for tables; "0", "1", … unless given.
+        in_channels: features of a node; data with others is then refused.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        *,
+        num_classes: int,
+        class_names: Sequence[str] | None = None,
+        in_channels: int | None = None,
+    ) -> None:
+        super().__init__(
+            model, optimizer, scheduler, num_classes=num_classes, class_names=class_names
+        )
+        self.in_channels = in_channels
+
+    def metrics(self) -> dict[str, Metric]:
+        metrics = super().metrics()
+        if self.num_classes == 2:
+            metrics["auroc"] = _BinaryAUROC(validate_args=False)
+        return metrics
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        given = getattr(getattr(self.trainer, "datamodule", None), "in_channels", None)
+        if None not in (given, self.in_channels) and given != self.in_channels:
+            raise UserError(
+                f"data: its nodes have {given} features, "
+                f"but the module was made for {self.in_channels}"
+            )
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        logits, labels = self._of_stage("train", batch)
+        losses = functional.cross_entropy(logits.float(), labels, reduction="none")
+        self.log_train_loss(losses)
+        return losses.mean()
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self.evaluate("val", *self._of_stage("val", batch))
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self.evaluate("test", *self._of_stage("test", batch))
+
+    def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
+        """Predictions of a batch, one list entry per node: all, or a sampled sub-graph's seeds.
+
+        Returns:
+            `node` (its number), `label` (the name of the most probable class), `probability`.
+        """
+        logits = self(batch.x, batch.edge_index)
+        nodes = batch.n_id if "n_id" in batch else torch.arange(len(logits))
+        seeds = slice(batch.batch_size if "batch_size" in batch else None)
+        probability, label = logits[seeds].float().softmax(dim=1).max(dim=1)
+        return {
+            "node": nodes[seeds].tolist(),
+            "label": [self.class_names[number] for number in label.tolist()],
+            "probability": probability.tolist(),
+        }
+
+    def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
+        """Logits and labels of the nodes that count."""
+        logits = self(batch.x, batch.edge_index)
+        if "batch_size" in batch:
+            seeds = slice(batch.batch_size)
+            return logits[seeds], batch.y[seeds]
+        mask = batch[f"{stage}_mask"]
+        return logits[mask], batch.y[mask]
+
+
+class _BinaryAUROC(BinaryAUROC):
+    """Of logits [samples, 2], so that it is updated as all other metrics are."""
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        super().update(logits.softmax(dim=1)[:, 1], labels)

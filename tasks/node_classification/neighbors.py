@@ -1,0 +1,99 @@
+"""Mini-batches of a large graph: seed nodes, and the neighbours that were sampled for them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_geometric.data import Data
+
+from attnkit.layers.sparse import sparse_rows
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.sampler import ResumableSampler
+from attnkit.tasks.node_classification.sampler import InNeighbors, sample_neighbors
+
+
+class NeighborBatches(Dataset):
+    """Seed nodes, fetched by the batch with the neighbours sampled for them.
+
+    For a `DataLoader` with `collate_fn=as_it_is`; any sampler gives the numbers of the seeds. A
+    batch is a sub-graph as PyG's `NeighborLoader` gives it: `x`, `y`, `edge_index`, `n_id` (the
+    nodes' numbers in the graph) and `batch_size`, the number of seeds, which are the first nodes.
+
+    What is drawn depends on `seed`, the nodes of the batch and, with an `EpochSampler`, the epoch,
+    and on nothing else: neither the number of workers nor a run that was stopped and resumed change
+    it, and what is not shuffled is evaluated on the same sub-graphs each time.
+
+    >>> batches = NeighborBatches(data, data.train_mask.nonzero().flatten(), [10, 5])
+    >>> loader = DataLoader(batches, 256, shuffle=True, collate_fn=as_it_is)
+
+    Args:
+        data: the graph: x [nodes, channels], dense or sparse CSR, y [nodes], edge_index [2, edges].
+        seeds: int64 [seeds], the nodes to make batches of.
+        num_neighbors: see `sample_neighbors`.
+        seed: of what is drawn.
+        neighbors: of `data`, if they are at hand.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        seeds: Tensor,
+        num_neighbors: Sequence[int],
+        seed: int = 0,
+        neighbors: InNeighbors | None = None,
+    ) -> None:
+        self.data = data
+        self.seeds = seeds
+        self.num_neighbors = list(num_neighbors)
+        self.seed = seed
+        self.neighbors = neighbors or InNeighbors.of(data.edge_index, data.num_nodes)
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, number: int | tuple[int, int]) -> Data:
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Sequence[int | tuple[int, int]]) -> Data:
+        pairs = torch.as_tensor([(0, n) if isinstance(n, int) else n for n in numbers])
+        seeds = self.seeds[pairs[:, 1]]
+        key = np.random.SeedSequence([self.seed, zlib.crc32(pairs.numpy().tobytes())])
+        generator = torch.Generator().manual_seed(int(key.generate_state(1)[0]))
+        sampled = sample_neighbors(self.neighbors, seeds, self.num_neighbors, generator)
+        nodes, x = sampled.nodes, self.data.x
+        return Data(
+            x=sparse_rows(x, nodes) if x.layout == torch.sparse_csr else x[nodes],
+            y=self.data.y[nodes],
+            edge_index=sampled.edge_index,
+            n_id=nodes,
+            batch_size=int(sampled.seeds.max()) + 1,
+        )
+
+
+class EpochSampler(ResumableSampler):
+    """A `ResumableSampler` of pairs (epoch, number): what is drawn for a batch changes by epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((self.epoch, number) for number in super().__iter__())
+
+
+def pyg_neighbor_loader(
+    data: Data, seeds: Tensor, num_neighbors: Sequence[int], **options: Any
+) -> Any:
+    """PyG's `NeighborLoader` of the same batches; `options` are those of a `DataLoader`.
+
+    Raises:
+        UserError: pyg-lib, which does the sampling, is not installed.
+    """
+    from torch_geometric.loader import NeighborLoader
+    from torch_geometric.typing import WITH_PYG_LIB
+
+    if not WITH_PYG_LIB:
+        raise UserError("data.sampler: pyg needs pyg-lib, which is not installed; use attnkit")
+    return NeighborLoader(data, list(num_neighbors), input_nodes=seeds, **options)

@@ -1,0 +1,177 @@
+"""Cora, CiteSeer and PubMed, from the files of the Planetoid repository."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.utils import coalesce, remove_self_loops
+
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.node_classification.data import GraphDataModule, to_sparse_csr
+from attnkit.tasks.node_classification.splits import masks
+from attnkit.tasks.node_classification.unpickle import Csr, load
+
+PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
+NUM_VAL = 500
+
+# SHA-256 of the published files; of what is not listed no digest is known.
+DIGESTS = {
+    "ind.cora.x": "23cfa55d91c6f624233f5eb7b6e3f141f1bd2b2ae39608a63cf5d084bb27baab",
+    "ind.cora.tx": "b9afbaa4a400df991f6f02ef677e1e44da55ffc04801fd02f9e673987829226a",
+    "ind.cora.allx": "9419ba2f26f5c35243db64aba110e0f35a04851609e0dc5433450676ca6b8543",
+    "ind.cora.y": "94465c14eb53e04ca262198dcbb2521ee8af60fb3f3d546cd6ca24a511b0e7d1",
+    "ind.cora.ty": "41f5ac76596a1699cc33f53084a2419e92961c42bb75f36fc38e616d348532ad",
+    "ind.cora.ally": "2b998f5cc7fedc86e7f97ca2498f47a1ffc1462c29e2d578b23bf3f62b6e7d71",
+    "ind.cora.graph": "58f13302f39dde8852dad6fe6d15b89b077b6d7f837626bce671ef80344b383d",
+    "ind.cora.test.index": "297ce89af2b51a6a194181c7dbe1796c6a1cf9cd9349a88383b1b1e227867875",
+}
+
+
+class PlanetoidData(GraphDataModule):
+    """A citation graph with its public split: 20 nodes of each class to train, 500, 1,000.
+
+    Reads the eight files `ind.<name>.*` in `root/<name>/raw`, `root/raw` or `root`, as
+    torch_geometric downloads them, and never writes there. They are pickles, but nothing in them is
+    run: a file that names anything but numbers, lists and sparse matrices is refused. A file that
+    differs from the published one is read all the same, with a warning that results on it are not
+    comparable.
+
+    Equal to `torch_geometric.datasets.Planetoid`, but that `normalize_features` divides rows with a
+    sum below 1 (PubMed's) too, as GAT's authors do. Nodes that no file describes (CiteSeer's 15)
+    have no features and class 0, as there, and are in no split.
+
+    Source: Yang et al., Revisiting Semi-Supervised Learning with Graph Embeddings, 2016.
+
+    Args:
+        root: the folder.
+        name: Cora, CiteSeer or PubMed.
+
+    The other arguments are those of `GraphDataModule`.
+
+    Raises:
+        ValueError: `root` is no folder, or the name is another.
+        UserError: in `setup`, if files are missing, refused or do not fit together.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        name: Literal["Cora", "CiteSeer", "PubMed"] = "Cora",
+        *,
+        normalize_features: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(normalize_features=normalize_features, **options)
+        if root is None or not Path(root).expanduser().is_dir():
+            raise ValueError(f"root: no such folder: {root}")
+        if name not in ("Cora", "CiteSeer", "PubMed"):
+            raise ValueError(f"name: expected Cora, CiteSeer or PubMed, got {name!r}")
+        self.root = Path(root).expanduser().absolute()
+        self.graph_name: str = name
+
+    def load(self) -> Data:
+        files = self._files()
+        _warn_of_others(files.values())
+        known, unknown = load(files["allx"]), load(files["tx"])
+        trained, known_labels, unknown_labels = (load(files[part]) for part in ("y", "ally", "ty"))
+        graph, tested = load(files["graph"]), _numbers(files["test.index"])
+        try:
+            return _assembled(known, unknown, trained, known_labels, unknown_labels, graph, tested)
+        except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+            folder = files["graph"].parent
+            raise UserError(f"{folder}: the files do not fit together: {error}") from error
+
+    def _files(self) -> dict[str, Path]:
+        prefix = f"ind.{self.graph_name.lower()}"
+        folders = [self.root / self.graph_name / "raw", self.root / "raw", self.root]
+        for folder in folders:
+            files = {part: folder / f"{prefix}.{part}" for part in PARTS}
+            missing = [path.name for path in files.values() if not path.is_file()]
+            if not missing:
+                return files
+            if len(missing) < len(PARTS):
+                raise UserError(f"data.root: {folder} lacks {', '.join(missing)}")
+        raise UserError(
+            f"data.root: no {prefix}.* in {self.root}, its raw/ or its {self.graph_name}/raw/; "
+            "they are in the folder data of github.com/kimiyoung/planetoid"
+        )
+
+
+def _assembled(
+    known: Csr,
+    unknown: Csr,
+    trained: np.ndarray,
+    known_labels: np.ndarray,
+    unknown_labels: np.ndarray,
+    graph: dict[int, list[int]],
+    tested: np.ndarray,
+) -> Data:
+    """Row i of `unknown` describes node tested[i]; all before the first of those are `known`."""
+    count = int(tested.max()) + 1
+    first, width = known.shape
+    if tested.min() != first or unknown.shape != (len(tested), width):
+        raise ValueError(f"{first} known nodes, then nodes {tested.min()} to {tested.max()}")
+    nodes = np.concatenate([_rows(known), tested[_rows(unknown)]])
+    columns = np.concatenate([known.columns, unknown.columns])
+    values = np.concatenate([known.values, unknown.values]).astype(np.float32)
+    entries = torch.from_numpy(np.stack([nodes, columns]).astype(np.int64))
+    x = torch.sparse_coo_tensor(
+        entries, torch.from_numpy(values), (count, width), check_invariants=True
+    )
+
+    one_hot = np.zeros((count, known_labels.shape[1]))
+    one_hot[:first] = known_labels
+    one_hot[tested] = unknown_labels
+    splits = torch.arange(len(trained)), torch.arange(NUM_VAL) + len(trained)
+    return Data(
+        x=to_sparse_csr(x.coalesce()),
+        y=torch.from_numpy(one_hot.argmax(axis=1)),
+        edge_index=_edges(graph, count),
+        **masks(count, *splits, torch.from_numpy(tested)),
+    )
+
+
+def _rows(matrix: Csr) -> np.ndarray:
+    """The row of each of its numbers."""
+    return np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.offsets))
+
+
+def _edges(graph: dict[int, list[int]], count: int) -> Tensor:
+    """Each edge once and by its target, without the loops that some files have."""
+    counts = [len(neighbors) for neighbors in graph.values()]
+    sources = np.repeat(np.fromiter(graph, np.int64), counts)
+    targets = np.fromiter(chain.from_iterable(graph.values()), np.int64)
+    edges, _ = remove_self_loops(torch.from_numpy(np.stack([sources, targets])))
+    return coalesce(edges, num_nodes=count, sort_by_row=False)
+
+
+def _numbers(path: Path) -> np.ndarray:
+    try:
+        numbers = np.array(path.read_text().split(), dtype=np.int64)
+    except ValueError as error:
+        raise UserError(f"{path}: expected the number of a node per line") from error
+    if not len(numbers) or len(np.unique(numbers)) != len(numbers):
+        raise UserError(f"{path}: expected nodes, each once")
+    return numbers
+
+
+def _warn_of_others(files: Any) -> None:
+    differing = [
+        path.name
+        for path in files
+        if path.name in DIGESTS
+        and hashlib.sha256(path.read_bytes()).hexdigest() != DIGESTS[path.name]
+    ]
+    if differing:
+        rank_zero_warn(
+            f"{', '.join(differing)}: not the published file (SHA-256 differs); "
+            "results are not comparable"
+        )

@@ -1,0 +1,122 @@
+"""Any node classification data set that comes with torch_geometric."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch_geometric.data import Data, Dataset
+
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import cache_folder
+from attnkit.tasks.node_classification.data import GraphDataModule
+from attnkit.tasks.node_classification.guard import only_data
+from attnkit.tasks.node_classification.splits import has_masks, stratified_masks
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class PyGData(GraphDataModule):
+    """The one graph of a class in `torch_geometric.datasets`, with its own splits or a random one.
+
+    What must be downloaded goes to `root`, or to the user's cache folder; PyG writes there what it
+    made of the files. Some of its classes unpickle what they find; a file that names anything but
+    numbers and containers is refused, as in `PlanetoidData`.
+
+    A graph that does not bring train, validation and test masks all three is split by `seed`:
+    `val_fraction` and `test_fraction` of every class, and a line says so.
+
+    Args:
+        name: of the class, such as KarateClub.
+        root: for classes that read or download files; None: a cache folder.
+        options: further arguments of the class; plain values.
+        val_fraction: of a random split.
+        test_fraction: of a random split.
+
+    The other arguments are those of `GraphDataModule`.
+
+    Raises:
+        ValueError: an unknown class, or arguments it does not take.
+        UserError: in `prepare_data` or `setup`, if the data cannot be had or holds several graphs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        val_fraction: float = 0.2,
+        test_fraction: float = 0.2,
+        **others: Any,
+    ) -> None:
+        super().__init__(**others)
+        if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
+            raise ValueError(
+                "val_fraction, test_fraction: expected above 0 and a sum below 1, "
+                f"got {val_fraction} + {test_fraction}"
+            )
+        self.class_name = name
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self._class = _dataset(name)
+        self._arguments = dict(options or {})
+        parameters = inspect.signature(self._class).parameters
+        for key, value in self._arguments.items():
+            if key not in parameters or key == "root":
+                raise ValueError(f"options.{key}: {name} takes {', '.join(parameters)}")
+            if not isinstance(value, _PLAIN):
+                raise ValueError(f"options.{key}: expected a plain value, got {value!r}")
+        if "root" in parameters:
+            folder = cache_folder() / "pyg" / name if root is None else Path(root).expanduser()
+            self._arguments["root"] = str(folder.absolute())
+        elif root is not None:
+            raise ValueError(f"root: {name} reads no files")
+
+    def prepare_data(self) -> None:
+        self._read()  # downloads, where that is needed
+
+    def load(self) -> Data:
+        dataset = self._read()
+        if len(dataset) != 1:
+            raise UserError(f"data: expected one graph, {self.class_name} holds {len(dataset)}")
+        data = dataset[0]
+        if not isinstance(data, Data):
+            raise UserError(
+                f"data: {self.class_name} holds a {type(data).__name__}, expected a Data"
+            )
+        if not has_masks(data) and data.get("y") is not None and data.y.ndim == 1:
+            rank_zero_info(
+                f"{self.class_name} brings no train, val and test masks: "
+                f"split by data.seed={self.seed}"
+            )
+            made = stratified_masks(data.y, self.val_fraction, self.test_fraction, self.seed)
+            data.update(made)
+        return data
+
+    def _read(self) -> Dataset:
+        try:
+            with only_data(self.class_name):
+                return self._class(**self._arguments)
+        except UserError:
+            raise
+        except Exception as error:  # of every kind: each class reads and downloads its own way
+            reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+            raise UserError(f"data: {self.class_name} cannot be made: {reason}") from error
+
+
+def _dataset(name: str) -> type[Dataset]:
+    from torch_geometric import datasets
+
+    if name not in datasets.__all__:
+        close = get_close_matches(str(name), datasets.__all__, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"name: torch_geometric.datasets has no {name!r}{hint}")
+    found = getattr(datasets, name)
+    if not (inspect.isclass(found) and issubclass(found, Dataset)):
+        raise ValueError(f"name: torch_geometric.datasets.{name} is no data set")
+    return found

@@ -1,0 +1,112 @@
+"""Neighbour sampling: a few in-neighbours per node and layer, drawn for all nodes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnkit.layers.sparse import offsets, ranges
+
+
+class InNeighbors(NamedTuple):
+    """The edges of a graph by target (CSR): into node i come sources[offsets[i]:offsets[i + 1]]."""
+
+    offsets: Tensor
+    sources: Tensor
+
+    @classmethod
+    def of(cls, edge_index: Tensor, num_nodes: int) -> InNeighbors:
+        """From edge_index [2, edges], source in row 0, target in row 1."""
+        source, target = edge_index
+        counts = torch.bincount(target, minlength=num_nodes)
+        return cls(offsets(counts), source[target.argsort(stable=True)])
+
+
+class Sampled(NamedTuple):
+    """A sub-graph around seed nodes.
+
+    Attributes:
+        nodes: int64 [nodes], their numbers in the whole graph; the seeds first, each once, then
+            what was reached, hop by hop.
+        edge_index: int64 [2, edges], source in row 0, target in row 1, as positions in `nodes`.
+        seeds: int64 [seeds], the position in `nodes` of every seed that was given.
+    """
+
+    nodes: Tensor
+    edge_index: Tensor
+    seeds: Tensor
+
+
+def sample_neighbors(
+    neighbors: InNeighbors,
+    seeds: Tensor,
+    num_neighbors: Sequence[int],
+    generator: torch.Generator | None = None,
+) -> Sampled:
+    """What as many layers of message passing as there are `num_neighbors` need around the seeds.
+
+    The first layer of sampling looks at the edges into the seeds, the next at those into the nodes
+    that were new then, and so on. Of the edges into a node at most that layer's number are kept,
+    chosen uniformly without replacement; with -1 all, and the seeds' outputs are then exactly those
+    on the whole graph. The time depends on what is drawn, not on degrees or on the size of the
+    graph.
+
+    Source: GraphSAGE (Hamilton et al., 2017), which drew with replacement.
+
+    Args:
+        neighbors: the whole graph.
+        seeds: int64 [seeds], nodes; repeats are sampled once.
+        num_neighbors: for each layer, the nearest to the seeds first: 0 or more, or -1 for all.
+        generator: of the random numbers, on the CPU; None: torch's.
+
+    Raises:
+        ValueError: a number of neighbours below -1.
+    """
+    if any(count < -1 for count in num_neighbors):
+        raise ValueError(f"num_neighbors: expected -1 (all), 0 or more, got {list(num_neighbors)}")
+    nodes, positions = seeds.unique(return_inverse=True)
+    frontier, edges = nodes, [seeds.new_empty((2, 0))]
+    for count in num_neighbors:
+        hop = _edges_into(neighbors, frontier, count, generator)
+        edges.append(hop)
+        reached = hop[0].unique()
+        frontier = reached[~torch.isin(reached, nodes)]
+        nodes = torch.cat([nodes, frontier])
+    in_order = nodes.argsort()
+    edge_index = in_order[torch.searchsorted(nodes[in_order], torch.cat(edges, dim=1))]
+    return Sampled(nodes, edge_index, positions)
+
+
+def _edges_into(
+    neighbors: InNeighbors, nodes: Tensor, count: int, generator: torch.Generator | None
+) -> Tensor:
+    """Edges [2, edges] into these nodes: all of a node's, or `count` of them if it has more."""
+    starts = neighbors.offsets[nodes]
+    degrees = neighbors.offsets[nodes + 1] - starts
+    many = degrees > count if count >= 0 else torch.zeros_like(degrees, dtype=torch.bool)
+    few = ~many
+    whole = ranges(starts[few], degrees[few])
+    drawn = starts[many, None] + _subsets(degrees[many], max(count, 0), generator)
+    into_few = nodes[few].repeat_interleave(degrees[few])
+    into_many = nodes[many].repeat_interleave(drawn.shape[1])
+    sources = neighbors.sources[torch.cat([whole, drawn.flatten()])]
+    return torch.stack([sources, torch.cat([into_few, into_many])])
+
+
+def _subsets(sizes: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """For each size n > count, a uniform subset of 0 … n − 1; [sizes, count].
+
+    Floyd's algorithm, in all rows at once: its j-th number is drawn from 0 … n − count + j, and is
+    that upper limit if it was drawn before (Bentley and Floyd, 1987).
+    """
+    chosen = sizes.new_empty((len(sizes), count))
+    for j in range(count):
+        limit = sizes - count + j
+        draw = torch.rand(len(sizes), dtype=torch.float64, generator=generator)
+        number = torch.minimum((draw * (limit + 1)).long(), limit)
+        repeated = (chosen[:, :j] == number[:, None]).any(dim=1)
+        chosen[:, j] = torch.where(repeated, limit, number)
+    return chosen

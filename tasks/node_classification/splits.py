@@ -1,0 +1,64 @@
+"""Splits of a graph's nodes that a seed makes, where the data brings none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.sampler import stratified_split
+
+
+def planetoid_masks(
+    labels: Tensor, num_train_per_class: int, num_val: int, num_test: int, seed: int
+) -> dict[str, Tensor]:
+    """Random train_mask, val_mask and test_mask by the protocol of Planetoid (Yang et al., 2016).
+
+    As many nodes of each class to train on, of the rest `num_val` to validate and `num_test` to
+    test on.
+
+    Raises:
+        UserError: there are fewer nodes than that.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(labels), generator=generator)
+    rank = torch.empty_like(order)  # the place of a node among those of its class
+    for label in labels.unique().tolist():
+        members = order[labels[order] == label]
+        if len(members) < num_train_per_class:
+            raise UserError(
+                f"data.num_train_per_class: expected at most {len(members)}, the nodes of class "
+                f"{label}, got {num_train_per_class}"
+            )
+        rank[members] = torch.arange(len(members))
+    train = order[rank[order] < num_train_per_class]
+    rest = order[rank[order] >= num_train_per_class]
+    if num_val + num_test > len(rest):
+        raise UserError(
+            f"data.num_val, data.num_test: expected together at most {len(rest)}, the nodes that "
+            f"are not for training, got {num_val} + {num_test}"
+        )
+    return masks(len(labels), train, rest[:num_val], rest[num_val : num_val + num_test])
+
+
+def stratified_masks(
+    labels: Tensor, val_fraction: float, test_fraction: float, seed: int
+) -> dict[str, Tensor]:
+    """Random train_mask, val_mask and test_mask: these shares of every class."""
+    parts = stratified_split(labels, [val_fraction, test_fraction], seed)
+    return masks(len(labels), *parts)
+
+
+def masks(count: int, train: Tensor, val: Tensor, test: Tensor) -> dict[str, Tensor]:
+    """The masks [count] of nodes given by their numbers."""
+    made = {}
+    for name, nodes in (("train", train), ("val", val), ("test", test)):
+        made[f"{name}_mask"] = torch.zeros(count, dtype=torch.bool)
+        made[f"{name}_mask"][nodes] = True
+    return made
+
+
+def has_masks(data: Data) -> bool:
+    """Whether a graph brings all three masks."""
+    return all(data.get(f"{name}_mask") is not None for name in ("train", "val", "test"))

@@ -1,0 +1,129 @@
+"""DictionaryLookup: what its graphs ask, that splits share nothing, and who can answer."""
+
+import math
+
+import pytest
+import torch
+from lightning import Trainer, seed_everything
+from torch import nn
+from torch_geometric.data import Batch
+from torch_geometric.nn import GATConv, GATv2Conv
+
+from attnkit.lightning import UserError
+from attnkit.tasks.node_classification import DictionaryLookupData, NodeClassification
+from attnkit.tasks.node_classification.dictionary_lookup import distinct_permutations
+
+
+def ready(k=5, **options):
+    data = DictionaryLookupData(k, **options)
+    data.setup()
+    return data
+
+
+def test_a_graph_asks_for_the_value_of_each_key():
+    data = ready(k=5)
+    permutation = data.sets["train"].permutations[3]
+    graph = data.sets["train"][3]
+    attribute = graph.x[:, :5].argmax(dim=1)
+    shown = graph.x[:, 5:].argmax(dim=1)
+    assert graph.x.sum(dim=1).tolist() == [2.0] * 10
+    assert attribute.tolist() == [0, 1, 2, 3, 4] * 2
+    assert shown.tolist() == [0] * 5 + (permutation + 1).tolist()
+    assert graph.train_mask.tolist() == [True] * 5 + [False] * 5
+    assert not graph.val_mask.any()
+    assert not graph.test_mask.any()
+    for query in range(5):
+        sources = graph.edge_index[0, graph.edge_index[1] == query]
+        assert sorted(sources.tolist()) == [5, 6, 7, 8, 9]
+        key = sources[attribute[sources] == attribute[query]]
+        assert shown[key] - 1 == graph.y[query]
+    assert graph.edge_index.shape == (2, 25)
+
+
+def test_a_batch_is_pygs_batch_of_its_graphs():
+    graphs = ready(k=3, num_graphs=6).sets["train"]
+    ours = graphs.__getitems__([2, 0, 1])
+    theirs = Batch.from_data_list([graphs[number] for number in (2, 0, 1)])
+    for name in ("x", "y", "edge_index", "train_mask", "val_mask", "test_mask"):
+        assert torch.equal(ours[name], theirs[name]), name
+    assert torch.equal(ours.batch, torch.arange(3).repeat_interleave(6))
+    assert torch.equal(ours.ptr, torch.tensor([0, 6, 12, 18]))
+
+
+def test_combinations_of_the_test_are_unseen():
+    data = ready(k=7, num_graphs=1000)
+    sizes = [len(data.sets[name]) for name in ("train", "val", "test")]
+    assert sizes == [800, 100, 100]
+    seen = [tuple(p) for name in data.sets for p in data.sets[name].permutations.tolist()]
+    assert len(set(seen)) == 1000
+    assert all(sorted(p) == list(range(7)) for p in seen)
+
+
+def test_permutations_are_all_or_as_many_as_asked_for():
+    assert len(distinct_permutations(4, 1000, seed=0)) == math.factorial(4)
+    many = distinct_permutations(30, 500, seed=1)
+    assert many.shape == (500, 30)
+    assert torch.equal(many, distinct_permutations(30, 500, seed=1))
+    assert not torch.equal(many, distinct_permutations(30, 500, seed=2))
+    first = torch.bincount(distinct_permutations(5, 60, seed=3)[:, 0], minlength=5)
+    assert first.min() >= 6  # of 60 of 120, every value should lead about 12
+
+
+class OneLayer(nn.Module):
+    def __init__(self, convolution, in_channels, num_classes, dim=32):
+        super().__init__()
+        self.embed = nn.Linear(in_channels, dim)
+        self.attention = convolution(dim, dim, add_self_loops=False)
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, x, edge_index):
+        return self.head(self.attention(self.embed(x).relu(), edge_index))
+
+
+def accuracy(convolution, folder):
+    seed_everything(1, verbose=False)
+    data = ready(k=4, batch_size=8)
+    model = OneLayer(convolution, data.in_channels, data.num_classes)
+    optimizer = {"_target_": "torch.optim.Adam", "lr": 0.01}
+    constant = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+    task = NodeClassification(model, optimizer, constant, num_classes=data.num_classes)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=60,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        check_val_every_n_epoch=60,
+    )
+    trainer.fit(task, datamodule=data)
+    assert trainer.callback_metrics["val/loss"] > 0
+    return trainer.test(task, datamodule=data, verbose=False)[0]["test/accuracy"]
+
+
+def test_gatv2_can_and_gat_cannot(tmp_path):
+    """The claim the data was made for, on a small one."""
+    assert accuracy(GATv2Conv, tmp_path) > 0.95
+    assert accuracy(GATConv, tmp_path) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 1}, "k: expected 2 or more, got 1"),
+        ({"num_graphs": 2}, "num_graphs: expected 3 or more"),
+        ({"batch_size": 0}, "batch_size: expected 1 or more"),
+        ({"num_workers": -1}, "num_workers: expected 0 or more"),
+        ({"seed": -1}, "seed: expected 0 or more"),
+        ({"val_fraction": 0.0}, "val_fraction, test_fraction: expected above 0"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        DictionaryLookupData(**options)
+
+
+def test_too_few_permutations_are_named():
+    with pytest.raises(UserError, match=r"data.k: 2 has 2 permutations, too few"):
+        ready(k=2)

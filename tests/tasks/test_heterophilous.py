@@ -1,0 +1,79 @@
+"""The heterophilous graphs' npz files: a made-up one against PyG, and the real Minesweeper."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.datasets import HeterophilousGraphDataset
+
+from attnkit.lightning import UserError
+from attnkit.tasks.node_classification import HeterophilousData
+
+
+def same_as_pygs(data, theirs, split):
+    for name in ("x", "y"):
+        assert torch.equal(data.graph[name], theirs[name])
+    assert torch.equal(data.graph.edge_index, theirs.edge_index)
+    for name in ("train_mask", "val_mask", "test_mask"):
+        assert torch.equal(data.graph[name], theirs[name][:, split])
+
+
+@pytest.mark.parametrize("below", [".", "raw", "amazon_ratings/raw"])
+@pytest.mark.parametrize("split", [0, 9])
+def test_equal_to_pyg(graph_files, tmp_path, below, split):
+    folder = tmp_path / "ours" / below
+    folder.mkdir(parents=True)
+    np.savez(folder / "amazon_ratings.npz", **graph_files.heterophilous_arrays())
+    theirs = tmp_path / "theirs" / "amazon_ratings" / "raw"
+    shutil.copytree(folder, theirs)
+    before = sorted((tmp_path / "ours").rglob("*"))
+    data = HeterophilousData(tmp_path / "ours", "amazon-ratings", split=split)
+    data.setup()
+    same_as_pygs(
+        data, HeterophilousGraphDataset(str(tmp_path / "theirs"), "amazon-ratings")[0], split
+    )
+    assert data.num_splits == 10
+    assert data.is_undirected
+    assert sorted((tmp_path / "ours").rglob("*")) == before
+
+
+@pytest.mark.data
+def test_the_real_minesweeper_is_pygs(data_folder, tmp_path):
+    raw = tmp_path / "minesweeper" / "raw"
+    raw.mkdir(parents=True)
+    shutil.copy(data_folder / "heterophilous" / "minesweeper.npz", raw)
+    data = HeterophilousData(data_folder / "heterophilous", split=4)
+    data.setup()
+    same_as_pygs(data, HeterophilousGraphDataset(str(tmp_path), "minesweeper")[0], 4)
+    assert (data.graph.num_nodes, data.graph.num_edges, data.num_splits) == (10000, 78804, 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"edges": None}, "edges is not a file in the archive"),
+        ({"edges": np.zeros((3, 5), dtype=np.int64)}, r"expected edges \[edges, 2\]"),
+        ({"node_labels": np.array([{}] * 53)}, "[Oo]bject arrays cannot be loaded"),
+    ],
+)
+def test_other_files_are_refused(graph_files, tmp_path, change, message):
+    content = {**graph_files.heterophilous_arrays(), **change}
+    content = {name: array for name, array in content.items() if array is not None}
+    np.savez(tmp_path / "minesweeper.npz", **content)
+    with pytest.raises(UserError, match=message) as caught:
+        HeterophilousData(tmp_path).setup()
+    assert "minesweeper.npz" in str(caught.value)
+
+
+def test_no_npz_and_no_split(graph_files, tmp_path):
+    with pytest.raises(UserError, match=r"data.root: no minesweeper.npz in"):
+        HeterophilousData(tmp_path).setup()
+    (tmp_path / "minesweeper.npz").write_bytes(b"no archive")
+    with pytest.raises(UserError, match="does not hold a heterophilous graph"):
+        HeterophilousData(tmp_path).setup()
+    np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
+    with pytest.raises(UserError, match=r"data.split: expected 0 to 9, got 10"):
+        HeterophilousData(tmp_path, split=10).setup()
+    with pytest.raises(ValueError, match="root: no such folder"):
+        HeterophilousData(tmp_path / "nowhere")

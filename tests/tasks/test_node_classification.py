@@ -1,0 +1,234 @@
+"""The module on PyG's models: losses and metrics against plain torch and scikit-learn, and runs."""
+
+import csv
+import json
+
+import pytest
+import sklearn.metrics
+import torch
+from lightning import Trainer, seed_everything
+from torch import nn
+from torch.nn import functional as F
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GCN
+
+from attnkit.launch.main import main
+from attnkit.layers.sparse import SparseDropout, SparseLinear
+from attnkit.lightning import ClassReport, UserError
+from attnkit.tasks.node_classification import (
+    DigitsGraphData,
+    GraphDataModule,
+    NodeClassification,
+)
+
+ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02, "weight_decay": 5e-4}
+CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+
+
+def quiet(folder, **options):
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+class Random(GraphDataModule):
+    """A random graph; masks of 31 nodes to train, 23 to validate, 29 to test."""
+
+    def __init__(self, classes=7, **options):
+        super().__init__(**options)
+        self.classes = classes
+        self.class_names = list("abcdefg"[:classes])
+
+    def load(self):
+        generator = torch.Generator().manual_seed(3)
+        part = torch.randperm(97, generator=generator)
+        return Data(
+            x=torch.randn(97, 5, generator=generator),
+            y=torch.randint(0, self.classes, (97,), generator=generator),
+            edge_index=torch.randint(0, 97, (2, 401), generator=generator),
+            train_mask=part < 31,
+            val_mask=(part >= 31) & (part < 54),
+            test_mask=(part >= 54) & (part < 83),
+        )
+
+
+def task_of(data, **options):
+    # Not GCN: what it divides by counts edges that the last hop of a sample does not have.
+    model = GAT(
+        data.in_channels, 13, num_layers=2, out_channels=data.num_classes, add_self_loops=False
+    )
+    return NodeClassification(model, ADAM, CONSTANT, num_classes=data.num_classes, **options)
+
+
+def ready(classes=7, **options):
+    data = Random(classes, **options)
+    data.setup()
+    return data
+
+
+def test_only_the_stages_nodes_count(tmp_path):
+    data = ready()
+    frozen = {"_target_": "torch.optim.SGD", "lr": 0.0}
+    task = NodeClassification(task_of(data).model, frozen, CONSTANT, num_classes=7)
+    trainer = quiet(tmp_path, max_epochs=1)
+    trainer.fit(task, datamodule=data)
+    found = dict(trainer.callback_metrics)
+    found.update(trainer.test(task, datamodule=data, verbose=False)[0])
+    graph = data.graph
+    with torch.no_grad():
+        logits = task.model(graph.x, graph.edge_index)
+    for stage in ("train", "val", "test"):
+        mask = graph[f"{stage}_mask"]
+        expected = F.cross_entropy(logits[mask], graph.y[mask]).item()
+        assert float(found[f"{stage}/loss"]) == pytest.approx(expected, rel=1e-5)
+        if stage != "train":
+            hits = sklearn.metrics.accuracy_score(graph.y[mask], logits[mask].argmax(1))
+            assert float(found[f"{stage}/accuracy"]) == pytest.approx(hits)
+    assert task.confusion.sum() == 29
+
+
+def test_gradients_are_those_of_the_training_nodes():
+    data = ready()
+    task = task_of(data)
+    task.log = lambda *_, **__: None
+    loss = task.training_step(data.graph, 0)
+    graph, mask = data.graph, data.graph.train_mask
+    expected = F.cross_entropy(task.model(graph.x, graph.edge_index)[mask], graph.y[mask])
+    torch.testing.assert_close(loss, expected)
+    ours = torch.autograd.grad(loss, list(task.model.parameters()))
+    theirs = torch.autograd.grad(expected, list(task.model.parameters()))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("batch_size", [None, 7])
+def test_two_classes_have_the_area_under_the_roc_curve(tmp_path, batch_size):
+    data = Random(2, batch_size=batch_size, num_neighbors=[-1, -1])
+    data.setup()
+    task = task_of(data)
+    found = quiet(tmp_path).test(task, datamodule=data, verbose=False)[0]
+    graph, mask = data.graph, data.graph.test_mask
+    with torch.no_grad():
+        scores = task(graph.x, graph.edge_index).softmax(dim=1)[mask, 1]
+    expected = sklearn.metrics.roc_auc_score(graph.y[mask], scores)
+    assert found["test/auroc"] == pytest.approx(expected, rel=1e-5)
+    assert 0 < expected < 1
+    several = quiet(tmp_path).test(task_of(ready()), datamodule=ready(), verbose=False)[0]
+    assert "test/auroc" not in several
+
+
+def test_batches_with_all_neighbours_have_the_metrics_of_the_whole_graph(tmp_path):
+    whole, batches = ready(), ready(batch_size=7, num_neighbors=[-1, -1])
+    task = task_of(whole)
+    results = [
+        quiet(tmp_path).test(task, datamodule=data, verbose=False)[0] for data in (whole, batches)
+    ]
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [None, 64])
+def test_digits_are_learned_from_twenty_of_each(tmp_path, batch_size, capsys):
+    seed_everything(1, verbose=False)
+    data = DigitsGraphData(batch_size=batch_size, num_neighbors=[5, 5])
+    data.setup()
+    task = task_of(data, class_names=data.class_names, in_channels=64)
+    epochs = 60 if batch_size is None else 15
+    trainer = quiet(tmp_path, max_epochs=epochs, callbacks=[ClassReport(tmp_path / "report")])
+    trainer.fit(task, datamodule=data)
+    assert trainer.test(task, datamodule=data, verbose=False)[0]["test/accuracy"] > 0.9
+    assert sum(score.support for score in task.class_scores) == 1000
+    with (tmp_path / "report" / "per_class.csv").open() as file:
+        assert [row["class"] for row in csv.DictReader(file)] == list("0123456789")
+    assert "test, per class" in capsys.readouterr().out
+
+
+def test_sparse_features_give_what_dense_ones_do(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dropout, self.embed = SparseDropout(0.0), SparseLinear(64, 16)
+            self.convolution = GCN(16, 16, num_layers=1, out_channels=10)
+
+        def forward(self, x, edge_index):
+            return self.convolution(self.embed(self.dropout(x)).relu(), edge_index)
+
+    losses = []
+    for sparse in (False, True):
+        seed_everything(1, verbose=False)
+        data = DigitsGraphData(sparse_features=sparse)
+        task = NodeClassification(Net(), ADAM, CONSTANT, num_classes=10)
+        trainer = quiet(tmp_path, max_epochs=5)
+        trainer.fit(task, datamodule=data)
+        losses.append(trainer.callback_metrics["val/loss"].item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [None, 10])
+def test_every_node_is_predicted_once_in_order(tmp_path, batch_size):
+    data = ready(3, batch_size=batch_size, num_neighbors=[-1, -1])
+    task = task_of(data, class_names=data.class_names)
+    batches = quiet(tmp_path).predict(task, datamodule=data)
+    rows = {name: [v for batch in batches for v in batch[name]] for name in batches[0]}
+    assert rows["node"] == list(range(97))
+    with torch.no_grad():
+        best = task(data.graph.x, data.graph.edge_index).softmax(dim=1).max(dim=1)
+    assert rows["label"] == ["abc"[number] for number in best.indices]
+    assert rows["probability"] == pytest.approx(best.values.tolist(), rel=1e-5)
+
+
+def test_data_the_module_was_not_made_for_is_refused(tmp_path):
+    data = ready()
+    with pytest.raises(UserError, match=r"its nodes have 5 features, but .* made for 6"):
+        quiet(tmp_path).test(task_of(data, in_channels=6), datamodule=data, verbose=False)
+    task = task_of(data, class_names=list("gfedcba"))
+    with pytest.raises(UserError, match="classes are not those"):
+        quiet(tmp_path).test(task, datamodule=data, verbose=False)
+
+
+@pytest.fixture
+def command(graph_files, tmp_path, monkeypatch, capfd):
+    """`attnkit …` with a model of PyG's to choose, in an empty folder."""
+    graph_files.write_model(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        code = main(["--config-dir", "mine", *arguments])
+        return code, capfd.readouterr()
+
+    return call
+
+
+def test_from_the_command_line(tmp_path, command):
+    quick = ("trainer=cpu", "trainer.max_epochs=3", "logger.tensorboard=null")
+    code, shown = command("task=graph", "model=gcn", *quick, "run_dir=run", "data.batch_size=64")
+    assert code == 0, shown.err
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["steps"] == 3 * 4
+    assert results["val/accuracy_best"] > 0.1
+    assert (tmp_path / "run" / "per_class.csv").is_file()
+
+    code, shown = command("run=predict", "ckpt=run", "run_dir=told", "data.batch_size=null")
+    assert code == 0, shown.err
+    with (tmp_path / "told" / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["node", "label", "probability"]
+    assert [int(row["node"]) for row in rows] == list(range(1797))
+
+    for wrong, message in (
+        (["run=predict", "ckpt=run", "images=mine"], "predicts its own data; leave it out"),
+        (["run=predict", "ckpt=run", "data.split=1"], "data.split: expected 0, the only one"),
+        (["task=graph", "model=gcn", "data=planetoid"], "data.root"),
+        (["task=graph", "model=gcn", "data=pyg", "data.name=Karate"], "did you mean KarateClub?"),
+        (["task=graph", "model=gcn", "data=pyg", "data.name=Entities"], "cannot be made"),
+    ):
+        code, shown = command(*wrong)
+        assert code == 2, wrong
+        assert message in shown.err, (wrong, shown.err)
+        assert len(shown.err.strip().splitlines()) <= 3
