@@ -20,6 +20,7 @@ Groups and their choices
 Keys of every task
   run=train|test|predict       what to do
   seed=0  seeds=1              seeds=N: N runs, mean and spread
+  splits=all                   the same over the fixed splits of the data
   trainer.max_epochs=N         how long
   trainer.limit_batches=N      a quick look: N batches (or a fraction) of everything
   trainer.gradient_clip_val=X  trainer.accumulate_grad_batches=N

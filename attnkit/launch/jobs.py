@@ -17,7 +17,15 @@ from attnkit.launch.validate import validate
 from attnkit.lightning.errors import UserError
 
 # Keys that say what to do with a saved run; they are never taken over from it.
-CONTROLS = {"run": "train", "seeds": 1, "resume": None, "ckpt": None, "images": None, "allow": None}
+CONTROLS = {
+    "run": "train",
+    "seeds": 1,
+    "splits": None,
+    "resume": None,
+    "ckpt": None,
+    "images": None,
+    "allow": None,
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class Request:
         """The configuration with these values, resolved and checked."""
         config = config.copy()
         for key, value in values.items():
-            config[key] = value
+            OmegaConf.update(config, key, value, force_add=True)
         plain = self.composer.plain(config, self.origins)
         self.consent.check(
             plain, self.origins
@@ -84,13 +92,32 @@ def decide(request: Request, run_dir: Path | None = None, *, sweep: bool = False
         return _evaluation(request)
     folder = request.folder(sweep=sweep)
     top = request.plain(config, run_dir=str(folder))
-    runs = [top]
+    runs = [
+        request.plain(config, run_dir=str(folder / name), **values)
+        for name, values in _parts(top).items()
+    ]
+    return _job(request, folder, top, runs or [top])
+
+
+def _parts(top: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The folders of a job of several runs, one for each seed or split, and what differs there."""
+    splits = top.get("splits")
+    if splits is not None:
+        data = top.get("data") or {}
+        if splits == "all":
+            splits = data.get("num_splits")
+            if splits is None:
+                raise UserError(
+                    "splits=all: the data does not say how many it has (data.num_splits)\n"
+                    "  splits=N runs data.split=0 to N - 1"
+                )
+        if "split" not in data:
+            raise UserError("splits: the data has no split to choose (data.split)")
+        return {f"split_{i}": {"data.split": i, "splits": None} for i in range(splits)}
     if top["seeds"] > 1:
-        runs = [
-            request.plain(config, run_dir=str(folder / f"seed_{seed}"), seed=seed, seeds=1)
-            for seed in range(top["seed"], top["seed"] + top["seeds"])
-        ]
-    return _job(request, folder, top, runs)
+        seeds = range(top["seed"], top["seed"] + top["seeds"])
+        return {f"seed_{seed}": {"seed": seed, "seeds": 1} for seed in seeds}
+    return {}
 
 
 def _job(
@@ -112,7 +139,7 @@ def _check_contradictions(request: Request) -> None:
     config = request.config
     run = config.get("run")
     if config.get("resume") is not None:
-        for key in ("run_dir", "ckpt", "images", "seed", "seeds"):
+        for key in ("run_dir", "ckpt", "images", "seed", "seeds", "splits"):
             if typed := request.typed(key):
                 raise UserError(f"{typed}: not together with resume, which goes on in its folder")
         if run != "train":
@@ -123,8 +150,12 @@ def _check_contradictions(request: Request) -> None:
             raise UserError(f"run={run}: needs ckpt=PATH, a checkpoint or a run folder")
         if config.get("seeds") != 1:
             raise UserError(f"seeds={config['seeds']}: only for run=train; one ckpt, one {run}")
+        if config.get("splits") is not None:
+            raise UserError(f"splits={config['splits']}: only for run=train; one ckpt, one {run}")
     elif config.get("ckpt") is not None:
         raise UserError("ckpt: only for run=test and run=predict; to train on: resume=RUN_DIR")
+    if config.get("splits") is not None and config.get("seeds") != 1:
+        raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
     if run != "predict" and config.get("images") is not None:
         raise UserError(f"images: only for run=predict, this is run={run}")
     images = config.get("images")
@@ -184,11 +215,8 @@ def _resumed(request: Request) -> Job:
                 f"  may change: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"
             )
     top = _overlaid(request, saved, changes)
-    runs = [top]
-    if top["seeds"] > 1:
-        seeds = range(top["seed"], top["seed"] + top["seeds"])
-        parts = [folders.load_config(folder / f"seed_{seed}") for seed in seeds]
-        runs = [_overlaid(request, part, changes) for part in parts]
+    parts = [folders.load_config(folder / name) for name in _parts(top)]
+    runs = [_overlaid(request, part, changes) for part in parts] or [top]
     return _job(request, folder, top, runs, resumed=True, changes=tuple(changes))
 
 

@@ -39,6 +39,8 @@ class Config:
     seed: int = 0
     seeds: int = 1
     """Number of runs, with seed, seed + 1, …, each in its own folder."""
+    splits: int | Literal["all"] | None = None
+    """Number of runs, with data.split=0, 1, …, each in its own folder."""
     run_dir: str | Path | None = None
     """Where to write: a new or an empty folder."""
     resume: str | Path | None = None

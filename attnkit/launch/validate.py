@@ -57,6 +57,10 @@ def _check_values(config: dict[str, Any], origins: Origins) -> None:
     if config.get("seeds", 1) > MAX_SEEDS:
         message = f"expected at most {MAX_SEEDS} runs, got {config['seeds']}"
         raise _problem(origins, "seeds", message)
+    splits = config.get("splits")
+    if splits is not None and splits != "all" and not 1 <= splits <= MAX_SEEDS:
+        message = f"expected all, or 1 to {MAX_SEEDS} runs, got {splits}"
+        raise _problem(origins, "splits", message)
     if not 0 <= config.get("seed", 0) < 2**32:
         raise _problem(origins, "seed", f"expected 0 to 4294967295, got {config['seed']}")
     for part in ("optimizer", "scheduler"):

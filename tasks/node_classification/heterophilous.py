@@ -31,6 +31,7 @@ class HeterophilousData(GraphDataModule):
         root: the folder.
         name: which graph.
         split: 0 to 9.
+        num_splits: how many the file has, so that `splits=all` knows it before reading.
 
     The other arguments are those of `GraphDataModule`.
 
@@ -47,9 +48,13 @@ class HeterophilousData(GraphDataModule):
         ] = "minesweeper",
         *,
         split: int = 0,
+        num_splits: int = 10,
         **options: Any,
     ) -> None:
         super().__init__(split=split, **options)
+        if num_splits < 1:
+            raise ValueError(f"num_splits: expected at least 1, got {num_splits}")
+        self.expected_splits = num_splits
         if root is None or not Path(root).expanduser().is_dir():
             raise ValueError(f"root: no such folder: {root}")
         self.root = Path(root).expanduser().absolute()
@@ -64,6 +69,11 @@ class HeterophilousData(GraphDataModule):
             reason = str(error).splitlines()[0].strip("\"'")
             raise UserError(f"{path} does not hold a heterophilous graph: {reason}") from error
         features, labels, edges = (arrays[name] for name in ARRAYS[:3])
+        if arrays["train_masks"].shape[0] != self.expected_splits:
+            raise UserError(
+                f"{path}: expected data.num_splits={self.expected_splits} splits, "
+                f"got {arrays['train_masks'].shape[0]}"
+            )
         if edges.ndim != 2 or edges.shape[1] != 2:
             raise UserError(f"{path}: expected edges [edges, 2], got {list(edges.shape)}")
         return Data(

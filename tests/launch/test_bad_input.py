@@ -38,6 +38,10 @@ SHIPPED = [
     ("precision=bf17-mixd", "did you mean bf16-mixed?"),
     ("seed=-1", "seed: expected 0 to 4294967295, got -1"),
     ("seeds=0", "seeds: expected at least 1, got 0"),
+    ("splits=0", "splits: expected all, or 1 to 1000 runs, got 0"),
+    ("splits=every", "splits"),
+    ("splits=all", "splits=all: the data does not say how many it has (data.num_splits)"),
+    ("splits=2 seeds=2", "splits: not together with seeds"),
     ("compile=fastest", "compile: expected bool | Literal["),
     ("data.batch_size=null", "data.batch_size: expected int, got None"),
     # targets
