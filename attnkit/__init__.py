@@ -21,6 +21,7 @@ _HOME = {
     "Blocks": "attnkit.core.sparse_masks",
     "Edges": "attnkit.core.graph",
     "EdgeFeatures": "attnkit.core.graph",
+    "edge_weights": "attnkit.core.edge_weights",
     "ALiBi": "attnkit.core.biases",
     "RelativeBias1d": "attnkit.core.biases",
     "RelativeBias2d": "attnkit.core.biases",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.cache import KeyValueCache
     from attnkit.core.delta_rule import delta_rule
+    from attnkit.core.edge_weights import edge_weights
     from attnkit.core.graph import EdgeFeatures, Edges
     from attnkit.core.hard import record_draws
     from attnkit.core.learned_positions import (
