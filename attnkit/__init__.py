@@ -55,6 +55,7 @@ _HOME = {
     "capture_attention": "attnkit.core.weights",
     "MultiHeadAttention": "attnkit.core.multihead",
     "AttentionPool": "attnkit.layers.pooling",
+    "GraphAttention": "attnkit.layers.graph",
     "ViT": "attnkit.models.vit",
     "checks": "attnkit.checks",
     "check_attention": "attnkit.checks.run",
@@ -106,5 +107,6 @@ if TYPE_CHECKING:
     from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.sparse_masks import Blocks, Packed, Window, Window2d
     from attnkit.core.weights import attention_weights, capture_attention
+    from attnkit.layers.graph import GraphAttention
     from attnkit.layers.pooling import AttentionPool
     from attnkit.models.vit import ViT
