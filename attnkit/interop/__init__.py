@@ -5,7 +5,8 @@ the model must be of a type known here, the settings of its blocks must be one, 
 state dict may be left over. Whether parameters are frozen is not carried over.
 """
 
+from attnkit.interop.explain import explainable
+from attnkit.interop.pyg import from_pyg
 from attnkit.interop.vision import from_timm, from_torch, from_torchvision
 
-
-__all__ = ["from_timm", "from_torch", "from_torchvision"]
+__all__ = ["explainable", "from_pyg", "from_timm", "from_torch", "from_torchvision"]
