@@ -57,6 +57,7 @@ _HOME = {
     "AttentionPool": "attnkit.layers.pooling",
     "GraphAttention": "attnkit.layers.graph",
     "ViT": "attnkit.models.vit",
+    "GAT": "attnkit.models.gat",
     "checks": "attnkit.checks",
     "check_attention": "attnkit.checks.run",
     "assert_attention": "attnkit.checks.run",
@@ -109,4 +110,5 @@ if TYPE_CHECKING:
     from attnkit.core.weights import attention_weights, capture_attention
     from attnkit.layers.graph import GraphAttention
     from attnkit.layers.pooling import AttentionPool
+    from attnkit.models.gat import GAT
     from attnkit.models.vit import ViT

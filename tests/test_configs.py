@@ -13,7 +13,9 @@ from attnkit.tasks.image_classification import CIFAR10Data, MemoryImages
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 FILES = sorted(p.relative_to(CONF) for p in CONF.glob("*/*.yaml"))
-ELSEWHERE = {Path("trainer/cpu_ddp.yaml")}  # takes its steps in launch/test_vit.py
+# take their steps in launch/test_vit.py and models/test_gat.py
+ELSEWHERE = {Path("trainer/cpu_ddp.yaml")}
+ELSEWHERE |= {Path(f"model/{name}.yaml") for name in ("gat", "gatv2", "gat_sep")}
 QUICK = (
     "trainer.max_epochs=1", "trainer.limit_batches=1", "data.batch_size=3", "callbacks.last=null",
     "callbacks.checkpoint=null", "callbacks.curves=null", "logger.tensorboard=null",
