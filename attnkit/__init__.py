@@ -21,6 +21,7 @@ _HOME = {
     "Blocks": "attnkit.core.sparse_masks",
     "Edges": "attnkit.core.graph",
     "EdgeFeatures": "attnkit.core.graph",
+    "edge_weights": "attnkit.core.edge_weights",
     "ALiBi": "attnkit.core.biases",
     "RelativeBias1d": "attnkit.core.biases",
     "RelativeBias2d": "attnkit.core.biases",
@@ -54,7 +55,9 @@ _HOME = {
     "capture_attention": "attnkit.core.weights",
     "MultiHeadAttention": "attnkit.core.multihead",
     "AttentionPool": "attnkit.layers.pooling",
+    "GraphAttention": "attnkit.layers.graph",
     "ViT": "attnkit.models.vit",
+    "GAT": "attnkit.models.gat",
     "checks": "attnkit.checks",
     "check_attention": "attnkit.checks.run",
     "assert_attention": "attnkit.checks.run",
@@ -87,6 +90,7 @@ if TYPE_CHECKING:
     from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.cache import KeyValueCache
     from attnkit.core.delta_rule import delta_rule
+    from attnkit.core.edge_weights import edge_weights
     from attnkit.core.graph import EdgeFeatures, Edges
     from attnkit.core.hard import record_draws
     from attnkit.core.learned_positions import (
@@ -104,5 +108,7 @@ if TYPE_CHECKING:
     from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.sparse_masks import Blocks, Packed, Window, Window2d
     from attnkit.core.weights import attention_weights, capture_attention
+    from attnkit.layers.graph import GraphAttention
     from attnkit.layers.pooling import AttentionPool
+    from attnkit.models.gat import GAT
     from attnkit.models.vit import ViT

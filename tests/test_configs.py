@@ -15,7 +15,17 @@ from attnkit.tasks.image_classification import CIFAR10Data, MemoryImages
 CONF = Path(__file__).resolve().parent.parent / "conf"
 FILES = sorted(p.relative_to(CONF) for p in CONF.glob("*/*.yaml"))
 ELSEWHERE = {Path("trainer/cpu_ddp.yaml")}  # takes its steps in launch/test_vit.py
-GRAPHS = {"dictionary_lookup", "digits_graph", "graph", "heterophilous", "planetoid", "pyg"}
+GRAPHS = {
+    "dictionary_lookup",
+    "digits_graph",
+    "gat",
+    "gat_sep",
+    "gatv2",
+    "graph",
+    "heterophilous",
+    "planetoid",
+    "pyg",
+}
 QUICK = (
     "trainer.max_epochs=1", "trainer.limit_batches=1", "data.batch_size=3", "callbacks.last=null",
     "callbacks.checkpoint=null", "callbacks.curves=null", "logger.tensorboard=null",
@@ -44,12 +54,7 @@ def test_takes_a_step(path, graph_files, tmp_path, monkeypatch, capfd):
         command.append("trainer=cpu")
     used = {choice, *_defaults(yaml.safe_load((CONF / path).read_text()) or {})}
     if used & GRAPHS:
-        command += [
-            "--config-dir",
-            str(graph_files.write_model(tmp_path / "mine")),
-            "task=graph",
-            "model=gcn",
-        ]
+        command.append("task=graph")
     elif group != "model":
         command += ["model.dim=24", "model.depth=1"]
     if "planetoid" in used:

@@ -101,6 +101,20 @@ class Edges(Mask):
         source, target = self.edge_index
         return len((target * self.sizes[1] + source).unique()) < self.num_edges
 
+    @cached_property
+    def proper(self) -> Tensor:
+        """The places of the edges that are no self-loops, [proper edges]."""
+        source, target = self.edge_index
+        return (source != target).nonzero().squeeze(1)
+
+    @cached_property
+    def looped(self) -> Edges:
+        """The proper edges in their order, then one self-loop for each node that is both source
+        and target; made once and kept, as the sorted edges are."""
+        loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
+        proper = self.edge_index[:, self.proper]
+        return Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
+
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if (num_queries, num_keys) != self.sizes:
             raise ValueError(

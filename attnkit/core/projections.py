@@ -14,6 +14,8 @@ __all__ = ["Projections"]
 class Projections(nn.Module):
     """Queries, keys and values of tokens, as heads [batch, heads, tokens, head_dim].
 
+    Tokens may lack the batch, as the nodes of a graph do; then the heads lack it too.
+
     One fused matrix, `in_proj`, where queries, keys and values have as many input channels, else
     `query_proj`, `key_proj` and `value_proj`; with `qk_norm` queries and keys are layer-normalised
     per head. The base of `MultiHeadAttention`, which documents the arguments.
@@ -88,7 +90,7 @@ class Projections(nn.Module):
     def _heads(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """The projections of the inputs in turn, None of None."""
         return [
-            None if tokens is None else tokens.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            None if tokens is None else tokens.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
             for tokens in self._projected(inputs)
         ]
 

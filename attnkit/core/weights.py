@@ -16,7 +16,7 @@ from attnkit.core.normalizers import Normalizer
 from attnkit.core.record import module_name
 from attnkit.core.scores import Score
 
-__all__ = ["Indices", "attention_weights", "capture_attention"]
+__all__ = ["Indices", "as_indices", "attention_weights", "capture_attention"]
 
 Indices = int | slice | Sequence[int] | Tensor | None
 """Which rows or heads: one, a slice, several, or None for all. Negative ones count from the end."""
@@ -58,8 +58,8 @@ def attention_weights(
         query, key, key, score=score, mask=mask, bias=bias, normalizer=normalizer, scale=scale
     )
     batch, num_heads, num_queries, _ = inputs.query.shape
-    row_indices = _indices("rows", rows, num_queries, query.device)
-    head_indices = _indices("heads", heads, num_heads, query.device)
+    row_indices = as_indices("rows", rows, num_queries, query.device)
+    head_indices = as_indices("heads", heads, num_heads, query.device)
     kv_heads = head_indices // (num_heads // inputs.key.shape[1])
     exact = in_high_precision(
         replace(
@@ -165,7 +165,8 @@ def _select_layers(
     return chosen
 
 
-def _indices(name: str, given: Indices, size: int, device: torch.device) -> Tensor:
+def as_indices(name: str, given: Indices, size: int, device: torch.device) -> Tensor:
+    """Places from 0 to size − 1; IndexError or TypeError name what is wrong."""
     everything = torch.arange(size, device=device)
     if given is None:
         return everything

@@ -1,5 +1,6 @@
 """Whole models on attnkit's block."""
 
+from attnkit.models.gat import GAT
 from attnkit.models.vit import VIT_SIZES, ViT
 
-__all__ = ["VIT_SIZES", "ViT"]
+__all__ = ["GAT", "VIT_SIZES", "ViT"]

@@ -1,20 +1,14 @@
-"""Weights from modules nobody here wrote, with equal outputs.
-
-What a model has and attnkit's does not is refused with the reason, never dropped: every module of
-the model must be of a type known here, the settings of its blocks must be one, and no entry of its
-state dict may be left over. Whether parameters are frozen is not carried over.
-"""
+"""Weights of torch's attention and of timm's and torchvision's Vision Transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.models.loading import load_matching
+from attnkit.interop.carry import check_class, has_hooks, loaded, refuse, renamed, strangers
 from attnkit.models.vit import ViT
 
 if TYPE_CHECKING:
@@ -22,8 +16,6 @@ if TYPE_CHECKING:
     import torchvision.models
 
 __all__ = ["from_timm", "from_torch", "from_torchvision"]
-
-State = dict[str, Tensor]
 
 _PLAIN = {nn.Conv2d, nn.Dropout, nn.GELU, nn.Identity, nn.LayerNorm, nn.Linear, nn.Sequential}
 
@@ -72,13 +64,13 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         TypeError: another class, subclasses included.
         ValueError: the module has `add_bias_kv` or `add_zero_attn`.
     """
-    _check_class(module, nn.MultiheadAttention)
-    _refuse(
+    check_class(module, nn.MultiheadAttention)
+    refuse(
         module,
         {
             "add_bias_kv: learned extra keys": module.bias_k is not None,
             "add_zero_attn: an extra key of zeros": module.add_zero_attn,
-            "hooks": _has_hooks(module) or _has_hooks(module.out_proj),
+            "hooks": has_hooks(module) or has_hooks(module.out_proj),
         },
     )
     block = MultiHeadAttention(
@@ -94,11 +86,11 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     if not block.is_fused:
         letters = {"q": "query", "k": "key", "v": "value"}
         names = {f"{letter}_proj_": f"{name}_proj." for letter, name in letters.items()}
-    state = _renamed(module.state_dict(), names)
+    state = renamed(module.state_dict(), names)
     if not block.is_fused and "in_proj_bias" in state:
         parts = ("query_proj.bias", "key_proj.bias", "value_proj.bias")
         state.update(zip(parts, state.pop("in_proj_bias").chunk(3), strict=True))
-    return _loaded(block, state, module)
+    return loaded(block, state, module)
 
 
 def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
@@ -126,10 +118,10 @@ def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
     from timm.layers.activations import GELU, GELUTanh
     from timm.models.vision_transformer import Block, VisionTransformer
 
-    _check_class(model, VisionTransformer)
+    check_class(model, VisionTransformer)
     known = {VisionTransformer, PatchEmbed, PatchDropout, Block, Attention, Mlp, LayerNorm}
     known |= {LayerScale, DropPath, AttentionPoolLatent, GELU, GELUTanh, *_PLAIN}
-    _refuse(model, _strangers(model, known))
+    refuse(model, strangers(model, known))
 
     blocks: list[Any] = list(model.blocks)
     pool: Any = model.attn_pool
@@ -142,7 +134,7 @@ def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
     attention_dropouts = {block.attn.attn_drop.p for block in blocks}
     activations = [_activation(part.mlp.act) for part in [*blocks, pool] if part is not None]
     pooled_norm = isinstance(model.fc_norm, nn.LayerNorm)
-    _refuse(
+    refuse(
         model,
         {
             **_uneven(model, model.patch_embed.proj, activations),
@@ -195,10 +187,10 @@ def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
     ours: list[Any] = list(vit.blocks)
     rates = [(_rate(b.drop_path1), _rate(b.drop_path2)) for b in blocks]
     linear = [(_rate(block.drop_path),) * 2 for block in ours]
-    _refuse(model, {"drop path that does not rise linearly": not torch.allclose(
+    refuse(model, {"drop path that does not rise linearly": not torch.allclose(
         torch.tensor(rates), torch.tensor(linear))})  # fmt: skip
 
-    state = _renamed(model.state_dict(), _FROM_TIMM)
+    state = renamed(model.state_dict(), _FROM_TIMM)
     if "pos_embed" in state:
         # a position of a prefix token is added to that token and to nothing else: it is part of it
         positions = state.pop("pos_embed")
@@ -212,7 +204,7 @@ def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
         for kind in ("weight", "bias"):
             parts = [state.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv")]
             state[f"pool.attention.in_proj.{kind}"] = torch.cat(parts)
-    return _loaded(vit, state, model)
+    return loaded(vit, state, model)
 
 
 def from_torchvision(model: torchvision.models.VisionTransformer) -> ViT:
@@ -226,12 +218,12 @@ def from_torchvision(model: torchvision.models.VisionTransformer) -> ViT:
     from torchvision.models import VisionTransformer
     from torchvision.models.vision_transformer import Encoder, EncoderBlock, MLPBlock
 
-    _check_class(model, VisionTransformer)
+    check_class(model, VisionTransformer)
     known = {VisionTransformer, Encoder, EncoderBlock, MLPBlock, nn.MultiheadAttention}
     known |= {type(nn.MultiheadAttention(1, 1).out_proj), *_PLAIN}
-    _refuse(model, _strangers(model, known))
+    refuse(model, strangers(model, known))
     heads: list[Any] = [m for m in model.heads.modules() if not isinstance(m, nn.Sequential)]
-    _refuse(
+    refuse(
         model,
         {
             "a convolutional stem": not isinstance(model.conv_proj, nn.Conv2d),
@@ -242,7 +234,7 @@ def from_torchvision(model: torchvision.models.VisionTransformer) -> ViT:
     dropouts = {p for b in layers for p in (b.dropout.p, b.mlp[2].p, b.mlp[4].p)}
     dropouts.add(model.encoder.dropout.p)
     attention_dropouts = {block.self_attention.dropout for block in layers}
-    _refuse(
+    refuse(
         model,
         {
             **_uneven(model, model.conv_proj, [_activation(block.mlp[1]) for block in layers]),
@@ -266,48 +258,12 @@ def from_torchvision(model: torchvision.models.VisionTransformer) -> ViT:
         norm_eps=layers[0].ln_1.eps,
     )
     trunk = {k: v for k, v in model.state_dict().items() if not k.startswith("heads.")}
-    state = _renamed(trunk, _FROM_TORCHVISION)
-    state.update(_renamed(heads[0].state_dict(prefix="head."), {}))
+    state = renamed(trunk, _FROM_TORCHVISION)
+    state.update(renamed(heads[0].state_dict(prefix="head."), {}))
     positions = state.pop("encoder.pos_embedding")
     state["class_token"] = state["class_token"] + positions[:, :1]
     state["position_table"] = positions[:, 1:]
-    return _loaded(vit, state, model)
-
-
-def _check_class(module: object, expected: type) -> None:
-    """Subclasses may compute anything, so only the class itself will do."""
-    if type(module) is not expected:
-        given = type(module)
-        raise TypeError(
-            f"expected {expected.__module__}.{expected.__name__} itself, "
-            f"got {given.__module__}.{given.__name__}"
-        )
-
-
-def _refuse(module: nn.Module, reasons: Mapping[str, bool]) -> None:
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise ValueError(f"{type(module).__name__} cannot be carried over: {'; '.join(found)}")
-
-
-def _strangers(model: nn.Module, known: set[Any]) -> dict[str, bool]:
-    """What of the model is of no known type or has hooks, that is, computes who knows what."""
-    places: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        if type(module) not in known:
-            places.setdefault(type(module).__name__, []).append(name)
-        elif _has_hooks(module):
-            places.setdefault("hooks", []).append(name or "the model itself")
-    return {f"{what} at {_shortened(names)}": True for what, names in places.items()}
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    return loaded(vit, state, model)
 
 
 def _uneven(model: nn.Module, patch: nn.Conv2d, activations: list[str | None]) -> dict[str, bool]:
@@ -331,20 +287,3 @@ def _activation(module: nn.Module) -> Any:
 def _rate(module: nn.Module) -> float:
     """Of timm's DropPath or PatchDropout; 0 of an Identity."""
     return getattr(module, "drop_prob", getattr(module, "prob", 0.0))
-
-
-def _renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> State:
-    """With parts of names replaced in turn; a name without such a part stays and is refused."""
-    renamed = {}
-    for name, tensor in state.items():
-        for theirs, ours in names.items():
-            name = name.replace(theirs, ours)
-        renamed[name] = tensor
-    return renamed
-
-
-def _loaded(ours: Any, state: State, theirs: nn.Module) -> Any:
-    """Our module with the state, in the mode, dtype and place of the original."""
-    ours = ours.to(next(theirs.parameters()))  # first, lest float64 passes through float32
-    load_matching(ours, state, type(theirs).__name__)
-    return ours.train(theirs.training)

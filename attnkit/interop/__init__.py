@@ -1,0 +1,12 @@
+"""Weights from modules nobody here wrote, with equal outputs.
+
+What a model has and attnkit's does not is refused with the reason, never dropped: every module of
+the model must be of a type known here, the settings of its blocks must be one, and no entry of its
+state dict may be left over. Whether parameters are frozen is not carried over.
+"""
+
+from attnkit.interop.explain import explainable
+from attnkit.interop.pyg import from_pyg
+from attnkit.interop.vision import from_timm, from_torch, from_torchvision
+
+__all__ = ["explainable", "from_pyg", "from_timm", "from_torch", "from_torchvision"]

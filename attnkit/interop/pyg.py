@@ -1,0 +1,155 @@
+"""Weights of PyTorch Geometric's attention layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from attnkit.interop.carry import State, check_class, has_hooks, loaded, refuse
+from attnkit.layers.graph import GraphAttention
+
+if TYPE_CHECKING:
+    from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
+
+__all__ = ["from_pyg"]
+
+
+def from_pyg(conv: TransformerConv | GATv2Conv | GATConv) -> GraphAttention:
+    """attnkit's layer with the weights of PyG's; equal outputs and gradients.
+
+    All options of the three are carried over. Ours differs in this: weights come from
+    `attention_weights`, in the order of the edges and before dropout; edge features are asked for
+    where there is an `edge_dim`, and refused where there is none (there PyG's `GATConv` ignores
+    them, and `TransformerConv` adds them to the values as they are); of `TransformerConv` without
+    `root_weight`, the matrix that it keeps and does not use is left out.
+
+    Raises:
+        TypeError: another class, subclasses included.
+        ValueError: it has what attnkit's layer does not; everything is named.
+    """
+    from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
+
+    carry: dict[type, Any] = {
+        TransformerConv: _from_transformer,
+        GATv2Conv: _from_gatv2,
+        GATConv: _from_gat,
+    }
+    check_class(conv, *carry)
+    _check(conv)
+    layer, state = carry[type(conv)](conv)
+    return loaded(layer, state, conv)
+
+
+def _check(conv: Any) -> None:
+    hooks = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    stages = [f"_{name}_forward_{when}" for name in hooks for when in ("hooks", "pre_hooks")]
+    refuse(
+        conv,
+        {
+            "lazy channels (-1) that no input has set yet": any(map(is_lazy, conv.parameters())),
+            f"aggr={conv.aggr!r}": conv.aggr not in ("add", "sum"),
+            f"flow={conv.flow!r}": conv.flow != "source_to_target",
+            f"node_dim={conv.node_dim}": conv.node_dim != 0,
+            "hooks": any(map(has_hooks, conv.modules()))
+            or any(getattr(conv, stage) for stage in stages),
+            "masks of an explainer": bool(conv.explain),
+        },
+    )
+
+
+def _options(conv: Any) -> dict[str, Any]:
+    """What the three have in common."""
+    return {
+        "out_channels": conv.out_channels,
+        "heads": conv.heads,
+        "concat": conv.concat,
+        "edge_dim": None if conv.lin_edge is None else conv.lin_edge.in_channels,
+        "dropout_p": conv.dropout,
+    }
+
+
+def _loop_options(conv: Any) -> dict[str, Any]:
+    """What GATConv and GATv2Conv have in common."""
+    options = {"add_self_loops": conv.add_self_loops, "negative_slope": conv.negative_slope}
+    if conv.add_self_loops and conv.lin_edge is not None:
+        options["fill_value"] = conv.fill_value
+    return options | {"residual": conv.res is not None, "out_bias": conv.bias is not None}
+
+
+def _from_transformer(conv: TransformerConv) -> tuple[GraphAttention, State]:
+    linears = {"query": conv.lin_query, "key": conv.lin_key, "value": conv.lin_value}
+    sizes = conv.lin_key.in_channels, conv.lin_query.in_channels
+    bias = conv.lin_key.bias is not None
+    layer = GraphAttention(
+        sizes,
+        **_options(conv),
+        residual=conv.root_weight,
+        gate=conv.beta,
+        bias=bias,
+        out_bias=bias and conv.root_weight,
+    )
+    state: State = {}
+    for kind in ("weight", "bias") if bias else ("weight",):
+        parts = {name: getattr(linear, kind) for name, linear in linears.items()}
+        if sizes[0] == sizes[1]:
+            state[f"projections.node_proj.in_proj.{kind}"] = torch.cat([*parts.values()])
+        else:
+            state |= {
+                f"projections.node_proj.{name}_proj.{kind}": part for name, part in parts.items()
+            }
+    if conv.root_weight:
+        state |= conv.lin_skip.state_dict(prefix="residual_proj.")
+    if conv.beta:
+        state |= conv.lin_beta.state_dict(prefix="gate_proj.")
+    return layer, state | _edges(conv)
+
+
+def _from_gatv2(conv: GATv2Conv) -> tuple[GraphAttention, State]:
+    layer = GraphAttention(
+        (conv.lin_l.in_channels, conv.lin_r.in_channels),
+        score="gatv2",
+        share_weights=conv.share_weights,
+        bias=conv.lin_l.bias is not None,
+        **_options(conv),
+        **_loop_options(conv),
+    )
+    state = {"projections.score.vector": conv.att[0]} | conv.lin_l.state_dict(
+        prefix="projections.key_proj."
+    )
+    if not conv.share_weights:
+        state |= conv.lin_r.state_dict(prefix="projections.query_proj.")
+    return layer, state | _output(conv) | _edges(conv)
+
+
+def _from_gat(conv: GATConv) -> tuple[GraphAttention, State]:
+    is_pair = conv.lin is None
+    source, target = (conv.lin_src, conv.lin_dst) if is_pair else (conv.lin, conv.lin)
+    layer = GraphAttention(
+        (source.in_channels, target.in_channels) if is_pair else source.in_channels,
+        score="gat",
+        **_options(conv),
+        **_loop_options(conv),
+    )
+    state = {"projections.query_vector": conv.att_dst[0], "projections.key_vector": conv.att_src[0]}
+    state |= source.state_dict(prefix="projections.value_proj.")
+    if is_pair:
+        state |= target.state_dict(prefix="projections.target_proj.")
+    if conv.lin_edge is not None:
+        state["projections.edge_vector"] = conv.att_edge[0]
+    return layer, state | _output(conv) | _edges(conv)
+
+
+def _edges(conv: Any) -> State:
+    return (
+        {} if conv.lin_edge is None else conv.lin_edge.state_dict(prefix="projections.edge_proj.")
+    )
+
+
+def _output(conv: Any) -> State:
+    """The residual of GATConv and GATv2Conv, and their bias, which is that of ours."""
+    state: State = {} if conv.res is None else conv.res.state_dict(prefix="residual_proj.")
+    if conv.bias is not None:
+        state["out_bias" if conv.res is None else "residual_proj.bias"] = conv.bias
+    return state

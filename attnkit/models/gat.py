@@ -1,0 +1,169 @@
+"""Graph attention networks for node classification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnkit.core.graph import Edges
+from attnkit.layers.graph import GraphAttention, GraphScoreName
+from attnkit.layers.graph_block import (
+    Activation,
+    GraphBlock,
+    GraphLayer,
+    Norm,
+    make_activation,
+    make_norm,
+)
+from attnkit.layers.graph_inputs import as_edges
+
+__all__ = ["GAT"]
+
+
+class GAT(nn.Module):
+    """Graph attention network (Veličković et al., Graph Attention Networks, 2018).
+
+        x = elu(attention(dropout(x)))        for each layer but the last
+        logits = attention(dropout(x))        whose heads are averaged
+
+    Nodes [nodes, in_channels] in, logits [nodes, num_classes] out. By default the network of the
+    paper's citation graphs with `hidden_channels=64`: two layers, 8 heads of 8 channels, one output
+    head, self-loops, dropout 0.6 of every layer's input and of the attention.
+
+    With `mlp_ratio` it is the network of Platonov et al. (A Critical Look at the Evaluation of GNNs
+    under Heterophily, 2023), GAT-sep with `separate_self`, of `num_layers` residual blocks:
+
+        x = activation(dropout(linear(x)))
+        x = x + mlp(attention(norm(x)))       for each layer
+        logits = linear(norm(x))
+
+    Args:
+        in_channels: channels of the nodes.
+        hidden_channels: channels between layers, all heads together.
+        num_classes: logits.
+        num_layers: attention layers.
+        heads: of each layer, a divisor of `hidden_channels`.
+        out_heads: of the last layer; None: 1. Residual blocks have none.
+        score: "gat", "gatv2", or any other score of `GraphAttention`.
+        dropout_p: of the layers' inputs; with residual blocks, after the first linear layer and in
+            the MLPs.
+        attention_dropout_p: of the attention weights.
+        residual: add W_r x to each layer's output, as the paper's network for protein graphs does
+            in the middle; residual blocks do without.
+        norm: "layer", "batch" or None: before the activation; with residual blocks as above.
+        mlp_ratio: None, or residual blocks with MLPs of this width over `hidden_channels`.
+        separate_self: the node's own value beside what it gathered; with residual blocks.
+        add_self_loops: None: unless `separate_self`.
+        edge_dim: channels of the edges, which every layer reads; None: they carry nothing.
+        activation: "elu", "relu" or "gelu".
+        backend: the attention kernel, as in `attnkit.attend`.
+
+    Raises:
+        ValueError: sizes that do not divide, unknown choices, options that do not go together.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        num_classes: int,
+        *,
+        num_layers: int = 2,
+        heads: int = 8,
+        out_heads: int | None = None,
+        score: GraphScoreName = "gat",
+        dropout_p: float = 0.6,
+        attention_dropout_p: float = 0.6,
+        residual: bool = False,
+        norm: Norm | None = None,
+        mlp_ratio: float | None = None,
+        separate_self: bool = False,
+        add_self_loops: bool | None = None,
+        edge_dim: int | None = None,
+        activation: Activation = "elu",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if num_layers < 1 or heads < 1:
+            raise ValueError(
+                f"num_layers and heads: expected at least 1, got {num_layers} and {heads}"
+            )
+        if hidden_channels % heads:
+            raise ValueError(f"heads: {heads} does not divide hidden_channels {hidden_channels}")
+        if mlp_ratio is None and separate_self:
+            raise ValueError("separate_self: needs an mlp_ratio, whose MLPs mix what is separate")
+        if mlp_ratio is not None and (residual or out_heads is not None):
+            given = "residual" if residual else "out_heads"
+            raise ValueError(f"{given}: the residual blocks of mlp_ratio have none")
+        self.in_channels = in_channels
+        self.num_classes = num_classes
+        attention: dict[str, Any] = {
+            "score": score,
+            "edge_dim": edge_dim,
+            "add_self_loops": not separate_self if add_self_loops is None else add_self_loops,
+            "dropout_p": attention_dropout_p,
+            "backend": backend,
+        }
+        head_channels = hidden_channels // heads
+        self.stem, self.head = nn.Sequential(), nn.Sequential()
+        if mlp_ratio is not None:
+            self.stem = nn.Sequential(
+                nn.Linear(in_channels, hidden_channels),
+                nn.Dropout(dropout_p),
+                make_activation(activation),
+            )
+            self.layers = nn.ModuleList(
+                GraphBlock(
+                    hidden_channels,
+                    GraphAttention(
+                        hidden_channels,
+                        head_channels,
+                        heads,
+                        separate_self=separate_self,
+                        **attention,
+                    ),
+                    make_norm(norm, hidden_channels),
+                    mlp_ratio=mlp_ratio,
+                    activation=activation,
+                    dropout_p=dropout_p,
+                )
+                for _ in range(num_layers)
+            )
+            self.head = nn.Sequential(
+                make_norm(norm, hidden_channels), nn.Linear(hidden_channels, num_classes)
+            )
+            return
+        sizes = [in_channels, *[hidden_channels] * (num_layers - 1)]
+        hidden = [
+            GraphLayer(
+                GraphAttention(size, head_channels, heads, residual=residual, **attention),
+                make_norm(norm, hidden_channels),
+                make_activation(activation),
+                dropout_p,
+            )
+            for size in sizes[:-1]
+        ]
+        last = GraphAttention(
+            sizes[-1], num_classes, out_heads or 1, concat=False, residual=residual, **attention
+        )
+        self.layers = nn.ModuleList(
+            [*hidden, GraphLayer(last, nn.Identity(), nn.Identity(), dropout_p)]
+        )
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor | Edges, edge_attr: Tensor | None = None
+    ) -> Tensor:
+        """Logits [nodes, num_classes].
+
+        Args:
+            x: [nodes, in_channels], dense or sparse CSR, of which the values are dropped.
+            edge_index: as in `GraphAttention`; given as a tensor it is sorted once for all layers,
+                at every call; given as `attnkit.Edges`, never again.
+            edge_attr: [edges, edge_dim].
+        """
+        edges = as_edges(edge_index, x.shape[0])
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x, edges, edge_attr)
+        return self.head(x)

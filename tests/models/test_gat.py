@@ -1,0 +1,216 @@
+"""GAT against PyG's by copied weights, GAT-sep, equivariance, sparse features, configurations."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn import functional as F
+from torch_geometric.nn import GATConv, models
+
+import attnkit
+from attnkit import GAT, Edges, interop
+from attnkit.core.adjacency import Adjacency
+from attnkit.launch.annotations import accepts
+from attnkit.launch.signatures import signature_of
+
+NODES, CHANNELS, CLASSES = 17, 13, 5
+CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
+VARIANTS = {
+    "published": {},
+    "deeper": {"num_layers": 3, "residual": True, "norm": "layer", "out_heads": 3},
+    "one layer": {"num_layers": 1},
+    "gatv2": {"score": "gatv2", "norm": "batch"},
+    "dot": {"score": "scaled_dot", "edge_dim": 2, "activation": "relu"},
+    "blocks": {"mlp_ratio": 1.5, "norm": "layer", "activation": "gelu", "edge_dim": 2},
+    "sep": {"mlp_ratio": 1.0, "norm": "layer", "separate_self": True, "activation": "gelu"},
+}
+
+
+def make(**options):
+    model = GAT(CHANNELS, 12, CLASSES, **{"heads": 3, **options}).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = 0.4 * torch.randn(parameter.shape, generator=generator).double()
+    return model
+
+
+def graph(num_edges=53):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(NODES, (2, num_edges), generator=generator)
+
+
+def inputs(options):
+    x = torch.randn(NODES, CHANNELS, dtype=torch.float64, requires_grad=True)
+    attr = torch.randn(53, 2, dtype=torch.float64) if "edge_dim" in options else None
+    return x, graph(), attr
+
+
+def test_by_default_it_is_the_published_network():
+    model = GAT(1433, 64, 7)
+    first, second = (layer.attention for layer in model.layers)
+    assert (first.heads, first.out_channels, second.heads, second.out_channels) == (8, 8, 1, 7)
+    # 8 heads of 1433 × 8 weights, 2 vectors of 8 and a bias of 8; then 64 × 7, 2 × 7 and 7
+    assert sum(p.numel() for p in model.parameters()) == 8 * (1433 * 8 + 24) + 64 * 7 + 14 + 7
+    drops = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+    assert [*drops, first.dropout_p, second.dropout_p] == [0.6] * 4
+    assert first.add_self_loops
+    assert second.add_self_loops
+    assert type(model.layers[0].activation) is nn.ELU
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_it_is_pygs_gat_by_copied_weights(v2):
+    theirs = models.GAT(CHANNELS, 12, 2, CLASSES, heads=3, dropout=0.6, act="elu", v2=v2).double()
+    for parameter in theirs.parameters():
+        parameter.data = 0.4 * torch.randn_like(parameter)
+    theirs.convs[-1].concat = False
+    theirs.eval()
+    ours = make(score="gatv2" if v2 else "gat", out_heads=3).eval()
+    for layer, conv in zip(ours.layers, theirs.convs, strict=True):
+        layer.attention.load_state_dict(interop.from_pyg(conv).state_dict())
+    x, edge_index, _ = inputs({})
+    expected, actual = theirs(x, edge_index), ours(x, edge_index)
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+    gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (expected, actual)]
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-9, rtol=1e-9)
+
+
+def test_it_is_two_layers_of_pyg_with_elu_between():
+    convs = [GATConv(CHANNELS, 4, 3).double(), GATConv(12, CLASSES, 1, concat=False).double()]
+    ours = make().eval()
+    for layer, conv in zip(ours.layers, convs, strict=True):
+        layer.attention.load_state_dict(interop.from_pyg(conv).state_dict())
+    x, edge_index, _ = inputs({})
+    expected = convs[1](F.elu(convs[0](x, edge_index)), edge_index)
+    torch.testing.assert_close(ours(x, edge_index), expected)
+
+
+def test_gat_sep_is_what_its_paper_says():
+    model = make(mlp_ratio=1.0, norm="layer", separate_self=True, activation="gelu").eval()
+    x, edge_index, _ = inputs({})
+    hidden = F.gelu(model.stem[0](x))
+    for block in model.layers:
+        normed = block.norm(hidden)
+        own = F.linear(normed, block.attention.projections.value_proj.weight)
+        weights = block.attention.attention_weights(normed, edge_index)
+        assert weights.shape == (53, 3)  # no self-loops
+        messages = own.unflatten(1, (3, 4))[edge_index[0]] * weights[..., None]
+        gathered = torch.zeros(NODES, 3, 4).double().index_add(0, edge_index[1], messages)
+        both = torch.cat([own, gathered.flatten(1)], dim=1) + block.attention.out_bias
+        first, _, _, second, _ = block.mlp
+        hidden = hidden + second(F.gelu(first(both)))
+    norm, head = model.head
+    torch.testing.assert_close(model(x, edge_index), head(norm(hidden)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_order_of_nodes_changes_nothing(variant):
+    model = make(**VARIANTS[variant]).eval()
+    x, edge_index, attr = inputs(VARIANTS[variant])
+    order = torch.randperm(NODES)
+    logits = model(x, edge_index, attr)
+    assert logits.shape == (NODES, CLASSES)
+    torch.testing.assert_close(model(x[order], order.argsort()[edge_index], attr), logits[order])
+    torch.testing.assert_close(model(x, Edges(edge_index, NODES), attr), logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_gets_a_gradient(variant):
+    model = make(**VARIANTS[variant])
+    x, edge_index, attr = inputs(VARIANTS[variant])
+    model(x, edge_index, attr).square().sum().backward()
+    for name, parameter in [*model.named_parameters(), ("x", x)]:
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_a_tensor_of_edges_is_sorted_once_for_all_layers(monkeypatch):
+    sorts = []
+
+    def count(*given, of=Adjacency.of):
+        sorts.append(given)
+        return of(*given)
+
+    monkeypatch.setattr(Adjacency, "of", count)
+    model = make(num_layers=3, backend="edges")
+    x, edge_index, _ = inputs({})
+    model(x, edge_index)
+    assert len(sorts) == 1
+    edges = Edges(edge_index, NODES)
+    model(x, edges)
+    model(x, edges)
+    assert len(sorts) == 2
+
+
+@pytest.mark.parametrize("variant", ["published", "gatv2", "sep"])
+def test_sparse_features(variant):
+    model = make(**VARIANTS[variant])
+    x = torch.randn(NODES, CHANNELS, dtype=torch.float64)
+    x[x < 0.8] = 0
+    sparse, edge_index = x.to_sparse_csr(), graph()
+    assert model(sparse, edge_index).shape == (NODES, CLASSES)
+    if variant != "sep":  # whose dropout comes after the first linear layer
+        assert not torch.equal(model(sparse, edge_index), model(sparse, edge_index))
+    model.eval()
+    torch.testing.assert_close(model(sparse, edge_index), model(x, edge_index))
+
+
+def test_it_learns_and_tells_what_it_looked_at():
+    torch.manual_seed(0)
+    model = GAT(CHANNELS, 24, CLASSES, heads=3, dropout_p=0.1, attention_dropout_p=0.1)
+    x, edges = torch.randn(NODES, CHANNELS), Edges(graph(), NODES)
+    labels = torch.arange(NODES) % CLASSES
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        losses.append(F.cross_entropy(model(x, edges), labels))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+    with attnkit.capture_attention(model) as weights:
+        model(x, edges)
+    assert list(weights) == ["layers.0.attention", "layers.1.attention"]
+    assert weights["layers.0.attention"][0].shape == (53 + NODES, 3)
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2", "gat_sep"])
+def test_shipped_configurations_build_and_take_a_step(name):
+    config = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    target = config.pop("_target_")
+    assert target == f"{GAT.__module__}.{GAT.__name__}"
+    parameters = signature_of(target).parameters
+    filled = {"in_channels": CHANNELS, "num_classes": CLASSES}
+    assert {key for key, value in config.items() if value is None} - {"norm"} == set(filled)
+    config.update(filled)
+    for key, value in config.items():
+        assert accepts(parameters[key], value), key
+    model = GAT(**config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.clone() for p in model.parameters()]
+    F.cross_entropy(model(torch.randn(NODES, CHANNELS), graph()),
+                    torch.arange(NODES) % CLASSES).backward()  # fmt: skip
+    optimizer.step()
+    assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 5}, "heads: 5 does not divide hidden_channels 12"),
+        ({"num_layers": 0}, "num_layers and heads: expected at least 1, got 0 and 3"),
+        ({"separate_self": True}, "separate_self: needs an mlp_ratio"),
+        ({"mlp_ratio": 1.0, "residual": True}, "residual: the residual blocks of mlp_ratio have"),
+        ({"mlp_ratio": 1.0, "out_heads": 1}, "out_heads: the residual blocks of mlp_ratio have"),
+        ({"mlp_ratio": 0.01}, "mlp_ratio: 0.01 of 12 channels leaves none"),
+        ({"norm": "group"}, "norm: expected one of .*got 'group'"),
+        ({"activation": "tanh"}, "activation: expected one of .*got 'tanh'"),
+        ({"score": "gat2"}, "score: expected one of .*got 'gat2'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
