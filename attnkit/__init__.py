@@ -57,6 +57,7 @@ _HOME = {
     "AttentionPool": "attnkit.layers.pooling",
     "GraphAttention": "attnkit.layers.graph",
     "ViT": "attnkit.models.vit",
+    "GraphTransformer": "attnkit.models.graph_transformer",
     "GAT": "attnkit.models.gat",
     "checks": "attnkit.checks",
     "check_attention": "attnkit.checks.run",
@@ -111,4 +112,5 @@ if TYPE_CHECKING:
     from attnkit.layers.graph import GraphAttention
     from attnkit.layers.pooling import AttentionPool
     from attnkit.models.gat import GAT
+    from attnkit.models.graph_transformer import GraphTransformer
     from attnkit.models.vit import ViT

@@ -22,6 +22,7 @@ GRAPHS = {
     "gat_sep",
     "gatv2",
     "graph",
+    "graph_transformer",
     "heterophilous",
     "planetoid",
     "pyg",

@@ -1,6 +1,7 @@
 """Whole models on attnkit's block."""
 
 from attnkit.models.gat import GAT
+from attnkit.models.graph_transformer import GraphTransformer
 from attnkit.models.vit import VIT_SIZES, ViT
 
-__all__ = ["GAT", "VIT_SIZES", "ViT"]
+__all__ = ["GAT", "VIT_SIZES", "GraphTransformer", "ViT"]

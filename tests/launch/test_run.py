@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -85,6 +86,30 @@ def test_test_gives_what_training_reported(mine):
     assert (config["run"], config["data"]["batch_size"]) == ("test", 7)
     assert config["ckpt"] == str(Path("trained/checkpoints/best.ckpt").absolute())
     assert not Path("tested/checkpoints").exists()
+
+
+def test_splits(attnkit, graph_files, tmp_path):
+    """Each fixed split of the data is a run; what is lost is repeated and nothing else."""
+    np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
+    command = (
+        "task=graph", "data=heterophilous", f"data.root={tmp_path}", "model.hidden_channels=16",
+        "splits=all", "run_dir=all", "trainer.max_epochs=1", "trainer=cpu",
+    )  # fmt: skip
+    done = attnkit(*command)
+    assert done.code == 0, done.err
+    parts = [results_of(Path(f"all/split_{i}"))["test/auroc"] for i in range(10)]
+    results = results_of(Path("all"))
+    assert len(set(parts)) > 5
+    assert results["num_seeds"] == 10
+    assert results["test/auroc"] == pytest.approx(sum(parts) / 10)
+    assert folders.load_config(Path("all/split_3"))["data"]["split"] == 3
+    shutil.rmtree("all/split_3/checkpoints")
+    Path("all/split_3/results.json").unlink()
+    Path("all/results.json").unlink()
+    kept = Path("all/split_4/results.json").stat().st_mtime_ns
+    assert attnkit("resume=all").code == 0
+    assert results_of(Path("all"))["test/auroc"] == pytest.approx(results["test/auroc"])
+    assert Path("all/split_4/results.json").stat().st_mtime_ns == kept
 
 
 def test_seeds(mine):

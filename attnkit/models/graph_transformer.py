@@ -1,0 +1,158 @@
+"""A graph transformer: local attention along edges and global attention in each graph."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.graph import Edges
+from attnkit.core.sparse_masks import Packed
+from attnkit.layers.block import Activation
+from attnkit.layers.graph import GraphScoreName
+from attnkit.layers.graph_inputs import as_edges
+from attnkit.layers.graph_transformer import (
+    GlobalAttention,
+    GraphPool,
+    GraphTransformerBlock,
+    graph_lengths,
+)
+from attnkit.layers.sparse import SparseLinear
+
+__all__ = ["GraphTransformer"]
+
+ReadOut = Literal["node", "graph", "edge"]
+
+
+class GraphTransformer(nn.Module):
+    """Graph transformer of pre-norm blocks (Rampášek et al., GraphGPS, 2022; with local attention
+    alone, Dwivedi and Bresson 2021).
+
+        x = linear(x) + linear(positions)
+        x = block(x, edges)         num_layers times
+        logits = linear(norm(x))    of nodes, of pooled graphs, or of pairs [x_i, x_j]
+
+    Args:
+        in_channels: channels of the nodes.
+        hidden_channels: channels between blocks.
+        num_classes: logits.
+        num_layers, heads: of the blocks.
+        local: the score along edges, as in `GraphAttention`; None: no local attention.
+        global_attention: "softmax", "linear" for large graphs, or None.
+        readout: "node", "graph", pooled by attention with one learned query, or "edge".
+        position_dim: channels of positional encodings, such as those of PyG's transforms
+            `AddRandomWalkPE` and `AddLaplacianEigenvectorPE`; None: there are none.
+        random_signs: flip the sign of each column of the positions at random in training, as is
+            right for eigenvectors, whose sign means nothing.
+        edge_dim: channels of the edges, which local attention reads.
+        mlp_ratio, dropout_p, attention_dropout_p, activation, backend: of the blocks.
+
+    Raises:
+        ValueError: sizes that do not divide, unknown choices, arguments that are missing.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        num_classes: int,
+        *,
+        num_layers: int = 4,
+        heads: int = 8,
+        local: GraphScoreName | None = "scaled_dot",
+        global_attention: GlobalAttention | None = "softmax",
+        readout: ReadOut = "node",
+        position_dim: int | None = None,
+        random_signs: bool = False,
+        edge_dim: int | None = None,
+        mlp_ratio: float = 2.0,
+        dropout_p: float = 0.2,
+        attention_dropout_p: float = 0.0,
+        activation: Activation = "gelu",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if readout not in get_args(ReadOut):
+            raise ValueError(f"readout: expected one of {get_args(ReadOut)}, got {readout!r}")
+        if num_layers < 1:
+            raise ValueError(f"num_layers: expected at least 1, got {num_layers}")
+        if random_signs and position_dim is None:
+            raise ValueError("random_signs: of positions, but position_dim is None")
+        self.in_channels = in_channels
+        self.num_classes = num_classes
+        self.readout = readout
+        self.random_signs = random_signs
+        self.embed = SparseLinear(in_channels, hidden_channels)
+        self.position_embed = None
+        if position_dim is not None:
+            self.position_embed = nn.Linear(position_dim, hidden_channels)
+        self.dropout = nn.Dropout(dropout_p)
+        self.blocks = nn.ModuleList(
+            GraphTransformerBlock(
+                hidden_channels,
+                heads,
+                local=local,
+                global_attention=global_attention,
+                edge_dim=edge_dim,
+                mlp_ratio=mlp_ratio,
+                dropout_p=dropout_p,
+                attention_dropout_p=attention_dropout_p,
+                activation=activation,
+                backend=backend,
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(hidden_channels)
+        self.pool = None
+        if readout == "graph":
+            self.pool = GraphPool(hidden_channels, heads, backend=backend)
+        self.head = nn.Linear(hidden_channels * (1 + (readout == "edge")), num_classes)
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor | Edges,
+        edge_attr: Tensor | None = None,
+        *,
+        batch: Tensor | None = None,
+        positions: Tensor | None = None,
+        pairs: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [nodes, num_classes]; of graphs or pairs where the read-out says so.
+
+        Args:
+            x: [nodes, in_channels], dense or sparse CSR.
+            edge_index: as in `GraphAttention`; given as a tensor it is sorted at every call.
+            edge_attr: [edges, edge_dim].
+            batch: the graph of each node, in their order, [nodes]; None: all are of one.
+            positions: [nodes, position_dim].
+            pairs: of the read-out "edge": the two nodes of each pair, [2, pairs].
+        """
+        if (positions is None) != (self.position_embed is None):
+            wanted = "none" if self.position_embed is None else "[nodes, position_dim]"
+            given = None if positions is None else list(positions.shape)
+            raise ValueError(f"positions: expected {wanted}, got {given}")
+        if (pairs is None) != (self.readout != "edge"):
+            given = None if pairs is None else list(pairs.shape)
+            raise ValueError(f"pairs: are for the read-out 'edge', got {given} in {self.readout!r}")
+        edges = as_edges(edge_index, x.shape[0])
+        lengths = x.new_tensor([x.shape[0]], dtype=torch.long)
+        if batch is not None:
+            lengths = graph_lengths(batch)
+        x = self.embed(x)
+        if positions is not None and self.position_embed is not None:
+            if self.random_signs and self.training:
+                signs = torch.randint(0, 2, positions.shape[1:], device=x.device) * 2 - 1
+                positions = positions * signs
+            x = x + self.position_embed(positions.to(x.dtype))
+        x = self.dropout(x)
+        mask = Packed(lengths) if len(lengths) > 1 else None
+        for block in self.blocks:
+            x = block(x, edges, edge_attr, mask=mask)
+        x = self.norm(x)
+        if self.pool is not None:
+            x = self.pool(x, lengths)
+        elif pairs is not None:
+            x = torch.cat([x[pairs[0]], x[pairs[1]]], dim=1)
+        return self.head(x)

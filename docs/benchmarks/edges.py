@@ -1,0 +1,187 @@
+"""Attention over the edges of a graph against PyG's layers, forward + backward.
+
+    python docs/benchmarks/edges.py [layers] [wide] [small] [memory] [scaling]
+
+- layers: 50,000 nodes, 1,000,000 random edges, 128 channels in, 8 heads × 16, each of PyG's
+  `TransformerConv`, `GATv2Conv` and `GATConv` against the layer that `attnkit.interop.from_pyg`
+  makes of it, which has the same weights and gives the same output;
+- wide: the same with 8 heads × 64;
+- small: 2,708 nodes, 10,556 edges, 64 channels in, 8 heads × 8, the sizes of Cora's second layer;
+- memory: the peak memory of a step of each beyond what stood before it, in a process of its own;
+- scaling: 10⁵, 10⁶ and 10⁷ edges, 20 a node, 8 heads × 16, the kernel alone, against what moving
+  its tables through memory would take at the speed at which this machine copies.
+
+Sorting the edges, once for a graph, is told apart. Programs alternate; a ratio is the median of the
+rounds' ratios. New pages are a large part of PyG's time: environment variables of the memory
+allocator change these figures.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import warnings
+
+import torch
+from measure import alternate, machine, peak_memory, table
+
+import attnkit
+from attnkit import interop
+
+HEADS = 8
+LAYERS = ("TransformerConv", "GATv2Conv", "GATConv")
+
+
+def graph(num_nodes: int, num_edges: int, channels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(num_nodes, channels), torch.randint(num_nodes, (2, num_edges))
+
+
+def steps(name: str, sizes: tuple[int, int, int], head_dim: int):
+    """A training step of PyG's layer and of ours, of equal weights; and the prepared edges."""
+    from torch_geometric import nn
+
+    x, edge_index = graph(*sizes)
+    options = {} if name == "TransformerConv" else {"add_self_loops": False}
+    theirs = getattr(nn, name)(sizes[2], head_dim, heads=HEADS, **options)
+    ours = interop.from_pyg(theirs)
+    edges = attnkit.Edges(edge_index, sizes[0])
+    torch.testing.assert_close(ours(x, edges), theirs(x, edge_index), atol=1e-4, rtol=1e-4)
+
+    def step(layer, given):
+        def run():
+            layer(x, given).square().mean().backward()
+            layer.zero_grad()
+
+        return run
+
+    return step(theirs, edge_index), step(ours, edges)
+
+
+def layers(sizes: tuple[int, int, int], head_dim: int, rounds: int) -> None:
+    rows = []
+    for name in LAYERS:
+        pyg, ours = steps(name, sizes, head_dim)
+        times = alternate({"PyG": pyg, "attnkit": ours}, rounds)
+        ratios = [
+            a / b for a, b in zip(times.seconds["PyG"], times.seconds["attnkit"], strict=True)
+        ]
+        rows.append(
+            {
+                "layer": f"{name}, {HEADS} × {head_dim}",
+                "attnkit": f"{1e3 * times.median('attnkit'):.1f} ms",
+                "PyG": f"{1e3 * times.median('PyG'):.1f} ms",
+                "ratio": f"{times.ratio('PyG', 'attnkit'):.1f} × "
+                f"({min(ratios):.1f}–{max(ratios):.1f})",
+            }
+        )
+    print(table(rows))
+
+
+def prepare() -> None:
+    _, edge_index = graph(50_000, 1_000_000, 1)
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        adjacency = attnkit.Edges(edge_index, 50_000).adjacency
+        _ = adjacency.by_source, adjacency.source_offsets, adjacency.target_by_source
+        taken.append(time.perf_counter() - start)
+    print(f"preparing 1,000,000 edges, once: {1e3 * sorted(taken)[2]:.0f} ms\n")
+
+
+def memory(head_dims: tuple[int, ...]) -> None:
+    rows = []
+    for head_dim in head_dims:
+        for name in LAYERS:
+            peaks = {}
+            for who in ("PyG", "attnkit"):
+                command = [sys.executable, __file__, "--peak", name, who, str(head_dim)]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                peaks[who] = float(done.stdout.split()[-1])
+            rows.append(
+                {
+                    "layer": f"{name}, {HEADS} × {head_dim}",
+                    **{who: f"{peak / 2**20:.0f} MiB" for who, peak in peaks.items()},
+                    "share": f"1/{peaks['PyG'] / peaks['attnkit']:.1f}",
+                }
+            )
+    print(table(rows))
+
+
+def peak(name: str, who: str, head_dim: int) -> None:
+    """Print the peak memory of the second step: the first has made gradients and sorted edges."""
+    pyg, ours = steps(name, (50_000, 1_000_000, 128), head_dim)
+    step = pyg if who == "PyG" else ours
+    step()
+    print(peak_memory(step))
+
+
+def scaling(rounds: int) -> None:
+    speed = copy_speed()
+    print(f"copying: {speed / 1e9:.1f} GB/s read and written\n")
+    rows = []
+    for num_edges in (10**5, 10**6, 10**7):
+        num_nodes = num_edges // 20
+        torch.manual_seed(0)
+        tables = [torch.randn(HEADS, num_nodes, 16, requires_grad=True) for _ in range(3)]
+        edges = attnkit.Edges(torch.randint(num_nodes, (2, num_edges)), num_nodes)
+        towards = torch.randn(HEADS, num_nodes, 16)
+
+        def step(tables=tables, edges=edges, towards=towards):
+            torch.autograd.grad(attnkit.attend(*tables, mask=edges), tables, towards)
+
+        times = alternate({"attnkit": step}, rounds)
+        # bytes: rows of 16 that edges read, 2 forward (k, v) and 4 backward (v, k, g, q), and the
+        # weights, indices and slopes of edges, each once
+        moved = HEADS * num_edges * (6 * 16 * 4 + 14 * 4)
+        bound = moved / speed
+        rows.append(
+            {
+                "edges": f"{num_edges:,}",
+                "time": f"{1e3 * times.median('attnkit'):.0f} ms",
+                "a million edges": f"{1e9 * times.median('attnkit') / num_edges:.0f} ms",
+                "bound": f"{1e3 * bound:.0f} ms",
+                "time / bound": f"{times.median('attnkit') / bound:.2f}",
+            }
+        )
+    print(table(rows))
+
+
+def copy_speed() -> float:
+    """Bytes read and written a second, copying 256 MB."""
+    source, target = torch.randn(2, 2**25)
+    times = alternate({"copy": lambda: target.copy_(source)}, 7)
+    return 2 * source.nbytes / times.median("copy")
+
+
+PARTS = ("layers", "wide", "small", "memory", "scaling")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--peak", nargs=3, metavar=("LAYER", "WHO", "HEAD_DIM"), help=argparse.SUPPRESS
+    )
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if arguments.peak:
+        peak(arguments.peak[0], arguments.peak[1], int(arguments.peak[2]))
+        sys.exit()
+    allocator = ("OMP", "MALLOC", "THP")
+    settings = {name: value for name, value in os.environ.items() if name.startswith(allocator)}
+    print(f"{machine()}\n{settings}\n")
+    prepare()
+    if "layers" in arguments.parts:
+        layers((50_000, 1_000_000, 128), 16, arguments.rounds)
+    if "wide" in arguments.parts:
+        layers((50_000, 1_000_000, 128), 64, min(3, arguments.rounds))
+    if "small" in arguments.parts:
+        layers((2_708, 10_556, 64), 8, 20 * arguments.rounds)
+    if "memory" in arguments.parts:
+        memory((16, 64))
+    if "scaling" in arguments.parts:
+        scaling(arguments.rounds)

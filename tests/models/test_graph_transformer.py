@@ -1,0 +1,161 @@
+"""The graph transformer: graphs in a batch are each alone, and every option does something."""
+
+import pytest
+import torch
+from torch_geometric.data import Batch, Data
+from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
+
+import attnkit
+from attnkit.layers.graph_transformer import GraphPool, graph_lengths
+from attnkit.models.graph_transformer import GraphTransformer
+
+IN, HIDDEN, CLASSES, EDGE_DIM = 5, 12, 3, 2
+
+
+def some_graphs(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    graphs = []
+    for num_nodes in (7, 1, 11):
+        num_edges = 3 * num_nodes if num_nodes > 1 else 0
+        graphs.append(
+            Data(
+                x=torch.randn(num_nodes, IN, generator=generator, dtype=torch.float64),
+                edge_index=torch.randint(num_nodes, (2, num_edges), generator=generator),
+                edge_attr=torch.randn(
+                    num_edges, EDGE_DIM, generator=generator, dtype=torch.float64
+                ),
+            )
+        )
+    return graphs
+
+
+def make(**options):
+    torch.manual_seed(0)
+    model = GraphTransformer(
+        IN, HIDDEN, CLASSES, num_layers=2, heads=3, edge_dim=EDGE_DIM, **options
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("global_attention", ["softmax", "linear", None])
+@pytest.mark.parametrize("readout", ["node", "graph"])
+def test_a_graph_of_a_batch_is_alone(global_attention, readout):
+    model = make(global_attention=global_attention, readout=readout)
+    graphs = some_graphs()
+    batch = Batch.from_data_list(graphs)
+    together = model(batch.x, batch.edge_index, batch.edge_attr, batch=batch.batch)
+    alone = [model(graph.x, graph.edge_index, graph.edge_attr) for graph in graphs]
+    torch.testing.assert_close(together, torch.cat(alone))
+    assert together.shape == (19 if readout == "node" else 3, CLASSES)
+
+
+def test_nodes_have_no_order():
+    model = make()
+    graph = some_graphs()[2]
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
+    place = order.argsort()
+    expected = model(graph.x, graph.edge_index, graph.edge_attr)
+    permuted = model(graph.x[order], place[graph.edge_index], graph.edge_attr)
+    torch.testing.assert_close(permuted, expected[order])
+
+
+def test_each_branch_sees_what_it_should():
+    """Without global attention a node knows its neighbours' neighbours at two layers; with it, all
+    nodes of its graph."""
+    chain = torch.stack([torch.arange(6), torch.arange(1, 7)])
+    x = torch.randn(7, IN, dtype=torch.float64, requires_grad=True)
+    edge_attr = torch.randn(6, EDGE_DIM, dtype=torch.float64)
+    for global_attention, seen in ((None, [4, 5, 6]), ("softmax", list(range(7)))):
+        output = make(global_attention=global_attention)(x, chain, edge_attr)
+        (gradient,) = torch.autograd.grad(output[6].sum(), x)
+        assert gradient.abs().sum(1).nonzero().flatten().tolist() == seen
+    torch.manual_seed(0)
+    model = GraphTransformer(IN, HIDDEN, CLASSES, local=None, heads=3).double().eval()
+    other = torch.stack([torch.arange(6), torch.arange(6)])
+    torch.testing.assert_close(model(x, chain), model(x, other))
+
+
+def test_pairs_of_nodes():
+    model = make(readout="edge")
+    graph = some_graphs()[0]
+    pairs = torch.tensor([[0, 3, 3], [1, 2, 3]])
+    logits = model(graph.x, graph.edge_index, graph.edge_attr, pairs=pairs)
+    assert logits.shape == (3, CLASSES)
+    swapped = model(graph.x, graph.edge_index, graph.edge_attr, pairs=pairs.flip(0))
+    assert not torch.allclose(logits[:2], swapped[:2])
+    torch.testing.assert_close(logits[2], swapped[2])
+
+
+@pytest.mark.parametrize("transform", [AddRandomWalkPE(4), AddLaplacianEigenvectorPE(3)], ids=str)
+def test_positions_of_pyg(transform):
+    graph = some_graphs()[2]
+    graph.edge_index = torch.cat([graph.edge_index, graph.edge_index.flip(0)], dim=1)
+    graph.edge_attr = torch.cat([graph.edge_attr, graph.edge_attr])
+    graph = transform(graph)
+    positions = graph.get("random_walk_pe", graph.get("laplacian_eigenvector_pe")).double()
+    model = make(position_dim=positions.shape[1], random_signs=True)
+    given = (graph.x, graph.edge_index, graph.edge_attr)
+    output = model(*given, positions=positions)
+    assert not torch.allclose(output, model(*given, positions=-positions))
+    torch.testing.assert_close(model(*given, positions=positions), output)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    # two to the number of columns ways to flip signs
+    seen = {model(*given, positions=positions).sum().item() for _ in range(20)}
+    assert 1 < len(seen) <= 2 ** positions.shape[1]
+    with pytest.raises(ValueError, match=r"positions: expected \[nodes, position_dim\], got None"):
+        model(*given)
+
+
+def test_kernels_and_gradients():
+    model = make(readout="graph")
+    batch = Batch.from_data_list(some_graphs())
+    with attnkit.record_backends(model) as record:
+        output = model(batch.x, batch.edge_index, batch.edge_attr, batch=batch.batch)
+    assert record.counts["blocks.0.local"] == {"edges": 1}
+    output.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_pooling_is_attention_over_each_graph():
+    torch.manual_seed(0)
+    pool = GraphPool(HIDDEN, 3).double()
+    x = torch.randn(10, HIDDEN, dtype=torch.float64)
+    lengths = torch.tensor([3, 0, 7])
+    pooled = pool(x, lengths)
+    for row, part in zip(pooled, x.split(lengths.tolist()), strict=True):
+        expected = pool.attention(pool.query, part[None]) if len(part) else None
+        torch.testing.assert_close(
+            row, pool.attention.out_proj.bias if expected is None else expected[0, 0]
+        )
+    assert graph_lengths(torch.tensor([0, 0, 2])).tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local": None, "global_attention": None, "edge_dim": None}, "at least one, got None"),
+        ({"local": None}, "edge_dim: only local attention reads edges, got 2"),
+        ({"heads": 5}, "heads: 5 does not divide dim 12"),
+        ({"readout": "graphs"}, "readout: expected one of"),
+        ({"random_signs": True}, "random_signs: of positions, but position_dim is None"),
+        ({"num_layers": 0}, "num_layers: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        GraphTransformer(IN, HIDDEN, CLASSES, **{"heads": 3, "edge_dim": EDGE_DIM, **options})
+
+
+def test_wrong_inputs_are_named():
+    model = make()
+    x, edge_index, edge_attr = torch.zeros(3, IN).double(), torch.zeros(2, 0).long(), None
+    edge_attr = torch.zeros(0, EDGE_DIM).double()
+    with pytest.raises(ValueError, match="batch: expected nodes in the order of their graphs"):
+        model(x, edge_index, edge_attr, batch=torch.tensor([0, 1, 0]))
+    with pytest.raises(ValueError, match="pairs: are for the read-out 'edge'"):
+        model(x, edge_index, edge_attr, pairs=torch.zeros(2, 1).long())
