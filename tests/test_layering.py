@@ -11,6 +11,7 @@ import pytest
 
 ATTENTION = {"scaled_dot_product_attention", "flex_attention", "varlen_attn"}
 CONFIGURATION = {"hydra", "omegaconf"}
+KERNELS = Path("core/edges_kernels.py")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def trees(repository) -> dict[Path, ast.Module]:
     return trees
 
 
-def names_of(tree: ast.Module) -> set[str]:
+def names_of(tree: ast.AST) -> set[str]:
     """Every name, attribute and imported name in a file; not what is written in strings."""
     names = set()
     for node in ast.walk(tree):
@@ -64,9 +65,23 @@ def test_only_launch_imports_hydra(trees):
 
 def test_core_needs_only_torch(trees):
     for path, tree in trees.items():
-        if path.parts[0] == "core":
+        if path.parts[0] == "core" and path != KERNELS:
             foreign = imports_of(tree) - {"torch", "attnkit"} - set(sys.stdlib_module_names)
             assert not foreign, f"{path} imports {foreign}"
+
+
+def test_triton_is_imported_only_where_it_is_used(trees):
+    """torch brings Triton on Linux, and not everywhere."""
+    assert imports_of(trees[KERNELS]) == {"triton"}
+    for path, tree in trees.items():
+        names = {name for statement in tree.body for name in names_of_import(statement)}
+        assert KERNELS.stem not in names, f"{path} imports {KERNELS} before it is used"
+
+
+def names_of_import(statement: ast.stmt) -> set[str]:
+    if not isinstance(statement, ast.Import | ast.ImportFrom):
+        return set()
+    return names_of(statement) | set((getattr(statement, "module", None) or "").split("."))
 
 
 def test_checks_need_only_torch_and_core(trees):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnkit.core.chunks import Chunks, SplitNodes, chunks_of
+
 __all__ = ["Adjacency"]
 
 
@@ -113,6 +115,14 @@ class Adjacency:
         edges = offsets[torch.tensor(nodes, device=offsets.device)].tolist()
         bounds = zip(pairwise(nodes), pairwise(edges), strict=True)
         return [(*ends, *places) for ends, places in bounds]
+
+    def chunks(self, size: int, *, by_source: bool = False) -> tuple[Chunks, SplitNodes]:
+        """The edges of each target, or source, in chunks of at most `size`."""
+        key = ("chunks", size, by_source)
+        if key not in self._kept:
+            offsets = self.source_offsets if by_source else self.offsets
+            self._kept[key] = chunks_of(offsets, size)
+        return self._kept[key]
 
     def copies(self, count: int) -> Adjacency:
         """`count` graphs side by side, none connected to another."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnkit.core import edges_triton
 from attnkit.core.adjacency import Adjacency
 from attnkit.core.backend import Backend, empty_reasons
 from attnkit.core.edge_scores import (
@@ -42,7 +43,8 @@ DENSITY = 16  # products of a full matrix that take as long as one that is sampl
 
 
 class EdgeAttention(Backend):
-    """`Edges`, in time and memory linear in the edges."""
+    """`Edges`, in time and memory linear in the edges; on CUDA by Triton's kernels where they serve
+    (`edges_triton`), else by torch's operators."""
 
     name = "edges"
     reads_edges = True
@@ -75,6 +77,8 @@ class EdgeAttention(Backend):
     def __call__(self, inputs: Inputs) -> Tensor:
         note_kernel(self.name)
         with torch.autocast(inputs.query.device.type, enabled=False):
+            if edges_triton.serves(inputs):
+                return edges_triton.attend_edges(inputs)
             exact = in_high_precision(inputs)
             plan, lanes = _lanes(exact)
             output, sums = _EdgeSoftmax.apply(plan, *lanes)
