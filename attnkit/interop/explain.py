@@ -33,8 +33,8 @@ def explainable(model: Model) -> Model:
     `edge_index`, not with `Edges`, as explainers do. `GraphMaskExplainer`, which rewrites the
     forward of each layer, cannot be served.
 
-    Unlike with PyG's layers, masks and weights are those of the right edges where the graph has
-    self-loops and the layer adds them.
+    Unlike with PyG's layers, `AttentionExplainer` reads the weights of the right edges where the
+    graph has self-loops and the layer replaces them by its own.
 
     Raises:
         ValueError: the model has no `GraphAttention`.

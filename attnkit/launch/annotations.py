@@ -48,7 +48,25 @@ def _written_out(node: ast.expr, module: Module, hops: int = 0) -> ast.expr:
                 return name
             return _written_out(found[0], found[1], hops + 1)
 
+        def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+            self.generic_visit(node)
+            if _is_literal(node) and isinstance(node.slice, ast.Tuple):  # Literal[Name, "other"]
+                node.slice.elts = [
+                    choice for inner in node.slice.elts for choice in _literal_choices(inner)
+                ]
+            return node
+
     return Aliases().visit(ast.parse(ast.unparse(node), mode="eval").body)
+
+
+def _is_literal(node: ast.expr) -> bool:
+    return isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal")
+
+
+def _literal_choices(node: ast.expr) -> list[ast.expr]:
+    if not isinstance(node, ast.Subscript) or not _is_literal(node):
+        return [node]
+    return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
 
 def _fits(node: ast.expr, value: Any, module: Module, hops: int) -> bool:
@@ -84,7 +102,10 @@ def _fits_subscript(node: ast.Subscript, value: Any, module: Module, hops: int) 
     if name == "Annotated":
         return _fits(inner[0], value, module, hops)
     if name == "Literal":
-        return any(isinstance(n, ast.Constant) and _same(n.value, value) for n in inner)
+        return any(
+            _same(n.value, value) if isinstance(n, ast.Constant) else _fits(n, value, module, hops)
+            for n in inner  # which may name other literals
+        )
     if name in _MAPPINGS:
         return isinstance(value, Mapping)
     if name == "PathLike":

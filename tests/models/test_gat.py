@@ -1,6 +1,7 @@
 """GAT against PyG's by copied weights, GAT-sep, equivariance, sparse features, configurations."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from attnkit import GAT, Edges, interop
 from attnkit.core.adjacency import Adjacency
 from attnkit.launch.annotations import accepts
 from attnkit.launch.signatures import signature_of
+from attnkit.layers.graph import GraphScoreName
 
 NODES, CHANNELS, CLASSES = 17, 13, 5
 CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
@@ -187,6 +189,9 @@ def test_shipped_configurations_build_and_take_a_step(name):
     config.update(filled)
     for key, value in config.items():
         assert accepts(parameters[key], value), key
+    for score in get_args(GraphScoreName):
+        assert accepts(parameters["score"], score)
+    assert not accepts(parameters["score"], "gat2")
     model = GAT(**config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.clone() for p in model.parameters()]
