@@ -7,8 +7,6 @@ which each edge reads its own row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -99,10 +97,13 @@ class DotEdges:
             assert self.features is not None
             add_feature_products(self.adjacency, self.edge_query, self.features, out, self.scale)
 
-    def gradients(self, gradient: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-        """Of query, key, edge_query and features; that of the scores is written over."""
-        gradient.mul_(self.scale)
-        by_source = gradient.index_select(0, self.adjacency.by_source)
+    def node_slopes(self, gradient: Tensor) -> Tensor:
+        """What a node's gradients are sums of, one number for each edge, written over that of the
+        scores."""
+        return gradient if self.scale == 1 else gradient.mul_(self.scale)
+
+    def gradients(self, gradient: Tensor, by_source: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+        """Of query, key, edge_query and features, from `node_slopes` in both orders."""
         found = {
             "query": sum_edges(self.adjacency, gradient, self.key),
             "key": sum_edges_by_source(self.adjacency, by_source, self.query),
@@ -148,17 +149,55 @@ class AdditiveEdges:
     def scores(self, out: Tensor) -> None:
         """Written to `out`, [edges]."""
         heads, channels = self.vector.shape
-        for edges in self._slices():
+        for first in range(0, self.adjacency.num_edges, self.block_size):
+            edges = slice(first, min(first + self.block_size, self.adjacency.num_edges))
             active = self._active(self.adjacency.pairs, edges).view(heads, -1, channels)
             torch.bmm(active, self.vector[:, :, None], out=out[edges].view(heads, -1, 1))
 
-    def gradients(self, gradient: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-        """Of query, key, vector, edge_key and features, from that of the scores."""
-        by_source = gradient.index_select(0, self.adjacency.by_source)
-        found = {"query": self._node_gradient(gradient, by_source=False)}
-        found["key"] = self._node_gradient(by_source, by_source=True)
-        if "vector" in wanted or "edge_key" in wanted or "features" in wanted:
-            found |= self._edge_gradients(gradient, wanted)
+    def node_slopes(self, gradient: Tensor) -> Tensor:
+        """What a node's gradients are sums of, one number for each edge."""
+        return gradient
+
+    def gradients(self, gradient: Tensor, by_source: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+        """Of query, key, vector, edge_key and features, from `node_slopes` in both orders."""
+        graph, (heads, channels) = self.adjacency, self.vector.shape
+        found = {
+            "query": self.table.new_empty(graph.num_targets, channels),
+            "key": self.table.new_empty(graph.num_sources, channels),
+            "vector": torch.zeros_like(self.vector),
+        }
+        if self.edge_key is not None and self.features is not None:
+            found["edge_key"] = torch.zeros_like(self.edge_key)
+            found["features"] = torch.empty_like(self.features)
+        blocks = graph.blocks(self.block_size)
+        for first, last, start, stop in blocks:
+            edges = slice(start, stop)
+            active = self._active(graph.pairs, edges)
+            weights = gradient[edges].view(heads, -1, 1)
+            if "vector" in wanted:
+                rows = active.view(heads, -1, channels)
+                found["vector"] += (rows.transpose(1, 2) @ weights).squeeze(2)
+            slopes = self._slopes(active)
+            ends = graph.offsets[first : last + 1] - start
+            found["query"][first:last] = _bag(
+                graph.places[: stop - start], slopes, ends, gradient[edges]
+            )
+            if "key" in wanted and len(blocks) == 1:
+                found["key"] = _bag(graph.by_source, slopes, graph.source_offsets, by_source)
+            if self.edge_key is not None and self.features is not None:
+                inner = slopes.view(heads, -1, channels) * weights
+                rows = self.features[edges].view(heads, -1, self.features.shape[1])
+                found["edge_key"] += inner.transpose(1, 2) @ rows
+                if "features" in wanted:
+                    found["features"][edges] = (inner @ self.edge_key).flatten(0, 1)
+        if "key" in wanted and len(blocks) > 1:
+            for first, last, start, stop in graph.blocks(self.block_size, by_source=True):
+                edges = slice(start, stop)
+                slopes = self._slopes(self._active(graph.pairs_by_source, edges, graph.by_source))
+                ends = graph.source_offsets[first : last + 1] - start
+                found["key"][first:last] = _bag(
+                    graph.places[: stop - start], slopes, ends, by_source[edges]
+                )
         return found
 
     def _active(self, pairs: Tensor, edges: slice, order: Tensor | None = None) -> Tensor:
@@ -174,66 +213,23 @@ class AdditiveEdges:
             sums.view(heads, -1, sums.shape[1]).baddbmm_(
                 rows.view(heads, -1, rows.shape[1]), self.edge_key.transpose(1, 2)
             )
+        return self._activated(sums)
+
+    def _activated(self, sums: Tensor) -> Tensor:
+        """The activation, written over its argument."""
         if self.negative_slope is None:
             return sums.tanh_()
         return F.leaky_relu_(sums, self.negative_slope)
 
-    def _slices(self) -> Iterator[slice]:
-        """The edges in blocks."""
-        for first in range(0, self.adjacency.num_edges, self.block_size):
-            yield slice(first, min(first + self.block_size, self.adjacency.num_edges))
-
-    def _slope(self, active: Tensor) -> tuple[Tensor, float, float]:
-        """The activation's derivative, constant + factor · (the first), written over `active`."""
-        if self.negative_slope is None:  # 1 − tanh²
-            return active.square_(), 1.0, -1.0
-        # 1 where the sum was positive
-        torch.gt(active, 0, out=active)
-        return active, self.negative_slope, 1 - self.negative_slope
-
-    def _node_gradient(self, gradient: Tensor, *, by_source: bool) -> Tensor:
-        """Of query, or of key: vector ∘ Σ_e gradient_e · slope_e over a node's edges."""
-        graph = self.adjacency
-        pairs = graph.pairs_by_source if by_source else graph.pairs
-        offsets = graph.source_offsets if by_source else graph.offsets
-        order = graph.by_source if by_source else None
-        channels = self.table.shape[1]
-        sums = self.table.new_empty(len(offsets) - 1, channels)
-        constant, factor = 0.0, 1.0
-        for first, last, start, stop in graph.blocks(self.block_size, by_source=by_source):
-            edges = slice(start, stop)
-            slope, constant, factor = self._slope(self._active(pairs, edges, order))
-            places = graph.places[: stop - start]
-            ends = offsets[first : last + 1] - start
-            sums[first:last] = _bag(places, slope, ends, gradient[edges])
-        sums.mul_(factor)
-        if constant:
-            total = sum_weights_by_source if by_source else sum_weights
-            sums.add_(total(graph, gradient), alpha=constant)
-        heads = len(self.vector)
-        return sums.view(heads, -1, channels).mul_(self.vector[:, None]).flatten(0, 1)
-
-    def _edge_gradients(self, gradient: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-        """Of vector, edge_key and features."""
+    def _slopes(self, active: Tensor) -> Tensor:
+        """vector ∘ activation′, from the activation itself, [edges, channels]."""
         heads, channels = self.vector.shape
-        found: dict[str, Tensor] = {"vector": torch.zeros_like(self.vector)}
-        if self.edge_key is not None and self.features is not None:
-            found["edge_key"] = torch.zeros_like(self.edge_key)
-            if "features" in wanted:
-                found["features"] = torch.empty_like(self.features)
-        for edges in self._slices():
-            weights = gradient[edges].view(heads, -1, 1)
-            active = self._active(self.adjacency.pairs, edges).view(heads, -1, channels)
-            found["vector"] += (active.transpose(1, 2) @ weights).squeeze(2)
-            if self.edge_key is None or self.features is None:
-                continue
-            slope, constant, factor = self._slope(active)
-            inner = slope.mul_(factor).add_(constant).mul_(weights).mul_(self.vector[:, None])
-            rows = self.features[edges].view(heads, -1, self.features.shape[1])
-            found["edge_key"] += inner.transpose(1, 2) @ rows
-            if "features" in wanted:
-                found["features"][edges] = (inner @ self.edge_key).flatten(0, 1)
-        return found
+        rows = active.view(heads, -1, channels)
+        vectors = self.vector[:, None].expand_as(rows)
+        if self.negative_slope is None:
+            return torch.ops.aten.tanh_backward(vectors, rows).flatten(0, 1)
+        slope = self.negative_slope
+        return torch.ops.aten.leaky_relu_backward(vectors, rows, slope, True).flatten(0, 1)
 
 
 class ScalarEdges(AdditiveEdges):
@@ -242,30 +238,30 @@ class ScalarEdges(AdditiveEdges):
     def scores(self, out: Tensor) -> None:
         """Written to `out`, [edges]."""
         heads = len(self.vector)
-        torch.mul(self._active_numbers().view(heads, -1), self.vector, out=out.view(heads, -1))
+        torch.mul(self._numbers().view(heads, -1), self.vector, out=out.view(heads, -1))
 
-    def gradients(self, gradient: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-        """Of query, key, vector, edge_key and features, from that of the scores."""
+    def node_slopes(self, gradient: Tensor) -> Tensor:
+        """What a node's gradients are sums of, one number for each edge."""
+        active, heads = self._numbers(), len(self.vector)
+        self.vector_gradient = torch.bmm(active.view(heads, 1, -1), gradient.view(heads, -1, 1))
+        return self._slopes(active[:, None]).flatten().mul_(gradient)
+
+    def gradients(self, gradient: Tensor, by_source: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+        """Of query, key, vector, edge_key and features, from `node_slopes` in both orders."""
         heads = len(self.vector)
-        found = {}
-        active = self._active_numbers()
-        if "vector" in wanted:
-            products = torch.bmm(active.view(heads, 1, -1), gradient.view(heads, -1, 1))
-            found["vector"] = products.view(heads, 1)
-        slope, constant, factor = self._slope(active)
-        inner = slope.mul_(factor).add_(constant).mul_(gradient)
-        inner.view(heads, -1).mul_(self.vector)
-        found["query"] = sum_weights(self.adjacency, inner)
-        by_source = inner.index_select(0, self.adjacency.by_source)
-        found["key"] = sum_weights_by_source(self.adjacency, by_source)
+        found = {
+            "query": sum_weights(self.adjacency, gradient),
+            "key": sum_weights_by_source(self.adjacency, by_source),
+            "vector": self.vector_gradient,
+        }
         if self.edge_key is not None and self.features is not None:
             rows = self.features.view(heads, -1, self.features.shape[1])
-            found["edge_key"] = torch.bmm(inner.view(heads, 1, -1), rows)
+            found["edge_key"] = torch.bmm(gradient.view(heads, 1, -1), rows)
             if "features" in wanted:
-                found["features"] = (inner.view(heads, -1, 1) * self.edge_key).flatten(0, 1)
+                found["features"] = (gradient.view(heads, -1, 1) * self.edge_key).flatten(0, 1)
         return found
 
-    def _active_numbers(self) -> Tensor:
+    def _numbers(self) -> Tensor:
         """activation(q + k + edge_key e), [edges]."""
         graph, table = self.adjacency, self.table.flatten()
         sums = table.index_select(0, graph.target)
@@ -274,6 +270,4 @@ class ScalarEdges(AdditiveEdges):
             heads = len(self.edge_key)
             rows = self.features.view(heads, -1, self.features.shape[1])
             sums.view(heads, -1, 1).baddbmm_(rows, self.edge_key.transpose(1, 2))
-        if self.negative_slope is None:
-            return sums.tanh_()
-        return F.leaky_relu_(sums, self.negative_slope)
+        return self._activated(sums)

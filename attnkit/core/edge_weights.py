@@ -123,7 +123,9 @@ class _EdgeWeights(torch.autograd.Function):
             shift = sum_weights(graph, slopes).squeeze(1)
             slopes -= shift.index_select(0, graph.target) * used
             scorer = _scorer(plan, graph, memory, lanes, tuple(tensors))
-            for name, part in scorer.gradients(slopes, wanted).items():
+            slopes = scorer.node_slopes(slopes)
+            by_source = slopes.index_select(0, graph.by_source)
+            for name, part in scorer.gradients(slopes, by_source, wanted).items():
                 if name == "features" and name in wanted:
                     found[name] += part.view(-1, *found[name].shape).sum(dim=0)
                 elif name in wanted:

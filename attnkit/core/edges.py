@@ -232,11 +232,15 @@ class _EdgeSoftmax(torch.autograd.Function):
                 slopes.mul_(keep)
                 kept = keep.mul_(used)
             slopes.sub_(shift.index_select(0, graph.target)).mul_(used)
-            kept_by_source = kept.index_select(0, graph.by_source)
+            scorer = _scorer(plan, graph, memory, lanes, tensors)
+            node_slopes = scorer.node_slopes(slopes)
+            kept_by_source, slopes_by_source = _by_source(graph, kept, node_slopes)
             value_gradient = sum_edges_by_source(graph, kept_by_source, by_target)
             found["value"][lanes] = value_gradient.view(found["value"][lanes].shape)
-            scorer = _scorer(plan, graph, memory, lanes, tensors)
-            for name, part in scorer.gradients(slopes, wanted).items():
+            parts = scorer.gradients(node_slopes, slopes_by_source, wanted)
+            for name, part in parts.items():
+                if name not in wanted:
+                    continue
                 if name == "features":
                     found[name] += part.view(-1, *features.shape).sum(dim=0)
                 else:
@@ -310,6 +314,13 @@ class _Memory:
         if kept is None or len(kept) < num_rows:
             kept = self.kept[name] = like.new_empty(num_rows, like.shape[2])
         return kept[:num_rows]
+
+
+def _by_source(graph: Adjacency, *weights: Tensor) -> Tensor:
+    """Weights of edges in the order of their sources: read together, since each is a miss of the
+    cache."""
+    rows = torch.stack(weights, dim=1).index_select(0, graph.by_source)
+    return rows.T.contiguous()
 
 
 def _rows(tensor: Tensor, lanes: slice) -> Tensor:

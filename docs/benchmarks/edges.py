@@ -161,13 +161,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--peak", nargs=3, metavar=("LAYER", "WHO", "HEAD_DIM"), help=argparse.SUPPRESS
     )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    parts = arguments.parts or PARTS
     if arguments.peak:
         peak(arguments.peak[0], arguments.peak[1], int(arguments.peak[2]))
         sys.exit()
@@ -175,13 +176,13 @@ if __name__ == "__main__":
     settings = {name: value for name, value in os.environ.items() if name.startswith(allocator)}
     print(f"{machine()}\n{settings}\n")
     prepare()
-    if "layers" in arguments.parts:
+    if "layers" in parts:
         layers((50_000, 1_000_000, 128), 16, arguments.rounds)
-    if "wide" in arguments.parts:
+    if "wide" in parts:
         layers((50_000, 1_000_000, 128), 64, min(3, arguments.rounds))
-    if "small" in arguments.parts:
+    if "small" in parts:
         layers((2_708, 10_556, 64), 8, 20 * arguments.rounds)
-    if "memory" in arguments.parts:
+    if "memory" in parts:
         memory((16, 64))
-    if "scaling" in arguments.parts:
+    if "scaling" in parts:
         scaling(arguments.rounds)
