@@ -152,7 +152,11 @@ class AdditiveEdges:
         for first in range(0, self.adjacency.num_edges, self.block_size):
             edges = slice(first, min(first + self.block_size, self.adjacency.num_edges))
             active = self._active(self.adjacency.pairs, edges).view(heads, -1, channels)
-            torch.bmm(active, self.vector[:, :, None], out=out[edges].view(heads, -1, 1))
+            # one by one: torch's batched product with a vector takes several times as long
+            for rows, vector, scores in zip(
+                active, self.vector, out[edges].view(heads, -1), strict=True
+            ):
+                torch.mv(rows, vector, out=scores)
 
     def node_slopes(self, gradient: Tensor) -> Tensor:
         """What a node's gradients are sums of, one number for each edge."""
@@ -175,8 +179,8 @@ class AdditiveEdges:
             active = self._active(graph.pairs, edges)
             weights = gradient[edges].view(heads, -1, 1)
             if "vector" in wanted:
-                rows = active.view(heads, -1, channels)
-                found["vector"] += (rows.transpose(1, 2) @ weights).squeeze(2)
+                by_head = zip(active.view(heads, -1, channels), weights, strict=True)
+                found["vector"] += torch.stack([rows.T @ column[:, 0] for rows, column in by_head])
             slopes = self._slopes(active)
             ends = graph.offsets[first : last + 1] - start
             found["query"][first:last] = _bag(
@@ -185,7 +189,7 @@ class AdditiveEdges:
             if "key" in wanted and len(blocks) == 1:
                 found["key"] = _bag(graph.by_source, slopes, graph.source_offsets, by_source)
             if self.edge_key is not None and self.features is not None:
-                inner = slopes.view(heads, -1, channels) * weights
+                inner = slopes.view(heads, -1, channels).mul_(weights).mul_(self.vector[:, None])
                 rows = self.features[edges].view(heads, -1, self.features.shape[1])
                 found["edge_key"] += inner.transpose(1, 2) @ rows
                 if "features" in wanted:
@@ -198,6 +202,8 @@ class AdditiveEdges:
                 found["key"][first:last] = _bag(
                     graph.places[: stop - start], slopes, ends, by_source[edges]
                 )
+        for name in ("query", "key"):
+            found[name].view(heads, -1, channels).mul_(self.vector[:, None])
         return found
 
     def _active(self, pairs: Tensor, edges: slice, order: Tensor | None = None) -> Tensor:
@@ -222,14 +228,13 @@ class AdditiveEdges:
         return F.leaky_relu_(sums, self.negative_slope)
 
     def _slopes(self, active: Tensor) -> Tensor:
-        """vector ∘ activation′, from the activation itself, [edges, channels]."""
-        heads, channels = self.vector.shape
-        rows = active.view(heads, -1, channels)
-        vectors = self.vector[:, None].expand_as(rows)
-        if self.negative_slope is None:
-            return torch.ops.aten.tanh_backward(vectors, rows).flatten(0, 1)
-        slope = self.negative_slope
-        return torch.ops.aten.leaky_relu_backward(vectors, rows, slope, True).flatten(0, 1)
+        """The activation's derivative, from the activation itself and written over it."""
+        if self.negative_slope is None:  # 1 − tanh²
+            return active.square_().neg_().add_(1)
+        # 1 where the sum was positive, else the slope
+        return (
+            torch.gt(active, 0, out=active).mul_(1 - self.negative_slope).add_(self.negative_slope)
+        )
 
 
 class ScalarEdges(AdditiveEdges):
@@ -244,7 +249,9 @@ class ScalarEdges(AdditiveEdges):
         """What a node's gradients are sums of, one number for each edge."""
         active, heads = self._numbers(), len(self.vector)
         self.vector_gradient = torch.bmm(active.view(heads, 1, -1), gradient.view(heads, -1, 1))
-        return self._slopes(active[:, None]).flatten().mul_(gradient)
+        slopes = self._slopes(active).mul_(gradient)
+        slopes.view(heads, -1).mul_(self.vector)
+        return slopes
 
     def gradients(self, gradient: Tensor, by_source: Tensor, wanted: set[str]) -> dict[str, Tensor]:
         """Of query, key, vector, edge_key and features, from `node_slopes` in both orders."""

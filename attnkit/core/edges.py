@@ -235,16 +235,15 @@ class _EdgeSoftmax(torch.autograd.Function):
             scorer = _scorer(plan, graph, memory, lanes, tensors)
             node_slopes = scorer.node_slopes(slopes)
             kept_by_source, slopes_by_source = _by_source(graph, kept, node_slopes)
-            value_gradient = sum_edges_by_source(graph, kept_by_source, by_target)
-            found["value"][lanes] = value_gradient.view(found["value"][lanes].shape)
             parts = scorer.gradients(node_slopes, slopes_by_source, wanted)
-            for name, part in parts.items():
-                if name not in wanted:
-                    continue
+            parts["value"] = sum_edges_by_source(graph, kept_by_source, by_target)
+            for name in wanted & parts.keys():
                 if name == "features":
-                    found[name] += part.view(-1, *features.shape).sum(dim=0)
+                    found[name] += parts[name].view(-1, *features.shape).sum(dim=0)
+                elif lanes.stop - lanes.start == len(query):
+                    found[name] = parts[name].view_as(found[name])  # all lanes at once
                 else:
-                    found[name][lanes] = part.view(found[name][lanes].shape)
+                    found[name][lanes] = parts[name].view_as(found[name][lanes])
             if features_by_target is not None and "features" in wanted:
                 rows = features_by_target.index_select(0, graph.target).mul_(kept[:, None])
                 found["features"] += rows.view(-1, *features.shape).sum(dim=0)

@@ -201,22 +201,32 @@ class GATHeads(GraphHeads):
                 nn.init.uniform_(vector, -bound, bound)
 
     def forward(self, source: Tensor, target: Tensor) -> NodeHeads:
-        value = self._split(self.value_proj(source))
+        # a·W x is (a W)·x: a few more rows of W, rather than a product with all values
+        rows = [self._whole(self.value_proj), self._folded(self.key_vector, self.value_proj)]
+        query = self._folded(self.query_vector, self.target_proj or self.value_proj)
         if target is source and self.target_proj is None:
-            vectors = torch.stack([self.query_vector, self.key_vector], dim=2)
-            query, key = (value @ vectors).split(1, dim=2)
-            return NodeHeads(query, key, value)
-        key = value @ self.key_vector[:, :, None]
-        return NodeHeads(self._query(target), key, value)
+            value, key, queries = self._heads(source, *rows, query)
+        else:
+            value, key = self._heads(source, *rows)
+            (queries,) = self._heads(target, query)
+        return NodeHeads(queries, key, value)
 
-    def _query(self, target: Tensor) -> Tensor:
-        # of targets nothing but a_t·W x is read: W is reduced first, (a_t W)·x
-        proj = self.value_proj if self.target_proj is None else self.target_proj
-        weight = self.query_vector[:, None] @ proj.weight.unflatten(0, (self.heads, -1))
-        bias = proj.bias
-        if bias is not None:
-            bias = (self.query_vector * bias.unflatten(0, (self.heads, -1))).sum(dim=1)
-        return self._split(F.linear(target, weight.squeeze(1), bias))
+    def _whole(self, proj: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        return proj.weight, proj.bias
+
+    def _folded(self, vector: Tensor, proj: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Weight [heads, in_channels] and bias of a·(W x + b)."""
+        weight = vector[:, None] @ proj.weight.unflatten(0, (self.heads, -1))
+        if proj.bias is None:
+            return weight.squeeze(1), None
+        return weight.squeeze(1), (vector * proj.bias.unflatten(0, (self.heads, -1))).sum(dim=1)
+
+    def _heads(self, nodes: Tensor, *rows: tuple[Tensor, Tensor | None]) -> list[Tensor]:
+        """What each weight and bias make of the nodes, in one product, as heads."""
+        weights, biases = zip(*rows, strict=True)
+        bias = None if biases[0] is None else torch.cat(biases)
+        projected = F.linear(nodes, torch.cat(weights), bias)
+        return [self._split(part) for part in projected.split([len(w) for w in weights], dim=1)]
 
     def own(self, nodes: Tensor) -> Tensor:
         return self._split(self.value_proj(nodes))
