@@ -33,7 +33,7 @@ class DigitsGraphData(GraphDataModule):
     def __init__(
         self,
         *,
-        k: int = 10,
+        k: int = 7,
         num_train_per_class: int = 20,
         num_val: int = 500,
         num_test: int = 1000,
