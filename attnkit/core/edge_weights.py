@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnkit.core.edge_lanes import NAMES, Memory, Plan, as_lanes, exponentiate, make_scorer
 from attnkit.core.edge_scores import sum_weights
-from attnkit.core.edges import (
-    _NAMES,
-    EdgeAttention,
-    _exponentiate,
-    _lanes,
-    _Memory,
-    _Plan,
-    _scorer,
-)
+from attnkit.core.edges import EdgeAttention
 from attnkit.core.graph import EdgeFeatures, Edges
 from attnkit.core.inputs import check_inputs, in_high_precision
 from attnkit.core.reference import softmax_of_edges
@@ -74,7 +67,7 @@ def edge_weights(
             all_keys, _ = exact.repeated_heads()
             weights = softmax_of_edges(replace(exact, key=all_keys), edges)
         else:
-            plan, tensors = _lanes(exact)
+            plan, tensors = as_lanes(exact)
             weights = _EdgeWeights.apply(plan, *tensors)
             order = plan.adjacency.order
             if order is not None:
@@ -87,15 +80,15 @@ class _EdgeWeights(torch.autograd.Function):
     """[lanes, edges], the edges in the order of their targets."""
 
     @staticmethod
-    def forward(ctx, plan: _Plan, *tensors: Tensor | None):
+    def forward(ctx, plan: Plan, *tensors: Tensor | None):
         query = tensors[0]
         assert query is not None
         weights = query.new_empty(len(query), plan.adjacency.num_edges)
-        memory = _Memory()
+        memory = Memory()
         for lanes, graph in plan.groups(len(query)):
             scores = weights[lanes].view(-1)
-            _scorer(plan, graph, memory, lanes, tensors).scores(scores)
-            _exponentiate(scores, graph)
+            make_scorer(plan, graph, memory, lanes, tensors).scores(scores)
+            exponentiate(scores, graph)
             totals = sum_weights(graph, scores).squeeze(1)
             scores.div_(totals.index_select(0, graph.target))
         ctx.plan = plan
@@ -105,24 +98,24 @@ class _EdgeWeights(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        plan: _Plan = ctx.plan
+        plan: Plan = ctx.plan
         *tensors, weights = ctx.saved_tensors
         wanted = {
-            name for name, needed in zip(_NAMES, ctx.needs_input_grad[1:], strict=True) if needed
+            name for name, needed in zip(NAMES, ctx.needs_input_grad[1:], strict=True) if needed
         }
         found = {
             name: torch.zeros_like(tensor)
-            for name, tensor in zip(_NAMES, tensors, strict=True)
+            for name, tensor in zip(NAMES, tensors, strict=True)
             if name in wanted - {"value"}
         }
-        memory = _Memory()
+        memory = Memory()
         for lanes, graph in plan.groups(len(weights)):
             # d score_e = weight_e (g_e − Σ weight g over the edges of its target)
             used = weights[lanes].view(-1)
             slopes = gradient[lanes].reshape(-1) * used
             shift = sum_weights(graph, slopes).squeeze(1)
             slopes -= shift.index_select(0, graph.target) * used
-            scorer = _scorer(plan, graph, memory, lanes, tuple(tensors))
+            scorer = make_scorer(plan, graph, memory, lanes, tuple(tensors))
             slopes = scorer.node_slopes(slopes)
             by_source = slopes.index_select(0, graph.by_source)
             for name, part in scorer.gradients(slopes, by_source, wanted).items():
@@ -130,4 +123,4 @@ class _EdgeWeights(torch.autograd.Function):
                     found[name] += part.view(-1, *found[name].shape).sum(dim=0)
                 elif name in wanted:
                     found[name][lanes] = part.view(found[name][lanes].shape)
-        return None, *(found.get(name) for name in _NAMES)
+        return None, *(found.get(name) for name in NAMES)

@@ -2,8 +2,8 @@
 
     python docs/benchmarks/digits_graph.py [--seeds 5]
 
-The same labelled, validation and test digits as `python -m attnkit task=graph seeds=5`; the number of
-neighbours of each method is the one that is best on the validation digits.
+The same labelled, validation and test digits as `python -m attnkit task=graph seeds=5`; the number
+of neighbours of each method is the one that is best on the validation digits.
 """
 
 import argparse

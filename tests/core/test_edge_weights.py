@@ -15,7 +15,7 @@ from attnkit import (
     ScaledDot,
     edge_weights,
 )
-from attnkit.core import edge_scores, edges
+from attnkit.core import edge_lanes, edge_scores
 from attnkit.core.inputs import check_inputs
 from attnkit.core.reference import softmax_of_edges
 
@@ -56,7 +56,7 @@ SCORES = {
 def computed_in(request, monkeypatch):
     """All heads of a small graph at once, or each alone and in blocks of a few edges."""
     if request.param == "blocks":
-        monkeypatch.setattr(edges, "GROUP", 0)
+        monkeypatch.setattr(edge_lanes, "GROUP", 0)
         monkeypatch.setattr(edge_scores, "BLOCK", 40)
 
 
@@ -144,7 +144,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("score", ["scaled_dot", "general", "cosine", "gaussian", "tanh", "gatv2"])
 def test_nothing_of_edges_times_channels_is_made(score, monkeypatch):
-    monkeypatch.setattr(edges, "GROUP", 2**13)
+    monkeypatch.setattr(edge_lanes, "GROUP", 2**13)
     monkeypatch.setattr(edge_scores, "BLOCK", 2**13)
     make_score, parameters = SCORES[score]
     num_edges = 40_009

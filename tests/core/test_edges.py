@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import Additive, Cosine, Dense, EdgeFeatures, Edges, Gaussian, General, attend
-from attnkit.core import edge_scores, edges
+from attnkit.core import edge_lanes, edge_scores
 
 BATCH, HEADS, DIM, VALUE_DIM, EDGE_DIM = 2, 3, 5, 7, 2
 
@@ -73,7 +73,7 @@ def scores(dtype=torch.float64):
 def computed_in(request, monkeypatch):
     """All heads of a small graph at once, or each alone and in blocks of a few edges."""
     if request.param == "blocks":
-        monkeypatch.setattr(edges, "GROUP", 0)
+        monkeypatch.setattr(edge_lanes, "GROUP", 0)
         monkeypatch.setattr(edge_scores, "BLOCK", 40)
 
 
@@ -280,7 +280,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("score", list(scores()))
 @pytest.mark.parametrize("with_features", [False, True], ids=["", "features"])
 def test_nothing_of_edges_times_channels_is_made(score, with_features, monkeypatch):
-    monkeypatch.setattr(edges, "GROUP", 2**13)
+    monkeypatch.setattr(edge_lanes, "GROUP", 2**13)
     monkeypatch.setattr(edge_scores, "BLOCK", 2**13)
     make_score, parameters = scores()[score]
     num_edges, dim = 40_009, 5
