@@ -146,7 +146,8 @@ def test_what_is_imported_is_declared(copy, wheel):
                 imported.add(node.module.partition(".")[0])
     foreign = imported - set(sys.stdlib_module_names) - {"attnkit"}
     assert {"torch", "hydra"} <= foreign
-    for name in sorted(foreign):
+    # comes with torch where there are GPUs for it, and is imported only where it is found
+    for name in sorted(foreign - {"triton"}):
         distributions = {distribution.lower() for distribution in packages[name]}
         assert distributions & declared, f"{name} is imported, {distributions} is not declared"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attnkit.core.graph import Edges
@@ -9,7 +10,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.normalizers import Normalizer, Softmax
 from attnkit.core.scores import ScaledDot
 
-__all__ = ["Backend", "dot_product_reasons", "empty_reasons"]
+__all__ = ["Backend", "dot_product_reasons", "empty_reasons", "refuse_second_derivative"]
 
 
 class Backend:
@@ -75,3 +76,13 @@ def empty_reasons(inputs: Inputs) -> list[str]:
         f"a size is zero: query {list(inputs.query.shape)}, "
         f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
     ]
+
+
+def refuse_second_derivative(backend: str, *tensors: Tensor | None) -> None:
+    """RuntimeError where autograd would have to differentiate a backward of ours, which it
+    cannot follow, and would silently leave that part out."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"the backend {backend!r} has no second derivative (create_graph=True); "
+            "backend='reference' has"
+        )

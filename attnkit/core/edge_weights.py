@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from attnkit.core.edge_lanes import NAMES, Memory, Plan, as_lanes, exponentiate, make_scorer
+from attnkit.core.backend import refuse_second_derivative
+from attnkit.core.edge_lanes import (
+    NAMES,
+    Memory,
+    Plan,
+    as_lanes,
+    exponentiate,
+    make_scorer,
+)
 from attnkit.core.edge_scores import sum_weights
 from attnkit.core.edges import EdgeAttention
 from attnkit.core.graph import EdgeFeatures, Edges
@@ -96,8 +103,8 @@ class _EdgeWeights(torch.autograd.Function):
         return weights
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: Tensor):
+        refuse_second_derivative("edges", gradient, *ctx.saved_tensors)
         plan: Plan = ctx.plan
         *tensors, weights = ctx.saved_tensors
         wanted = {

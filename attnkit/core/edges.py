@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attnkit.core import edges_triton
 from attnkit.core.adjacency import Adjacency
-from attnkit.core.backend import Backend, empty_reasons
+from attnkit.core.backend import Backend, empty_reasons, refuse_second_derivative
 from attnkit.core.edge_lanes import (
     NAMES,
     Memory,
@@ -64,6 +63,8 @@ class EdgeAttention(Backend):
             reasons.append(f"computes no softcap, got {score.softcap}")
         if inputs.bias is not None:
             reasons.append("reads no bias")
+        if torch._C._are_functorch_transforms_active():
+            reasons.append("has no rules for torch.func")
         reads_features = features is not None and features.key_weight is not None
         if reads_features and isinstance(score, Cosine | Gaussian):
             reasons.append(f"reads no edge features inside the score {score}")
@@ -128,8 +129,8 @@ class _EdgeSoftmax(torch.autograd.Function):
         return output, sums
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: Tensor | None, sums_gradient: Tensor | None):
+        refuse_second_derivative("edges", gradient, sums_gradient, *ctx.saved_tensors)
         plan: Plan = ctx.plan
         *tensors, weights, totals, output, sums = ctx.saved_tensors
         query, _, value, *_, features = tensors

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attnkit.core.adjacency import Adjacency
+from attnkit.core.backend import refuse_second_derivative
 from attnkit.core.chunks import SplitNodes
 from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs, in_high_precision
@@ -148,8 +148,8 @@ class _TritonEdgeSoftmax(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: Tensor):
+        refuse_second_derivative("edges", gradient, *ctx.saved_tensors)
         *tensors, output, lse = ctx.saved_tensors
         run = _Run(ctx.plan, *tensors)
         _, _, wants_key, wants_value, wants_vector = ctx.needs_input_grad

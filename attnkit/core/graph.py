@@ -23,7 +23,7 @@ class Edges(Mask):
     `&`, `|` and `~` masks are boolean and it counts once.
 
     Sorting the edges takes longer than attending once: keep the object for all layers, heads and
-    epochs.
+    epochs. What was sorted is kept, so the tensor must not be changed afterwards.
 
     edge_index: integers [2, edges], source (key) in row 0, target (query) in row 1; PyG's
         `EdgeIndex` is one; or a sparse matrix [targets, sources] (PyG's `adj_t`), of which the
@@ -50,6 +50,9 @@ class Edges(Mask):
         edges = self.edge_index
         if edges.is_floating_point() or edges.is_complex() or edges.dtype == torch.bool:
             raise TypeError(f"edge_index: expected integers [2, edges], got {edges.dtype}")
+        if edges.dtype not in (torch.int32, torch.int64):  # which cannot be indices
+            edges = edges.long()
+            object.__setattr__(self, "edge_index", edges)
         if edges.ndim != 2 or edges.shape[0] != 2:
             hint = ", transposed?" if edges.ndim == 2 and edges.shape[1] == 2 else ""
             raise ValueError(
@@ -93,27 +96,30 @@ class Edges(Mask):
     @cached_property
     def adjacency(self) -> Adjacency:
         """The edges as kernels read them."""
-        return Adjacency.of(self.edge_index, *self.sizes)
+        with torch.inference_mode(False):  # kept, and so for training too
+            return Adjacency.of(self.edge_index, *self.sizes)
 
     @cached_property
     def has_repeated(self) -> bool:
         """Whether an edge is given more than once."""
-        source, target = self.edge_index
+        source, target = self.edge_index.long()
         return len((target * self.sizes[1] + source).unique()) < self.num_edges
 
     @cached_property
     def proper(self) -> Tensor:
         """The places of the edges that are no self-loops, [proper edges]."""
-        source, target = self.edge_index
-        return (source != target).nonzero().squeeze(1)
+        with torch.inference_mode(False):
+            source, target = self.edge_index
+            return (source != target).nonzero().squeeze(1)
 
     @cached_property
     def looped(self) -> Edges:
         """The proper edges in their order, then one self-loop for each node that is both source
         and target; made once and kept, as the sorted edges are."""
-        loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
-        proper = self.edge_index[:, self.proper]
-        return Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
+        with torch.inference_mode(False):
+            loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
+            proper = self.edge_index[:, self.proper]
+            return Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if (num_queries, num_keys) != self.sizes:
@@ -123,7 +129,7 @@ class Edges(Mask):
             )
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
-        source, target = self.edge_index.to(query.device)
+        source, target = self.edge_index.to(query.device).long()
         pairs = (target * num_keys + source).sort().values
         wanted = query * num_keys + key
         if len(pairs) == 0:
@@ -154,6 +160,20 @@ class EdgeFeatures:
 
     def check(self, edges: Edges, num_heads: int, head_dim: int, value_dim: int) -> None:
         """Raise ValueError where sizes do not fit."""
+        for name in ("features", "key_weight", "value_weight"):
+            tensor = getattr(self, name)
+            if tensor is None and name != "features":
+                continue
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(
+                    f"{name}: expected a floating-point tensor, got {given} (EdgeFeatures)"
+                )
+            if tensor.device != edges.edge_index.device:
+                raise ValueError(
+                    f"{name}: is on {tensor.device}, but the edges are on "
+                    f"{edges.edge_index.device} (EdgeFeatures)"
+                )
         if self.features.ndim != 2 or len(self.features) != edges.num_edges:
             raise ValueError(
                 f"edge_features: expected [{edges.num_edges} edges, edge_dim], "

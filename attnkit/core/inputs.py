@@ -160,8 +160,6 @@ def check_inputs(
     if mask is not None:
         mask = as_mask(mask)
         mask.check(batch, num_heads, num_queries, num_keys)
-        if isinstance(mask, Causal) and mask.align == "bottom_right" and num_queries == 1:
-            mask = None  # the last query sees everything
     if bias is not None:
         if not bias.is_floating_point():
             raise TypeError(f"bias: expected a floating-point tensor, got {bias.dtype}")
@@ -184,6 +182,8 @@ def check_inputs(
     if edge_features is not None:
         _check_edge_features(edge_features, inputs)
     normalizer.check(inputs)
+    if isinstance(mask, Causal) and mask.align == "bottom_right" and num_queries == 1 < num_keys:
+        return replace(inputs, mask=None)  # the last query sees everything
     return inputs
 
 

@@ -240,7 +240,10 @@ class MultiHeadAttention(Projections):
             heads = *positions(*heads[:2]), heads[2]
         if cache is not None:
             if is_new:
-                cache.append(*heads[1:])
+                # under autocast a norm or positions may have given float32
+                autocast = torch.is_autocast_enabled(query.device.type)
+                kept = (t.to(cache.key.dtype) if autocast else t for t in heads[1:])
+                cache.append(*kept)
             heads = heads[0], cache.key, cache.value
         tokens = None if cache is not None or isinstance(key, KeyValueCache) else key
         score = self.score() if isinstance(self.score, nn.Module) else self.score

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Projections"]
+__all__ = ["Projections", "linear"]
+
+
+def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear`, also of sparse CSR tokens under autocast: torch multiplies them
+    in full precision only."""
+    if tokens.layout is torch.strided:
+        return F.linear(tokens, weight, bias)
+    with torch.autocast(tokens.device.type, enabled=False):
+        return F.linear(tokens, weight.to(tokens.dtype), bias)
 
 
 class Projections(nn.Module):
@@ -98,7 +108,7 @@ class Projections(nn.Module):
         if not self.is_fused:
             projections = (self.query_proj, self.key_proj, self.value_proj)
             return [
-                None if tokens is None else projection(tokens)
+                None if tokens is None else linear(tokens, projection.weight, projection.bias)
                 for projection, tokens in zip(projections, inputs, strict=True)
             ]
         # One product for neighbours that read the same tokens. They are split on the last
@@ -120,5 +130,5 @@ class Projections(nn.Module):
             if tokens is None:
                 projected += [None] * len(run)
             else:
-                projected += F.linear(tokens, weight, bias).split(sizes, dim=-1)
+                projected += linear(tokens, weight, bias).split(sizes, dim=-1)
         return projected

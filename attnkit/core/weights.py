@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from operator import index
 
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs, check_inputs, in_high_precision
 from attnkit.core.masks import Mask
 from attnkit.core.normalizers import Normalizer
@@ -57,6 +59,10 @@ def attention_weights(
     inputs = check_inputs(
         query, key, key, score=score, mask=mask, bias=bias, normalizer=normalizer, scale=scale
     )
+    if isinstance(inputs.mask, Edges) and inputs.mask.has_repeated:
+        raise ValueError(
+            "mask: an edge is given twice, and each has a weight; attnkit.edge_weights gives them"
+        )
     batch, num_heads, num_queries, _ = inputs.query.shape
     row_indices = as_indices("rows", rows, num_queries, query.device)
     head_indices = as_indices("heads", heads, num_heads, query.device)
@@ -172,7 +178,9 @@ def as_indices(name: str, given: Indices, size: int, device: torch.device) -> Te
         return everything
     if isinstance(given, slice):
         return everything[given]
-    chosen = torch.as_tensor([given] if isinstance(given, int) else given, device=device)
+    one = hasattr(given, "__index__") and not isinstance(given, Tensor)
+    chosen = torch.as_tensor([index(given)] if one else given, device=device)  # type: ignore[arg-type]
+    chosen = chosen.long() if chosen.numel() == 0 else chosen
     if chosen.dtype == torch.bool or chosen.is_floating_point() or chosen.ndim != 1:
         raise TypeError(f"{name}: expected an integer, a slice or integers, got {given!r}")
     if len(chosen) and (int(chosen.min()) < -size or int(chosen.max()) >= size):

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
+from attnkit.core.backend import (
+    Backend,
+    dot_product_reasons,
+    empty_reasons,
+    refuse_second_derivative,
+)
 from attnkit.core.inputs import Inputs
 from attnkit.core.mask_algebra import parts
 from attnkit.core.masks import Mask
@@ -108,8 +113,8 @@ class _WindowAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("window", *gradients, *ctx.saved_tensors)
         query, key, value, output, lse = ctx.saved_tensors
         gradient = _last_contiguous(gradients[0])
         terms = Terms(ctx.mask, ctx.bias, query, key)

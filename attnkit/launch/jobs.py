@@ -111,6 +111,8 @@ def _parts(top: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                     "splits=all: the data does not say how many it has (data.num_splits)\n"
                     "  splits=N runs data.split=0 to N - 1"
                 )
+        elif data.get("num_splits") is not None and splits > data["num_splits"]:
+            raise UserError(f"splits={splits}: the data has {data['num_splits']}")
         if "split" not in data:
             raise UserError("splits: the data has no split to choose (data.split)")
         return {f"split_{i}": {"data.split": i, "splits": None} for i in range(splits)}

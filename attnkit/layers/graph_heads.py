@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnkit.core.graph import EdgeFeatures
 from attnkit.core.learned_scores import AdditiveScore, learned_score
-from attnkit.core.projections import Projections
+from attnkit.core.projections import Projections, linear
 from attnkit.core.scores import Additive, Score
 
 __all__ = ["DotHeads", "GATHeads", "GATv2Heads", "GraphHeads", "NodeHeads"]
@@ -225,7 +224,7 @@ class GATHeads(GraphHeads):
         """What each weight and bias make of the nodes, in one product, as heads."""
         weights, biases = zip(*rows, strict=True)
         bias = None if biases[0] is None else torch.cat(biases)
-        projected = F.linear(nodes, torch.cat(weights), bias)
+        projected = linear(nodes, torch.cat(weights), bias)
         return [self._split(part) for part in projected.split([len(w) for w in weights], dim=1)]
 
     def own(self, nodes: Tensor) -> Tensor:

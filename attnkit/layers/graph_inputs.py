@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from attnkit.core.graph import Edges
 
 __all__ = ["Nodes", "as_edges", "check_graph"]
 
-KEPT = "_attnkit_edges"
 Nodes = Tensor | tuple[Tensor, Tensor]
 """Features of the nodes, [nodes, channels]; or those of sources and of targets."""
 
@@ -64,24 +62,10 @@ def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | No
                 "edge_index: expected integers [2, edges], a sparse matrix or attnkit.Edges, "
                 f"got {type(edge_index).__name__}"
             )
-        return _sorted_once(edge_index, num_targets, num_sources)
+        return Edges(edge_index, num_targets, num_sources)
     if edge_index.sizes != (num_targets, num_sources):
         raise ValueError(
             f"edge_index: Edges has {edge_index.sizes[0]} targets and {edge_index.sizes[1]} "
             f"sources, x has {num_targets} and {num_sources}"
         )
     return edge_index
-
-
-def _sorted_once(edge_index: Tensor, num_targets: int, num_sources: int) -> Edges:
-    """`Edges` of this very tensor, kept as its attribute until it changes or goes: layers and
-    epochs that are given one tensor then sort it once."""
-    if edge_index.is_inference() or torch.compiler.is_compiling():
-        return Edges(edge_index, num_targets, num_sources)
-    state = (edge_index._version, num_targets, num_sources)
-    kept = getattr(edge_index, KEPT, None)
-    if kept is None or kept[0] != state:
-        # of an alias: a tensor that held itself would outlive its users
-        kept = state, Edges(edge_index.detach(), num_targets, num_sources)
-        setattr(edge_index, KEPT, kept)
-    return kept[1]

@@ -49,7 +49,9 @@ def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     _check_csr(x)
     if x.requires_grad:
         raise ValueError("x: expected features without a gradient; x.to_dense() can have one")
-    product = torch.sparse.mm(x, weight.t())
+    # torch has no such product in half precision
+    with torch.autocast(x.device.type, enabled=False):
+        product = torch.sparse.mm(x, weight.t())
     return product if bias is None else product + bias
 
 

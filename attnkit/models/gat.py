@@ -63,6 +63,9 @@ class GAT(nn.Module):
         ValueError: sizes that do not divide, unknown choices, options that do not go together.
     """
 
+    takes_edges = True
+    """Whether `edge_index` may be `attnkit.Edges`."""
+
     def __init__(
         self,
         in_channels: int,

@@ -52,6 +52,9 @@ class GraphTransformer(nn.Module):
         ValueError: sizes that do not divide, unknown choices, arguments that are missing.
     """
 
+    takes_edges = True
+    """Whether `edge_index` may be `attnkit.Edges`."""
+
     def __init__(
         self,
         in_channels: int,
@@ -116,6 +119,7 @@ class GraphTransformer(nn.Module):
         edge_attr: Tensor | None = None,
         *,
         batch: Tensor | None = None,
+        num_graphs: int | None = None,
         positions: Tensor | None = None,
         pairs: Tensor | None = None,
     ) -> Tensor:
@@ -126,6 +130,7 @@ class GraphTransformer(nn.Module):
             edge_index: as in `GraphAttention`; given as a tensor it is sorted at every call.
             edge_attr: [edges, edge_dim].
             batch: the graph of each node, in their order, [nodes]; None: all are of one.
+            num_graphs: how many there are, where the last of them have no nodes.
             positions: [nodes, position_dim].
             pairs: of the read-out "edge": the two nodes of each pair, [2, pairs].
         """
@@ -137,9 +142,9 @@ class GraphTransformer(nn.Module):
             given = None if pairs is None else list(pairs.shape)
             raise ValueError(f"pairs: are for the read-out 'edge', got {given} in {self.readout!r}")
         edges = as_edges(edge_index, x.shape[0])
-        lengths = x.new_tensor([x.shape[0]], dtype=torch.long)
+        lengths = torch.tensor([x.shape[0]], device=x.device)
         if batch is not None:
-            lengths = graph_lengths(batch)
+            lengths = graph_lengths(batch, num_graphs)
         x = self.embed(x)
         if positions is not None and self.position_embed is not None:
             if self.random_signs and self.training:

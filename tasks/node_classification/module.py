@@ -14,6 +14,7 @@ from torch_geometric.data import Data
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
+from attnkit.core.graph import Edges
 from attnkit.lightning import ClassificationModule, UserError
 
 
@@ -52,6 +53,7 @@ class NodeClassification(ClassificationModule):
             model, optimizer, scheduler, num_classes=num_classes, class_names=class_names
         )
         self.in_channels = in_channels
+        self._edges: Edges | None = None
 
     def metrics(self) -> dict[str, Metric]:
         metrics = super().metrics()
@@ -67,6 +69,16 @@ class NodeClassification(ClassificationModule):
                 f"data: its nodes have {given} features, "
                 f"but the module was made for {self.in_channels}"
             )
+
+    def logits(self, batch: Data) -> Tensor:
+        """What the model says of a batch; its edges are sorted once, not once an epoch, where the
+        model takes `attnkit.Edges` and the batch is the graph again."""
+        edge_index = batch.edge_index
+        if not getattr(self.model, "takes_edges", False):
+            return self(batch.x, edge_index)
+        if self._edges is None or self._edges.edge_index is not edge_index:
+            self._edges = Edges(edge_index, batch.num_nodes)
+        return self(batch.x, self._edges)
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         logits, labels = self._of_stage("train", batch)
@@ -86,7 +98,7 @@ class NodeClassification(ClassificationModule):
         Returns:
             `node` (its number), `label` (the name of the most probable class), `probability`.
         """
-        logits = self(batch.x, batch.edge_index)
+        logits = self.logits(batch)
         nodes = batch.n_id if "n_id" in batch else torch.arange(len(logits))
         seeds = slice(batch.batch_size if "batch_size" in batch else None)
         probability, label = logits[seeds].float().softmax(dim=1).max(dim=1)
@@ -98,7 +110,7 @@ class NodeClassification(ClassificationModule):
 
     def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
         """Logits and labels of the nodes that count."""
-        logits = self(batch.x, batch.edge_index)
+        logits = self.logits(batch)
         if "batch_size" in batch:
             seeds = slice(batch.batch_size)
             return logits[seeds], batch.y[seeds]

@@ -139,9 +139,8 @@ def test_gradcheck(name):
 def test_a_second_derivative_is_refused():
     query, key, value = make(331, 331, torch.float64)
     output = attend(query, key, value, mask=Window(3, 5), backend="window")
-    (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match=r"'window' has no second derivative"):
+        torch.autograd.grad(output.square().sum(), query, create_graph=True)
 
 
 def test_window_as_wide_as_the_sequence_is_full_attention():

@@ -211,7 +211,7 @@ def test_from_the_command_line(tmp_path, command):
     assert code == 0, shown.err
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["steps"] == 3 * 4
-    assert results["val/accuracy_best"] > 0.1
+    assert 0 < results["val/loss_best"] < 10
     assert (tmp_path / "run" / "per_class.csv").is_file()
 
     code, shown = command("run=predict", "ckpt=run", "run_dir=told", "data.batch_size=null")

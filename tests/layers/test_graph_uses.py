@@ -1,0 +1,106 @@
+"""Uses of graph attention that went wrong once: modes, dtypes, derivatives, saved tensors."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import attnkit
+from attnkit import GAT, Edges, GraphAttention, attend
+
+NODES = 30
+
+
+@pytest.fixture
+def graph():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(NODES, (2, 200), generator=generator).unique(dim=1)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(NODES, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("edge_dim", [None, 3])
+def test_evaluated_in_inference_mode_then_trained(graph, x, edge_dim):
+    model = GAT(8, 16, 3, heads=2, edge_dim=edge_dim)
+    edges = Edges(graph, NODES)
+    features = None if edge_dim is None else torch.randn(graph.shape[1], edge_dim)
+    with torch.inference_mode():
+        model.eval()(x, edges, features)
+    model.train()(x, edges, features).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_layer_leaves_its_tensors_alone(graph, x):
+    layer = GraphAttention(8, 4, heads=2)
+    before = layer(x, graph)
+    other = graph.flip(0)
+    file = io.BytesIO()
+    torch.save(graph, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), graph)
+    graph.data.copy_(other)
+    after = layer(x, graph)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(layer(x, copy.deepcopy(graph)), after)
+
+
+def test_second_derivatives_are_refused_not_lost(graph):
+    query, key = (torch.randn(1, 2, NODES, 4, requires_grad=True) for _ in range(2))
+    for backend, mask in (("edges", Edges(graph, NODES)), ("window", attnkit.Window(2, 2))):
+        output = attend(query, key, key, mask=mask, backend=backend)
+        with pytest.raises(RuntimeError, match=f"{backend}.* has no second derivative"):
+            torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    output = attend(query, key, key, mask=Edges(graph, NODES), backend="reference")
+    (first,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), query)
+    assert second.abs().sum() > 0
+
+
+def test_transforms_of_torch_func(graph):
+    query, key = (torch.randn(1, 2, NODES, 4, dtype=torch.float64) for _ in range(2))
+    mask = Edges(graph[:, :20], NODES)
+
+    def loss(query):
+        return attend(query, key, key, mask=mask).square().sum()
+
+    assert attnkit.explain_backends(query, key, key, mask=mask).chosen == "edges"
+    by_func = torch.func.grad(loss)(query)
+    query.requires_grad_()
+    torch.testing.assert_close(by_func, torch.autograd.grad(loss(query), query)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_any_integers_are_indices(graph, x, dtype):
+    layer = GraphAttention(8, 4, heads=2)
+    torch.testing.assert_close(layer(x, graph.to(dtype)), layer(x, graph))
+    edges = Edges(torch.tensor([[59_999], [59_998]], dtype=torch.int32), 60_000)
+    nodes = torch.randn(1, 1, 60_000, 2)
+    weights = attnkit.attention_weights(nodes, nodes, mask=edges, rows=[59_998, 0])
+    assert weights.nonzero().tolist() == [[0, 0, 0, 59_999]]
+    assert not edges.has_repeated
+
+
+def test_weights_of_an_edge_given_twice_are_those_of_edges():
+    query = torch.randn(1, 1, 3, 4)
+    edges = Edges(torch.tensor([[1, 1, 2], [0, 0, 0]]), 3)
+    with pytest.raises(ValueError, match=r"given twice.*edge_weights"):
+        attnkit.attention_weights(query, query, mask=edges)
+    weights = attnkit.edge_weights(query, query, edges)
+    torch.testing.assert_close(
+        (weights[..., None] * query[:, :, [1, 1, 2]]).sum(2),
+        attend(query, query, query, mask=edges)[:, :, 0],
+    )
+
+
+def test_sparse_features_under_autocast(graph, x):
+    model = GAT(8, 16, 3, heads=2).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        sparse, dense = model(x.to_sparse_csr(), graph), model(x, graph)
+    torch.testing.assert_close(sparse.float(), dense.float(), atol=0.05, rtol=0.05)
+    layer = attnkit.GraphTransformer(8, 16, 3, num_layers=1, heads=2).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.to_sparse_csr(), graph).isfinite().all()
