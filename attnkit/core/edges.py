@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attnkit.core import edges_triton
-from attnkit.core.adjacency import Adjacency
 from attnkit.core.backend import Backend, empty_reasons, refuse_second_derivative
 from attnkit.core.edge_lanes import (
     NAMES,
@@ -168,7 +167,8 @@ class _EdgeSoftmax(torch.autograd.Function):
             slopes.sub_(shift.index_select(0, graph.target)).mul_(used)
             scorer = make_scorer(plan, graph, memory, lanes, tensors)
             node_slopes = scorer.node_slopes(slopes)
-            kept_by_source, slopes_by_source = _by_source(graph, kept, node_slopes)
+            kept_by_source = kept.index_select(0, graph.by_source)
+            slopes_by_source = node_slopes.index_select(0, graph.by_source)
             parts = scorer.gradients(node_slopes, slopes_by_source, wanted)
             parts["value"] = sum_edges_by_source(graph, kept_by_source, by_target)
             for name in wanted & parts.keys():
@@ -182,13 +182,6 @@ class _EdgeSoftmax(torch.autograd.Function):
                 rows = features_by_target.index_select(0, graph.target).mul_(kept[:, None])
                 found["features"] += rows.view(-1, *features.shape).sum(dim=0)
         return None, *(found[name] if name in wanted else None for name in NAMES)
-
-
-def _by_source(graph: Adjacency, *weights: Tensor) -> Tensor:
-    """Weights of edges in the order of their sources: read together, since each is a miss of the
-    cache."""
-    rows = torch.stack(weights, dim=1).index_select(0, graph.by_source)
-    return rows.T.contiguous()
 
 
 def _rows(tensor: Tensor, lanes: slice) -> Tensor:
