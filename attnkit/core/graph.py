@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from attnkit.core.adjacency import Adjacency
 from attnkit.core.masks import Mask
+from attnkit.core.score import moved
 
 __all__ = ["EdgeFeatures", "Edges"]
 
@@ -190,8 +191,7 @@ class EdgeFeatures:
 
     def to(self, dtype: torch.dtype) -> EdgeFeatures:
         """The same in another dtype."""
-        tensors = (self.features, self.key_weight, self.value_weight)
-        return EdgeFeatures(*(None if t is None else t.to(dtype) for t in tensors))  # type: ignore[arg-type]
+        return moved(self, dtype)
 
 
 pytree.register_dataclass(Edges)

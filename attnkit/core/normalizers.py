@@ -6,7 +6,7 @@ holding all weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from attnkit.core.mask_algebra import parts
 from attnkit.core.masks import Causal, Padding
-from attnkit.core.score import check_positive
+from attnkit.core.score import check_positive, moved
 from attnkit.core.scores import ScaledDot
 
 if TYPE_CHECKING:
@@ -71,13 +71,7 @@ class Normalizer:
 
     def to(self, *args: Any, **kwargs: Any) -> Normalizer:
         """The same normaliser with its tensors moved as by `Tensor.to`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(*args, **kwargs)
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved) if moved else self
+        return moved(self, *args, **kwargs)
 
     def __str__(self) -> str:
         return type(self).__name__

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Score", "check_fit", "check_number", "check_positive", "per_head", "select_heads"]
+__all__ = [
+    "Score",
+    "check_fit",
+    "check_number",
+    "check_positive",
+    "moved",
+    "per_head",
+    "select_heads",
+]
+
+
+Owner = TypeVar("Owner", bound=Any)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +78,21 @@ class Score:
 
     def to(self, *args: Any, **kwargs: Any) -> Score:
         """The same score with its tensors moved as by `Tensor.to`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(*args, **kwargs)
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved) if moved else self
+        return moved(self, *args, **kwargs)
 
     def __str__(self) -> str:
         return type(self).__name__
+
+
+def moved(owner: Owner, *args: Any, **kwargs: Any) -> Owner:
+    """A dataclass with its tensors moved as by `Tensor.to`."""
+    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
+    tensors: dict[str, Any] = {
+        name: value.to(*args, **kwargs)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    return replace(owner, **tensors) if tensors else owner
 
 
 def per_head(parameter: float | Tensor) -> float | Tensor:
