@@ -64,7 +64,7 @@ def heterophilous_arrays():
 
 
 MODEL = """\
-# PyG's own, for as long as attnkit has none.
+# A model that is not attnkit's: any that takes nodes and edges is trained.
 _target_: torch_geometric.nn.GCN
 in_channels: null
 hidden_channels: 11

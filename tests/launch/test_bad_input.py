@@ -41,6 +41,7 @@ SHIPPED = [
     ("splits=0", "splits: expected all, or 1 to 1000 runs, got 0"),
     ("splits=every", "splits"),
     ("splits=all", "splits=all: the data does not say how many it has (data.num_splits)"),
+    ("task=graph data=heterophilous data.root={folder} splits=20", "splits=20: the data has 10"),
     ("splits=2 seeds=2", "splits: not together with seeds"),
     ("compile=fastest", "compile: expected bool | Literal["),
     ("data.batch_size=null", "data.batch_size: expected int, got None"),

@@ -3,6 +3,7 @@
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,3 +105,38 @@ def test_sparse_features_under_autocast(graph, x):
     layer = attnkit.GraphTransformer(8, 16, 3, num_layers=1, heads=2).eval()
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x.to_sparse_csr(), graph).isfinite().all()
+
+
+def test_one_token_is_causal_however_it_is_aligned():
+    block = attnkit.MultiHeadAttention(8, 2, normalizer="delta_rule").eval()
+    token = torch.randn(2, 1, 8)
+    expected = block(token, mask=attnkit.Causal())
+    torch.testing.assert_close(block(token, mask=attnkit.Causal("bottom_right")), expected)
+
+
+def test_a_cache_under_autocast_takes_what_positions_gave_in_float32():
+    block = attnkit.MultiHeadAttention(8, 2).eval()
+    token = torch.randn(2, 1, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = block.new_cache(2, 3)
+        output = block(token, cache=cache, positions=lambda q, k: (q.float(), k.float()))
+        expected = block(token)
+    assert cache.key.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected)
+
+
+def test_graphs_without_nodes_at_the_end(graph, x):
+    model = attnkit.GraphTransformer(8, 16, 3, num_layers=1, heads=2, readout="graph").eval()
+    batch = torch.zeros(NODES, dtype=torch.long)
+    together = model(x, graph, batch=batch, num_graphs=3)
+    assert together.shape == (3, 3)
+    torch.testing.assert_close(together[:1], model(x, graph))
+
+
+def test_rows_may_be_none_or_numpys():
+    query = torch.randn(1, 2, 5, 4)
+    everything = attnkit.attention_weights(query, query)
+    assert attnkit.attention_weights(query, query, rows=[]).shape == (1, 2, 0, 5)
+    torch.testing.assert_close(
+        attnkit.attention_weights(query, query, rows=np.int64(3)), everything[:, :, 3:4]
+    )
