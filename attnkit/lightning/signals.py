@@ -17,7 +17,7 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import distributed as dist
-from torch.utils.data import get_worker_info
+from torch.utils.data._utils.worker import _worker_loop
 
 from attnkit.lightning.errors import StoppedBySignal
 
@@ -107,7 +107,7 @@ class SaveOnSignal(Checkpoint):
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # forked with this handler
-            if get_worker_info() is None:
+            if not _is_data_worker():
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return  # a terminal tells everyone, and the last step needs the workers
@@ -155,6 +155,11 @@ def outlast_signals(worker: int) -> None:
     """
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+
+
+def _is_data_worker() -> bool:
+    # torch's `get_worker_info` knows it milliseconds after the fork only
+    return getattr(multiprocessing.current_process(), "_target", None) is _worker_loop
 
 
 @functools.cache

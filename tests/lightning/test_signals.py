@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning import Callback
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from attnkit.lightning import EMA, SafeCheckpoints, SaveOnSignal, StoppedBySignal
 from attnkit.lightning.checkpoints import load
@@ -128,8 +129,21 @@ def test_the_average_is_put_back_and_saved(stopped, tmp_path):
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_it_reaches_workers_too_and_they_go_on(small_net, digits, make_trainer, tmp_path, signum):
-    """Terminals and batch systems tell every process, and the last step may still need batches."""
+def test_it_reaches_workers_too_and_they_go_on(
+    small_net, digits, make_trainer, tmp_path, signum, monkeypatch
+):
+    """Terminals and batch systems tell every process, and the last step may still need batches.
+
+    One of the workers is late: the signal comes before its `worker_init_fn`.
+    """
+
+    def late():
+        try:
+            (tmp_path / "first").touch(exist_ok=False)
+        except FileExistsError:
+            time.sleep(0.6)
+
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", late)
     options = {"num_workers": 2, "persistent_workers": True}
     loader = DataLoader(digits, 11, worker_init_fn=outlast_signals, **options)
 
@@ -189,6 +203,7 @@ import ctypes, multiprocessing, os, signal, sys
 import torch
 from lightning import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 from attnkit.lightning import SaveOnSignal, StoppedBySignal
 
 def hang():
