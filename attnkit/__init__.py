@@ -53,6 +53,7 @@ _HOME = {
     "record_backends": "attnkit.core.record",
     "attention_weights": "attnkit.core.weights",
     "capture_attention": "attnkit.core.weights",
+    "count_multiply_adds": "attnkit.core.multiply_adds",
     "MultiHeadAttention": "attnkit.core.multihead",
     "AttentionPool": "attnkit.layers.pooling",
     "GraphAttention": "attnkit.layers.graph",
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     )
     from attnkit.core.masks import Causal, Dense, Padding
     from attnkit.core.multihead import MultiHeadAttention
+    from attnkit.core.multiply_adds import count_multiply_adds
     from attnkit.core.nadaraya_watson import NadarayaWatson
     from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
     from attnkit.core.positions import sincos_1d, sincos_2d

@@ -9,6 +9,9 @@ are the same to the bit from run to run.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -24,12 +27,14 @@ from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.scores import Additive, ScaledDot
 
-__all__ = ["attend_edges", "serves"]
+__all__ = ["attend_edges", "serves", "without_triton"]
 
 CHUNK = 256  # edges that one program computes at most
 TILE = 1024  # numbers of a tile of edges × channels, which one warp holds in its registers
 LARGEST_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_IS_ALLOWED = ContextVar("_IS_ALLOWED", default=True)
 
 
 def serves(inputs: Inputs) -> bool:
@@ -44,8 +49,19 @@ def serves(inputs: Inputs) -> bool:
         and inputs.query.dtype in DTYPES
         and max(dims) <= LARGEST_DIM
         and not torch.compiler.is_compiling()
+        and _IS_ALLOWED.get()
         and _runs_on(inputs.query.device)
     )
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """In the block torch's operators compute edges, which torch can count as it cannot these."""
+    token = _IS_ALLOWED.set(False)
+    try:
+        yield
+    finally:
+        _IS_ALLOWED.reset(token)
 
 
 def attend_edges(inputs: Inputs) -> Tensor:
