@@ -78,7 +78,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
                 elif len(job.runs) > 1 and folders.is_finished(_folder_of(config)):
                     continue
                 if len(job.runs) > 1:
-                    report.say(f"seed {config['seed']}")
+                    report.say(_folder_of(config).name.replace("_", " "))
                 folders.save_config(_folder_of(config), work.config)
                 _run_one(job, work, launcher)
                 _mark_finished(_folder_of(work.config))
