@@ -57,6 +57,19 @@ _HOME = {
     "MultiHeadAttention": "attnkit.core.multihead",
     "AttentionPool": "attnkit.layers.pooling",
     "GraphAttention": "attnkit.layers.graph",
+    "Gate": "attnkit.layers.gate",
+    "capture_gates": "attnkit.layers.gate",
+    "SCSE": "attnkit.layers.squeeze_excitation",
+    "SpatialExcitation": "attnkit.layers.squeeze_excitation",
+    "SqueezeExcitation": "attnkit.layers.squeeze_excitation",
+    "EfficientChannelAttention": "attnkit.layers.efficient_channel",
+    "CBAM": "attnkit.layers.cbam",
+    "CBAMChannelGate": "attnkit.layers.cbam",
+    "CBAMSpatialGate": "attnkit.layers.cbam",
+    "BAM": "attnkit.layers.bam",
+    "CoordinateAttention": "attnkit.layers.coordinate",
+    "Combined": "attnkit.layers.combined",
+    "GatedSum": "attnkit.layers.combined",
     "ViT": "attnkit.models.vit",
     "GraphTransformer": "attnkit.models.graph_transformer",
     "GAT": "attnkit.models.gat",
@@ -111,8 +124,15 @@ if TYPE_CHECKING:
     from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.sparse_masks import Blocks, Packed, Window, Window2d
     from attnkit.core.weights import attention_weights, capture_attention
+    from attnkit.layers.bam import BAM
+    from attnkit.layers.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
+    from attnkit.layers.combined import Combined, GatedSum
+    from attnkit.layers.coordinate import CoordinateAttention
+    from attnkit.layers.efficient_channel import EfficientChannelAttention
+    from attnkit.layers.gate import Gate, capture_gates
     from attnkit.layers.graph import GraphAttention
     from attnkit.layers.pooling import AttentionPool
+    from attnkit.layers.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
     from attnkit.models.vit import ViT

@@ -1,19 +1,19 @@
-"""Weights of torch's attention and of timm's and torchvision's Vision Transformers."""
+"""Weights of torch's attention and of timm's and torchvision's Vision Transformers and gates."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.interop.carry import check_class, has_hooks, loaded, refuse, renamed, strangers
+from attnkit.interop.gates import gates_of_timm, gates_of_torchvision
 from attnkit.models.vit import ViT
 
 if TYPE_CHECKING:
     import timm.models.vision_transformer
-    import torchvision.models
 
 __all__ = ["from_timm", "from_torch", "from_torchvision"]
 
@@ -93,17 +93,25 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     return loaded(block, state, module)
 
 
-def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
-    """attnkit's ViT with the weights of a plain Vision Transformer of timm; equal logits.
+@overload
+def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT: ...
+@overload
+def from_timm(model: nn.Module) -> nn.Module: ...
+def from_timm(model: Any) -> nn.Module:
+    """attnkit's ViT or gate with the weights of timm's; equal outputs.
 
-    Served: class-token, average and attention ("map") pooling, registers, layer scale, query/key
-    norm, positions with or without an entry for the prefix tokens, CLIP's pre-norm, DeiT without
-    a distillation token. Rates of dropout and drop path are carried over. A model with
+    Gates: `SEModule`, `EcaModule`, `CbamModule`, its parts `ChannelAttn` and `SpatialAttn`, and
+    `CoordAttn`. Of two that do not keep their number of channels, `EcaModule` and `SpatialAttn`,
+    `channels` is None.
+
+    Vision Transformers: class-token, average and attention ("map") pooling, registers, layer scale,
+    query/key norm, positions with or without an entry for the prefix tokens, CLIP's pre-norm, DeiT
+    without a distillation token. Rates of dropout and drop path are carried over. A model with
     `dynamic_img_size` gives one of its present size; `ViT.resize` changes it.
 
     Raises:
-        TypeError: not a `timm.models.vision_transformer.VisionTransformer` itself.
-        ValueError: it has a part that attnkit's ViT does not; all of them are named.
+        TypeError: not a `timm.models.vision_transformer.VisionTransformer` or such a gate itself.
+        ValueError: it has a part that attnkit's does not; all of them are named.
     """
     from timm.layers import (
         Attention,
@@ -118,7 +126,9 @@ def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
     from timm.layers.activations import GELU, GELUTanh
     from timm.models.vision_transformer import Block, VisionTransformer
 
-    check_class(model, VisionTransformer)
+    check_class(model, VisionTransformer, *(gates := gates_of_timm()))
+    if type(model) in gates:
+        return gates[type(model)](model)
     known = {VisionTransformer, PatchEmbed, PatchDropout, Block, Attention, Mlp, LayerNorm}
     known |= {LayerScale, DropPath, AttentionPoolLatent, GELU, GELUTanh, *_PLAIN}
     refuse(model, strangers(model, known))
@@ -207,18 +217,20 @@ def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT:
     return loaded(vit, state, model)
 
 
-def from_torchvision(model: torchvision.models.VisionTransformer) -> ViT:
-    """attnkit's ViT with the weights of torchvision's VisionTransformer; equal logits.
+def from_torchvision(model: Any) -> Any:
+    """attnkit's ViT or `SqueezeExcitation` with the weights of torchvision's; equal outputs.
 
     Raises:
         TypeError: another class.
-        ValueError: it has a part that attnkit's ViT does not, such as a convolutional stem or a
-            representation layer before the head.
+        ValueError: it has a part that attnkit's does not, such as a convolutional stem, a
+            representation layer before the head, or another activation in the gate.
     """
     from torchvision.models import VisionTransformer
     from torchvision.models.vision_transformer import Encoder, EncoderBlock, MLPBlock
 
-    check_class(model, VisionTransformer)
+    check_class(model, VisionTransformer, *(gates := gates_of_torchvision()))
+    if type(model) in gates:
+        return gates[type(model)](model)
     known = {VisionTransformer, Encoder, EncoderBlock, MLPBlock, nn.MultiheadAttention}
     known |= {type(nn.MultiheadAttention(1, 1).out_proj), *_PLAIN}
     refuse(model, strangers(model, known))
