@@ -76,6 +76,8 @@ _HOME = {
     "checks": "attnkit.checks",
     "check_attention": "attnkit.checks.run",
     "assert_attention": "attnkit.checks.run",
+    "insert_attention": "attnkit.surgery.insert",
+    "remove_attention": "attnkit.surgery.insert",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
 }
@@ -136,3 +138,4 @@ if TYPE_CHECKING:
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
     from attnkit.models.vit import ViT
+    from attnkit.surgery.insert import insert_attention, remove_attention

@@ -1,0 +1,86 @@
+"""What calls inserted attention: hooks that find it through the module that owns it.
+
+They are plain objects with references to modules and no closures, so that copies and pickles of a
+network have hooks on their own modules, and whatever replaces the attention's attribute is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["AttendInput", "AttendOutput", "Guard", "attach", "detach_all", "hooks_of"]
+
+
+class AttendOutput:
+    """A forward hook: the module's output goes through `owner.<name>`."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return getattr(self.owner, self.name)(output)
+
+
+class AttendInput(AttendOutput):
+    """A forward pre-hook: the module's input goes through `owner.<name>`."""
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any = None) -> Any:
+        return getattr(self.owner, self.name)(args[0]), *args[1:]
+
+
+class Guard:
+    """A forward pre-hook of a block: raises where a child that was hooked was replaced.
+
+    `SyncBatchNorm.convert_sync_batchnorm` and fusions put new modules in the place of old ones and
+    leave their hooks behind, whereupon the attention would silently never be called.
+    """
+
+    def __init__(self, child: str, name: str) -> None:
+        self.child = child
+        self.name = name
+
+    def __call__(self, block: nn.Module, args: tuple) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # a wrapper, such as FSDP's, holds the hooked module deeper down
+        for module in getattr(block, self.child).modules():
+            for hook in hooks_of(module):
+                if hook.owner is block and hook.name == self.name:
+                    return
+        raise RuntimeError(
+            f"{type(block).__name__}.{self.child} was replaced by another module after attention "
+            f"was inserted, so {self.name!r} would not be called; insert attention after such "
+            "changes (for SyncBatchNorm: after convert_sync_batchnorm)"
+        )
+
+
+def attach(place: nn.Module, hook: AttendOutput) -> None:
+    if isinstance(hook, AttendInput):
+        place.register_forward_pre_hook(hook)
+    else:
+        place.register_forward_hook(hook)
+
+
+def hooks_of(module: nn.Module) -> Iterator[AttendOutput]:
+    """The hooks of ours on a module."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if isinstance(hook, AttendOutput):
+            yield hook
+
+
+def detach_all(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Take every hook of ours off the modules of the model; the owners and names they called."""
+    found: dict[tuple[nn.Module, str], None] = {}
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, AttendOutput | Guard):
+                    del hooks[key]
+                    owner = hook.owner if isinstance(hook, AttendOutput) else module
+                    found[owner, hook.name] = None
+    return list(found)

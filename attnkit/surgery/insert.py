@@ -1,0 +1,244 @@
+"""Attention inserted into a network, and taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.multiply_adds import count_multiply_adds
+from attnkit.layers.feature_maps import make_feature_attention
+from attnkit.surgery.hooks import AttendInput, AttendOutput, Guard, attach, detach_all, hooks_of
+from attnkit.surgery.places import Place, find_places
+
+__all__ = [
+    "IdentityStart",
+    "InsertedAttention",
+    "Insertion",
+    "insert_attention",
+    "remove_attention",
+]
+
+
+class IdentityStart(nn.Module):
+    """y = x + γ (attention(x) − x), γ a number that begins at 0 and is learned.
+
+    At first the output is x, exactly, so that a pretrained network is what it was and takes the
+    attention up as far as it helps (as ReZero, Bachlechner et al. 2021, which adds γ f(x); here γ =
+    1 is the attention alone). γ has a gradient from the first step on, the attention from the
+    second.
+    """
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+        self.gamma = nn.Parameter(torch.zeros(1))  # of one dimension: FSDP shards no numbers
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Maps [batch, channels, height, width] in and out."""
+        return maps + self.gamma.to(maps.dtype) * (self.attention(maps) - maps)
+
+
+@dataclass(frozen=True)
+class InsertedAttention:
+    """One inserted module: its name in the network, where it acts, and what it costs an image."""
+
+    name: str
+    place: str
+    channels: int
+    height: int
+    width: int
+    parameters: int
+    multiply_adds: int
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """What was inserted where; `str()` is a table."""
+
+    inserted: tuple[InsertedAttention, ...]
+
+    @property
+    def parameters(self) -> int:
+        """The parameters added."""
+        return sum(row.parameters for row in self.inserted)
+
+    @property
+    def multiply_adds(self) -> int:
+        """The multiply-adds added for one image of the dry run's size."""
+        return sum(row.multiply_adds for row in self.inserted)
+
+    def __iter__(self) -> Iterator[InsertedAttention]:
+        return iter(self.inserted)
+
+    def __len__(self) -> int:
+        return len(self.inserted)
+
+    def __str__(self) -> str:
+        header = ("module", "place", "channels", "map", "parameters", "multiply-adds")
+        rows = [
+            (
+                row.name,
+                row.place,
+                f"{row.channels}",
+                f"{row.height} × {row.width}",
+                f"{row.parameters:,}",
+                f"{row.multiply_adds:,}",
+            )
+            for row in self.inserted
+        ]
+        total = (f"{len(self)} modules", "", "", "", f"{self.parameters:,}")
+        lines = [header, *rows, (*total, f"{self.multiply_adds:,}")]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if index < 2 else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+
+def insert_attention(
+    model: nn.Module,
+    attention: str | Callable[..., nn.Module],
+    where: str = "blocks",
+    *,
+    start_as_identity: bool = False,
+    example: Tensor | None = None,
+    **options: Any,
+) -> Insertion:
+    """Put attention of feature maps into a network, in place.
+
+        report = attnkit.insert_attention(timm.create_model("resnet50"), "cbam")
+        print(report)
+
+    The network's modules keep their names, so that its state dicts load as before (with
+    `strict=False`, for the attention's own entries are new). The attention becomes a child
+    `attention` of the block, or of the module after which it acts (`attention_2`, … where there is
+    one of that name), and is called by a hook; copies, pickles and torch.compile work. Insert
+    before the optimiser is made, before `torch.compile` and after `convert_sync_batchnorm`.
+
+    | where      | attention acts                                                                |
+    |------------|-------------------------------------------------------------------------------|
+    | `"blocks"` | in every residual block, on the last map of the branch, before the addition   |
+    |            | and before stochastic depth; a block that adds nothing (strided, in           |
+    |            | EfficientNets and MobileNets) gets none                                       |
+    | `"stages"` | after the last residual block of each run of blocks of one height × width     |
+    | a glob     | after each module of a matching name (`*` matches dots too) that gives a map  |
+    |            | [batch, channels, height, width]                                              |
+
+    Residual blocks are known of the ResNets, ResNetV2s, Res2Nets, ConvNeXts, EfficientNets,
+    MobileNets and RegNets of timm and of torchvision, subclasses included. In an `nn.Sequential`
+    without any, a block is a child with a convolution inside and what follows it up to the next
+    that changes the map's shape, such as a norm and an activation.
+
+    Sizes are found by a dry run in evaluation, after which modes, buffers and random state are as
+    they were.
+
+    Args:
+        model: the network.
+        attention: a name, a class, or any function from the number of channels to a module that
+            gives back maps of the shape it takes; called once for each place.
+        where: "blocks", "stages" or a glob over the names of `model.named_modules()`.
+        start_as_identity: whether each module begins as x + γ (attention(x) − x) with γ = 0, a
+            learned number: the network's output is exactly what it was, to be fine-tuned.
+        example: a batch for the dry run; None: one image of zeros, of the size in the model's
+            `pretrained_cfg`, else 224 × 224, and with the channels of its first convolution.
+        options: keyword arguments of the attention.
+
+    Returns:
+        A row for each module inserted, in the order they run in, with its parameters and the
+        multiply-adds it adds to an image (see `count_multiply_adds`), and the totals.
+
+    Raises:
+        ValueError: an unknown name or glob, with those near it; no known block; a module that runs
+            several times in one pass; a place that has attention already; an attention that
+            changes the map's shape; a dry run that failed. The network is then unchanged.
+        TypeError: options that the attention does not take.
+    """
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError("model: is compiled; insert attention first, then compile")
+    places = find_places(model, where, example)
+    for place in places:
+        for hook in hooks_of(place.module):
+            if isinstance(hook, AttendInput) == place.is_input:
+                raise ValueError(
+                    f"model: there is attention {place} already, {hook.name!r} of "
+                    f"{place.owner_name}; remove_attention takes it out"
+                )
+    made = [_make(place, attention, options, start_as_identity) for place in places]
+    rows = []
+    for place, (module, multiply_adds) in zip(places, made, strict=True):
+        name = _insert(place, module)
+        _, channels, height, width = place.map.shape
+        full_name = f"{place.owner_name}.{name}" if place.owner_name else name
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        rows.append(
+            InsertedAttention(
+                full_name, str(place), channels, height, width, parameters, multiply_adds
+            )
+        )
+    return Insertion(tuple(rows))
+
+
+def remove_attention(model: nn.Module) -> list[str]:
+    """Take out all that `insert_attention` put in; the network is what it was.
+
+    Returns:
+        The names of the modules that were removed.
+
+    Raises:
+        ValueError: there are none.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    removed = []
+    for owner, name in detach_all(model):
+        delattr(owner, name)
+        removed.append(f"{names[owner]}.{name}" if names.get(owner) else name)
+    if not removed:
+        raise ValueError(f"model: {type(model).__name__} has no attention that was inserted")
+    return removed
+
+
+def _make(
+    place: Place,
+    attention: str | Callable[..., nn.Module],
+    options: dict[str, Any],
+    start_as_identity: bool,
+) -> tuple[nn.Module, int]:
+    """The module of a place, where and what its map is, and the multiply-adds of an image."""
+    module = make_feature_attention(attention, place.map.shape[1], **options)
+    if start_as_identity:
+        module = IdentityStart(module)
+    module.to(device=place.map.device, dtype=place.map.dtype).train(place.owner.training)
+    image, outputs = place.map.zeros(), []
+    handle = module.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        multiply_adds = count_multiply_adds(module, image)
+    finally:
+        handle.remove()
+    (output,) = outputs
+    if not isinstance(output, Tensor) or output.shape != image.shape:
+        given = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(
+            f"attention: expected maps of the shape they came in, {list(image.shape)} {place}, "
+            f"got {given}"
+        )
+    return module, multiply_adds
+
+
+def _insert(place: Place, module: nn.Module) -> str:
+    name, number = "attention", 1
+    while hasattr(place.owner, name):
+        number += 1
+        name = f"attention_{number}"
+    place.owner.add_module(name, module)
+    attach(place.module, (AttendInput if place.is_input else AttendOutput)(place.owner, name))
+    children = {id(child): child_name for child_name, child in place.owner.named_children()}
+    if id(place.module) in children:
+        place.owner.register_forward_pre_hook(Guard(children[id(place.module)], name))
+    return name
