@@ -55,6 +55,11 @@ _HOME = {
     "capture_attention": "attnkit.core.weights",
     "MultiHeadAttention": "attnkit.core.multihead",
     "AttentionPool": "attnkit.layers.pooling",
+    "SpatialAttention": "attnkit.layers.spatial",
+    "ChannelAttention": "attnkit.layers.channel",
+    "CrossCovarianceAttention": "attnkit.layers.channel",
+    "TransposedAttention": "attnkit.layers.channel",
+    "ContextAttention": "attnkit.layers.context",
     "GraphAttention": "attnkit.layers.graph",
     "ViT": "attnkit.models.vit",
     "GraphTransformer": "attnkit.models.graph_transformer",
@@ -109,8 +114,15 @@ if TYPE_CHECKING:
     from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.sparse_masks import Blocks, Packed, Window, Window2d
     from attnkit.core.weights import attention_weights, capture_attention
+    from attnkit.layers.channel import (
+        ChannelAttention,
+        CrossCovarianceAttention,
+        TransposedAttention,
+    )
+    from attnkit.layers.context import ContextAttention
     from attnkit.layers.graph import GraphAttention
     from attnkit.layers.pooling import AttentionPool
+    from attnkit.layers.spatial import SpatialAttention
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
     from attnkit.models.vit import ViT
