@@ -56,6 +56,11 @@ _HOME = {
     "count_multiply_adds": "attnkit.core.multiply_adds",
     "MultiHeadAttention": "attnkit.core.multihead",
     "AttentionPool": "attnkit.layers.pooling",
+    "SpatialAttention": "attnkit.layers.spatial",
+    "ChannelAttention": "attnkit.layers.channel",
+    "CrossCovarianceAttention": "attnkit.layers.channel",
+    "TransposedAttention": "attnkit.layers.channel",
+    "ContextAttention": "attnkit.layers.context",
     "GraphAttention": "attnkit.layers.graph",
     "Gate": "attnkit.layers.gate",
     "capture_gates": "attnkit.layers.gate",
@@ -128,12 +133,19 @@ if TYPE_CHECKING:
     from attnkit.core.weights import attention_weights, capture_attention
     from attnkit.layers.bam import BAM
     from attnkit.layers.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
+    from attnkit.layers.channel import (
+        ChannelAttention,
+        CrossCovarianceAttention,
+        TransposedAttention,
+    )
     from attnkit.layers.combined import Combined, GatedSum
+    from attnkit.layers.context import ContextAttention
     from attnkit.layers.coordinate import CoordinateAttention
     from attnkit.layers.efficient_channel import EfficientChannelAttention
     from attnkit.layers.gate import Gate, capture_gates
     from attnkit.layers.graph import GraphAttention
     from attnkit.layers.pooling import AttentionPool
+    from attnkit.layers.spatial import SpatialAttention
     from attnkit.layers.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer

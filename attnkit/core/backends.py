@@ -20,6 +20,7 @@ from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.linear import LinearAttention
 from attnkit.core.normalizers import Normalizer, Softmax
 from attnkit.core.packed import PackedSequences
+from attnkit.core.query_parts import joined_parts, num_query_parts, split_queries
 from attnkit.core.record import note_kernel
 from attnkit.core.reference import reference_attention
 from attnkit.core.windows import Windowed
@@ -77,6 +78,7 @@ class Sdpa(Backend):
     # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do
     guards_dead_rows = False
     needs_positive_scale = True
+    needs_unit_stride = True
 
     def reasons(self, inputs: Inputs) -> list[str]:
         device_type = inputs.query.device.type
@@ -101,6 +103,16 @@ class Sdpa(Backend):
         """The head dimensions of query/key and of value that the kernel wants, padded with 0."""
         return _dot_dim(inputs), inputs.value.shape[3]
 
+    def readable(self, tensor: Tensor, head_dim: int) -> Tensor:
+        """A tensor as the kernel can read it: padded, and its channels beside each other."""
+        missing = head_dim - tensor.shape[-1]
+        if missing:
+            # zeros add nothing to the scores, and to the output only columns that are cut off again
+            return F.pad(tensor, (0, missing))
+        if self.needs_unit_stride and tensor.stride(-1) != 1:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor
+
     def __call__(self, inputs: Inputs) -> Tensor:
         inputs = inputs.lowered()
         query, key, value = inputs.query, inputs.key, inputs.value
@@ -114,9 +126,9 @@ class Sdpa(Backend):
             term, alive = _revive(term)
         with sdpa_kernel(self.kernel):
             output = F.scaled_dot_product_attention(
-                _pad(query, head_dim),
-                _pad(key, head_dim),
-                _pad(value, value_dim),
+                self.readable(query, head_dim),
+                self.readable(key, head_dim),
+                self.readable(value, value_dim),
                 attn_mask=term,
                 dropout_p=inputs.dropout_p,
                 is_causal=inputs.is_causal and term is None,
@@ -136,6 +148,13 @@ class Flash(Sdpa):
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
         largest = max(_dot_dim(inputs), inputs.value.shape[3])
         return largest, largest
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        num_parts = num_query_parts(inputs)
+        if num_parts == 1:
+            return super().__call__(inputs)
+        inputs = inputs.lowered()
+        return joined_parts(super().__call__(split_queries(inputs, num_parts)), inputs)
 
     def cpu_reasons(self, inputs: Inputs) -> list[str]:
         reasons = []
@@ -211,6 +230,7 @@ class Math(Sdpa):
     kernel = SDPBackend.MATH
     device_types = ("cpu", "cuda", "mps", "xpu")
     needs_positive_scale = False
+    needs_unit_stride = False
 
 
 BACKENDS: tuple[Backend, ...] = (
@@ -311,12 +331,6 @@ def _dot_dim(inputs: Inputs) -> int:
 
 def _multiple_of_8(size: int) -> int:
     return -(-size // 8) * 8
-
-
-def _pad(tensor: Tensor, head_dim: int) -> Tensor:
-    # zeros add nothing to the scores, and to the output only columns that are cut off again
-    missing = head_dim - tensor.shape[-1]
-    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _revive(term: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,7 @@ class MultiHeadAttention(Projections):
         num_heads: query heads.
         num_kv_heads: key/value heads, a divisor of `num_heads`; None: as many as `num_heads`.
         head_dim: channels of a head; None: dim / num_heads.
+        value_head_dim: channels of a head's values; None: as many as `head_dim`.
         key_dim: channels of the keys' input; None: `dim`.
         value_dim: channels of the values' input; None: `key_dim`.
         bias: whether the input projections add a bias.
@@ -83,6 +84,7 @@ class MultiHeadAttention(Projections):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        value_head_dim: int | None = None,
         key_dim: int | None = None,
         value_dim: int | None = None,
         bias: bool = True,
@@ -100,6 +102,7 @@ class MultiHeadAttention(Projections):
             num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            value_head_dim=value_head_dim,
             key_dim=key_dim,
             value_dim=value_dim,
             bias=bias,
@@ -117,9 +120,9 @@ class MultiHeadAttention(Projections):
         self.normalizer = learned_normalizer(normalizer, num_heads, self.key_dim)
         self.gate_proj: nn.Linear | None = None
         if gate is not None:
-            gates = num_heads if gate == "head" else self.sizes[0]
+            gates = num_heads if gate == "head" else num_heads * self.value_head_dim
             self.gate_proj = nn.Linear(dim, gates, bias=bias)
-        self.out_proj = nn.Linear(self.sizes[0], dim, bias=out_bias)
+        self.out_proj = nn.Linear(num_heads * self.value_head_dim, dim, bias=out_bias)
         self.reset_parameters()
 
     def forward(
@@ -205,7 +208,13 @@ class MultiHeadAttention(Projections):
             autocast = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
         return KeyValueCache(
-            batch, self.num_kv_heads, max_tokens, self.head_dim, dtype=dtype, device=device
+            batch,
+            self.num_kv_heads,
+            max_tokens,
+            self.head_dim,
+            self.value_head_dim,
+            dtype=dtype,
+            device=device,
         )
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> KeyValueCache:

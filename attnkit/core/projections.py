@@ -22,7 +22,8 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Projections(nn.Module):
-    """Queries, keys and values of tokens, as heads [batch, heads, tokens, head_dim].
+    """Queries, keys and values of tokens, as heads [batch, heads, tokens, head_dim]; values with
+    channels of another number if `value_head_dim` says so.
 
     Tokens may lack the batch, as the nodes of a graph do; then the heads lack it too.
 
@@ -38,6 +39,7 @@ class Projections(nn.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        value_head_dim: int | None = None,
         key_dim: int | None = None,
         value_dim: int | None = None,
         bias: bool = True,
@@ -53,6 +55,10 @@ class Projections(nn.Module):
             head_dim = dim // num_heads
         elif head_dim < 1:
             raise ValueError(f"head_dim: expected at least 1, got {head_dim}")
+        if value_head_dim is None:
+            value_head_dim = head_dim
+        elif value_head_dim < 1:
+            raise ValueError(f"value_head_dim: expected at least 1, got {value_head_dim}")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: {num_kv_heads} does not divide num_heads {num_heads}")
@@ -60,9 +66,10 @@ class Projections(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.value_head_dim = value_head_dim
         self.key_dim = dim if key_dim is None else key_dim
         self.value_dim = self.key_dim if value_dim is None else value_dim
-        self.sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        self.sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * value_head_dim]
         self.is_fused = dim == self.key_dim == self.value_dim
         if self.is_fused:
             self.in_proj = nn.Linear(dim, sum(self.sizes), bias=bias)
@@ -99,9 +106,10 @@ class Projections(nn.Module):
 
     def _heads(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """The projections of the inputs in turn, None of None."""
+        num_heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
         return [
-            None if tokens is None else tokens.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
-            for tokens in self._projected(inputs)
+            None if tokens is None else tokens.unflatten(-1, (heads, -1)).transpose(-3, -2)
+            for tokens, heads in zip(self._projected(inputs), num_heads, strict=True)
         ]
 
     def _projected(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:

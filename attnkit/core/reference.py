@@ -55,7 +55,8 @@ def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
         key = key + features.features @ features.key_weight.transpose(1, 2)
     # each edge is an item of a batch, with one query and one key
     pairs = (tensor.transpose(1, 2).flatten(0, 1).unsqueeze(2) for tensor in (query, key))
-    scores = inputs.score.scores(*pairs).flatten(1).unflatten(0, (len(query), -1)).transpose(1, 2)
+    scores = inputs.score.scores(*pairs).flatten(1)
+    scores = scores.unflatten(0, (len(query), len(target))).transpose(1, 2)
     if inputs.bias is not None:
         shape = (*query.shape[:2], inputs.num_queries, inputs.num_keys)
         scores = scores + inputs.bias.expand(shape)[:, :, target, source]

@@ -3,7 +3,13 @@
 from attnkit.layers.bam import BAM
 from attnkit.layers.block import TransformerBlock
 from attnkit.layers.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
+from attnkit.layers.channel import (
+    ChannelAttention,
+    CrossCovarianceAttention,
+    TransposedAttention,
+)
 from attnkit.layers.combined import Combined, GatedSum
+from attnkit.layers.context import ContextAttention
 from attnkit.layers.coordinate import CoordinateAttention
 from attnkit.layers.efficient_channel import EfficientChannelAttention
 from attnkit.layers.gate import Gate, capture_gates
@@ -12,6 +18,7 @@ from attnkit.layers.graph_block import GraphBlock
 from attnkit.layers.patch import PatchEmbedding
 from attnkit.layers.pooling import AttentionPool
 from attnkit.layers.sparse import SparseDropout, SparseLinear
+from attnkit.layers.spatial import SpatialAttention
 from attnkit.layers.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
 
 __all__ = [
@@ -21,8 +28,11 @@ __all__ = [
     "AttentionPool",
     "CBAMChannelGate",
     "CBAMSpatialGate",
+    "ChannelAttention",
     "Combined",
+    "ContextAttention",
     "CoordinateAttention",
+    "CrossCovarianceAttention",
     "EfficientChannelAttention",
     "Gate",
     "GatedSum",
@@ -31,8 +41,10 @@ __all__ = [
     "PatchEmbedding",
     "SparseDropout",
     "SparseLinear",
+    "SpatialAttention",
     "SpatialExcitation",
     "SqueezeExcitation",
     "TransformerBlock",
+    "TransposedAttention",
     "capture_gates",
 ]

@@ -179,3 +179,48 @@ def test_value_without_key_is_refused():
     x = torch.randn(BATCH, QUERIES, DIM)
     with pytest.raises(ValueError, match="value: given without key"):
         block(x, value=x)
+
+
+@pytest.mark.parametrize("gate", [None, "elementwise", "head"])
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_values_of_another_width(num_kv_heads, gate):
+    """Written plainly; and step by step from a cache."""
+    block = randomised(
+        num_heads=2, num_kv_heads=num_kv_heads, head_dim=3, value_head_dim=5, gate=gate
+    )
+    assert block.in_proj.out_features == 2 * 3 + num_kv_heads * (3 + 5)
+    tokens = torch.randn(BATCH, QUERIES, DIM, dtype=torch.float64, requires_grad=True)
+    query, key, value = (tokens @ block.in_proj.weight.T + block.in_proj.bias).split(
+        [6, 3 * num_kv_heads, 5 * num_kv_heads], dim=-1
+    )
+    heads = []
+    for head in range(2):
+        kv = head % num_kv_heads
+        scores = query[..., 3 * head :][..., :3] @ key[..., 3 * kv :][..., :3].mT / 3**0.5
+        weights = scores.masked_fill(torch.ones(5, 5).triu(1) > 0, -torch.inf).softmax(-1)
+        output = weights @ value[..., 5 * kv :][..., :5]
+        if gate is not None:
+            opened = block.gate_proj(tokens).sigmoid()
+            output = output * (
+                opened[..., [head]] if gate == "head" else opened[..., 5 * head :][..., :5]
+            )
+        heads.append(output)
+    expected = block.out_proj(torch.cat(heads, dim=-1))
+    actual = block(tokens, mask=Causal())
+    torch.testing.assert_close(actual, expected)
+    wanted = [tokens, *block.parameters()]
+    for ours, theirs in zip(
+        torch.autograd.grad(actual.square().sum(), wanted),
+        torch.autograd.grad(expected.square().sum(), wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        cache = block.new_cache(BATCH, QUERIES)
+        steps = [block(token, cache=cache) for token in tokens.split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected)
+
+
+def test_values_need_channels():
+    with pytest.raises(ValueError, match="value_head_dim: expected at least 1, got 0"):
+        MultiHeadAttention(DIM, HEADS, value_head_dim=0)
