@@ -61,6 +61,7 @@ _HOME = {
     "CrossCovarianceAttention": "attnkit.layers.channel",
     "TransposedAttention": "attnkit.layers.channel",
     "ContextAttention": "attnkit.layers.context",
+    "DualAttention": "attnkit.layers.dual",
     "GraphAttention": "attnkit.layers.graph",
     "Gate": "attnkit.layers.gate",
     "capture_gates": "attnkit.layers.gate",
@@ -141,6 +142,7 @@ if TYPE_CHECKING:
     from attnkit.layers.combined import Combined, GatedSum
     from attnkit.layers.context import ContextAttention
     from attnkit.layers.coordinate import CoordinateAttention
+    from attnkit.layers.dual import DualAttention
     from attnkit.layers.efficient_channel import EfficientChannelAttention
     from attnkit.layers.gate import Gate, capture_gates
     from attnkit.layers.graph import GraphAttention

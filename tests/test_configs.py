@@ -27,6 +27,7 @@ GRAPHS = {
     "planetoid",
     "pyg",
 }
+CNNS = {"channel", "cnn", "spatial"}
 QUICK = (
     "trainer.max_epochs=1", "trainer.limit_batches=1", "data.batch_size=3", "callbacks.last=null",
     "callbacks.checkpoint=null", "callbacks.curves=null", "logger.tensorboard=null",
@@ -56,6 +57,10 @@ def test_takes_a_step(path, graph_files, tmp_path, monkeypatch, capfd):
     used = {choice, *_defaults(yaml.safe_load((CONF / path).read_text()) or {})}
     if used & GRAPHS:
         command.append("task=graph")
+    elif used & CNNS or group in ("attention", "backbone"):
+        command += ["task=spatial", f"{group}={choice}", "backbone.num_blocks=1"]
+        if choice == "timm":
+            command[-1] = "backbone.name=test_resnet"
     elif group != "model":
         command += ["model.dim=24", "model.depth=1"]
     if "planetoid" in used:

@@ -24,6 +24,10 @@ class Config:
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
     model: dict[str, Any] | None = None
     """The network. A null below it is filled in from the data."""
+    backbone: dict[str, Any] | None = None
+    """The network that `model` puts attention into, if it does."""
+    attention: dict[str, Any] | None = None
+    """What it puts there; a mapping without keys: nothing."""
     data: dict[str, Any] | None = None
     """The LightningDataModule."""
     predict: dict[str, Any] | None = None
@@ -62,7 +66,9 @@ class Config:
 
 
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
-OBJECTS = ("module", "model", "data", "predict", "optimizer", "scheduler")
+OBJECTS = (
+    "module", "model", "backbone", "attention", "data", "predict", "optimizer", "scheduler"
+)  # fmt: skip
 
 # Nodes that hold several objects by name.
 COLLECTIONS = ("logger", "callbacks")
@@ -95,6 +101,9 @@ NULLABLE = (*FILLED, "predict")
 
 # Parts the module's constructor is given, when it takes them.
 PARTS = ("model", "optimizer", "scheduler")
+
+# Parts the model's constructor is given, when it takes them.
+MODEL_PARTS = ("backbone", "attention")
 
 # What may change in a run that is resumed: nothing that the model or its training depends on.
 RESUMABLE = (

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from attnkit.launch import folder as folders
-from attnkit.launch import ranking
+from attnkit.launch import ranking, tradeoff
 from attnkit.launch.compose import CONFIG_NAME, Composer
 from attnkit.launch.errors import CRASHED, Interrupted, summary
 from attnkit.launch.jobs import Request, decide
@@ -65,9 +65,15 @@ def sweep(composer: Composer, overrides: Sequence[str]) -> int:
         raise Interrupted(message, error.code) from None
     trials = [returned.return_value for batch in batches or [] for returned in batch]
     trials, figures = ranking.ranked(trials, job.config)
+    said = ranking.in_words(trials, [o for o in rest if _key(o) not in keys])
     ranking.save(root / ranking.FILE, trials, figures)
+    ranking.save_markdown(root / ranking.MARKDOWN, trials, figures, said)
     ranking.show(trials, figures)
-    print(f"  table  {root / ranking.FILE}")
+    print(f"{said}\n  table  {root / ranking.FILE}")
+    print(f"         {root / ranking.MARKDOWN}")
+    metric = next((n for n in ("test/accuracy", *figures) if n in figures), "")
+    if tradeoff.draw(root / tradeoff.FILE, trials, metric):
+        print(f"  costs  {root / tradeoff.FILE}")
     return CRASHED if any(t.error for t in trials) else 0
 
 

@@ -73,12 +73,22 @@ def _check_values(config: dict[str, Any], origins: Origins) -> None:
 
 
 def _check_parts(config: dict[str, Any], origins: Origins) -> None:
-    """model, optimizer and scheduler go to the module, or are not there at all."""
-    target = (config.get("module") or {}).get("_target_")
-    signature = signatures.signature_of(target) if target else None
-    if signature is None or signature.open:
-        return
-    for part in schema.PARTS:
+    """What goes to the module goes there, and what to the model, or is not there at all."""
+    for whole, parts in (("module", schema.PARTS), ("model", schema.MODEL_PARTS)):
+        target = (config.get(whole) or {}).get("_target_")
+        signature = signatures.signature_of(target) if target else Signature({})
+        if signature is not None and not signature.open:
+            _check_taken(config, parts, target or whole, signature, origins)
+
+
+def _check_taken(
+    config: dict[str, Any],
+    parts: Iterable[str],
+    target: str,
+    signature: Signature,
+    origins: Origins,
+) -> None:
+    for part in parts:
         if config.get(part) is None or part in signature.parameters:
             continue
         if origins.typed(part):
@@ -89,8 +99,9 @@ def _check_parts(config: dict[str, Any], origins: Origins) -> None:
 
 def _given(key: str, config: Mapping[str, Any]) -> set[str]:
     """Arguments that the launcher passes itself."""
-    if key == "module":
-        return {part for part in schema.PARTS if config.get(part)}
+    if key in ("module", "model"):
+        parts = schema.PARTS if key == "module" else schema.MODEL_PARTS
+        return {part for part in parts if config.get(part)}
     return {"images"} if key == "predict" else set()
 
 

@@ -28,7 +28,7 @@ from attnkit.launch.signals import raise_received
 from attnkit.lightning import checkpoints
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.module import TaskModule
+from attnkit.lightning.module import TaskModule, untrained
 
 _TRAINING_ONLY = (
     "EarlyStopping",
@@ -128,6 +128,11 @@ class Work:
         node = self.config["module"]
         make = build({**node, "_partial_": True}, at="module")
         parts = {key: self.config[key] for key in schema.PARTS if self.config.get(key)}
+        if "model" in parts:
+            inner = {key: self.config[key] for key in schema.MODEL_PARTS if self.config.get(key)}
+            parts["model"] = {**parts["model"], **inner}
+            if self.start is not None or self.config["ckpt"] is not None:
+                parts["model"] = untrained(parts["model"])
         # attnkit's modules build their parts themselves, so that a checkpoint knows how; others
         # get objects.
         if not (isinstance(make.func, type) and issubclass(make.func, TaskModule)):

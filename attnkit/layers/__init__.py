@@ -11,6 +11,7 @@ from attnkit.layers.channel import (
 from attnkit.layers.combined import Combined, GatedSum
 from attnkit.layers.context import ContextAttention
 from attnkit.layers.coordinate import CoordinateAttention
+from attnkit.layers.dual import DualAttention
 from attnkit.layers.efficient_channel import EfficientChannelAttention
 from attnkit.layers.gate import Gate, capture_gates
 from attnkit.layers.graph import GraphAttention
@@ -33,6 +34,7 @@ __all__ = [
     "ContextAttention",
     "CoordinateAttention",
     "CrossCovarianceAttention",
+    "DualAttention",
     "EfficientChannelAttention",
     "Gate",
     "GatedSum",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.checkpoints import CheckpointError, SafeCheckpoints, VerifiedCheckpointIO
     from attnkit.lightning.class_report import ClassReport
     from attnkit.lightning.classification import ClassificationModule
+    from attnkit.lightning.cost import Cost
     from attnkit.lightning.ema import EMA
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
     from attnkit.lightning.finite import FiniteLoss
@@ -32,6 +33,7 @@ _TABLE = {
     "CheckpointError": "checkpoints",
     "ClassReport": "class_report",
     "ClassificationModule": "classification",
+    "Cost": "cost",
     "ExactResume": "resume",
     "FiniteLoss": "finite",
     "KernelRecord": "kernel_record",
@@ -57,6 +59,7 @@ __all__ = [
     "CheckpointError",
     "ClassReport",
     "ClassificationModule",
+    "Cost",
     "ExactResume",
     "FiniteLoss",
     "KernelRecord",

@@ -68,6 +68,8 @@ KINDS = (
 FUNCTIONS = (
     "attnkit.lightning.warmup_cosine",
     "attnkit.ViT.from_size",
+    "attnkit.models.backbones.timm_backbone",
+    "attnkit.tasks.image_classification.attention_network",
     "timm.create_model",
     "torchvision.models.get_model",
 )

@@ -127,7 +127,7 @@ class TaskModule(LightningModule):
         given: dict[str, Any] = {}
         for arguments in collect_init_args(frame, [], classes=(HyperparametersMixin,)):
             given.update(arguments)
-        plain = {name: _plain(value) for name, value in given.items()}
+        plain = {name: untrained(_plain(value)) for name, value in given.items()}
         objects = [name for name, value in plain.items() if value is _NOT_PLAIN]
         self.save_hyperparameters(ignore=objects, frame=frame, logger=False)
         self.hparams.update({name: plain[name] for name in self.hparams})
@@ -185,6 +185,21 @@ def _called(make: Callable[..., Any], at: str, *args: Any, **kwargs: Any) -> Any
     except (TypeError, ValueError) as error:
         name = getattr(getattr(make, "func", make), "__qualname__", repr(make))
         raise UserError(f"{at}: {name}: {str(error).splitlines()[0]}") from error
+
+
+def untrained(node: Any) -> Any:
+    """A configuration that asks for no pretrained weights, for what a checkpoint is loaded into.
+
+    Otherwise they would be downloaded again, to be overwritten at once.
+    """
+    if isinstance(node, list):
+        return [untrained(value) for value in node]
+    if not isinstance(node, Mapping):
+        return node
+    plain = {key: untrained(value) for key, value in node.items()}
+    if "_target_" in plain and plain.get("pretrained"):
+        plain["pretrained"] = False
+    return plain
 
 
 _NOT_PLAIN = object()

@@ -6,6 +6,7 @@ from attnkit.tasks.image_classification.data import ImageDataModule
 from attnkit.tasks.image_classification.digits import DigitsData
 from attnkit.tasks.image_classification.image_folder import ImageFolderData
 from attnkit.tasks.image_classification.module import ImageClassification
+from attnkit.tasks.image_classification.network import attention_network
 from attnkit.tasks.image_classification.predict import ImagePaths, PredictData
 from attnkit.tasks.image_classification.sets import FileImages, ImageSet, MemoryImages
 
@@ -21,4 +22,5 @@ __all__ = [
     "ImageSet",
     "MemoryImages",
     "PredictData",
+    "attention_network",
 ]

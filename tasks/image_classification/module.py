@@ -76,6 +76,8 @@ class ImageClassification(ClassificationModule):
                 raise ValueError(f"{name}: expected 0 or more, got {alpha}")
         self.image_size = image_size
         self.in_channels = in_channels
+        if image_size is not None:
+            self.example_input_array = torch.zeros(1, in_channels, image_size, image_size)
         self.label_smoothing = label_smoothing
         self.register_buffer("mean", torch.tensor(list(mean)).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))

@@ -2,7 +2,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import timm
 import torch
+from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
@@ -93,6 +95,29 @@ def test_objects_are_not_saved_and_asked_for_again(fit):
         Task.load_from_checkpoint(path)
     again = Task.load_from_checkpoint(path, model=nn.Linear(7, 5))
     assert torch.equal(again.model.weight, net.weight)
+
+
+def test_pretrained_weights_are_not_fetched_again(tmp_path, monkeypatch):
+    """A checkpoint has the weights, and where it is loaded there may be no network."""
+    asked, create = [], timm.create_model
+
+    def offline(name, pretrained, **kwargs):
+        asked.append(pretrained)
+        return create(name, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    backbone = {
+        "_target_": "attnkit.models.backbones.timm_backbone", "name": "test_resnet",
+        "in_channels": 1, "num_classes": 5, "pretrained": True,
+    }  # fmt: skip
+    module = Task({"_target_": "torch.nn.Sequential", "_args_": [backbone]})
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "task.ckpt", weights_only=True)
+    again = Task.load_from_checkpoint(tmp_path / "task.ckpt")
+    assert asked == [True, False]
+    for name, value in module.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
 
 
 def test_a_poisoned_checkpoint_is_refused(fit):

@@ -1,0 +1,42 @@
+"""A convolutional network with attention in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from attnkit.surgery import insert_attention
+
+__all__ = ["attention_network"]
+
+
+def attention_network(
+    backbone: Callable[..., nn.Module],
+    attention: Callable[..., nn.Module] | None = None,
+    *,
+    where: str = "blocks",
+    start_as_identity: bool = False,
+    image_size: int,
+    in_channels: int,
+    num_classes: int,
+) -> nn.Module:
+    """The backbone, with one attention module in each of its blocks or stages.
+
+    Args:
+        backbone: called with `in_channels` and `num_classes`; images to logits.
+        attention: called with the channels of a feature map; a module map → map. None: as it is.
+        where: "blocks", "stages" or a pattern of module names: see `attnkit.insert_attention`.
+        start_as_identity: whether the network first computes what it did without attention.
+        image_size: side in pixels of the images that channels are found with.
+        in_channels: of the images.
+        num_classes: how many logits.
+    """
+    network = backbone(in_channels=in_channels, num_classes=num_classes)
+    if attention is not None:
+        images = torch.zeros(1, in_channels, image_size, image_size)
+        insert_attention(
+            network, attention, where, start_as_identity=start_as_identity, example=images
+        )
+    return network

@@ -1,0 +1,59 @@
+"""Every attention of feature maps by its name, and DANet's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from attnkit import ChannelAttention, DualAttention, ScaledDot, SpatialAttention
+from attnkit.layers.feature_maps import FEATURE_ATTENTION, make_feature_attention
+
+CONF = Path(__file__).resolve().parent.parent.parent / "conf" / "attention"
+
+
+@pytest.mark.parametrize("name", FEATURE_ATTENTION)
+def test_maps_keep_their_shape_and_every_parameter_learns(name):
+    torch.manual_seed(0)
+    options = {"reduction": 4} if name == "context" else {}
+    module = make_feature_attention(name, 32, **options)
+    for parameter in module.parameters():  # away from zero starts, behind which nothing learns
+        nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(3, 32, 7, 5, requires_grad=True)
+    y = module(x)
+    assert y.shape == x.shape
+    torch.sin(3 * y).sum().backward()
+    assert x.grad.abs().sum() > 0
+    for key, parameter in module.named_parameters():
+        assert parameter.grad.abs().sum() > 0, key
+
+
+@pytest.mark.parametrize("name", FEATURE_ATTENTION)
+def test_the_command_line_has_the_same(name):
+    node = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    home, fixed = FEATURE_ATTENTION[name]
+    assert node.pop("_target_") == f"attnkit.layers.{home.partition(':')[2]}"
+    assert node.pop("_partial_") is True
+    assert fixed.items() <= node.items()
+    make_feature_attention(name, 32, **node)
+
+
+def test_the_command_line_has_no_other():
+    assert {p.stem for p in CONF.glob("*.yaml")} == {*FEATURE_ATTENTION, "none"}
+
+
+def test_dual_is_the_sum_of_both():
+    torch.manual_seed(0)
+    dual = DualAttention(8, reduction=2, score="scaled_dot").double()
+    with torch.no_grad():
+        dual.position.residual.gamma.fill_(0.7)
+        dual.channel.residual.gamma.fill_(-0.3)
+    x = torch.randn(2, 8, 3, 5).double()
+    position = SpatialAttention(8, inner_channels=4, value_channels=8, residual=None).double()
+    position.attention.load_state_dict(dual.position.attention.state_dict())
+    channel = ChannelAttention(8, score=ScaledDot(), residual=None).double()
+    torch.testing.assert_close(dual(x), 2 * x + 0.7 * position(x) - 0.3 * channel(x))
+    assert torch.equal(DualAttention(8)(x.float()), 2 * x.float())  # γ begin at 0
+    with pytest.raises(ValueError, match="reduction: expected at least 1, got 0"):
+        DualAttention(8, reduction=0)
