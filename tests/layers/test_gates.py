@@ -419,15 +419,23 @@ def test_captures_nest():
     assert "gate" not in vars(module)
 
 
-def test_capture_of_a_compiled_module():
+def test_capture_of_a_compiled_module_compiles_nothing():
     torch._dynamo.reset()
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
     network, x = randomised(Network()), some()
-    compiled = torch.compile(network, backend="aot_eager")
+    compiled = torch.compile(network, backend=backend)
     expected = compiled(x)
+    before = len(compilations)
     with attnkit.capture_gates(compiled) as maps:
         torch.testing.assert_close(compiled(x), expected)
     assert list(maps) == ["stages.0.0", "stages.1.channel", "stages.1.spatial"]
     torch.testing.assert_close(compiled(x), expected)
+    assert before == len(compilations) == 1
 
 
 def test_gates_of_ones_own_are_captured():
