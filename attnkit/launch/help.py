@@ -7,6 +7,7 @@ attnkit: train, test and use attention models. Settings are key=value, parts are
 
   attnkit task=vit                                  train, then test the best checkpoint
   attnkit task=vit data=image_folder data.root=DIR  on your own images, one folder per class
+  attnkit -m task=spatial attention=none,se,cbam    attentions in one network, compared
   attnkit run=test ckpt=RUN_DIR                     test again; its configuration is known
   attnkit run=predict ckpt=RUN_DIR images=PATH      label a folder or a file; writes a CSV
   attnkit resume=latest                             go on after an interruption
