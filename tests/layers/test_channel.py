@@ -206,6 +206,14 @@ def test_weights_are_captured_and_kernels_recorded(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_the_kernel_is_the_one_asked_for(name):
+    layer = LAYERS[name](backend="math").double()
+    with attnkit.record_backends() as record:
+        layer(some())
+    assert record.total() == {"math": 1}
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_neighbours_in_the_batch_and_layout_change_nothing(name):
     layer = randomised(LAYERS[name]())
     x = some()

@@ -99,6 +99,10 @@ def test_weights_are_a_map():
     expected = scores.flatten(1).softmax(-1).unflatten(1, (HEIGHT, WIDTH))
     torch.testing.assert_close(captured.unflatten(-1, (HEIGHT, WIDTH))[:, 0, 0], expected)
     assert record.total() == {"flash": 1}
+    layer.backend = "math"
+    with attnkit.record_backends() as record:
+        layer(x)
+    assert record.total() == {"math": 1}
     with pytest.raises(IndexError, match="heads: there are 1, got 1"):
         layer.attention_weights(x, heads=1)
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit
 from attnkit import SpatialAttention
+from attnkit.layers import spatial
 from attnkit.layers.spatial import criss_cross_edges
 
 BATCH, CHANNELS, HEIGHT, WIDTH = 3, 10, 5, 7
@@ -356,6 +357,16 @@ def test_edges_of_the_criss_cross(height, width):
     assert criss_cross_edges(height, width, torch.device("cpu")) is edges
 
 
+def test_compiled_layers_read_the_edges_that_are_kept(monkeypatch):
+    """Sorting them at each call would take longer than attention does."""
+    layer = randomised(SpatialAttention(CHANNELS, pattern="criss_cross"))
+    x = some()
+    expected = layer(x)
+    monkeypatch.setattr(spatial, "Edges", None)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x), expected)
+
+
 def test_costs_what_it_says():
     """Multiply-adds as torch counts them, and parameters; of patterns that go through SDPA."""
     channels, inner, values, pixels = 12, 6, 10, HEIGHT * WIDTH
@@ -368,6 +379,11 @@ def test_costs_what_it_says():
         parameters = sum(p.numel() for p in layer.parameters())
         one = 2 * (inner + values) * channels + 2 * inner + values + channels + 1
         assert parameters == times * one
+        plain = SpatialAttention(
+            channels, inner_channels=inner, value_channels=values, bias=False, **options
+        )
+        fewer = sum(p.numel() for p in plain.parameters())
+        assert fewer == times * (2 * (inner + values) * channels + 1)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             layer(x)
         projections = 2 * pixels * channels * (inner + values)
