@@ -362,9 +362,16 @@ def test_compiled_layers_read_the_edges_that_are_kept(monkeypatch):
     layer = randomised(SpatialAttention(CHANNELS, pattern="criss_cross"))
     x = some()
     expected = layer(x)
-    monkeypatch.setattr(spatial, "Edges", None)
+    built = []
+
+    def build(*arguments):
+        built.append(arguments)
+        return attnkit.Edges(*arguments)
+
+    monkeypatch.setattr(spatial, "Edges", build)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x), expected)
+    assert not built
 
 
 def test_costs_what_it_says():
