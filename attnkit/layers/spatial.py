@@ -48,8 +48,9 @@ class SpatialAttention(nn.Module):
 
     Cost for N pixels, C channels, c inner and v value channels, in multiply-adds of one item:
     N · K · (c + v) for the attention and 2 N C (c + v) for the projections; parameters
-    2 (c + v) C, and with biases 2 c + v + C. "axial" has two attentions, each with its parameters
-    and projections, and each with a residual of its own.
+    2 (c + v) C, with biases 2 c + v + C more, and γ. (flash computes both c and v in the larger of
+    them.) "axial" has two attentions, each with its parameters and projections, and each with a
+    residual of its own.
 
     How this differs:
 
