@@ -84,6 +84,7 @@ _HOME = {
     "assert_attention": "attnkit.checks.run",
     "insert_attention": "attnkit.surgery.insert",
     "remove_attention": "attnkit.surgery.insert",
+    "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
 }
@@ -153,3 +154,4 @@ if TYPE_CHECKING:
     from attnkit.models.graph_transformer import GraphTransformer
     from attnkit.models.vit import ViT
     from attnkit.surgery.insert import insert_attention, remove_attention
+    from attnkit.surgery.replace import replace_attention

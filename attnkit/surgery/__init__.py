@@ -1,5 +1,6 @@
 """Attention put into networks that nobody here wrote, and theirs replaced by the shared block."""
 
 from attnkit.surgery.insert import insert_attention, remove_attention
+from attnkit.surgery.replace import replace_attention
 
-__all__ = ["insert_attention", "remove_attention"]
+__all__ = ["insert_attention", "remove_attention", "replace_attention"]

@@ -1,0 +1,267 @@
+"""Modules of timm, torchvision and torch as adapters around the shared block, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.learned_normalizers import learned_normalizer
+from attnkit.core.learned_scores import learned_score
+from attnkit.core.masks import Mask
+from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.normalizers import Normalizer
+from attnkit.core.score import Score
+from attnkit.interop import from_torch
+from attnkit.interop.carry import has_hooks, refuse
+from attnkit.surgery import adapters, relative, windows
+
+__all__ = ["Changes", "ScoreChange", "changed", "convert"]
+
+ScoreChange = str | Score | Callable[[int, int], nn.Module]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What the user wants otherwise than the network had it; None: as it was."""
+
+    mask: Mask | None = None
+    score: ScoreChange | None = None
+    normalizer: str | Normalizer | None = None
+    backend: str = "auto"
+
+
+def convert(module: nn.Module, changes: Changes) -> adapters.Adapter:
+    """The adapter that may stand in the module's place; it has the module's own parameters.
+
+    Raises:
+        ValueError: the module is of no class known here, or has what the block has not.
+    """
+    name = f"{type(module).__module__}:{type(module).__qualname__}"
+    if name not in _CONVERTERS:
+        raise ValueError(f"{name.replace(':', '.')} is no class that is known here")
+    refuse(module, {"hooks": any(map(has_hooks, module.modules()))})
+    adapter = _CONVERTERS[name](module, changes)
+    return adapter.train(module.training)
+
+
+def _block(
+    module: Any,
+    changes: Changes,
+    *,
+    weight: nn.Parameter | None = None,
+    bias: nn.Parameter | None,
+    dropout_p: float,
+    score: nn.Module | None = None,
+) -> MultiHeadAttention:
+    """The block with the parameters of a module with a `proj` and a fused `qkv`, or the weight of
+    one."""
+    proj, heads = module.proj, module.num_heads
+    num_kv_heads = getattr(module, "num_kv_heads", heads)
+    weight = module.qkv.weight if weight is None else weight
+    head_dim = len(weight) // (heads + 2 * num_kv_heads)
+    gate = getattr(module, "gate", None)
+    linear = (getattr(module, name, None) for name in ("qkv", "q_proj", "k_proj", "v_proj", "gate"))
+    refuse(
+        module,
+        {
+            "projections that are not plain nn.Linear": {type(proj), *map(type, linear)}
+            - {nn.Linear, type(None)}
+            != set(),
+            "outputs that are not as wide as inputs": weight.shape[1] != proj.out_features,
+            "a scale other than 1/√head_dim": getattr(module, "scale", head_dim**-0.5)
+            != head_dim**-0.5,
+            "a norm before the output projection": not isinstance(
+                getattr(module, "norm", nn.Identity()), nn.Identity
+            ),
+        },
+    )
+    block = MultiHeadAttention(
+        proj.out_features,
+        heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        bias=bias is not None,
+        dropout_p=dropout_p,
+    ).to(weight)
+    block.in_proj.weight = weight
+    block.in_proj.register_parameter("bias", bias)
+    block.out_proj, block.gate_proj = proj, gate
+    block.query_norm = getattr(module, "q_norm", block.query_norm)
+    block.key_norm = getattr(module, "k_norm", block.key_norm)
+    if score is not None:
+        block.score = score
+    return changed(block, changes)
+
+
+def changed(block: MultiHeadAttention, changes: Changes) -> MultiHeadAttention:
+    """The block with another score, normaliser and backend, where they are to change."""
+    score: Any = changes.score
+    if score is not None:
+        if isinstance(score, nn.Module):
+            raise TypeError(
+                f"score: expected a name, a Score or a class such as attnkit.learned_scores."
+                f"CosineScore, got the module {type(score).__name__} itself, which layers would "
+                "share"
+            )
+        sizes = block.num_heads, block.head_dim
+        is_factory = callable(score) and not isinstance(score, Score)
+        block.score = learned_score(score(*sizes) if is_factory else score, *sizes)
+    if changes.normalizer is not None:
+        block.normalizer = learned_normalizer(changes.normalizer, block.num_heads, block.key_dim)
+    block.backend = changes.backend
+    return block.to(block.out_proj.weight)
+
+
+def _joined(*parts: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.cat(parts).detach(), requires_grad=parts[0].requires_grad)
+
+
+def _whole_bias(module: Any) -> nn.Parameter | None:
+    """The bias of a qkv projection whose keys have none: 0, which changes no weight of a dot
+    product, ever."""
+    if module.q_bias is None:
+        return None
+    return _joined(module.q_bias, torch.zeros_like(module.q_bias), module.v_bias)
+
+
+def _from_timm(module: Any, changes: Changes) -> adapters.Adapter:
+    block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
+    return adapters.Tokens(block, module.proj_drop, mask=changes.mask)
+
+
+def _from_rotary(module: Any, changes: Changes) -> adapters.Adapter:
+    weight, bias = None, None
+    if module.qkv is None:
+        apart = module.q_proj, module.k_proj, module.v_proj
+        weight = _joined(*(linear.weight for linear in apart))
+        if module.q_proj.bias is not None:
+            bias = _joined(
+                *(
+                    linear.weight.new_zeros(len(linear.weight))
+                    if linear.bias is None
+                    else linear.bias
+                    for linear in apart
+                )
+            )
+    else:
+        bias = _whole_bias(module) if hasattr(module, "q_bias") else module.qkv.bias
+    dropout_p = module.attn_drop.p
+    return adapters.TokensWithRotary(
+        _block(module, changes, weight=weight, bias=bias, dropout_p=dropout_p),
+        module.proj_drop,
+        num_prefix_tokens=module.num_prefix_tokens,
+        rotate_half=getattr(module, "rotate_half", False),
+        mask=changes.mask,
+    )
+
+
+def _from_beit(module: Any, changes: Changes) -> adapters.Adapter:
+    own = None
+    if module.relative_position_bias_table is not None:
+        own = relative.TableBias(
+            module.relative_position_bias_table, module.relative_position_index
+        )
+    block = _block(module, changes, bias=_whole_bias(module), dropout_p=module.attn_drop.p)
+    return adapters.TokensWithBias(
+        block, module.proj_drop, own, adds_shared=True, mask=changes.mask
+    )
+
+
+def _from_relative(module: Any, changes: Changes) -> adapters.Adapter:
+    own = None if module.rel_pos is None else relative.GivenBias(module.rel_pos)
+    block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
+    return adapters.TokensWithBias(
+        block, module.proj_drop, own, adds_shared=False, mask=changes.mask
+    )
+
+
+def _from_swin(module: Any, changes: Changes) -> adapters.Adapter:
+    own = relative.TableBias(module.relative_position_bias_table, module.relative_position_index)
+    block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
+    return windows.Windows(block, module.proj_drop, own, changes.mask)
+
+
+def _from_swin_v2(module: Any, changes: Changes) -> adapters.Adapter:
+    own = relative.CoordinateBias(
+        module.cpb_mlp, module.relative_coords_table, module.relative_position_index
+    )
+    block = _block(
+        module,
+        changes,
+        bias=_whole_bias(module),
+        dropout_p=module.attn_drop.p,
+        score=relative.ClampedCosine(module.logit_scale),
+    )
+    return windows.Windows(block, module.proj_drop, own, changes.mask)
+
+
+def _square(module: Any) -> Tensor:
+    """torchvision's index, of a line, as [tokens, tokens]."""
+    tokens = module.window_size[0] * module.window_size[1]
+    return module.relative_position_index.view(tokens, tokens)
+
+
+def _from_torchvision_swin(module: Any, changes: Changes) -> adapters.Adapter:
+    own = relative.TableBias(module.relative_position_bias_table, _square(module))
+    block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attention_dropout)
+    return _map_windows(module, block, own, changes)
+
+
+def _from_torchvision_swin_v2(module: Any, changes: Changes) -> adapters.Adapter:
+    own = relative.CoordinateBias(module.cpb_mlp, module.relative_coords_table, _square(module))
+    bias = module.qkv.bias
+    if bias is not None:
+        query, key, value = bias.chunk(3)
+        bias = _joined(query, torch.zeros_like(key), value)  # as each forward of theirs does
+    block = _block(
+        module,
+        changes,
+        bias=bias,
+        dropout_p=module.attention_dropout,
+        score=relative.ClampedCosine(module.logit_scale),
+    )
+    return _map_windows(module, block, own, changes)
+
+
+def _map_windows(
+    module: Any, block: MultiHeadAttention, bias: nn.Module, changes: Changes
+) -> adapters.Adapter:
+    return windows.MapWindows(
+        block,
+        nn.Dropout(module.dropout),
+        bias,
+        window=tuple(module.window_size),
+        shift=tuple(module.shift_size),
+        mask=changes.mask,
+    )
+
+
+def _from_torch(module: Any, changes: Changes) -> adapters.Adapter:
+    block = from_torch(module)
+    if block.is_fused:  # the parameters themselves, and not copies
+        block.in_proj.weight, block.in_proj.bias = module.in_proj_weight, module.in_proj_bias
+        block.out_proj.weight, block.out_proj.bias = module.out_proj.weight, module.out_proj.bias
+    return adapters.QueryKeyValue(
+        changed(block, changes),
+        nn.Identity(),
+        batch_first=module.batch_first,
+        mask=changes.mask,
+    )
+
+
+_CONVERTERS: dict[str, Callable[[Any, Changes], adapters.Adapter]] = {
+    "timm.layers.attention:Attention": _from_timm,
+    "timm.layers.attention:AttentionRope": _from_rotary,
+    "timm.models.eva:EvaAttention": _from_rotary,
+    "timm.models.beit:Attention": _from_beit,
+    "timm.models.vision_transformer_relpos:RelPosAttention": _from_relative,
+    "timm.models.swin_transformer:WindowAttention": _from_swin,
+    "timm.models.swin_transformer_v2:WindowAttention": _from_swin_v2,
+    "torch.nn.modules.activation:MultiheadAttention": _from_torch,
+    "torchvision.models.swin_transformer:ShiftedWindowAttention": _from_torchvision_swin,
+    "torchvision.models.swin_transformer:ShiftedWindowAttentionV2": _from_torchvision_swin_v2,
+}

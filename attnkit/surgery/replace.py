@@ -1,0 +1,163 @@
+"""The attention of a network replaced by the shared block, with the same weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from attnkit.core.backends import named_backend
+from attnkit.core.masks import Mask, as_mask
+from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.normalizers import Normalizer
+from attnkit.surgery.adapters import Adapter
+from attnkit.surgery.convert import Changes, ScoreChange, changed, convert
+
+__all__ = ["ReplacedAttention", "Replacement", "replace_attention"]
+
+
+@dataclass(frozen=True)
+class ReplacedAttention:
+    """One module that was replaced: its name, its class, and the sizes of its attention."""
+
+    name: str
+    replaced: str
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What was replaced; `str()` is a table."""
+
+    replaced: tuple[ReplacedAttention, ...]
+
+    def __iter__(self) -> Iterator[ReplacedAttention]:
+        return iter(self.replaced)
+
+    def __len__(self) -> int:
+        return len(self.replaced)
+
+    def __str__(self) -> str:
+        lines = [("module", "in the place of", "heads", "head_dim")]
+        lines += [(r.name, r.replaced, f"{r.num_heads}", f"{r.head_dim}") for r in self]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {heads:>{widths[2]}}  {dim:>{widths[3]}}"
+            for name, kind, heads, dim in lines
+        )
+
+
+def replace_attention(
+    model: nn.Module,
+    where: str = "*",
+    *,
+    mask: Mask | Tensor | None = None,
+    score: ScoreChange | None = None,
+    normalizer: str | Normalizer | None = None,
+    backend: str = "auto",
+) -> Replacement:
+    """Let the shared block do the attention of a network nobody here wrote, in place.
+
+        vit = timm.create_model("vit_base_patch16_224", pretrained=True)
+        attnkit.replace_attention(vit)                             # outputs as they were
+        with attnkit.capture_attention(vit, layers=-1, rows=0) as weights:
+            vit(images)
+
+        near = attnkit.Window2d(14, 14, 3, 3, num_prefix_tokens=1)
+        attnkit.replace_attention(swin, score="cosine")            # to be fine-tuned
+        attnkit.replace_attention(vit, "blocks.[0-5].*", mask=near)
+
+    Each attention module becomes an adapter of the same call signature with a `MultiHeadAttention`
+    named `attention` inside, which has the very parameters of the module it replaces (an optimiser
+    that was made before keeps its place), its norms, gate, dropout and relative bias. Without
+    changes outputs and gradients are equal to rounding; weights are captured, kernels recorded,
+    compiled and chosen as in any network of attnkit. State-dict keys change: load a pretrained
+    network's weights, and set its input size, first.
+
+    Served are timm's `Attention` (ViT, DeiT, DeiT III, CLIP, SigLIP and DINOv2 towers and more),
+    `AttentionRope` and `EvaAttention` (ViTs with rotary positions, EVA-02), BEiT's and the
+    relative-position ViT's `Attention`, both Swins' `WindowAttention`; torchvision's
+    `ShiftedWindowAttention`, both versions; torch's `nn.MultiheadAttention` (torchvision's
+    VisionTransformer). Where theirs has no bias of keys ours has one that begins at 0, which
+    changes nothing under a dot product; where their projections or biases are apart ours is one
+    parameter, a copy.
+
+    Args:
+        model: the network.
+        where: a glob over the names of its attention modules (`*` matches dots too).
+        mask: where to look in addition to the network's own masks, True = may look; in Swin, from
+            token to token of a window.
+        score: another score than the network's: a name, a `Score` or a class such as
+            `attnkit.learned_scores.CosineScore`, of which each layer gets one.
+        normalizer: another normaliser than softmax: a name or a `Normalizer`.
+        backend: the kernel, as in `attnkit.attend`.
+
+    Returns:
+        A row for each module replaced.
+
+    Raises:
+        ValueError: a module named by `where` that looks like attention and cannot be replaced, with
+            the reason of each, or there is none to replace. The network is then unchanged.
+        TypeError: a mask or score of another kind.
+    """
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError("model: is compiled; replace attention first, then compile")
+    changes = Changes(None if mask is None else as_mask(mask), score, normalizer, backend)
+    named_backend(backend)
+    changed(MultiHeadAttention(2, 1), changes)  # names a wrong score or normaliser
+    named = dict(_attention_modules(model))
+    chosen = {name: module for name, module in named.items() if fnmatchcase(name, where)}
+    if not chosen:
+        there_are = f"none of {', '.join(named)}" if named else "there is none"
+        raise ValueError(
+            f"where: expected a glob over the attention modules of {type(model).__name__}, "
+            f"got {where!r}: {there_are}"
+        )
+    adapters: dict[int, Adapter] = {}
+    reasons: dict[str, list[str]] = {}
+    for name, module in chosen.items():
+        try:
+            adapters[id(module)] = convert(module, changes)
+        except ValueError as error:
+            reasons.setdefault(str(error), []).append(name)
+    if reasons:
+        told = "; ".join(f"{_shortened(names)}: {reason}" for reason, names in reasons.items())
+        raise ValueError(
+            f"model: attention that cannot be replaced: {told}; where= can leave it out"
+        )
+    # a module may stand at several places
+    for parent in list(model.modules()):
+        for child, attention in parent._modules.items():
+            if id(attention) in adapters:
+                parent._modules[child] = adapters[id(attention)]
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder):
+            # else it packs the batch for a kernel that reads the weights of torch's own attention
+            encoder.use_nested_tensor = False
+    return Replacement(tuple(_row(name, m, adapters[id(m)]) for name, m in chosen.items()))
+
+
+def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What is attention by the name of its class, or of one it derives from, and not attnkit's."""
+    ours: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in ours or type(module).__module__.split(".")[0] == "attnkit":
+            ours.update(module.modules())
+        elif name and any(
+            re.search("Attention|Attn", kind.__name__) for kind in type(module).__mro__
+        ):
+            yield name, module
+
+
+def _row(name: str, module: nn.Module, adapter: Adapter) -> ReplacedAttention:
+    block = adapter.attention
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return ReplacedAttention(name, kind, block.num_heads, block.head_dim)
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

@@ -1,0 +1,83 @@
+"""The shared block in the place of the window attention of timm's and torchvision's Swin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnkit.core.masks import Mask
+from attnkit.core.multihead import MultiHeadAttention
+from attnkit.surgery.adapters import Adapter
+
+__all__ = ["MapWindows", "Windows"]
+
+
+class Windows(Adapter):
+    """In the place of timm's `WindowAttention` of Swin, tokens [batch · windows, tokens, dim]."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask: [windows, tokens, tokens], 0 where a token may look and −100 where it may not."""
+        allowed = None
+        if mask is not None:
+            allowed = (mask == 0).repeat(len(x) // len(mask), 1, 1)[:, None]
+        return self.attend(x, allowed)
+
+
+class MapWindows(Adapter):
+    """In the place of torchvision's `ShiftedWindowAttention`: maps [batch, height, width, dim].
+
+    Padded to a multiple of the window, shifted in a circle, cut into windows; in a window tokens
+    that were no neighbours before the shift do not see each other.
+    """
+
+    def __init__(
+        self,
+        attention: MultiHeadAttention,
+        dropout: nn.Module,
+        bias: nn.Module,
+        *,
+        window: tuple[int, int],
+        shift: tuple[int, int],
+        mask: Mask | None = None,
+    ) -> None:
+        super().__init__(attention, dropout, bias, mask)
+        self.window = window
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[1:3]
+        rows, columns = -(-height // self.window[0]), -(-width // self.window[1])
+        padded = rows * self.window[0], columns * self.window[1]
+        x = F.pad(x, (0, 0, 0, padded[1] - width, 0, padded[0] - height))
+        # one window along a side has nothing to shift to
+        shift = [
+            step if count > 1 else 0
+            for step, count in ((self.shift[0], rows), (self.shift[1], columns))
+        ]
+        x = x.roll([-s for s in shift], (1, 2))
+        allowed = None
+        if any(shift):
+            region = _regions(padded, self.window, shift, x.device)
+            region = self._cut(region[None, ..., None])[..., 0]
+            allowed = (region[:, :, None] == region[:, None]).repeat(len(x), 1, 1)[:, None]
+        windows = self.attend(self._cut(x), allowed)
+        windows = windows.unflatten(1, self.window).unflatten(0, (len(x), rows, columns))
+        x = windows.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return x.roll(shift, (1, 2))[:, :height, :width].contiguous()
+
+    def _cut(self, maps: Tensor) -> Tensor:
+        """[batch, height, width, dim] to [batch · windows, tokens, dim]."""
+        cut = maps.unflatten(2, (-1, self.window[1])).unflatten(1, (-1, self.window[0]))
+        return cut.transpose(2, 3).flatten(0, 2).flatten(1, 2)
+
+
+def _regions(
+    size: tuple[int, int], window: tuple[int, int], shift: list[int], device: torch.device
+) -> Tensor:
+    """Which of the parts that a circular shift brings together each place belongs to."""
+    sides = []
+    for length, cut, moved in zip(size, window, shift, strict=True):
+        places = torch.arange(length, device=device)
+        sides.append((places >= length - cut).long() + (places >= length - moved).long())
+    return 3 * sides[0][:, None] + sides[1]

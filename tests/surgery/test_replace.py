@@ -1,0 +1,357 @@
+"""The shared block in transformers nobody here wrote: equal outputs and gradients, or a refusal."""
+
+import copy
+import io
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
+
+import attnkit
+from attnkit import Window2d, replace_attention
+
+SMALL = {"img_size": 64, "num_classes": 5, "depth": 2}
+NARROW = {**SMALL, "embed_dim": 48, "num_heads": 3}
+SWIN = {"img_size": 64, "num_classes": 5, "window_size": 4, "depths": (2, 2), "embed_dim": 24,
+        "num_heads": (3, 6)}  # fmt: skip
+V2 = {"block": SwinTransformerBlockV2, "downsample_layer": PatchMergingV2}
+
+NETWORKS = {
+    "vit": ("vit_tiny_patch16_224", SMALL),
+    "vit with qk norm": ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}),
+    "deit, distilled": ("deit_tiny_distilled_patch16_224", SMALL),
+    "deit3": ("deit3_small_patch16_224", SMALL),
+    "beit": ("beit_base_patch16_224", NARROW),
+    "beit, shared bias": ("beit_base_patch16_224", {**NARROW, "use_rel_pos_bias": False,
+                                                    "use_shared_rel_pos_bias": True}),
+    "relative positions": ("vit_relpos_base_patch16_cls_224", NARROW),
+    "relative positions, shared": ("vit_srelpos_small_patch16_224", NARROW),
+    "eva02": ("eva02_tiny_patch14_224", {**SMALL, "patch_size": 16}),
+    "eva02, projections apart": ("eva02_base_patch14_448", {**NARROW, "patch_size": 16}),
+    "rotary": ("vit_small_patch16_rope_224", NARROW),
+    "rotary, mixed": ("vit_small_patch16_rope_mixed_224", NARROW),
+    "swin": ("swin_tiny_patch4_window7_224", SWIN),
+    "swin v2": ("swinv2_tiny_window8_256", SWIN),
+    "torchvision's vit": lambda: torchvision.models.VisionTransformer(64, 16, 2, 3, 48, 64,
+                                                                      num_classes=5),
+    "torchvision's swin": lambda: torchvision.models.SwinTransformer(
+        [4, 4], 24, [2, 2], [3, 6], [7, 5], num_classes=5, stochastic_depth_prob=0.0),
+    "torchvision's swin v2": lambda: torchvision.models.SwinTransformer(
+        [4, 4], 24, [2, 2], [3, 6], [7, 5], num_classes=5, stochastic_depth_prob=0.0, **V2),
+}  # fmt: skip
+
+
+def network(name, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    made = NETWORKS[name]
+    model = made() if callable(made) else timm.create_model(made[0], **{**made[1], **options})
+    for parameter in model.parameters():
+        if parameter.ndim <= 3:  # biases, norms, scales, tokens and tables
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model.to(dtype).eval()
+
+
+def images(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 3, 64, 64, generator=generator, dtype=dtype)
+
+
+def run(model, x):
+    """Output, gradient of the input, and of each parameter by its identity."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(2)  # of stochastic depth
+    output = model(x)
+    output.square().sum().backward()
+    return output.detach(), x.grad, {id(p): p.grad for p in model.parameters()}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_equal_outputs_and_gradients(name, training):
+    model = network(name).train(training)
+    expected, input_gradient, gradients = run(model, images())
+    gradients = {key: g.clone() for key, g in gradients.items() if g is not None}
+    report = replace_attention(model)
+    assert len(report) == (4 if "swin" in name else 2)
+    assert all(module.training is training for module in model.modules())
+    output, gradient, new = run(model, images())
+    assert expected.std() > 0.1
+    assert input_gradient.abs().max() > 1e-6
+    torch.testing.assert_close(output, expected, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(gradient, input_gradient, atol=1e-10, rtol=1e-10)
+    kept = gradients.keys() & new.keys()
+    # all but biases and projections that were apart are the very same parameters
+    assert len(kept) >= 0.75 * len(gradients)
+    for key in kept:
+        torch.testing.assert_close(new[key], gradients[key], atol=1e-9, rtol=1e-9)
+    attention = [model.get_submodule(row.name).attention for row in report]
+    assert all(p.grad is not None for block in attention for p in block.parameters())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_in_single_precision_and_copied(name):
+    model = network(name, torch.float32)
+    x = images(torch.float32)
+    with torch.no_grad():
+        expected = model(x)
+        replace_attention(model)
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        output = model(x)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert torch.equal(other(x), output)
+
+
+@pytest.mark.parametrize("name", ["vit", "beit", "eva02", "swin", "torchvision's swin v2"])
+def test_recorded_captured_and_compiled(name):
+    torch._dynamo.reset()
+    model = network(name, torch.float32)
+    report = replace_attention(model)
+    x = images(torch.float32)
+    with (
+        torch.no_grad(),
+        attnkit.record_backends(model) as record,
+        attnkit.capture_attention(model) as weights,
+    ):
+        expected = model(x)
+    names = [f"{row.name}.attention" for row in report]
+    assert list(record.counts) == list(weights) == names
+    assert record.total() == {"flash": len(report)}
+    for row in report:
+        (found,) = weights[f"{row.name}.attention"]
+        assert found.shape[1] == row.num_heads
+        torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:3]))
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), expected)
+
+
+def test_captured_weights_are_theirs():
+    """Of timm's own matrix products, which it computes where its fused attention is off."""
+    model = network("beit")
+    seen = []
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        block.attn.attn_drop.register_forward_hook(lambda *given: seen.append(given[-1]))
+    model(images())
+    for block in model.blocks:
+        block.attn.attn_drop._forward_hooks.clear()
+    replace_attention(model)
+    with attnkit.capture_attention(model) as weights:
+        model(images())
+    for theirs, (ours,) in zip(seen, weights.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-10)
+
+
+def test_tokens_brought_together_by_a_shift_do_not_see_each_other():
+    model = network("torchvision's swin")
+    replace_attention(model)
+    with attnkit.capture_attention(model) as weights:
+        model(images())
+    # 16 × 16 tokens in windows of 7 × 5: 3 × 4 windows, padded
+    plain, shifted, *_ = (found for (found,) in weights.values())
+    assert plain.shape == (2 * 12, 3, 35, 35)
+    assert (plain > 0).all()
+    hidden = (shifted == 0).all(1).flatten(1).any(1).view(2, 3, 4)
+    last = torch.tensor([[row == 2 or column == 3 for column in range(4)] for row in range(3)])
+    assert torch.equal(hidden, last.expand(2, 3, 4))
+
+
+def test_a_mask_of_ours():
+    """timm's ViT takes a mask for all layers; ours is the same by its structure."""
+    window = Window2d(4, 4, 1, 2, num_prefix_tokens=1)
+    model = network("vit")
+    dense = window.dense(17, 17, torch.device("cpu"))
+    assert not dense.all()
+    with torch.no_grad():
+        expected, everywhere = model(images(), attn_mask=dense), model(images())
+        replace_attention(model, mask=window)
+        output = model(images())
+        both = model(images(), attn_mask=torch.ones(17, 17, dtype=torch.bool).tril())
+        theirs = network("vit")(images(), attn_mask=(dense & torch.ones(17, 17).tril().bool()))
+    assert not torch.allclose(output, everywhere)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(both, theirs)
+
+
+def test_masks_that_networks_give():
+    model = network("vit")
+    replaced = copy.deepcopy(model)
+    replace_attention(replaced)
+    allowed = torch.rand(2, 1, 17, 17) < 0.7
+    allowed[..., 0] = True
+    for options in ({"attn_mask": allowed}, {"is_causal": True},
+                    {"attn_mask": torch.randn(17, 17, dtype=torch.float64)}):  # fmt: skip
+        expected, plain = model(images(), **options), model(images())
+        assert not torch.allclose(expected, plain)
+        torch.testing.assert_close(replaced(images(), **options), expected)
+
+
+def test_another_score():
+    model = network("vit")
+    tokens = torch.randn(2, 17, 192, dtype=torch.float64)
+    theirs = model.blocks[1].attn
+    report = replace_attention(model, "blocks.1.*", score="cosine", backend="reference")
+    assert [row.name for row in report] == ["blocks.1.attn"]
+    assert model.blocks[1].attn is not theirs
+    query, key, value = theirs.qkv(tokens).unflatten(2, (3, 3, 64)).permute(2, 0, 3, 1, 4)
+    cosines = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT
+    expected = theirs.proj(((cosines / 0.1).softmax(-1) @ value).transpose(1, 2).flatten(2))
+    ours = model.blocks[1].attn
+    torch.testing.assert_close(ours(tokens), expected)
+    with attnkit.record_backends() as record:
+        ours(tokens).sum().backward()
+    assert record.total() == {"reference": 1}
+    assert ours.attention.score.log_temperature.grad.abs().min() > 0
+
+
+def test_each_layer_has_a_score_and_a_normaliser_of_its_own():
+    model = network("swin")
+    replace_attention(model, score=attnkit.learned_scores.GaussianScore)
+    scores = [m for m in model.modules() if isinstance(m, attnkit.learned_scores.GaussianScore)]
+    assert len(set(scores)) == 4
+    assert [len(score.log_bandwidth) for score in scores] == [3, 3, 6, 6]
+    assert model(images()).isfinite().all()
+    model = network("vit")
+    expected = model(images())
+    replace_attention(model, normalizer="linear")
+    assert not torch.allclose(model(images()), expected)
+
+
+def test_rates_and_frozen_parameters_are_carried_over():
+    model = network("beit", proj_drop_rate=0.2, attn_drop_rate=0.3).requires_grad_(False)
+    replace_attention(model)
+    for block in model.blocks:
+        assert block.attn.dropout.p == 0.2
+        assert block.attn.attention.dropout_p == 0.3
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_module_at_two_places_stays_one():
+    model = network("vit")
+    model.blocks[1].attn = model.blocks[0].attn
+    expected = model(images())
+    assert len(replace_attention(model)) == 1
+    assert model.blocks[1].attn is model.blocks[0].attn
+    torch.testing.assert_close(model(images()), expected)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kdim", [None, 6])
+def test_torchs_arguments(batch_first, kdim):
+    attention = nn.MultiheadAttention(12, 3, batch_first=batch_first, kdim=kdim).double().eval()
+    nn.init.normal_(attention.in_proj_bias)
+    model = nn.ModuleList([attention])
+    replace_attention(model)
+    ours = model[0]
+    query = torch.randn(2, 5, 12, dtype=torch.float64)
+    key = torch.randn(2, 7, kdim or 12, dtype=torch.float64)
+    value = torch.randn(2, 7, 12, dtype=torch.float64)
+    tokens = [t if batch_first else t.transpose(0, 1) for t in (query, key, value)]
+    hidden = torch.rand(2, 7) < 0.3
+    hidden[:, 0] = False
+    attn = torch.rand(6, 5, 7) < 0.3
+    attn[..., 0] = False
+    for options in (
+        {},
+        {"need_weights": False},
+        {"average_attn_weights": False},
+        {"key_padding_mask": hidden},
+        {"attn_mask": attn[0]},
+        {"attn_mask": attn, "key_padding_mask": hidden},
+        {"attn_mask": torch.randn(6, 5, 7, dtype=torch.float64)},
+        {"key_padding_mask": torch.randn(2, 7, dtype=torch.float64),
+         "attn_mask": torch.randn(5, 7, dtype=torch.float64)},
+    ):  # fmt: skip
+        expected, actual = attention(*tokens, **options), ours(*tokens, **options)
+        torch.testing.assert_close(actual, expected)
+    with pytest.raises(ValueError, match="query: expected a batch of tokens"):
+        ours(*(tensor[0] for tensor in tokens))
+
+
+def test_torchs_encoder_keeps_off_its_fast_path():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, 8, batch_first=True), 2)
+    encoder = encoder.double().eval()
+    tokens = torch.randn(2, 5, 12, dtype=torch.float64)
+    hidden = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        expected = encoder(tokens, src_key_padding_mask=hidden)
+        assert len(replace_attention(encoder)) == 2
+        with attnkit.record_backends() as record:
+            output = encoder(tokens, src_key_padding_mask=hidden)
+    assert record.total() == {"flash": 2}
+    torch.testing.assert_close(output[~hidden], expected[~hidden])
+
+
+class Subclass(timm.layers.Attention):
+    pass
+
+
+def alter(change):
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL)
+    change(model)
+    return model
+
+
+def low_rank(model):
+    class LowRank(nn.Linear):
+        pass
+
+    model.blocks[1].attn.proj = LowRank(192, 192)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (lambda: alter(lambda m: setattr(m.blocks[1], "attn", Subclass(192))), {}, ValueError,
+         r"cannot be replaced: blocks.1.attn: .*Subclass is no class that is known here; where="),
+        (lambda: timm.create_model("maxvit_pico_rw_256"), {}, ValueError,
+         r"stages.0.blocks.0.attn_block.attn, .* more: timm.models.maxxvit.AttentionCl is no"),
+        (lambda: timm.create_model("vit_base_patch16_siglip_224", **NARROW), {}, ValueError,
+         "attn_pool: timm.layers.attention_pool.AttentionPoolLatent is no class"),
+        (lambda: timm.create_model("vit_tiny_patch16_224", scale_attn_norm=True, **SMALL), {},
+         ValueError, "blocks.0.attn, blocks.1.attn: .* a norm before the output projection"),
+        (lambda: alter(low_rank), {}, ValueError, "blocks.1.attn: .* not plain nn.Linear"),
+        (lambda: alter(lambda m: setattr(m.blocks[0].attn, "scale", 1.0)), {}, ValueError,
+         "blocks.0.attn: .* a scale other than"),
+        (lambda: alter(lambda m: m.blocks[0].attn.qkv.register_forward_hook(print)), {},
+         ValueError, "blocks.0.attn: Attention cannot be carried over: hooks"),
+        (lambda: nn.ModuleList([nn.MultiheadAttention(4, 2, add_zero_attn=True)]), {}, ValueError,
+         "0: .* add_zero_attn"),
+        (lambda: torchvision.models.resnet18(), {}, ValueError,
+         r"attention modules of ResNet, got '\*': there is none"),
+        (lambda: alter(id), {"where": "block.0"}, ValueError,
+         "got 'block.0': none of blocks.0.attn, blocks.1.attn"),
+        (lambda: alter(id), {"score": "cosin"}, ValueError, "score: expected one of scaled_dot"),
+        (lambda: alter(id), {"score": attnkit.learned_scores.CosineScore(3, 64)}, TypeError,
+         "score: .* got the module CosineScore itself"),
+        (lambda: alter(id), {"normalizer": "max"}, ValueError, "normalizer: expected one of"),
+        (lambda: alter(id), {"backend": "fast"}, ValueError, "backend: expected 'auto' or"),
+        (lambda: alter(id), {"mask": torch.ones(3, 3)}, TypeError, "mask: expected a boolean"),
+        (lambda: torch.compile(alter(id)), {}, ValueError, "model: is compiled"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(make, options, error, message):
+    model = make()
+    before = [(name, id(module)) for name, module in model.named_modules()]
+    with pytest.raises(error, match=message):
+        replace_attention(model, **options)
+    assert [(name, id(module)) for name, module in model.named_modules()] == before
+
+
+def test_report_and_what_where_leaves_out():
+    model = timm.create_model("vit_base_patch16_siglip_224", **NARROW)
+    report = replace_attention(model, "blocks.*")
+    lines = str(report).splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["module", "blocks.0.attn", "blocks.1.attn"]
+    assert lines[2].split()[1:] == ["timm.layers.attention.Attention", "3", "16"]
+    assert len({len(line) for line in lines}) == 1
+    with pytest.raises(ValueError, match="attn_pool"):
+        replace_attention(model)
