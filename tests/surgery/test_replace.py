@@ -204,6 +204,32 @@ def test_masks_that_networks_give():
         torch.testing.assert_close(replaced(images(), **options), expected)
 
 
+@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_options_of_timms_layers(qkv_bias, qk_norm):
+    options = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "norm_layer": nn.LayerNorm,
+               "attn_head_dim": 8, "gated": True}  # fmt: skip
+    grouped = {"num_kv_heads": 2, "qkv_fused": False, "num_prefix_tokens": 2}
+    made = [
+        timm.layers.Attention(12, 4, proj_bias=False, **options),
+        timm.layers.AttentionRope(12, 4, **grouped, **options),
+        timm.layers.AttentionRope(12, 4, rotate_half=True, num_prefix_tokens=2, **options),
+    ]
+    model = nn.ModuleList(made).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    tokens = torch.randn(2, 7, 12, dtype=torch.float64)
+    rope = torch.randn(5, 16, dtype=torch.float64)
+    allowed = torch.ones(7, 7, dtype=torch.bool).tril(2)
+    calls = [lambda m: m(tokens, allowed)] + 2 * [lambda m: m(tokens, rope, attn_mask=allowed)]
+    expected = [call(module) for call, module in zip(calls, model, strict=True)]
+    assert not torch.allclose(expected[1], model[1](tokens))
+    replace_attention(model)
+    for call, module, output in zip(calls, model, expected, strict=True):
+        torch.testing.assert_close(call(module), output)
+        assert module.attention.gate_proj is not None
+
+
 def test_a_shared_bias_beside_a_layers_own():
     """BEiT adds it, and timm's ViT with relative positions does not read it."""
     positions = timm.layers.RelPosBias((2, 3), num_heads=2, prefix_tokens=1)
