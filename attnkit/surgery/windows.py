@@ -17,18 +17,21 @@ class Windows(Adapter):
     """In the place of timm's `WindowAttention` of Swin, tokens [batch · windows, tokens, dim]."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """mask: [windows, tokens, tokens], 0 where a token may look and −100 where it may not."""
-        allowed = None
+        """mask: [windows, tokens, tokens], 0 where a token may look and −100 where it may not.
+
+        It is added, as theirs is: where Swin V2 has learned a low temperature, scores differ by so
+        much that −100 does not hide them.
+        """
         if mask is not None:
-            allowed = (mask == 0).repeat(len(x) // len(mask), 1, 1)[:, None]
-        return self.attend(x, allowed)
+            mask = mask[:, None].repeat(len(x) // len(mask), 1, 1, 1)
+        return self.attend(x, bias=mask)
 
 
 class MapWindows(Adapter):
     """In the place of torchvision's `ShiftedWindowAttention`: maps [batch, height, width, dim].
 
     Padded to a multiple of the window, shifted in a circle, cut into windows; in a window tokens
-    that were no neighbours before the shift do not see each other.
+    that were no neighbours before the shift have a bias of −100, as in theirs.
     """
 
     def __init__(
@@ -56,12 +59,13 @@ class MapWindows(Adapter):
             for step, count in ((self.shift[0], rows), (self.shift[1], columns))
         ]
         x = x.roll([-s for s in shift], (1, 2))
-        allowed = None
+        apart = None
         if any(shift):
             region = _regions(padded, self.window, shift, x.device)
             region = self._cut(region[None, ..., None])[..., 0]
-            allowed = (region[:, :, None] == region[:, None]).repeat(len(x), 1, 1)[:, None]
-        windows = self.attend(self._cut(x), allowed)
+            apart = -100.0 * (region[:, :, None] != region[:, None]).to(x.dtype)
+            apart = apart[:, None].repeat(len(x), 1, 1, 1)
+        windows = self.attend(self._cut(x), bias=apart)
         windows = windows.unflatten(1, self.window).unflatten(0, (len(x), rows, columns))
         x = windows.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         return x.roll(shift, (1, 2))[:, :height, :width].contiguous()

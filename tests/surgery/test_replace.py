@@ -32,6 +32,7 @@ NETWORKS = {
     "relative positions, shared": ("vit_srelpos_small_patch16_224", NARROW),
     "eva02": ("eva02_tiny_patch14_224", {**SMALL, "patch_size": 16}),
     "eva02, projections apart": ("eva02_base_patch14_448", {**NARROW, "patch_size": 16}),
+    "dinov3": ("vit_small_patch16_dinov3", {**SMALL, "embed_dim": 48, "num_heads": 3}),
     "rotary": ("vit_small_patch16_rope_224", NARROW),
     "rotary, mixed": ("vit_small_patch16_rope_mixed_224", NARROW),
     "swin": ("swin_tiny_patch4_window7_224", SWIN),
@@ -40,6 +41,8 @@ NETWORKS = {
                                                                       num_classes=5),
     "torchvision's swin": lambda: torchvision.models.SwinTransformer(
         [4, 4], 24, [2, 2], [3, 6], [7, 5], num_classes=5, stochastic_depth_prob=0.0),
+    "torchvision's swin, windows as wide as the map": lambda: torchvision.models.SwinTransformer(
+        [4, 4], 24, [2, 2], [3, 6], [16, 4], num_classes=5, stochastic_depth_prob=0.0),
     "torchvision's swin v2": lambda: torchvision.models.SwinTransformer(
         [4, 4], 24, [2, 2], [3, 6], [7, 5], num_classes=5, stochastic_depth_prob=0.0, **V2),
 }  # fmt: skip
@@ -49,8 +52,10 @@ def network(name, dtype=torch.float64, **options):
     torch.manual_seed(0)
     made = NETWORKS[name]
     model = made() if callable(made) else timm.create_model(made[0], **{**made[1], **options})
-    for parameter in model.parameters():
-        if parameter.ndim <= 3:  # biases, norms, scales, tokens and tables
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("logit_scale"):
+            parameter.data[0] = 5.0  # above the limit, which is log 100
+        elif parameter.ndim <= 3:  # biases, norms, scales, tokens and tables
             parameter.data += 0.1 * torch.randn(parameter.shape)
     return model.to(dtype).eval()
 
@@ -70,6 +75,11 @@ def run(model, x):
     return output.detach(), x.grad, {id(p): p.grad for p in model.parameters()}
 
 
+def assert_close_to_the_largest(actual, expected):
+    difference = (actual - expected).abs().max()
+    assert difference <= 1e-9 * expected.abs().max().clamp(min=1e-3)
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_equal_outputs_and_gradients(name, training):
@@ -83,12 +93,12 @@ def test_equal_outputs_and_gradients(name, training):
     assert expected.std() > 0.1
     assert input_gradient.abs().max() > 1e-6
     torch.testing.assert_close(output, expected, atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(gradient, input_gradient, atol=1e-10, rtol=1e-10)
+    assert_close_to_the_largest(gradient, input_gradient)
     kept = gradients.keys() & new.keys()
     # all but biases and projections that were apart are the very same parameters
     assert len(kept) >= 0.75 * len(gradients)
     for key in kept:
-        torch.testing.assert_close(new[key], gradients[key], atol=1e-9, rtol=1e-9)
+        assert_close_to_the_largest(new[key], gradients[key])
     attention = [model.get_submodule(row.name).attention for row in report]
     assert all(p.grad is not None for block in attention for p in block.parameters())
 
@@ -109,7 +119,7 @@ def test_in_single_precision_and_copied(name):
             assert torch.equal(other(x), output)
 
 
-@pytest.mark.parametrize("name", ["vit", "beit", "eva02", "swin", "torchvision's swin v2"])
+@pytest.mark.parametrize("name", ["vit", "beit", "eva02", "swin", "torchvision's swin"])
 def test_recorded_captured_and_compiled(name):
     torch._dynamo.reset()
     model = network(name, torch.float32)
@@ -158,8 +168,8 @@ def test_tokens_brought_together_by_a_shift_do_not_see_each_other():
     # 16 × 16 tokens in windows of 7 × 5: 3 × 4 windows, padded
     plain, shifted, *_ = (found for (found,) in weights.values())
     assert plain.shape == (2 * 12, 3, 35, 35)
-    assert (plain > 0).all()
-    hidden = (shifted == 0).all(1).flatten(1).any(1).view(2, 3, 4)
+    assert (plain > 1e-30).all()
+    hidden = (shifted < 1e-30).all(1).flatten(1).any(1).view(2, 3, 4)
     last = torch.tensor([[row == 2 or column == 3 for column in range(4)] for row in range(3)])
     assert torch.equal(hidden, last.expand(2, 3, 4))
 
@@ -192,6 +202,49 @@ def test_masks_that_networks_give():
         expected, plain = model(images(), **options), model(images())
         assert not torch.allclose(expected, plain)
         torch.testing.assert_close(replaced(images(), **options), expected)
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_options_of_timms_layers(qkv_bias, qk_norm):
+    options = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "norm_layer": nn.LayerNorm,
+               "attn_head_dim": 8, "gated": True}  # fmt: skip
+    grouped = {"num_kv_heads": 2, "qkv_fused": False, "num_prefix_tokens": 2}
+    made = [
+        timm.layers.Attention(12, 4, proj_bias=False, **options),
+        timm.layers.AttentionRope(12, 4, **grouped, **options),
+        timm.layers.AttentionRope(12, 4, rotate_half=True, num_prefix_tokens=2, **options),
+    ]
+    model = nn.ModuleList(made).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    tokens = torch.randn(2, 7, 12, dtype=torch.float64)
+    rope = torch.randn(5, 16, dtype=torch.float64)
+    allowed = torch.ones(7, 7, dtype=torch.bool).tril(2)
+    calls = [lambda m: m(tokens, allowed)] + 2 * [lambda m: m(tokens, rope, attn_mask=allowed)]
+    expected = [call(module) for call, module in zip(calls, model, strict=True)]
+    assert not torch.allclose(expected[1], model[1](tokens))
+    replace_attention(model)
+    for call, module, output in zip(calls, model, expected, strict=True):
+        torch.testing.assert_close(call(module), output)
+        assert module.attention.gate_proj is not None
+
+
+def test_a_shared_bias_beside_a_layers_own():
+    """BEiT adds it, and timm's ViT with relative positions does not read it."""
+    positions = timm.layers.RelPosBias((2, 3), num_heads=2, prefix_tokens=1)
+    relative = timm.models.vision_transformer_relpos.RelPosAttention(
+        8, 2, rel_pos_cls=lambda **_: positions
+    )
+    beit = timm.models.beit.Attention(8, 2, qkv_bias=True, window_size=(2, 3))
+    nn.init.normal_(beit.relative_position_bias_table)
+    tokens, shared = torch.randn(2, 7, 8), torch.randn(2, 7, 7)
+    model = nn.ModuleList([beit, relative])
+    expected = [module(tokens, shared) for module in model]
+    assert not torch.allclose(beit(tokens), expected[0])
+    replace_attention(model)
+    for module, output in zip(model, expected, strict=True):
+        torch.testing.assert_close(module(tokens, shared), output)
 
 
 def test_another_score():
