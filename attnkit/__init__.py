@@ -65,6 +65,7 @@ _HOME = {
     "assert_attention": "attnkit.checks.run",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
+    "metrics": "attnkit.metrics",
 }
 
 __all__ = [*_HOME]
@@ -84,7 +85,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from attnkit import checks, interop, lightning
+    from attnkit import checks, interop, lightning, metrics
     from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import learned_scores, masks, normalizers, scores
     from attnkit.core.attend import attend
