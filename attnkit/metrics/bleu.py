@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import reduce
 from math import exp
-from operator import or_
 from typing import Any
 
 from attnkit.metrics.captions import CaptionMetric, Tokens
@@ -61,11 +58,10 @@ class BLEU(CaptionMetric):
         """Length of the prediction, that of the closest reference; for each k the matches."""
         length = len(prediction)
         closest = min((abs(len(text) - length), len(text)) for text in references)[1]
-        grams = [count_ngrams(text, self.n_gram) for text in references]
-        matches = []
-        for order, ours in enumerate(count_ngrams(prediction, self.n_gram)):
-            most: Counter[tuple[str, ...]] = reduce(or_, (counts[order] for counts in grams))
-            matches.append((ours & most).total())
+        theirs = [count_ngrams(text, self.n_gram) for text in references]
+        matches = [0] * self.n_gram
+        for w, count in count_ngrams(prediction, self.n_gram).items():
+            matches[len(w) - 1] += min(count, max(grams.get(w, 0) for grams in theirs))
         guesses = [max(0, length - order) for order in range(self.n_gram)]
         return [length, closest, *matches, *guesses]
 

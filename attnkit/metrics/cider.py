@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from math import exp, log, sqrt
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ __all__ = ["CIDEr", "CIDErD"]
 
 
 class _Vector(NamedTuple):
-    """A caption: for each length of n-grams, their weights, and the norm of these."""
+    """A caption: the weights of its n-grams, and for each length of n-grams the norm of these."""
 
-    weights: list[dict[NGram, float]]
+    weights: dict[NGram, float]
     norms: list[float]
     length: int
 
@@ -54,37 +55,35 @@ class CIDEr(CaptionMetric):
         self, predictions: list[Tokens], references: list[list[Tokens]]
     ) -> tuple[float, list[float]]:
         counts = [[count_ngrams(text, self.n_gram) for text in texts] for texts in references]
-        frequencies: Counter[NGram] = Counter()
-        for captions in counts:
-            frequencies.update({w for caption in captions for grams in caption for w in grams})
-        total = log(len(predictions))
-        rarity = {w: total - log(frequency) for w, frequency in frequencies.items()}
+        frequencies = Counter(chain.from_iterable(set().union(*captions) for captions in counts))
+        most = log(len(predictions))
+        rarity = {w: most - log(frequency) for w, frequency in frequencies.items()}
 
-        def vector(grams: list[Counter[NGram]]) -> _Vector:
-            weights = [
-                {w: count * rarity.get(w, total) for w, count in each.items()} for each in grams
-            ]
-            norms = [sqrt(sum(x * x for x in each.values())) for each in weights]
-            return _Vector(weights, norms, grams[0].total())
+        def vector(tokens: Tokens, counted: Counter[NGram]) -> _Vector:
+            weights = {w: count * rarity.get(w, most) for w, count in counted.items()}
+            squares = [0.0] * self.n_gram
+            for w, weight in weights.items():
+                squares[len(w) - 1] += weight * weight
+            return _Vector(weights, [sqrt(square) for square in squares], len(tokens))
 
         scores = []
-        for prediction, captions in zip(predictions, counts, strict=True):
-            ours = vector(count_ngrams(prediction, self.n_gram))
-            likeness = sum(self._likeness(ours, vector(caption)) for caption in captions)
-            scores.append(10 * likeness / len(captions))
+        for prediction, texts, captions in zip(predictions, references, counts, strict=True):
+            ours = vector(prediction, count_ngrams(prediction, self.n_gram))
+            theirs = map(vector, texts, captions)
+            scores.append(10 * fmean(self._likeness(ours, caption) for caption in theirs))
         return fmean(scores), scores
 
     def _likeness(self, ours: _Vector, theirs: _Vector) -> float:
         """The mean over lengths of n-grams."""
-        cosines = 0.0
-        for order in range(self.n_gram):
-            norms = ours.norms[order] * theirs.norms[order]
-            if norms:
-                cosines += self._product(ours.weights[order], theirs.weights[order]) / norms
-        return cosines / self.n_gram
+        products = [0.0] * self.n_gram
+        for w, weight in ours.weights.items():
+            if w in theirs.weights:
+                products[len(w) - 1] += self._product(weight, theirs.weights[w])
+        norms = zip(products, ours.norms, theirs.norms, strict=True)
+        return fmean(product / (a * b) if product else 0.0 for product, a, b in norms)
 
-    def _product(self, ours: dict[NGram, float], theirs: dict[NGram, float]) -> float:
-        return sum(weight * theirs[w] for w, weight in ours.items() if w in theirs)
+    def _product(self, ours: float, theirs: float) -> float:
+        return ours * theirs
 
 
 class CIDErD(CIDEr):
@@ -120,5 +119,5 @@ class CIDErD(CIDEr):
         penalty = exp(-((ours.length - theirs.length) ** 2) / (2 * self.sigma**2))
         return penalty * super()._likeness(ours, theirs)
 
-    def _product(self, ours: dict[NGram, float], theirs: dict[NGram, float]) -> float:
-        return sum(min(weight, theirs[w]) * theirs[w] for w, weight in ours.items() if w in theirs)
+    def _product(self, ours: float, theirs: float) -> float:
+        return min(ours, theirs) * theirs

@@ -1,6 +1,7 @@
 """The n-grams of a caption, counted."""
 
 from collections import Counter
+from itertools import chain
 
 from attnkit.metrics.captions import Tokens
 
@@ -9,12 +10,12 @@ __all__ = ["NGram", "check_n_gram", "count_ngrams"]
 NGram = tuple[str, ...]
 
 
-def count_ngrams(tokens: Tokens, n_gram: int) -> list[Counter[NGram]]:
-    """How often each n-gram occurs: the counts of 1-grams, of 2-grams, …, of `n_gram`-grams."""
-    return [
-        Counter(zip(*(tokens[start:] for start in range(length)), strict=False))
-        for length in range(1, n_gram + 1)
-    ]
+def count_ngrams(tokens: Tokens, n_gram: int) -> Counter[NGram]:
+    """How often each n-gram of 1 to `n_gram` tokens occurs."""
+    shifted = [tokens[start:] for start in range(n_gram)]
+    return Counter(
+        chain.from_iterable(zip(*shifted[:n], strict=False) for n in range(1, n_gram + 1))
+    )
 
 
 def check_n_gram(n_gram: int) -> None:

@@ -5,16 +5,14 @@ import pytest
 from attnkit.metrics import BLEU, ROUGEL, CIDErD
 
 TEXT = "A man’s DOG--it's 'big'!\tDon't, “café”: rock'n'roll… (black-and-white) 3.5 -- %日本。"
+WORDS = "a man's dog it's big don't café rock'n'roll black-and-white 3 5 日本"
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "tokens"),
     [
         ("whitespace", TEXT.split()),
-        (
-            "words",
-            "a man's dog it's big don't café rock'n'roll black-and-white 3 5 日本".split(),
-        ),
+        ("words", WORDS.split()),
         (str.splitlines, [TEXT]),
         (list, list(TEXT)),
     ],
