@@ -87,6 +87,7 @@ _HOME = {
     "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
+    "metrics": "attnkit.metrics",
 }
 
 __all__ = [*_HOME]
@@ -106,7 +107,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from attnkit import checks, interop, lightning
+    from attnkit import checks, interop, lightning, metrics
     from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import learned_scores, masks, normalizers, scores
     from attnkit.core.attend import attend

@@ -84,6 +84,24 @@ def names_of_import(statement: ast.stmt) -> set[str]:
     return names_of(statement) | set((getattr(statement, "module", None) or "").split("."))
 
 
+def test_metrics_need_only_torch_and_torchmetrics(trees):
+    imported = {
+        name
+        for path, tree in trees.items()
+        if path.parts[0] == "metrics"
+        for name in imports_of(tree) - set(sys.stdlib_module_names)
+    }
+    assert imported == {"torch", "torchmetrics", "attnkit"}
+    ours = {
+        node.module
+        for path, tree in trees.items()
+        if path.parts[0] == "metrics"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and imports_of(node) == {"attnkit"}
+    }
+    assert {".".join(module.split(".")[:2]) for module in ours} == {"attnkit.metrics"}
+
+
 def test_checks_need_only_torch_and_core(trees):
     """So that whoever checks a module of her own waits for torch alone."""
     seen = set()

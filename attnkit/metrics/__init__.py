@@ -1,0 +1,17 @@
+"""Caption metrics for torchmetrics, without Java: BLEU, ROUGE-L, CIDEr, CIDEr-D; METEOR with it.
+
+    scores = MetricCollection({"cider": CIDErD(), "rouge": ROUGEL()} | {f"bleu{n}": BLEU(n) …})
+    scores.update(["a dog runs"], [["a dog is running", "the dog runs"]])
+    scores.compute()
+
+On the same tokens their numbers are those of the scorers that papers report, pycocoevalcap and
+vrama91/cider. Each class says its formula, and where these scorers differ from their papers.
+"""
+
+from attnkit.metrics.bleu import BLEU
+from attnkit.metrics.captions import CaptionMetric
+from attnkit.metrics.cider import CIDEr, CIDErD
+from attnkit.metrics.meteor import METEOR
+from attnkit.metrics.rouge import ROUGEL
+
+__all__ = ["BLEU", "METEOR", "ROUGEL", "CIDEr", "CIDErD", "CaptionMetric"]

@@ -1,0 +1,62 @@
+"""METEOR of captions, by the Java program that defines it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from attnkit.metrics.captions import CaptionMetric, Tokens
+from attnkit.metrics.java import require_java
+from attnkit.metrics.tokenizers import Tokenizer
+
+__all__ = ["METEOR"]
+
+
+class METEOR(CaptionMetric):
+    """METEOR 1.5 for English, from 0 to 1, through pycocoevalcap and Java.
+
+    A harmonic mean of precision and recall of aligned words, which may be equal, of one stem,
+    synonyms or paraphrases, less a penalty for how the alignment is broken up. Its tables of
+    stems, synonyms and paraphrases and its tuned parameters are part of the program, so it is run
+    and not written again: Denkowski and Lavie 2014 (Meteor universal: language specific
+    translation evaluation for any target language). The score of the corpus is of its sums, not
+    the mean of its captions' scores.
+
+    It takes pycocoevalcap (`pip install 'attnkit[coco]'`, about 100 MB), a `java` on the PATH, and
+    up to 2 GB of memory for it, and starts Java at each `compute` and `forward`; of several
+    processes, on each.
+
+    Args:
+        tokenizer, **kwargs: as in `CaptionMetric`; the tokens are then normalised by METEOR.
+
+    Raises:
+        RuntimeError: without pycocoevalcap or Java, when made, with what is missing; if the program
+            fails.
+    """
+
+    plot_upper_bound = 1.0
+
+    def __init__(self, tokenizer: Tokenizer = "whitespace", **kwargs: Any) -> None:
+        super().__init__(tokenizer, **kwargs)
+        require_java("METEOR")
+
+    def score(
+        self, predictions: list[Tokens], references: list[list[Tokens]]
+    ) -> tuple[float, list[float]]:
+        require_java("METEOR")  # it may have been pickled elsewhere
+        program = import_module("pycocoevalcap.meteor.meteor").Meteor()
+        try:
+            return program.compute_score(
+                {index: [_line(text) for text in texts] for index, texts in enumerate(references)},
+                {index: [_line(text)] for index, text in enumerate(predictions)},
+            )
+        except (OSError, ValueError) as error:
+            program.lock.release()  # or it could not be deleted
+            program.meteor_p.kill()
+            said = program.meteor_p.stderr.read().decode()
+            raise RuntimeError(f"METEOR: the Java program failed: {said.strip()}") from error
+
+
+def _line(tokens: Tokens) -> str:
+    """One line that does not speak METEOR's protocol, whose separator is |||."""
+    return " ".join(" ".join(tokens).replace("|||", " ").split())
