@@ -18,6 +18,7 @@ def draw(path: Path, trials: Sequence[Trial], metric: str) -> bool:
     if len({t.results[COST] for t in shown}) < 2:
         return False
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     costs = {COST: "multiply-adds of a sample", "step_seconds": "seconds of a training step"}
     costs = {c: text for c, text in costs.items() if all(c in t.results for t in shown)}
@@ -29,7 +30,13 @@ def draw(path: Path, trials: Sequence[Trial], metric: str) -> bool:
             spread = trial.results.get(f"{metric}_std", 0.0)
             axes.errorbar(*point, yerr=spread, fmt="o", capsize=3, color=f"C{number % 10}")
             axes.annotate(label(trial), point, xytext=(5, 4), textcoords="offset points")
-        axes.set(xscale="log", xlabel=text, ylabel=metric)
+        values = [trial.results[cost] for trial in shown]
+        axes.set(xlabel=text, ylabel=metric)
+        if max(values) > 5 * min(values):
+            axes.set_xscale("log")
+        else:
+            axes.xaxis.set_major_formatter(EngFormatter())
+        axes.margins(x=0.15)  # room for the names
         axes.grid(visible=True, alpha=0.3)
     figure.savefig(path, dpi=120)
     return True
