@@ -23,15 +23,15 @@ RGB = {
     "pink": (250, 120, 185),
 }
 # Of the side of the image.
-_DIAMETER = {"small": (0.24, 0.28), "large": (0.38, 0.44)}
-_CONTAINER_DIAMETER = (0.56, 0.64)
+_DIAMETER = {"small": (0.27, 0.31), "large": (0.40, 0.45)}
+_CONTAINER_DIAMETER = (0.64, 0.72)
 _MARGIN = 0.02
 _GAP = 0.04
 _COLOUR_JITTER = 10
 _ANGLES = (-10, -5, 0, 5, 10)  # degrees
 _OVERSAMPLING = 4
-# Digits are 8 × 8; the border keeps their strokes from ending at an edge.
-_DIGIT_BORDER = 1
+# Digits are 8 × 8; half a pixel around them keeps their strokes from ending at an edge.
+_DIGIT_BOX = (0.5, 0.5, 9.5, 9.5)
 _LUMA = (0.299, 0.587, 0.114)
 
 
@@ -115,8 +115,9 @@ def _cover(
     if kind not in DIGITS:
         return _shape(kind, diameter, choose(random, _ANGLES))
     images = digits[kind]
-    ink = np.pad(images[int(random.random() * len(images))], _DIGIT_BORDER)
-    grown = Image.fromarray(ink).resize((diameter, diameter), Image.Resampling.BICUBIC)
+    ink = np.pad(images[int(random.random() * len(images))], 1)
+    size = (diameter, diameter)
+    grown = Image.fromarray(ink).resize(size, Image.Resampling.BICUBIC, _DIGIT_BOX)
     # Ink fades over a whole pixel of the small image; this makes the strokes' edges crisp again.
     return ((np.asarray(grown) - 70.0) / 70).clip(0, 1)
 
@@ -169,7 +170,7 @@ def _outline(kind: str) -> list[tuple[float, float]]:
     if kind == "triangle":
         return [(0, -0.9), (0.95, 0.8), (-0.95, 0.8)]
     if kind == "diamond":
-        return [(0, -1), (0.72, 0), (0, 1), (-0.72, 0)]
+        return [(0, -1), (0.85, 0), (0, 1), (-0.85, 0)]
     if kind == "star":
         return [_polar((1, 0.42)[n % 2], 36 * n - 90) for n in range(10)]
     if kind == "cross":
