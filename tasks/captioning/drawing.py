@@ -119,7 +119,7 @@ def _cover(
     size = (diameter, diameter)
     grown = Image.fromarray(ink).resize(size, Image.Resampling.BICUBIC, _DIGIT_BOX)
     # Ink fades over a whole pixel of the small image; this makes the strokes' edges crisp again.
-    return ((np.asarray(grown) - 70.0) / 70).clip(0, 1)
+    return ((np.asarray(grown) - 80.0) / 70).clip(0, 1)
 
 
 def _painted(thing: Thing, diameter: int, random: Random) -> np.ndarray:
