@@ -84,11 +84,12 @@ def _places(scene: Scene, side: int, random: Random) -> list[tuple[int, int, int
         x, y = (_between(random, second / 2 + _MARGIN, 1 - _MARGIN - second / 2) for _ in "xy")
         centres = [(x, y), (x, y)]
     else:
-        # Along the relation they are apart; across it, at most half as far.
-        free = 1 - 2 * _MARGIN - _GAP - first - second
-        cuts = sorted(_numbers(random, 2).tolist())
-        start = _MARGIN + first / 2 + free * cuts[0]
-        end = start + (first + second) / 2 + _GAP + free * (cuts[1] - cuts[0])
+        # Along the relation each keeps to its side of a line near the middle; across it, they are
+        # at most half as far apart.
+        low, high = _MARGIN + first + _GAP / 2, 1 - _MARGIN - second - _GAP / 2
+        line = _between(random, max(low, 0.46), min(high, 0.54))
+        start = _between(random, _MARGIN + first / 2, line - _GAP / 2 - first / 2)
+        end = _between(random, line + _GAP / 2 + second / 2, 1 - _MARGIN - second / 2)
         across = _between(random, first / 2 + _MARGIN, 1 - _MARGIN - first / 2)
         other = across + (random.random() - 0.5) * (end - start)
         other = min(max(other, second / 2 + _MARGIN), 1 - _MARGIN - second / 2)

@@ -19,7 +19,7 @@ INVERSE = {"left of": "right of", "above": "below", "inside": "around"}
 INVERSE.update({inverse: relation for relation, inverse in INVERSE.items()})
 
 CONTAINERS = ("circle", "square", "diamond")  # with room for another thing
-DIGIT_SHARE = 0.4
+DIGIT_SHARE = 0.3
 INSIDE_SHARE = 0.25
 
 # One colour of each kind, which training never shows: 17 of 136 pairs. Every kind and every colour

@@ -316,6 +316,14 @@ def test_files_that_cannot_be_decoded_are_named(root):
             assert captions == captions_of(int(re.findall(r"\d+", name)[0]))
 
 
+def test_test_images_must_all_be_readable(root):
+    (root / "images" / name_of(10)).write_bytes(b"")
+    with pytest.raises(
+        UserError, match=r"none may be in a given test(.|\n)*10\.png \(zero bytes\)"
+    ):
+        ready(make_karpathy(root))
+
+
 def test_a_file_that_changes_while_in_use_is_named(root):
     data = ready(make_csv(root, memory_gb=0, num_workers=0))
     for number in range(COUNT):
@@ -377,6 +385,7 @@ def test_byte_pairs(root):
     pytest.importorskip("tokenizers")
     data = ready(make_karpathy(root, tokenizer="bpe", bpe_size=280, min_count=2))
     assert data.describe()["vocabulary"]["tokenizer"] == "bpe"
+    assert 260 < data.describe()["vocabulary_size"] <= 280
     batch = next(iter(data.val_dataloader()))
     texts = [data.tokenizer.decode(words) for words in batch["words"]]
     assert texts == [captions_of(n)[0].lower() for n in (8, 9)]
@@ -401,6 +410,15 @@ def test_captions_are_drawn_by_seed_and_epoch_alone(root, num_workers):
     assert drawn(other, 0) == first
     data.seed, data.sets["train"].seed = 1, 1
     assert sorted(drawn(data, 0)) != sorted(first)
+
+
+def test_the_seed_decides_the_order(root):
+    orders = []
+    for seed in (0, 0, 1):
+        data = ready(make_karpathy(root, seed=seed))
+        orders.append([r[0] for batch in data.train_dataloader() for r in batch["references"]])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
 
 
 def test_every_caption_is_drawn_equally_often(root):

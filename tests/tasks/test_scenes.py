@@ -16,6 +16,7 @@ from attnkit.tasks.captioning import (
     draw_scene,
     is_right,
     parse_caption,
+    scenes_data,
     words_of,
     words_of_objects,
 )
@@ -31,6 +32,7 @@ from attnkit.tasks.captioning.scenes import (
     TEXTURES,
 )
 
+compose = scenes_data.compose
 VALUES = {"kind": KINDS, "colour": COLOURS, "size": SIZES, "texture": TEXTURES}
 SEVEN = {"kind": "seven", "colour": "red", "size": "small", "texture": "plain"}
 SQUARE = {"kind": "square", "colour": "blue", "size": "large", "texture": "striped"}
@@ -148,6 +150,8 @@ def test_words_name_their_objects():
     words = words_of(caption)
     named = [(words[place], number) for place, number in words_of_objects(caption)]
     assert named == [("red", 0), ("seven", 0), ("blue", 1), ("square", 1)]
+    turned = "a big blue striped square right of a little red seven"
+    assert words_of_objects(turned) == [(2, 1), (4, 1), (9, 0), (10, 0)]
     # The objects are the scene's, in whatever order a caption has them, right or wrong.
     wrong = "a big blue square left of a small green seven"
     assert words_of_objects(wrong) == [(2, 0), (3, 0), (8, 1), (9, 1)]
@@ -188,7 +192,7 @@ def pairs_of(scene):
     return {(thing["kind"], thing["colour"]) for thing in scene["objects"]}
 
 
-def test_handwriting_of_the_tests_is_not_trained_on(data):
+def test_handwriting_of_the_tests_is_not_trained_on(data, monkeypatch):
     parts = [
         {image.tobytes() for images in digits.values() for image in images}
         for digits in data._handwriting()
@@ -197,8 +201,17 @@ def test_handwriting_of_the_tests_is_not_trained_on(data):
     assert not parts[0] & parts[1]
     assert not parts[0] & parts[2]
     assert not parts[1] & parts[2]
-    for digits in data._handwriting():
+    used = {}
+
+    def recording(split, count, side, digits, seed):
+        used[split] = {image.tobytes() for images in digits.values() for image in images}
         assert list(digits) == list(DIGITS)
+        return compose(split, 1, side, digits, seed)
+
+    monkeypatch.setattr(scenes_data, "compose", recording)
+    ScenesData().setup()
+    expected = ("train", "val", "test", "compositional")
+    assert used == dict(zip(expected, (*parts, parts[2]), strict=True))
 
 
 @pytest.mark.parametrize("side", [48, 97])
@@ -267,6 +280,8 @@ def test_the_seed_decides_everything(data):
         assert data.sets[split].captions == again.sets[split].captions
         assert torch.equal(data.sets[split].images.images, again.sets[split].images.images)
         assert data.sets[split].captions != other.sets[split].captions
+    firsts = [images.captions[0] for images in data.sets.values()]
+    assert all(firsts.count(captions) == 1 for captions in firsts)
     assert data.describe() == again.describe()
 
 
