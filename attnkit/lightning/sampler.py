@@ -31,6 +31,13 @@ class ResumableSampler(DistributedSampler):
         return islice(super().__iter__(), start, None)
 
 
+class EpochSampler(ResumableSampler):
+    """A `ResumableSampler` of pairs (epoch, number), for what is drawn anew in every epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((self.epoch, number) for number in super().__iter__())
+
+
 class UnpaddedSampler(DistributedSampler):
     """Every sample exactly once over all processes: rank r reads the r-th part, in order.
 

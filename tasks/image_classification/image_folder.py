@@ -6,11 +6,12 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
 from torch import nn
 
 from attnkit.lightning.errors import UserError
@@ -77,13 +78,13 @@ class ImageFolderData(ImageDataModule):
 
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
         splits, class_names = find_splits(self.root)
-        size = self.image_size or default_image_size(_median_side(splits["train"]))
+        size = self.image_size or default_image_size(median_side(splits["train"].paths))
         count = sum(len(files.paths) for files in splits.values())
-        keep = count * 3 * size**2 <= self._memory_bytes()
+        keep = count * 3 * size**2 <= memory_bytes(self.memory_gb, self.trainer)
         channels = self.in_channels
         sets: dict[str, ImageSet] = {}
         for split, files in splits.items():  # train comes first and decides on the channels
-            pixels = (decode_files if keep else _check_files)(
+            pixels = (decode_files if keep else check_files)(
                 files.paths, size, channels or 3, keep=keep, title=f"{split} images"
             )
             self._report(split, files, pixels)
@@ -105,15 +106,17 @@ class ImageFolderData(ImageDataModule):
             skip_corrupt=self.skip_corrupt,
         )
 
-    def _memory_bytes(self) -> float:
-        if self.memory_gb is not None:
-            return self.memory_gb * 1e9
-        processes = (
-            self.trainer.num_devices
-            if self.trainer
-            else int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-        )
-        return available_memory() / 2 / processes
+
+def memory_bytes(memory_gb: float | None, trainer: Trainer | None) -> float:
+    """Bytes of pixels that a process may hold: what was asked for, or half of what there is."""
+    if memory_gb is not None:
+        return memory_gb * 1e9
+    processes = (
+        trainer.num_devices
+        if trainer
+        else int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    )
+    return available_memory() / 2 / processes
 
 
 def available_memory() -> int:
@@ -129,9 +132,10 @@ def available_memory() -> int:
     return max(0, min(limits))
 
 
-def _median_side(files: Files) -> int:
-    step = max(1, len(files.paths) // _HEADERS_READ)
-    sides = [side for path in files.paths[::step] if (side := short_side(path)) is not None]
+def median_side(paths: Sequence[str]) -> int:
+    """The median of the images' shorter sides; of many images, that of some."""
+    step = max(1, len(paths) // _HEADERS_READ)
+    sides = [side for path in paths[::step] if (side := short_side(path)) is not None]
     return sorted(sides)[len(sides) // 2] if sides else 1
 
 
@@ -156,7 +160,7 @@ def _check_all_classes(train: ImageSet, class_names: list[str]) -> None:
         raise UserError(f"data.root: no image can be decoded in train of {', '.join(empty[:5])}")
 
 
-def _check_files(paths: list[str], size: int, channels: int, *, keep: bool, title: str) -> Pixels:
+def check_files(paths: list[str], size: int, channels: int, *, keep: bool, title: str) -> Pixels:
     """`decode_files` without keeping the pixels, remembered in the user's cache folder.
 
     A scan of a large folder takes minutes, and every process of a run and every next run needs its

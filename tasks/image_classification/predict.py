@@ -108,8 +108,12 @@ class PredictData(LightningDataModule):
         if not self.paths:
             raise UserError(f"images: no image files under {self.images}")
 
+    def images_at(self, paths: Sequence[str]) -> ImagePaths:
+        """The set that batches come from; for subclasses whose batches have another form."""
+        return ImagePaths(paths, self.image_size, self.in_channels)
+
     def predict_dataloader(self) -> EVAL_DATALOADERS:
-        dataset = ImagePaths(self.paths, self.image_size, self.in_channels)
+        dataset = self.images_at(self.paths)
         rank, world = (
             (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from torch_geometric.data import Data
 
 from attnkit.layers.sparse import sparse_rows
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.sampler import ResumableSampler
 from attnkit.tasks.node_classification.sampler import InNeighbors, sample_neighbors
 
 
@@ -74,13 +73,6 @@ class NeighborBatches(Dataset):
             n_id=nodes,
             batch_size=int(sampled.seeds.max()) + 1,
         )
-
-
-class EpochSampler(ResumableSampler):
-    """A `ResumableSampler` of pairs (epoch, number): what is drawn for a batch changes by epoch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return ((self.epoch, number) for number in super().__iter__())
 
 
 def pyg_neighbor_loader(

@@ -1,0 +1,50 @@
+"""Image captioning: data modules of captioned images, tokenizers, and scenes made from a seed."""
+
+from attnkit.tasks.captioning.caption_csv import CaptionCsvData
+from attnkit.tasks.captioning.coco import CocoCaptionsData
+from attnkit.tasks.captioning.data import CaptionDataModule
+from attnkit.tasks.captioning.files import CaptionFilesData
+from attnkit.tasks.captioning.grammar import (
+    EVERYTHING,
+    captions_of,
+    is_right,
+    parse_caption,
+    words_of_objects,
+)
+from attnkit.tasks.captioning.karpathy import KarpathyData
+from attnkit.tasks.captioning.predict import CaptionPredictData
+from attnkit.tasks.captioning.scenes import HELD_OUT, Scene, Thing, draw_scene
+from attnkit.tasks.captioning.scenes_data import ScenesData
+from attnkit.tasks.captioning.sets import CaptionSet
+from attnkit.tasks.captioning.tokenizer import (
+    BPETokenizer,
+    Tokenizer,
+    WordTokenizer,
+    load_tokenizer,
+)
+from attnkit.tasks.captioning.words import words_of
+
+__all__ = [
+    "EVERYTHING",
+    "HELD_OUT",
+    "BPETokenizer",
+    "CaptionCsvData",
+    "CaptionDataModule",
+    "CaptionFilesData",
+    "CaptionPredictData",
+    "CaptionSet",
+    "CocoCaptionsData",
+    "KarpathyData",
+    "Scene",
+    "ScenesData",
+    "Thing",
+    "Tokenizer",
+    "WordTokenizer",
+    "captions_of",
+    "draw_scene",
+    "is_right",
+    "load_tokenizer",
+    "parse_caption",
+    "words_of",
+    "words_of_objects",
+]

@@ -1,0 +1,102 @@
+"""COCO's captions: annotation files and folders of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.captioning.files import (
+    CaptionFilesData,
+    Entries,
+    Entry,
+    existing,
+    items_of,
+    read_json,
+    value_of,
+)
+
+_EXPECTED = "COCO's annotations, {images: [{id, file_name}], annotations: [{image_id, caption}]}"
+
+
+class CocoCaptionsData(CaptionFilesData):
+    """COCO's `captions_train2017.json` and `train2017/`, or anything in that form.
+
+    A file is `{"images": [{"id", "file_name"}, …], "annotations": [{"image_id", "caption"}, …]}`;
+    what else it holds is not read. A split whose file is not given is taken from train.
+
+    Source: Chen et al., Microsoft COCO Captions, 2015. The captions of its test images were never
+    published, so that its users test on a part of the others (see `KarpathyData`).
+
+    Args:
+        annotations: the JSON file of the training images.
+        images: the folder that their `file_name`s are in.
+        val_annotations: the same of the validation images.
+        val_images: their folder; None: `images`.
+        test_annotations: the same of the test images.
+        test_images: their folder; None: `images`.
+        **options: the arguments of `CaptionFilesData` and `CaptionDataModule`.
+
+    Raises:
+        ValueError, UserError: as `CaptionFilesData`.
+    """
+
+    def __init__(
+        self,
+        annotations: str | Path,
+        images: str | Path,
+        *,
+        val_annotations: str | Path | None = None,
+        val_images: str | Path | None = None,
+        test_annotations: str | Path | None = None,
+        test_images: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.files: dict[str, tuple[Path, Path]] = {
+            "train": (
+                existing("annotations", annotations, folder=False),
+                existing("images", images, folder=True),
+            )
+        }
+        for split, file, folder in (
+            ("val", val_annotations, val_images),
+            ("test", test_annotations, test_images),
+        ):
+            if file is not None:
+                self.files[split] = (
+                    existing(f"{split}_annotations", file, folder=False),
+                    existing(f"{split}_images", images if folder is None else folder, folder=True),
+                )
+            elif folder is not None:
+                raise ValueError(f"{split}_images: needs {split}_annotations, which is not given")
+
+    def entries(self) -> Entries:
+        found = Entries()
+        for split, (file, folder) in self.files.items():
+            _read(found, split, file, folder)
+        return found
+
+
+def _read(found: Entries, split: str, file: Path, folder: Path) -> None:
+    plain = read_json(file, _EXPECTED)
+    entries: dict[Any, Entry] = {}
+    for number, image in enumerate(items_of(plain, "images", str(file))):
+        where = f"{file}, images[{number}]"
+        key = value_of(image, "id", (int, str), where)
+        name = value_of(image, "file_name", str, where)
+        if key in entries:
+            raise UserError(f"data: {where}: the id {key} is that of another image, too")
+        entries[key] = Entry(str(folder / name), [], str(key), where)
+    for number, annotation in enumerate(items_of(plain, "annotations", str(file))):
+        where = f"{file}, annotations[{number}]"
+        key = value_of(annotation, "image_id", (int, str), where)
+        caption = value_of(annotation, "caption", str, where)
+        if key not in entries:
+            raise UserError(f"data: {where}: no image has the id {key}")
+        if caption.strip():
+            entries[key].captions.append(caption)
+        else:
+            found.problems.append(f"{where}: an empty caption of image {key}")
+    for entry in entries.values():
+        found.add(split, entry)

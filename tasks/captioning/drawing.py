@@ -1,0 +1,209 @@
+"""Scenes as pictures: anti-aliased shapes, real handwriting, textures, and where each thing is."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from attnkit.tasks.captioning.scenes import DIGITS, Scene, Thing, choose
+
+RGB = {
+    "red": (214, 40, 40),
+    "orange": (250, 130, 20),
+    "yellow": (240, 205, 30),
+    "green": (40, 160, 60),
+    "cyan": (40, 200, 210),
+    "blue": (40, 85, 220),
+    "purple": (125, 50, 175),
+    "pink": (250, 120, 185),
+}
+# Of the side of the image.
+_DIAMETER = {"small": (0.27, 0.31), "large": (0.40, 0.45)}
+_CONTAINER_DIAMETER = (0.64, 0.72)
+_MARGIN = 0.02
+_GAP = 0.04
+_COLOUR_JITTER = 10
+_ANGLES = (-10, -5, 0, 5, 10)  # degrees
+_OVERSAMPLING = 4
+# Digits are 8 × 8; half a pixel around them keeps their strokes from ending at an edge.
+_DIGIT_BOX = (0.5, 0.5, 9.5, 9.5)
+_LUMA = (0.299, 0.587, 0.114)
+
+
+class Picture(NamedTuple):
+    """image uint8 [3, side, side], masks bool [2, side, side]: the pixels where a thing is seen."""
+
+    image: np.ndarray
+    masks: np.ndarray
+
+
+def draw(scene: Scene, side: int, digits: dict[str, np.ndarray], random: Random) -> Picture:
+    """Compose a scene. Places, exact sizes, shades, angles and the handwriting are random.
+
+    Args:
+        scene: what to draw.
+        side: of the picture, in pixels.
+        digits: name of a digit to uint8 [images, 8, 8], of which one is taken.
+        random: where from; a picture takes what it draws from `random.random()` alone.
+    """
+    canvas = _background(side, random)
+    masks = np.zeros((2, side, side), dtype=bool)
+    boxes = _places(scene, side, random)
+    for number in (1, 0):  # what is inside comes last
+        thing, (left, top, diameter) = scene["objects"][number], boxes[number]
+        cover = _cover(thing, diameter, digits, random)
+        area = np.s_[top : top + diameter, left : left + diameter]
+        colour = _painted(thing, diameter, random)
+        canvas[area] += cover[..., None] * (colour - canvas[area])
+        seen = cover >= 0.5
+        masks[:, top : top + diameter, left : left + diameter] &= ~seen
+        masks[number][area] = seen
+    image = np.rint(canvas).clip(0, 255).astype(np.uint8)
+    return Picture(np.ascontiguousarray(image.transpose(2, 0, 1)), masks)
+
+
+def _background(side: int, random: Random) -> np.ndarray:
+    """A light shade, brighter to one side."""
+    shade = 222 + 20 * random.random() + 8 * (_numbers(random, 3) - 0.5)
+    across, down = 24 * (_numbers(random, 2) - 0.5)
+    ramp = np.linspace(-0.5, 0.5, side)
+    return shade + (across * ramp + down * ramp[:, None])[..., None]
+
+
+def _places(scene: Scene, side: int, random: Random) -> list[tuple[int, int, int]]:
+    """(left, top, diameter) of the squares that hold the two things, in pixels."""
+    first, second = (_diameter(thing, random) for thing in scene["objects"])
+    if scene["relation"] == "inside":
+        low, high = _CONTAINER_DIAMETER
+        second = low + (high - low) * random.random()
+        x, y = (_between(random, second / 2 + _MARGIN, 1 - _MARGIN - second / 2) for _ in "xy")
+        centres = [(x, y), (x, y)]
+    else:
+        # Along the relation each keeps to its side of a line near the middle; across it, they are
+        # at most half as far apart.
+        low, high = _MARGIN + first + _GAP / 2, 1 - _MARGIN - second - _GAP / 2
+        line = _between(random, max(low, 0.46), min(high, 0.54))
+        start = _between(random, _MARGIN + first / 2, line - _GAP / 2 - first / 2)
+        end = _between(random, line + _GAP / 2 + second / 2, 1 - _MARGIN - second / 2)
+        across = _between(random, first / 2 + _MARGIN, 1 - _MARGIN - first / 2)
+        other = across + (random.random() - 0.5) * (end - start)
+        other = min(max(other, second / 2 + _MARGIN), 1 - _MARGIN - second / 2)
+        centres = [(start, across), (end, other)]
+        if scene["relation"] == "above":
+            centres = [(x, y) for y, x in centres]
+    places = []
+    for (x, y), diameter in zip(centres, (first, second), strict=True):
+        pixels = max(3, round(diameter * side))
+        corner = [min(max(0, round(c * side - pixels / 2)), side - pixels) for c in (x, y)]
+        places.append((corner[0], corner[1], pixels))
+    return places
+
+
+def _diameter(thing: Thing, random: Random) -> float:
+    return _between(random, *_DIAMETER[str(thing["size"])])
+
+
+def _cover(
+    thing: Thing, diameter: int, digits: dict[str, np.ndarray], random: Random
+) -> np.ndarray:
+    """How much of each pixel a thing covers, float [diameter, diameter] in [0, 1]."""
+    kind = str(thing["kind"])
+    if kind not in DIGITS:
+        return _shape(kind, diameter, choose(random, _ANGLES))
+    images = digits[kind]
+    ink = np.pad(images[int(random.random() * len(images))], 1)
+    size = (diameter, diameter)
+    grown = Image.fromarray(ink).resize(size, Image.Resampling.BICUBIC, _DIGIT_BOX)
+    # Ink fades over a whole pixel of the small image; this makes the strokes' edges crisp again.
+    return ((np.asarray(grown) - 80.0) / 70).clip(0, 1)
+
+
+def _painted(thing: Thing, diameter: int, random: Random) -> np.ndarray:
+    """The colour of each pixel of a thing, float [diameter, diameter, 3]."""
+    colour = np.array(RGB[str(thing["colour"])]) + _COLOUR_JITTER * (2 * _numbers(random, 3) - 1)
+    if thing["texture"] == "plain":
+        return np.broadcast_to(colour, (diameter, diameter, 3))
+    light = float(colour @ _LUMA) < 120
+    second = colour + 0.5 * (255 - colour) if light else 0.4 * colour
+    share = _texture(str(thing["texture"]), diameter, choose(random, (0, 45, 90, 135)))
+    return colour + share[..., None] * (second - colour)
+
+
+@lru_cache(maxsize=4096)
+def _shape(kind: str, diameter: int, angle: int) -> np.ndarray:
+    large = _OVERSAMPLING * diameter
+    image = Image.new("L", (large, large))
+    # Whole pixels, so that no last bit of a cosine decides.
+    points = [
+        (round((large - 1) / 2 * (1 + x)), round((large - 1) / 2 * (1 + y)))
+        for x, y in _turned(_outline(kind), angle)
+    ]
+    ImageDraw.Draw(image).polygon(points, fill=255)
+    return np.asarray(image.reduce(_OVERSAMPLING)) / 255.0
+
+
+@lru_cache(maxsize=4096)
+def _texture(name: str, diameter: int, angle: int) -> np.ndarray:
+    """The share of the second colour in each pixel."""
+    large = _OVERSAMPLING * diameter
+    places = (np.arange(large) + 0.5) / large - 0.5
+    x, y = np.meshgrid(places, places)
+    if name == "striped":
+        turn = math.radians(angle)
+        second = ((x * math.cos(turn) + y * math.sin(turn)) * 3.5) % 1 < 0.45
+    else:
+        second = ((x * 3.5) % 1 - 0.5) ** 2 + ((y * 3.5) % 1 - 0.5) ** 2 < 0.3**2
+    shape = (diameter, _OVERSAMPLING, diameter, _OVERSAMPLING)
+    return second.reshape(shape).mean(axis=(1, 3))
+
+
+def _outline(kind: str) -> list[tuple[float, float]]:
+    """The corners of a shape in [-1, 1]², y downwards."""
+    if kind == "circle":
+        return [_polar(1, 360 * n / 64) for n in range(64)]
+    if kind == "square":
+        return [(-0.82, -0.82), (0.82, -0.82), (0.82, 0.82), (-0.82, 0.82)]
+    if kind == "triangle":
+        return [(0, -0.9), (0.95, 0.8), (-0.95, 0.8)]
+    if kind == "diamond":
+        return [(0, -1), (0.85, 0), (0, 1), (-0.85, 0)]
+    if kind == "star":
+        return [_polar((1, 0.42)[n % 2], 36 * n - 90) for n in range(10)]
+    if kind == "cross":
+        arm = 0.3
+        quarter = [(-arm, -0.95), (arm, -0.95), (arm, -arm)]
+        return [point for turn in range(4) for point in _turned(quarter, 90 * turn)]
+    if kind == "heart":
+        turns = (2 * math.pi * n / 64 for n in range(64))
+        return [
+            (
+                math.sin(t) ** 3,
+                -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t))
+                / 17
+                - 0.12,
+            )
+            for t in turns
+        ]
+    raise ValueError(f"kind: no such shape: {kind!r}")
+
+
+def _polar(radius: float, degrees: float) -> tuple[float, float]:
+    return radius * math.cos(math.radians(degrees)), radius * math.sin(math.radians(degrees))
+
+
+def _turned(points: list[tuple[float, float]], degrees: float) -> list[tuple[float, float]]:
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return [(x * cos - y * sin, x * sin + y * cos) for x, y in points]
+
+
+def _between(random: Random, low: float, high: float) -> float:
+    return low + (high - low) * random.random()
+
+
+def _numbers(random: Random, count: int) -> np.ndarray:
+    return np.array([random.random() for _ in range(count)])

@@ -1,0 +1,209 @@
+"""Captioned image files: what every format has in common once its entries are read."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.captioning.data import CaptionDataModule
+from attnkit.tasks.captioning.sets import CaptionSet
+from attnkit.tasks.image_classification.decode import decode_files
+from attnkit.tasks.image_classification.folder import report_failures, say_once
+from attnkit.tasks.image_classification.image_folder import check_files, median_side, memory_bytes
+from attnkit.tasks.image_classification.sets import FileImages, ImageSet, MemoryImages
+from attnkit.tasks.image_classification.sizes import default_image_size
+
+_MAX_NAMED = 10
+
+
+@dataclass
+class Entry:
+    """One image of a data set: its file, its captions, its name there, and where it says so."""
+
+    path: str
+    captions: list[str]
+    id: str
+    where: str
+
+
+@dataclass
+class Entries:
+    """What a format's reader found: entries by split, and what is wrong, a line each."""
+
+    splits: dict[str, list[Entry]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, split: str, entry: Entry) -> None:
+        """Take an entry, or note what it lacks: its file, a caption, or the words of one."""
+        captions = [caption for caption in entry.captions if caption.strip()]
+        there = os.path.isfile(entry.path)
+        if not there:
+            self.problems.append(f"{entry.where}: no such image: {entry.path}")
+        if len(captions) < len(entry.captions):
+            self.problems.append(f"{entry.where}: an empty caption of {entry.id}")
+        elif not captions:
+            self.problems.append(f"{entry.where}: no caption of {entry.id}")
+        if there and captions:
+            kept = Entry(entry.path, captions, entry.id, entry.where)
+            self.splits.setdefault(split, []).append(kept)
+
+
+class CaptionFilesData(CaptionDataModule):
+    """Image files with captions from a list; a subclass says in `entries()` what the list holds.
+
+    Images may have any size and mode: the centre square is used, resized to `image_size` (default:
+    the median short side of the training images, at most 224). Pixels stay in memory if all splits
+    fit in `memory_gb`, as in `ImageFolderData`; else files are decoded in `num_workers` processes
+    whenever a batch needs them. Nothing is written beside the images.
+
+    Batches of val and test have, besides what `CaptionDataModule` says, `path` and `id`, lists of
+    str: the file, and its name in the list.
+
+    Args:
+        skip_corrupt: leave out what is wrong: images that are missing or cannot be decoded, and
+            empty captions; the first of them are named. Else a missing image or an empty caption
+            is an error, as are files that cannot be decoded if they are more than 1 % of train.
+        memory_gb: gigabytes (10⁹ bytes) of pixels that this process may hold; None: half of what is
+            available, shared between the processes of this machine.
+        **options: the arguments of `CaptionDataModule`.
+
+    Raises:
+        ValueError: a file or folder that is named is not there, or an argument is out of range.
+        UserError: in `setup`, if the list or its files are not as above.
+    """
+
+    def __init__(
+        self, *, skip_corrupt: bool = False, memory_gb: float | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        if memory_gb is not None and memory_gb < 0:
+            raise ValueError(f"memory_gb: expected 0 or more, got {memory_gb}")
+        self.skip_corrupt = skip_corrupt
+        self.memory_gb = memory_gb
+
+    @abstractmethod
+    def entries(self) -> Entries:
+        """What the list holds, by split."""
+
+    def load(self) -> Mapping[str, CaptionSet]:
+        found = self.entries()
+        self._report(found.problems)
+        if "train" not in found.splits:
+            raise UserError(f"data: no train split, only {', '.join(found.splits) or 'nothing'}")
+        train = [entry.path for entry in found.splits["train"]]
+        size = self.image_size or default_image_size(median_side(train))
+        count = sum(map(len, found.splits.values()))
+        keep = count * 3 * size**2 <= memory_bytes(self.memory_gb, self.trainer)
+        return {
+            split: self._caption_set(split, entries, size, keep=keep)
+            for split, entries in found.splits.items()
+        }
+
+    def _caption_set(
+        self, split: str, entries: list[Entry], size: int, *, keep: bool
+    ) -> CaptionSet:
+        paths = [entry.path for entry in entries]
+        read = decode_files if keep else check_files
+        pixels = read(paths, size, 3, keep=keep, title=f"{split} images")
+        report_failures(
+            {paths[number]: reason for number, reason in pixels.failures.items()},
+            split,
+            len(paths),
+            given=split != "train",
+            skip_corrupt=self.skip_corrupt,
+        )
+        labels = torch.zeros(len(paths), dtype=torch.int64)
+        images: ImageSet = (
+            FileImages(paths, labels, size, 3, pixels.sums)
+            if pixels.images is None
+            else MemoryImages(pixels.images, labels)
+        )
+        others = {"id": [entry.id for entry in entries], "path": paths}
+        found = CaptionSet(images, [entry.captions for entry in entries], others)
+        good = torch.ones(len(paths), dtype=torch.bool)
+        good[list(pixels.failures)] = False
+        return found if good.all() else found.select(good.nonzero().flatten())
+
+    def _report(self, problems: list[str]) -> None:
+        """Name what is wrong, and stop unless it may be left out."""
+        if not problems:
+            return
+        if not self.skip_corrupt:
+            more = f"\nand {len(problems) - 1} more; " if len(problems) > 1 else "\n"
+            raise UserError(f"data: {problems[0]}{more}data.skip_corrupt=true leaves them out")
+        for line in problems[:_MAX_NAMED]:
+            say_once(f"left out: {line}")
+        if len(problems) > _MAX_NAMED:
+            say_once(f"left out: {len(problems) - _MAX_NAMED} more")
+
+
+def existing(name: str, given: str | Path | None, *, folder: bool) -> Path:
+    """An argument's file or folder, as an absolute path.
+
+    Raises:
+        ValueError: there is none.
+    """
+    kind = "folder" if folder else "file"
+    if given is None:
+        raise ValueError(f"{name}: expected a {kind}, got nothing")
+    path = Path(given).expanduser().absolute()
+    if not (path.is_dir() if folder else path.is_file()):
+        raise ValueError(f"{name}: no such {kind}: {given}")
+    return path
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        UserError: it is no JSON, or no object; names the file, and the line.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"data: {path} is no JSON: {error.msg} (line {error.lineno}, column {error.colno})\n"
+            f"expected {what}"
+        ) from error
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"data: {path} cannot be read: {error}\nexpected {what}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"data: {path} holds a {type(found).__name__}\nexpected {what}")
+    return found
+
+
+def items_of(found: Any, key: str, where: str) -> list[dict[str, Any]]:
+    """`found[key]`, which must be a list of objects."""
+    items = found.get(key)
+    if not isinstance(items, list):
+        raise UserError(f"data: {where}: expected a list {key!r}, got {_shown(items)}")
+    for number, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise UserError(
+                f"data: {where}, {key}[{number}]: expected an object, got {_shown(item)}"
+            )
+    return items
+
+
+def value_of(item: Mapping[str, Any], key: str, kinds: Any, where: str) -> Any:
+    """`item[key]`, which must be text (`str`) or a number or text (`(int, str)`)."""
+    value = item.get(key)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        expected = "text" if kinds is str else "a number or text"
+        raise UserError(f"data: {where}: expected {key!r}, {expected}, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,0 +1,74 @@
+"""Karpathy's splits: one JSON file with the captions and the split of every image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.captioning.files import (
+    CaptionFilesData,
+    Entries,
+    Entry,
+    existing,
+    items_of,
+    read_json,
+    value_of,
+)
+
+_EXPECTED = "Karpathy's form, {images: [{filename, split, sentences: [{raw}]}]}"
+# "restval" is the part of COCO's validation images that is in neither val nor test: the papers
+# train on it.
+_SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}
+
+
+class KarpathyData(CaptionFilesData):
+    """`dataset_flickr8k.json`, `dataset_flickr30k.json`, `dataset_coco.json` and their images.
+
+    An image is `{"filename", "split", "sentences": [{"raw"}, …]}`, and with COCO also `filepath`,
+    the folder inside `images`. The split is train, restval (which is trained on), val or test.
+    Sentences without `raw` are joined from their `tokens`.
+
+    Source: Karpathy and Fei-Fei, Deep Visual-Semantic Alignments, 2015. The papers count the words
+    that occur five times in the training captions, as `min_count` does unless told.
+
+    Args:
+        annotations: the JSON file.
+        images: the folder that the files are in.
+        **options: the arguments of `CaptionFilesData` and `CaptionDataModule`.
+
+    Raises:
+        ValueError, UserError: as `CaptionFilesData`; an unknown split is named.
+    """
+
+    def __init__(self, annotations: str | Path, images: str | Path, **options: Any) -> None:
+        super().__init__(**options)
+        self.file = existing("annotations", annotations, folder=False)
+        self.folder = existing("images", images, folder=True)
+
+    def entries(self) -> Entries:
+        found = Entries()
+        plain = read_json(self.file, _EXPECTED)
+        for number, image in enumerate(items_of(plain, "images", str(self.file))):
+            where = f"{self.file}, images[{number}]"
+            name = value_of(image, "filename", str, where)
+            split = value_of(image, "split", str, where)
+            if split not in _SPLITS:
+                raise UserError(
+                    f"data: {where} ({name}): expected a split of {', '.join(_SPLITS)}, "
+                    f"got {split!r}"
+                )
+            path = self.folder / str(image.get("filepath") or "") / name
+            captions = [
+                _text(sentence, f"{where}, sentences[{place}]")
+                for place, sentence in enumerate(items_of(image, "sentences", where))
+            ]
+            found.add(_SPLITS[split], Entry(str(path), captions, name, where))
+        return found
+
+
+def _text(sentence: dict[str, Any], where: str) -> str:
+    tokens = sentence.get("tokens")
+    if "raw" not in sentence and isinstance(tokens, list):
+        return " ".join(map(str, tokens))
+    return value_of(sentence, "raw", str, where)

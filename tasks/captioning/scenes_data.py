@@ -1,0 +1,113 @@
+"""The default data: scenes composed from a seed, which need no network. No photographs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnkit.lightning.sampler import stratified_split
+from attnkit.tasks.captioning.data import CaptionDataModule
+from attnkit.tasks.captioning.drawing import draw
+from attnkit.tasks.captioning.grammar import captions_of
+from attnkit.tasks.captioning.scenes import DIGITS, draw_scene
+from attnkit.tasks.captioning.sets import CaptionSet
+from attnkit.tasks.image_classification.sets import MemoryImages
+
+_DIGIT_FRACTIONS = [0.1, 0.2]  # of the handwriting, for val and for both test splits
+
+
+class ScenesData(CaptionDataModule):
+    """Two things in a relation, such as "a small red seven left of a large striped blue square".
+
+    A picture has two of 7 shapes and 10 handwritten digits, in 8 colours, 2 sizes and 4 textures,
+    one left of, above or inside the other, and five different captions of a grammar with 76 words.
+    There are two test splits. "test" is as the training scenes; every scene of "compositional" has
+    a kind in a colour that training never shows together (`HELD_OUT`), though it shows both. The
+    digits are scikit-learn's 8 × 8 images (see `DigitsData`), tinted and enlarged; each of them is
+    in one of train, val and the tests only.
+
+    Batches of val and test have, besides what `CaptionDataModule` says, `id` (list of str), `scene`
+    (list of `Scene`, plain dicts) and `masks`, bool [batch, 2, image_size, image_size]: the pixels
+    where the scene's first and second object are seen. Of the seed alone depend the scenes and
+    captions, on every machine; and the pixels, as far as Pillow draws the same.
+
+    Args:
+        num_train: scenes to train on; num_val, num_test: to validate, and of each test split.
+        image_size: side in pixels, at least 24; None: the module's in the trainer, or 48.
+        min_count: as `CaptionDataModule`'s.
+        **options: its other arguments. Splits are all made here: no fractions.
+    """
+
+    test_splits = ("test", "compositional")
+
+    def __init__(
+        self,
+        *,
+        num_train: int = 4000,
+        num_val: int = 400,
+        num_test: int = 500,
+        image_size: int | None = None,
+        min_count: int = 1,
+        **options: Any,
+    ) -> None:
+        for name in ("val_fraction", "test_fraction"):
+            if name in options:
+                raise TypeError(f"{name}: scenes are made, not split; see num_val and num_test")
+        super().__init__(image_size=image_size, min_count=min_count, **options)
+        for name, count in (("num_train", num_train), ("num_val", num_val), ("num_test", num_test)):
+            if count < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {count}")
+        if image_size is not None and image_size < 24:
+            raise ValueError(f"image_size: expected 24 or more pixels, got {image_size}")
+        self.counts = {
+            "train": num_train,
+            "val": num_val,
+            "test": num_test,
+            "compositional": num_test,
+        }
+
+    def load(self) -> Mapping[str, CaptionSet]:
+        side = self.image_size or 48
+        train, val, test = self._handwriting()
+        digits = {"train": train, "val": val, "test": test, "compositional": test}
+        return {
+            split: compose(split, count, side, digits[split], self.seed)
+            for split, count in self.counts.items()
+        }
+
+    def _handwriting(self) -> list[dict[str, np.ndarray]]:
+        """Name of a digit to images uint8 [images, 8, 8], of each split."""
+        from sklearn.datasets import load_digits  # half a second that other data need not wait
+
+        found = load_digits()
+        images = np.rint(found.images * (255 / 16)).astype(np.uint8)  # 17 grey values, 0 to 16
+        parts = stratified_split(torch.from_numpy(found.target), _DIGIT_FRACTIONS, self.seed)
+        return [
+            {name: images[part][found.target[part] == number] for number, name in enumerate(DIGITS)}
+            for part in (rows.numpy() for rows in parts)
+        ]
+
+
+def compose(
+    split: str, count: int, side: int, digits: dict[str, np.ndarray], seed: int
+) -> CaptionSet:
+    """`count` scenes of a split: the seed and the split's name decide all of them."""
+    random = Random(f"{seed} {split}")
+    images = torch.empty((count, 3, side, side), dtype=torch.uint8)
+    masks = torch.empty((count, 2, side, side), dtype=torch.bool)
+    scenes, captions = [], []
+    for number in range(count):
+        scene = draw_scene(random, compositional=split == "compositional")
+        scenes.append(scene)
+        captions.append(captions_of(scene, random))
+        picture = draw(scene, side, digits, random)
+        images[number] = torch.from_numpy(picture.image)
+        masks[number] = torch.from_numpy(picture.masks)
+    # Training looks at pixels and words alone.
+    others = {"id": [f"{split}/{n}" for n in range(count)], "scene": scenes, "masks": masks}
+    pixels = MemoryImages(images, torch.zeros(count))
+    return CaptionSet(pixels, captions, {} if split == "train" else others)

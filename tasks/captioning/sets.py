@@ -1,0 +1,103 @@
+"""Sets of captioned images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from attnkit.tasks.captioning.tokenizer import Tokenizer
+from attnkit.tasks.image_classification.sets import ImageSet
+
+
+class CaptionSet(Dataset):
+    """Images with their captions, fetched by the batch.
+
+    A DataLoader calls `__getitems__` with all the numbers of a batch, or with pairs (epoch, number)
+    from an `EpochSampler`; what it returns is the batch, a dict:
+
+    - `image`: uint8 [batch, channels, size, size];
+    - `words`: int64 [batch, max_words]: start, the words of one caption, end, padding. With an
+      epoch, the caption is drawn, by the seed, the epoch and the number of the image alone; without
+      one it is the first;
+    - `references`: list of lists of str, all captions of each image;
+    - what else the set knows of its images, under its own names.
+
+    Args:
+        images: the pixels; their labels are not used.
+        captions: those of each image, at least one.
+        others: name to one item per image: tensors are indexed, of lists the items are taken.
+
+    Attributes:
+        tokenizer, max_words, seed: what makes `words` of captions; set by the data module.
+    """
+
+    tokenizer: Tokenizer
+    max_words: int
+    seed = 0
+
+    def __init__(
+        self,
+        images: ImageSet,
+        captions: Sequence[Sequence[str]],
+        others: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.images = images
+        self.captions = [list(of_one) for of_one in captions]
+        self.others = dict(others or {})
+        for name, items in (("captions", self.captions), *self.others.items()):
+            if len(items) != len(images):
+                raise ValueError(f"{name}: expected {len(images)} of them, got {len(items)}")
+        if not all(self.captions):
+            raise ValueError(f"captions: image {self.captions.index([])} has none")
+        self._drawn: tuple[tuple[int, int], Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def __getitem__(self, number: int | tuple[int, int]) -> dict[str, Any]:
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Sequence[int | tuple[int, int]]) -> dict[str, Any]:
+        pairs = [(None, n) if isinstance(n, int) else n for n in numbers]
+        plain = [number for _, number in pairs]
+        rows = torch.tensor(plain)
+        words = [
+            self.tokenizer.pad(self.captions[number][self._which(epoch, number)], self.max_words)
+            for epoch, number in pairs
+        ]
+        return {
+            "image": self.images.fetch(rows),
+            "words": torch.tensor(words),
+            "references": [self.captions[number] for number in plain],
+            **{
+                name: items[rows] if isinstance(items, Tensor) else [items[n] for n in plain]
+                for name, items in self.others.items()
+            },
+        }
+
+    def select(self, rows: Tensor) -> CaptionSet:
+        """The part of the set with these numbers."""
+        part, numbers = copy(self), rows.tolist()
+        part.images = self.images.select(rows)
+        part.captions = [self.captions[number] for number in numbers]
+        part.others = {
+            name: items[rows] if isinstance(items, Tensor) else [items[n] for n in numbers]
+            for name, items in self.others.items()
+        }
+        part._drawn = None
+        return part
+
+    def _which(self, epoch: int | None, number: int) -> int:
+        """The caption of an image that an epoch uses."""
+        if epoch is None:
+            return 0
+        if self._drawn is None or self._drawn[0] != (self.seed, epoch):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            shares = torch.rand(len(self), generator=generator, dtype=torch.float64)
+            self._drawn = ((self.seed, epoch), shares)
+        return int(self._drawn[1][number] * len(self.captions[number]))

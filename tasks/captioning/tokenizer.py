@@ -1,0 +1,190 @@
+"""Captions to numbers and back: whole words, as in the papers, or byte-pair encoding."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.captioning.words import words_of
+
+PAD, START, END, UNKNOWN = range(4)
+SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")
+
+
+class Tokenizer(ABC):
+    """Text to numbers; 0 is padding, 1 the start, 2 the end, 3 what is unknown."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many numbers there are, with the four special ones."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The numbers of a caption, without start and end."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text up to the first end; padding and start are left out."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The tokenizer as plain data, for a checkpoint; see `load_tokenizer`."""
+
+    def pad(self, text: str, length: int) -> list[int]:
+        """start, the caption, end, padded to `length`; what is too long loses words at its end."""
+        ids = self.encode(text)[: length - 2]
+        return [START, *ids, END] + [PAD] * (length - 2 - len(ids))
+
+
+class WordTokenizer(Tokenizer):
+    """A number for each word: lower case, punctuation off (`words_of`).
+
+    >>> tokenizer = WordTokenizer.build(["A dog runs.", "A dog."])
+    >>> tokenizer.decode(tokenizer.encode("a dog sleeps"))
+    'a dog <unknown>'
+
+    Args:
+        words: the words, in the order of their numbers, the first of which is 4.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self._ids = {word: number for number, word in enumerate(self.words, len(SPECIALS))}
+        if len(self._ids) < len(self.words):
+            twice = Counter(self.words).most_common(1)[0][0]
+            raise ValueError(f"words: expected different words, got {twice!r} twice")
+
+    @classmethod
+    def build(cls, captions: Iterable[str], min_count: int = 1) -> WordTokenizer:
+        """Of the words that occur `min_count` times or more; the most frequent come first."""
+        if min_count < 1:
+            raise ValueError(f"min_count: expected 1 or more, got {min_count}")
+        counts = Counter(word for caption in captions for word in words_of(caption))
+        kept = (word for word, count in counts.items() if count >= min_count)
+        return cls(sorted(kept, key=lambda word: (-counts[word], word)))
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> WordTokenizer:
+        return cls(_field(plain, "words", cls))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"tokenizer": "words", "words": list(self.words)}
+
+    def __len__(self) -> int:
+        return len(SPECIALS) + len(self.words)
+
+    def encode(self, text: str) -> list[int]:
+        return [self._ids.get(word, UNKNOWN) for word in words_of(text)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        names = (*SPECIALS, *self.words)
+        return " ".join(names[number] for number in _said(ids))
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-pair encoding of lower-case text, by the library `tokenizers` (the extra `bpe`).
+
+    Pairs of the most frequent neighbours are merged until there are `size` numbers (Sennrich et
+    al., 2016), starting from bytes, so that no text is unknown and every text comes back as it was
+    but for capitals and spaces at its ends.
+
+    Args:
+        data: what `tokenizers.Tokenizer.to_str` returns; JSON.
+    """
+
+    def __init__(self, data: str) -> None:
+        self.data = data
+        try:
+            self._tokenizer = _library().Tokenizer.from_str(data)
+        except UserError:
+            raise
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"data: no tokenizer as the library writes it: {error}") from error
+
+    @classmethod
+    def build(cls, captions: Iterable[str], size: int = 8000, min_count: int = 2) -> BPETokenizer:
+        """Learned from captions; a pair is merged if it occurs `min_count` times or more."""
+        if size < len(SPECIALS) + 256:
+            raise ValueError(f"size: expected {len(SPECIALS) + 256} or more, got {size}")
+        library = _library()
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.normalizer = library.normalizers.Sequence(
+            [library.normalizers.NFC(), library.normalizers.Lowercase()]
+        )
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel()
+        tokenizer.decoder = library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=size,
+            min_frequency=min_count,
+            special_tokens=list(SPECIALS),
+            initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(captions, trainer)
+        # They are numbers of their own, never what a caption says: "<end>" in a text is letters.
+        plain = json.loads(tokenizer.to_str())
+        plain["added_tokens"] = []
+        return cls(json.dumps(plain, ensure_ascii=False))
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> BPETokenizer:
+        return cls(_field(plain, "data", cls))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"tokenizer": "bpe", "data": self.data}
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text.strip()).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        said = [number for number in _said(ids) if number != UNKNOWN]
+        return self._tokenizer.decode(said, skip_special_tokens=False).strip()
+
+
+def load_tokenizer(plain: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that `to_dict` made `plain` of.
+
+    Raises:
+        ValueError: it is no such thing.
+        UserError: it needs the library `tokenizers`, which is not installed.
+    """
+    kinds: dict[Any, Any] = {"words": WordTokenizer, "bpe": BPETokenizer}
+    name = plain.get("tokenizer") if isinstance(plain, Mapping) else None
+    if name not in kinds:
+        raise ValueError(
+            f"vocabulary: expected what a tokenizer's to_dict() returns, got {str(plain)[:80]}"
+        )
+    return kinds[name].from_dict(plain)
+
+
+def _said(ids: Iterable[int]) -> Iterable[int]:
+    for number in map(int, ids):
+        if number == END:
+            return
+        if number not in (PAD, START):
+            yield number
+
+
+def _field(plain: Mapping[str, Any], name: str, cls: type) -> Any:
+    if name not in plain:
+        raise ValueError(f"vocabulary: {cls.__name__}.to_dict() has {name!r}, which is missing")
+    return plain[name]
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+        from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "data.tokenizer: bpe needs the library tokenizers, which is not installed:\n"
+            "pip install 'attnkit[bpe]'"
+        ) from error
+    return tokenizers
