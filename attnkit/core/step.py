@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers import Softmax
+from attnkit.core.products import is_linear, plain_linear, run_linear
 from attnkit.core.record import note_kernel
 from attnkit.core.scores import ScaledDot
 
-__all__ = ["attention_step", "memory_step"]
+__all__ = ["attention_step", "memory_step", "remembered"]
 
 
 def attention_step(
@@ -36,12 +36,25 @@ def attention_step(
     """
     if not (_is_plain(block, tokens) and block.is_fused):
         return block(tokens, cache=cache, bias=bias, positions=positions)
-    projected = F.linear(tokens, block.in_proj.weight, block.in_proj.bias)
+    projected = run_linear(block.in_proj, tokens)
     query, key, value = projected.unflatten(-1, (3, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
     if positions is not None:
         query, key = positions(query, key)
     cache.append(key, value)
     return _attended(block, query, cache, bias)
+
+
+def remembered(block: MultiHeadAttention, memory: Tensor) -> KeyValueCache:
+    """`block.remember(memory)`, each head's keys and values by themselves in memory, since every
+    step reads them."""
+    if _is_plain(block, memory) and block.is_fused:
+        size = block.sizes[0]
+        weight, bias = block.in_proj.weight[size:], block.in_proj.bias
+        projected = plain_linear(memory, weight, None if bias is None else bias[size:])
+        heads = projected.unflatten(-1, (2, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return KeyValueCache.of(*heads.contiguous())
+    kept = block.remember(memory)
+    return KeyValueCache.of(kept.key.contiguous(), kept.value.contiguous())
 
 
 def memory_step(
@@ -53,11 +66,11 @@ def memory_step(
     if block.is_fused:
         size = block.sizes[0]
         offset = block.in_proj.bias
-        query = F.linear(
+        query = plain_linear(
             tokens, block.in_proj.weight[:size], None if offset is None else offset[:size]
         )
     else:
-        query = block.query_proj(tokens)
+        query = run_linear(block.query_proj, tokens)
     query = query.unflatten(-1, (block.num_heads, -1)).transpose(1, 2)
     return _attended(block, query, memory, bias)
 
@@ -69,6 +82,7 @@ def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
         and type(block.normalizer) is Softmax
         and block.gate_proj is None
         and block.num_kv_heads == block.num_heads
+        and is_linear(block.in_proj if block.is_fused else block.query_proj)
         and type(block.query_norm) is nn.Identity
         and block.backend == "auto"
         and not (block.training and block.dropout_p)
@@ -96,4 +110,4 @@ def _attended(
         scores.view(batch, num_heads, num_queries, -1).add_(bias)
     output = scores.softmax(dim=-1) @ kept.value.flatten(0, 1)
     output = output.view(batch, num_heads, num_queries, -1).transpose(1, 2).flatten(2)
-    return F.linear(output, block.out_proj.weight, block.out_proj.bias)
+    return run_linear(block.out_proj, output)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.masks import Causal, Padding
 from attnkit.core.multihead import MultiHeadAttention, Positions
+from attnkit.core.products import run_linear
 from attnkit.core.score import Score
 from attnkit.core.step import attention_step, memory_step
 from attnkit.layers.block import Activation, make_mlp
@@ -71,7 +74,7 @@ class DecoderBlock(nn.Module):
             for key_dim in (None, memory_dim)
         )
         self.dropout = nn.Dropout(dropout_p)
-        self.mlp = make_mlp(dim, mlp_ratio, activation=activation, dropout_p=dropout_p)
+        self.mlp: Any = make_mlp(dim, mlp_ratio, activation=activation, dropout_p=dropout_p)
 
     def forward(
         self,
@@ -120,4 +123,7 @@ class DecoderBlock(nn.Module):
         words = words + self.dropout(update)
         update = memory_step(self.cross_attention, self.cross_norm(words), memory, bias=memory_bias)
         words = words + self.dropout(update)
-        return words + self.mlp(self.mlp_norm(words))
+        normed = self.mlp_norm(words)
+        if self.training:  # with its dropout
+            return words + self.mlp(normed)
+        return words + run_linear(self.mlp.fc2, self.mlp.act(run_linear(self.mlp.fc1, normed)))

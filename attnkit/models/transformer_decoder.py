@@ -14,7 +14,9 @@ from attnkit.core.learned_positions import LearnedPositions1d
 from attnkit.core.learned_scores import ScoreName
 from attnkit.core.masks import Padding
 from attnkit.core.positions import sincos_1d
+from attnkit.core.products import run_linear
 from attnkit.core.rotary import Rotary1d, Rotation
+from attnkit.core.step import remembered
 from attnkit.core.weights import capture_attention
 from attnkit.layers.block import Activation
 from attnkit.layers.decoder_block import DecoderBlock
@@ -172,7 +174,7 @@ class TransformerDecoder(WordDecoder):
                 positions=rotation,
                 memory_bias=state.memory_bias,
             )
-        return self.head(self.norm(tokens)).flatten(0, 1)
+        return run_linear(self.head, self.norm(tokens)).flatten(0, 1)
 
     def word_weights(
         self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
@@ -220,12 +222,10 @@ class TransformerState:
         self.memory_bias, is_dead = as_bias(memory_mask, memory.dtype)
         self.memories = []
         for block in decoder.blocks:
-            kept = block.cross_attention.remember(memory)
-            value = kept.value
+            kept = remembered(block.cross_attention, memory)
             if is_dead is not None:
-                value = value.masked_fill(is_dead, 0.0)
-            # read at every step, each head's by itself
-            self.memories.append(KeyValueCache.of(kept.key.contiguous(), value.contiguous()))
+                kept = KeyValueCache.of(kept.key, kept.value.masked_fill(is_dead, 0.0))
+            self.memories.append(kept)
 
     def expand(self, num_beams: int) -> None:
         self.beams.expand(num_beams)
