@@ -75,6 +75,7 @@ def _formulas() -> dict[Any, Any]:
         aten._scaled_dot_product_flash_attention_for_cpu: _raw(
             lambda q, k, v, *_, **__: 2 * q[..., 0].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
         ),
+        torch.ops.mkldnn._linear_pointwise: _raw(lambda a, b, *_, **__: 2 * a.numel() * b.shape[0]),
         torch.ops.attnkit.additive_scores: _raw(
             lambda q, k, *_, **__: 2 * q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2]
         ),
