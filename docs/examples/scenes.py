@@ -12,7 +12,7 @@ from attnkit.tasks.captioning import ScenesData
 
 
 def main(path="docs/scenes.png"):
-    data = ScenesData(num_train=1, num_val=1, num_test=6, image_size=96)
+    data = ScenesData(num_train=1, num_val=1, num_test=6, image_size=96, seed=4)
     data.setup()
     figure, axes = plt.subplots(3, 4, figsize=(9, 7.6), layout="constrained")
     for row, (name, loader) in zip((0, 6), data.test_dataloader().items(), strict=True):

@@ -25,6 +25,8 @@ RGB = {
 # Of the side of the image.
 _DIAMETER = {"small": (0.27, 0.31), "large": (0.40, 0.45)}
 _CONTAINER_DIAMETER = (0.64, 0.72)
+_BORDER = 0.1  # of a container's diameter
+_PALE = 0.2
 _MARGIN = 0.02
 _GAP = 0.04
 _COLOUR_JITTER = 10
@@ -56,10 +58,12 @@ def draw(scene: Scene, side: int, digits: dict[str, np.ndarray], random: Random)
     boxes = _places(scene, side, random)
     for number in (1, 0):  # what is inside comes last
         thing, (left, top, diameter) = scene["objects"][number], boxes[number]
-        cover = _cover(thing, diameter, digits, random)
+        cover, angle = _cover(thing, diameter, digits, random)
         area = np.s_[top : top + diameter, left : left + diameter]
-        colour = _painted(thing, diameter, random)
-        canvas[area] += cover[..., None] * (colour - canvas[area])
+        paint = cover[..., None] * (_painted(thing, diameter, random) - canvas[area])
+        if number and scene["relation"] == "inside":
+            paint *= _hollow(str(thing["kind"]), diameter, angle)[..., None]
+        canvas[area] += paint
         seen = cover >= 0.5
         masks[:, top : top + diameter, left : left + diameter] &= ~seen
         masks[number][area] = seen
@@ -110,17 +114,27 @@ def _diameter(thing: Thing, random: Random) -> float:
 
 def _cover(
     thing: Thing, diameter: int, digits: dict[str, np.ndarray], random: Random
-) -> np.ndarray:
-    """How much of each pixel a thing covers, float [diameter, diameter] in [0, 1]."""
+) -> tuple[np.ndarray, int]:
+    """How much of each pixel a thing covers, float [diameter, diameter] in [0, 1]; its angle."""
     kind = str(thing["kind"])
     if kind not in DIGITS:
-        return _shape(kind, diameter, choose(random, _ANGLES))
+        angle = choose(random, _ANGLES)
+        return _shape(kind, diameter, angle), angle
     images = digits[kind]
     ink = np.pad(images[int(random.random() * len(images))], 1)
     size = (diameter, diameter)
     grown = Image.fromarray(ink).resize(size, Image.Resampling.BICUBIC, _DIGIT_BOX)
     # Ink fades over a whole pixel of the small image; this makes the strokes' edges crisp again.
-    return ((np.asarray(grown) - 80.0) / 70).clip(0, 1)
+    return ((np.asarray(grown) - 80.0) / 70).clip(0, 1), 0
+
+
+def _hollow(kind: str, diameter: int, angle: int) -> np.ndarray:
+    """How strong a container's colour is: fully on its border, pale where it shows a thing."""
+    border = max(1, round(_BORDER * diameter))
+    strength = np.ones((diameter, diameter))
+    room = np.s_[border : diameter - border, border : diameter - border]
+    strength[room] -= (1 - _PALE) * _shape(kind, diameter - 2 * border, angle)
+    return strength
 
 
 def _painted(thing: Thing, diameter: int, random: Random) -> np.ndarray:

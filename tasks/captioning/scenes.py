@@ -51,7 +51,8 @@ def draw_scene(random: Random, *, compositional: bool = False) -> Scene:
     """A random scene: without a pair of HELD_OUT, or, `compositional`, with one or two.
 
     The two things differ in kind or colour, so that naming both tells them apart. Digits are plain.
-    What is inside is small and of another colour than what is around it, which is large and plain.
+    What is inside is small and of another colour than what is around it, which is large and plain,
+    and drawn with a pale middle.
     """
     while True:
         scene = _any_scene(random)
