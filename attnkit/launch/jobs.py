@@ -147,7 +147,7 @@ def _check_contradictions(request: Request) -> None:
         if run != "train":
             raise UserError(f"run={run}: not together with resume; use ckpt={config['resume']}")
         return
-    if run in ("test", "predict"):
+    if run != "train":
         if config.get("ckpt") is None:
             raise UserError(f"run={run}: needs ckpt=PATH, a checkpoint or a run folder")
         if config.get("seeds") != 1:
@@ -155,11 +155,11 @@ def _check_contradictions(request: Request) -> None:
         if config.get("splits") is not None:
             raise UserError(f"splits={config['splits']}: only for run=train; one ckpt, one {run}")
     elif config.get("ckpt") is not None:
-        raise UserError("ckpt: only for run=test and run=predict; to train on: resume=RUN_DIR")
+        raise UserError("ckpt: only for run=test, predict and inspect; to train on: resume=RUN_DIR")
     if config.get("splits") is not None and config.get("seeds") != 1:
         raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
-    if run != "predict" and config.get("images") is not None:
-        raise UserError(f"images: only for run=predict, this is run={run}")
+    if run not in schema.PREDICTING and config.get("images") is not None:
+        raise UserError(f"images: only for run=predict and run=inspect, this is run={run}")
     images = config.get("images")
     if images is not None and not folders.absolute(str(images)).exists():
         raise UserError(f"images: no file or folder {folders.absolute(str(images))}")
@@ -167,13 +167,17 @@ def _check_contradictions(request: Request) -> None:
 
 def _check_images(config: DictConfig) -> None:
     """A task says in `predict` what reads images; without it, the data itself is predicted."""
-    if config.get("run") != "predict":
+    if config.get("run") not in schema.PREDICTING:
         return
+    if config["run"] == "inspect" and not config.get("inspect"):
+        raise UserError(
+            f"run=inspect: the task {config['task']} has nothing to inspect; run=predict"
+        )
     images = config.get("images")
     if config.get("predict") is None and images is not None:
         raise UserError(f"images={images}: this task predicts its own data; leave it out")
     if config.get("predict") is not None and images is None:
-        raise UserError("run=predict: needs images=PATH, a folder or a file")
+        raise UserError(f"run={config['run']}: needs images=PATH, a folder or a file")
 
 
 def _evaluation(request: Request) -> Job:

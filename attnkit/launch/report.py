@@ -19,6 +19,7 @@ from rich.table import Table
 
 from attnkit.launch.folder import RESULTS
 from attnkit.launch.predictions import FILE as PREDICTIONS
+from attnkit.launch.schema import PREDICTING
 from attnkit.lightning.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def header(job: Job, work: Work) -> None:
 
 def final(job: Job, results: Mapping[str, float]) -> None:
     """The figures and where everything is."""
-    if job.config["run"] == "predict":
+    if job.config["run"] in PREDICTING:
         show(predictions(job.folder))
     table = Table(title=f"{job.config['task']} · {job.config['run']}", title_justify="left")
     table.add_column("figure")
@@ -199,6 +200,7 @@ def _paths(job: Job) -> dict[str, Path]:
         "curves": folder / "learning_curves.png",
         "metrics": folder / "metrics.csv",
         "predictions": folder / PREDICTIONS,
+        "inspect": folder / "inspect",
         "results": folder / RESULTS,
     }
-    return {name: path for name, path in known.items() if path.is_file()} or {"run": folder}
+    return {name: path for name, path in known.items() if path.exists()} or {"run": folder}

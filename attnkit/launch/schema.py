@@ -17,8 +17,8 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
-    run: Literal["train", "test", "predict"] = "train"
-    """train (then tests the best checkpoint), test or predict (both with ckpt=…)."""
+    run: Literal["train", "test", "predict", "inspect"] = "train"
+    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…)."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
@@ -28,10 +28,16 @@ class Config:
     """The network that `model` puts attention into, if it does."""
     attention: dict[str, Any] | None = None
     """What it puts there; a mapping without keys: nothing."""
+    encoder: dict[str, Any] | None = None
+    """The part of `model` that reads the input, if it has one."""
+    decoder: dict[str, Any] | None = None
+    """The part that writes the output."""
     data: dict[str, Any] | None = None
     """The LightningDataModule."""
     predict: dict[str, Any] | None = None
     """The LightningDataModule of run=predict; gets `images`. Without it, that is `data`."""
+    inspect: dict[str, Any] | None = None
+    """The callback that run=inspect gives the predictions to."""
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     trainer: dict[str, Any] | None = None
@@ -52,7 +58,7 @@ class Config:
     ckpt: str | Path | None = None
     """A checkpoint, or a run folder (its best.ckpt)."""
     images: str | Path | None = None
-    """For run=predict, where the task has `predict`: a folder or a file."""
+    """For run=predict and run=inspect, where the task has `predict`: a folder or a file."""
     compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False
     """torch.compile of the model, with this mode."""
     precision: str | int = 32
@@ -65,9 +71,13 @@ class Config:
     """Yours, for interpolations: dim: ${vars.dim}."""
 
 
+# What predicts, and needs a checkpoint and images.
+PREDICTING = ("predict", "inspect")
+
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
-    "module", "model", "backbone", "attention", "data", "predict", "optimizer", "scheduler"
+    "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
+    "optimizer", "scheduler",
 )  # fmt: skip
 
 # Nodes that hold several objects by name.
@@ -94,7 +104,7 @@ AT_LEAST = {
 TRAINER_EXTRAS = {"limit_batches", "timeout_seconds"}
 
 # Nodes in which a null is filled in from what the data module says of itself.
-FILLED = ("model", "module")
+FILLED = ("model", "module", "encoder", "decoder")
 
 # Nodes in which a null is still to be filled in when the configuration is checked.
 NULLABLE = (*FILLED, "predict")
@@ -103,7 +113,7 @@ NULLABLE = (*FILLED, "predict")
 PARTS = ("model", "optimizer", "scheduler")
 
 # Parts the model's constructor is given, when it takes them.
-MODEL_PARTS = ("backbone", "attention")
+MODEL_PARTS = ("backbone", "attention", "encoder", "decoder")
 
 # What may change in a run that is resumed: nothing that the model or its training depends on.
 RESUMABLE = (

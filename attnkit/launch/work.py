@@ -58,7 +58,7 @@ class Work:
         self.start, self.broken = self._newest_checkpoint()
         if config["ckpt"] is not None:
             checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
-        if config["run"] == "predict":
+        if config["run"] in schema.PREDICTING:
             self.module = self._load_module() if alone else self._make_module()
             self.data = self._make_predict_data()
         else:
@@ -168,11 +168,15 @@ class Work:
         named = config.get("callbacks") or {}
         if config["run"] != "train":
             named = {k: v for k, v in named.items() if not _only_for_training(v)}
-        if config["run"] == "predict":
+        if config["run"] in schema.PREDICTING:
             # One progress bar: the rest of them has figures to write.
             named = {k: v for k, v in named.items() if k in ("progress", "ema", "safe")}
+        if config["run"] == "inspect":
+            named["inspect"] = config["inspect"]
         callbacks = _built(Callback, "callbacks", named)
-        loggers = _built(Logger, "logger", config["logger"] if config["run"] != "predict" else {})
+        loggers = _built(
+            Logger, "logger", config["logger"] if config["run"] not in schema.PREDICTING else {}
+        )
         try:
             trainer = Trainer(
                 **arguments,
@@ -205,7 +209,7 @@ class Work:
     def run(self) -> None:
         """Train and test, test, or predict; leaves results.json (or predictions.csv)."""
         try:
-            getattr(self, f"_{self.config['run']}")()
+            {"train": self._train, "test": self._test}.get(self.config["run"], self._predict)()
         except SystemExit:
             if self.trainer.interrupted:  # Lightning's way to answer Ctrl-C
                 signal.signal(signal.SIGINT, signal.default_int_handler)

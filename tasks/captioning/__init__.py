@@ -12,6 +12,7 @@ from attnkit.tasks.captioning.grammar import (
     words_of_objects,
 )
 from attnkit.tasks.captioning.karpathy import KarpathyData
+from attnkit.tasks.captioning.module import ImageCaptioning
 from attnkit.tasks.captioning.predict import CaptionPredictData
 from attnkit.tasks.captioning.scenes import HELD_OUT, Scene, Thing, draw_scene
 from attnkit.tasks.captioning.scenes_data import ScenesData
@@ -22,6 +23,7 @@ from attnkit.tasks.captioning.tokenizer import (
     WordTokenizer,
     load_tokenizer,
 )
+from attnkit.tasks.captioning.word_maps import WordMaps
 from attnkit.tasks.captioning.words import words_of
 
 __all__ = [
@@ -34,11 +36,13 @@ __all__ = [
     "CaptionPredictData",
     "CaptionSet",
     "CocoCaptionsData",
+    "ImageCaptioning",
     "KarpathyData",
     "Scene",
     "ScenesData",
     "Thing",
     "Tokenizer",
+    "WordMaps",
     "WordTokenizer",
     "captions_of",
     "draw_scene",

@@ -1,0 +1,184 @@
+"""The LightningModule of image captioning; users subclass it or copy it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MeanMetric, Metric
+
+from attnkit.lightning import TaskModule
+from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
+from attnkit.models.captioner import Captioner
+from attnkit.models.decoding import Sentences
+from attnkit.models.word_decoder import num_words
+from attnkit.tasks.captioning.grammar import EVERYTHING, OBJECTS_COLOURS_RELATION, is_right
+from attnkit.tasks.captioning.tokenizer import load_tokenizer
+
+
+class ImageCaptioning(TaskModule):
+    """A sentence for each image: teacher forcing to train, decoding and caption metrics to judge.
+
+    Normalises inside and holds its vocabulary, so that a checkpoint is all one needs to caption.
+    Logged at the end of an epoch, each exact over its samples under any number of processes:
+    `train/loss` (what is minimised), `val/loss` (cross-entropy per word of the first caption) and,
+    of the sentences that the model says, `val/cider_d` and `val/bleu4`. The test logs `test/bleu1`
+    to `test/bleu4`, `test/rouge_l`, `test/cider` and `test/cider_d`, of further test sets under
+    their names, as `test/compositional/bleu4`. Where batches have a `scene`, also `…/right`, the
+    share of sentences that name both objects, their colours and the relation rightly, and
+    `…/all_right`, sizes and textures too.
+
+    Args:
+        model: a `Captioner` of images [batch, in_channels, height, width]; a module, or its
+            configuration (see `TaskModule`).
+        optimizer, scheduler: see `TaskModule`.
+        vocabulary: the tokenizer as plain data, of `Tokenizer.to_dict`.
+        max_words: the longest sentence, START and END included, as in a batch's `words`.
+        image_size: side of the images in pixels.
+        in_channels: 1 (grey) or 3 (RGB).
+        mean, std: of the training pixels on the scale from 0 to 1, per channel.
+        method: how sentences are found in test and prediction, "greedy", "beam" or "sample";
+            validation, which comes every epoch, is greedy.
+        num_beams, length_penalty, temperature, top_k, top_p: of the method, as in
+            `Captioner.generate`.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        *,
+        vocabulary: Mapping[str, Any],
+        max_words: int,
+        image_size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        in_channels: int = 3,
+        method: str = "greedy",
+        num_beams: int | None = None,
+        length_penalty: float = 0.0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, scheduler)
+        if not isinstance(self.model, Captioner):
+            raise TypeError(f"model: expected a Captioner, got {type(self.model).__name__}")
+        self.tokenizer = load_tokenizer(vocabulary)
+        size = self.model.decoder.vocabulary_size
+        if size != len(self.tokenizer):
+            raise ValueError(
+                f"vocabulary: {len(self.tokenizer)} words, but the decoder was made for {size}"
+            )
+        self.vocabulary = vocabulary
+        self.max_words = max_words
+        self.image_size = image_size
+        self.in_channels = in_channels
+        self.decoding: dict[str, Any] = {
+            "method": method,
+            "num_beams": num_beams,
+            "length_penalty": length_penalty,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+        }
+        self.return_weights = False
+        self.said: Sentences | None = None
+        self.register_buffer("mean", torch.tensor(list(mean)).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))
+        self.train_loss = MeanMetric(nan_strategy="disable")
+        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.val_metrics = nn.ModuleDict({"cider_d": CIDErD(tokenizer="words"), "bleu4": BLEU(4, "words")})
+        self.test_metrics = nn.ModuleDict()
+
+    def forward(self, images: Tensor, words: Tensor) -> Tensor:
+        """Of each word the logits of the next; images uint8 or float from 0 to 1."""
+        return self.model(self.normalized(images), words)
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """(pixel - mean) / std, of uint8 pixels divided by 255 or floats taken as they are."""
+        if not images.is_floating_point():
+            images = images.to(self.mean.dtype) / 255
+        return (images - self.mean) / self.std
+
+    def caption(self, images: Tensor, **decoding: Any) -> list[str]:
+        """The sentences that the model says of images; options as in `Captioner.generate`."""
+        said = self.model.generate(self.normalized(images), **decoding)
+        return [self.tokenizer.decode(words) for words in said.words.tolist()]
+
+    def metrics(self) -> dict[str, Metric]:
+        """New metrics of a test, updated with sentences and lists of references."""
+        bleu = {f"bleu{n}": BLEU(n, "words") for n in range(1, 5)}
+        return {**bleu, "rouge_l": ROUGEL("words"), "cider": CIDEr(tokenizer="words"),
+                "cider_d": CIDErD(tokenizer="words")}  # fmt: skip
+
+    def setup(self, stage: str) -> None:
+        splits = getattr(getattr(self.trainer, "datamodule", None), "test_splits", ("test",))
+        for split in splits:
+            if split not in self.test_metrics:
+                self.test_metrics[split] = nn.ModuleDict(self.metrics()).to(self.device)
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        terms = self.model.loss(self.normalized(batch["image"]), batch["words"])
+        loss = terms.pop("loss")
+        self.train_loss.update(loss.detach(), weight=len(batch["words"]))
+        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+        if len(terms) > 1:
+            for name, term in terms.items():
+                self.log(f"train/{name}", term.detach(), on_step=False, on_epoch=True,
+                         batch_size=len(batch["words"]), sync_dist=True)  # fmt: skip
+        return loss
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        loss = self.model.loss(self.normalized(batch["image"]), batch["words"])["cross_entropy"]
+        self.val_loss.update(loss, weight=num_words(batch["words"]))
+        self.log("val/loss", self.val_loss)
+        said = self.caption(batch["image"])
+        for name, module in self.val_metrics.items():
+            metric = cast(Metric, module)
+            metric.update(said, batch["references"])
+            self.log(f"val/{name}", metric, prog_bar=name == "cider_d")
+
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        split = list(self.test_metrics)[dataloader_idx]
+        prefix = "test" if split == "test" else f"test/{split}"
+        said = self.caption(batch["image"], **self.decoding)
+        for name, module in cast(nn.ModuleDict, self.test_metrics[split]).items():
+            metric = cast(Metric, module)
+            metric.update(said, batch["references"])
+            self.log(f"{prefix}/{name}", metric, on_epoch=True, add_dataloader_idx=False)
+        if "scene" in batch:
+            pairs = list(zip(said, batch["scene"], strict=True))
+            for name, of in (("right", OBJECTS_COLOURS_RELATION), ("all_right", EVERYTHING)):
+                share = sum(is_right(text, scene, of) for text, scene in pairs) / len(pairs)
+                self.log(f"{prefix}/{name}", share, on_epoch=True, batch_size=len(pairs),
+                         sync_dist=True, add_dataloader_idx=False)  # fmt: skip
+
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, list[Any]]:
+        """Sentences of a batch, one list entry per image.
+
+        Returns:
+            `caption` and `log_probability`, and what names the images in the batch, `path` or
+            `id`. The attribute `said` then holds the `Sentences`, with `return_weights` their
+            attention too.
+        """
+        images = batch["image"]
+        rows: dict[str, list[Any]] = {
+            key: list(batch[key]) for key in ("path", "id") if key in batch
+        }
+        if not len(images):
+            return {**rows, "caption": [], "log_probability": []}
+        self.said = self.model.generate(
+            self.normalized(images), **self.decoding, return_weights=self.return_weights
+        )
+        rows["caption"] = [self.tokenizer.decode(words) for words in self.said.words.tolist()]
+        rows["log_probability"] = self.said.scores.tolist()
+        return rows

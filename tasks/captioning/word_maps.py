@@ -1,0 +1,104 @@
+"""One page for each image: what the model says of it, and where it looked at each word."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning import Callback, LightningModule, Trainer
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnkit.lightning.files import written_beside
+from attnkit.models.word_decoder import END, PAD
+
+COLUMNS = 6
+
+
+class WordMaps(Callback):
+    """In prediction, a page and the arrays of each image: `<image>.png` and `<image>.npz`.
+
+    The page shows the image with its caption, and for each word the image under the map of where
+    the decoder looked when it said the word: one layer, the mean over its heads, brightest where it
+    looked most. The arrays are `words` (strings, the end last) and `weights` [layers, heads, words,
+    height, width], of the encoder's grid; those of a word add up to 1.
+
+    Args:
+        folder: for the files; None for `word_maps` in the trainer's log folder.
+        layer: which of the decoder's layers the page shows.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, layer: int = -1) -> None:
+        self._given_folder = folder
+        self.folder: Path | None = None
+        self.layer = layer
+        self.pages = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # All ranks take part in finding the log folder.
+        folder = trainer.log_dir or trainer.default_root_dir
+        self.folder = Path(self._given_folder or Path(folder) / "word_maps").absolute()
+        pl_module.return_weights = stage == "predict"
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pl_module.return_weights = False
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        module: Any = pl_module
+        if not outputs["caption"]:
+            return
+        weights = module.said.weights.unflatten(-1, module.model.grid).float().cpu()
+        names = outputs.get("path") or outputs.get("id") or map(str, range(len(weights)))
+        said = zip(names, batch["image"].cpu(), module.said.words.tolist(), weights, strict=True)
+        for number, (name, image, numbers, maps) in enumerate(said):
+            words = _words(module.tokenizer, numbers)
+            maps = maps[:, :, : len(words)]
+            stem = f"{trainer.global_rank}_{batch_idx}_{number}_{Path(name).stem}"
+            assert self.folder is not None
+            with written_beside(self.folder / f"{stem}.npz") as beside:
+                np.savez_compressed(beside, words=np.array(words), weights=maps.numpy())
+            with written_beside(self.folder / f"{stem}.png") as beside:
+                self._page(image, outputs["caption"][number], words, maps).savefig(beside, dpi=110)
+            self.pages += 1
+
+    def _page(self, image: Tensor, caption: str, words: list[str], maps: Tensor) -> Figure:
+        pixels = image.permute(1, 2, 0).numpy()
+        if pixels.dtype != np.uint8:
+            pixels = (pixels * 255).clip(0, 255).astype(np.uint8)
+        shown = maps[self.layer].mean(0)
+        shown = F.interpolate(shown[None], size=tuple(image.shape[-2:]), mode="bilinear")[0]
+        rows = math.ceil((len(words) + 1) / COLUMNS)
+        figure = Figure(figsize=(1.9 * COLUMNS, 2.1 * rows + 0.5), layout="constrained")
+        figure.suptitle(caption)
+        panels = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
+        for panel in panels:
+            panel.axis("off")
+        panels[0].imshow(pixels)
+        for panel, word, map_ in zip(panels[1:], words, shown, strict=False):
+            panel.imshow(pixels)
+            panel.imshow(np.zeros((*pixels.shape[:2], 3)), alpha=_shade(map_).numpy())
+            panel.set_title(word, fontsize=10)
+        return figure
+
+
+def _words(tokenizer: Any, numbers: list[int]) -> list[str]:
+    """Each of the words that were said, the end too."""
+    said = (number for number in numbers if number != PAD)
+    return ["<end>" if number == END else tokenizer.decode([number]) for number in said]
+
+
+def _shade(map_: Tensor) -> Tensor:
+    """How dark each pixel becomes: not at all where the model looked most."""
+    return 0.85 * (1 - map_ / map_.max().clamp(min=1e-12))
