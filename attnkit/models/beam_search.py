@@ -37,13 +37,13 @@ def beam_search(
 
         score = log p(sentence) / ((5 + words) / 6)^length_penalty      (Wu et al., GNMT, 2016)
 
-    Each step extends the `num_beams` likeliest hypotheses of an item by every word. What ends is
-    kept if it is among the item's `num_return` best, and the likeliest `num_beams` that do not end
-    go on. An item is done when no hypothesis that goes on can reach a score better than the
-    worst that is kept, since log-probabilities only fall; the search ends when all are. Sentences
-    that have not ended by `max_words` are taken only where fewer than `num_return` have. With as
-    many beams as there are hypotheses it is exhaustive. Of equal scores, that of the better
-    hypothesis and then of the lower word is first.
+    Each step extends the `num_beams` likeliest hypotheses of an item by every word. What ends
+    among the `num_beams` likeliest extensions is kept if it is one of the item's `num_return`
+    best, and the likeliest `num_beams` that do not end go on. An item is done when nothing that
+    goes on can reach a better score than the worst that is kept, since log-probabilities only
+    fall; the search ends when all are. Sentences that have not ended by `max_words` are taken only
+    where fewer than `num_return` have. With as many beams as there are extensions the search is
+    exhaustive. Of equal scores, that of the better hypothesis and then of the lower word is first.
 
     Args:
         step: `WordDecoder.step`.
@@ -64,11 +64,11 @@ def beam_search(
         scores, beams, words = _best_extensions(logits, live, 2 * num_beams)
         is_end = words == END
         # what ends, among what has ended before
-        candidates = (scores / penalty(length)).masked_fill(~is_end, -torch.inf)
+        candidates = (scores / penalty(length)).masked_fill(~is_end, -torch.inf)[:, :num_beams]
         ended, kept = _largest(torch.cat([ended, candidates], dim=1), num_return)
         sentences = torch.cat([live_words[item, beams], words[..., None]], dim=2)
         padded = F.pad(sentences, (0, max_words - length), value=PAD)
-        ended_words = torch.cat([ended_words, padded], dim=1)[item, kept]
+        ended_words = torch.cat([ended_words, padded[:, :num_beams]], dim=1)[item, kept]
         # what goes on; at most num_beams of 2 · num_beams extensions end
         live, kept = _largest(scores.masked_fill(is_end, -torch.inf), num_beams)
         beams, word = beams.gather(1, kept), words.gather(1, kept).flatten()

@@ -225,7 +225,7 @@ class TimmEncoder(ImageEncoder):
             is_last = getattr(self.network, "output_fmt", "NCHW") == "NHWC"
             return features.permute(0, 3, 1, 2) if is_last else features
         tokens = features[:, getattr(self.network, "num_prefix_tokens", 0) :]
-        embed = getattr(self.network, "patch_embed", None)
+        embed = getattr(self.network, "patch_embed", getattr(self.network, "stem", None))
         grid = getattr(embed, "grid_size", None)
         if features.ndim != 3 or grid is None or grid[0] * grid[1] != tokens.shape[1]:
             raise ValueError(
