@@ -28,6 +28,7 @@ GRAPHS = {
     "pyg",
 }
 CNNS = {"channel", "cnn", "spatial"}
+CAPTIONS = {"caption_csv", "captioner", "captioning", "coco_captions", "karpathy", "scenes"}
 QUICK = (
     "trainer.max_epochs=1", "trainer.limit_batches=1", "data.batch_size=3", "callbacks.last=null",
     "callbacks.checkpoint=null", "callbacks.curves=null", "logger.tensorboard=null",
@@ -57,6 +58,14 @@ def test_takes_a_step(path, graph_files, tmp_path, monkeypatch, capfd):
     used = {choice, *_defaults(yaml.safe_load((CONF / path).read_text()) or {})}
     if used & GRAPHS:
         command.append("task=graph")
+    elif used & CAPTIONS or group in ("encoder", "decoder"):
+        command += ["task=captioning", f"{group}={choice}", "encoder.dim=16", "decoder.dim=16"]
+        if choice == "timm":
+            command.append("encoder.name=test_resnet")
+        if group == "data" and choice != "scenes":
+            command += _captions(choice, tmp_path / "captions")
+        else:
+            command += ["data.num_train=9", "data.num_val=3", "data.num_test=3"]
     elif used & CNNS or group in ("attention", "backbone"):
         command += ["task=spatial", f"{group}={choice}", "backbone.num_blocks=1"]
         if choice == "timm":
@@ -84,7 +93,8 @@ def test_takes_a_step(path, graph_files, tmp_path, monkeypatch, capfd):
     assert code == 0, capfd.readouterr().err
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["steps"] == 1
-    assert 0 <= results["test/accuracy"] <= 1
+    figure = "test/bleu1" if "task=captioning" in command else "test/accuracy"
+    assert 0 <= results[figure] <= 1
 
 
 def _defaults(config):
@@ -101,6 +111,32 @@ def _images(root):
                 root / "train" / name / f"{number}.png"
             )
     return root
+
+
+def _captions(choice, root):
+    """Twenty captioned pictures in the form of a data set, and the keys that say where they are."""
+    root.mkdir()
+    names = [f"{number}.png" for number in range(20)]
+    for number, name in enumerate(names):
+        Image.new("RGB", (32, 32), (number * 10, 70, 110)).save(root / name)
+    sentences = [f"a picture number {number}" for number in range(20)]
+    file = root / "captions.json"
+    command = [f"data.annotations={file}", f"data.images={root}", "data.min_count=1"]
+    if choice == "caption_csv":
+        rows = [f"{name},{sentence}" for name, sentence in zip(names, sentences, strict=True)]
+        (root / "captions.csv").write_text("\n".join(["image,caption", *rows]))
+        return [f"data.table={root / 'captions.csv'}", "data.min_count=1"]
+    if choice == "karpathy":
+        images = [
+            {"filename": name, "split": "train", "sentences": [{"raw": sentence}]}
+            for name, sentence in zip(names, sentences, strict=True)
+        ]
+        file.write_text(json.dumps({"images": images}))
+        return command
+    images = [{"id": number, "file_name": name} for number, name in enumerate(names)]
+    captions = [{"image_id": n, "caption": s} for n, s in enumerate(sentences)]
+    file.write_text(json.dumps({"images": images, "annotations": captions}))
+    return command
 
 
 def _random_images(self):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnkit.models.beam_search import beam_search
 from attnkit.models.word_decoder import END, PAD, START, WordDecoder, forbid_what_is_no_word
 
-__all__ = ["Method", "Sentences", "generate", "kept_by_sampling"]
+__all__ = ["Method", "Sentences", "checked_options", "generate", "kept_by_sampling"]
 
 Method = Literal["greedy", "beam", "sample"]
 
@@ -85,7 +85,9 @@ def generate(
     Raises:
         ValueError: an option that the method does not have, or out of range.
     """
-    options = _checked(method, num_beams, length_penalty, temperature, top_k, top_p, num_return)
+    options = checked_options(
+        method, num_beams, length_penalty, temperature, top_k, top_p, num_return
+    )
     max_words = decoder.max_words if max_words is None else max_words
     if not 1 <= max_words <= decoder.max_words:
         raise ValueError(f"max_words: expected 1 to {decoder.max_words}, got {max_words}")
@@ -122,14 +124,14 @@ def generate(
     return Sentences(words, scores, weights)
 
 
-def _checked(
+def checked_options(
     method: str,
     num_beams: int | None,
     length_penalty: float,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-    num_return: int | None,
+    num_return: int | None = None,
 ) -> dict[str, Any]:
     """The options of the method; ValueError at those it does not have."""
     if method not in get_args(Method):

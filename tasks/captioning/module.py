@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric, Metric
 from attnkit.lightning import TaskModule
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioner import Captioner
-from attnkit.models.decoding import Sentences
+from attnkit.models.decoding import Sentences, checked_options
 from attnkit.models.word_decoder import num_words
 from attnkit.tasks.captioning.grammar import EVERYTHING, OBJECTS_COLOURS_RELATION, is_right
 from attnkit.tasks.captioning.tokenizer import load_tokenizer
@@ -47,6 +47,7 @@ class ImageCaptioning(TaskModule):
             `Captioner.generate`.
     """
 
+    model: Captioner
     mean: Tensor
     std: Tensor
 
@@ -90,13 +91,16 @@ class ImageCaptioning(TaskModule):
             "top_k": top_k,
             "top_p": top_p,
         }
+        checked_options(**self.decoding)
         self.return_weights = False
         self.said: Sentences | None = None
         self.register_buffer("mean", torch.tensor(list(mean)).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))
         self.train_loss = MeanMetric(nan_strategy="disable")
         self.val_loss = MeanMetric(nan_strategy="disable")
-        self.val_metrics = nn.ModuleDict({"cider_d": CIDErD(tokenizer="words"), "bleu4": BLEU(4, "words")})
+        self.val_metrics = nn.ModuleDict(
+            {"cider_d": CIDErD(tokenizer="words"), "bleu4": BLEU(4, "words")}
+        )
         self.test_metrics = nn.ModuleDict()
 
     def forward(self, images: Tensor, words: Tensor) -> Tensor:

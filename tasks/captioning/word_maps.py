@@ -42,10 +42,10 @@ class WordMaps(Callback):
         # All ranks take part in finding the log folder.
         folder = trainer.log_dir or trainer.default_root_dir
         self.folder = Path(self._given_folder or Path(folder) / "word_maps").absolute()
-        pl_module.return_weights = stage == "predict"
+        _module(pl_module).return_weights = stage == "predict"
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pl_module.return_weights = False
+        _module(pl_module).return_weights = False
 
     def on_predict_batch_end(
         self,
@@ -56,7 +56,7 @@ class WordMaps(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        module: Any = pl_module
+        module = _module(pl_module)
         if not outputs["caption"]:
             return
         weights = module.said.weights.unflatten(-1, module.model.grid).float().cpu()
@@ -91,6 +91,12 @@ class WordMaps(Callback):
             panel.imshow(np.zeros((*pixels.shape[:2], 3)), alpha=_shade(map_).numpy())
             panel.set_title(word, fontsize=10)
         return figure
+
+
+def _module(module: Any) -> Any:
+    if not hasattr(module, "return_weights"):
+        raise TypeError(f"WordMaps: expected an ImageCaptioning, got {type(module).__name__}")
+    return module
 
 
 def _words(tokenizer: Any, numbers: list[int]) -> list[str]:

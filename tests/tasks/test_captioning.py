@@ -1,0 +1,149 @@
+"""The captioning task: its module, its command, and the pages of where it looked."""
+
+import csv
+import json
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from attnkit.launch.main import main
+from attnkit.metrics import BLEU, CIDErD
+from attnkit.models.captioner import Captioner
+from attnkit.models.image_encoders import CNNEncoder
+from attnkit.models.transformer_decoder import TransformerDecoder
+from attnkit.tasks.captioning import ImageCaptioning, ScenesData, is_right
+
+SMALL = (
+    "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.widths=[8,16]", "decoder.dim=16",
+    "decoder.num_heads=2", "data.num_train=24", "data.num_val=6", "data.num_test=6",
+    "data.image_size=24", "data.batch_size=5", "callbacks.curves=null", "logger.tensorboard=null",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data():
+    data = ScenesData(num_train=24, num_val=6, num_test=6, image_size=24, batch_size=5)
+    data.setup()
+    return data
+
+
+@pytest.fixture
+def module(data):
+    torch.manual_seed(0)
+    facts = data.describe()
+    model = Captioner(
+        CNNEncoder(24, dim=16, widths=(8, 16)),
+        TransformerDecoder(
+            facts["vocabulary_size"], facts["max_words"], dim=16, depth=1, num_heads=2
+        ),
+    )
+    names = ("vocabulary", "max_words", "image_size", "mean", "std")
+    return ImageCaptioning(model, **{name: facts[name] for name in names})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("captioning") / "run"
+    assert main([*SMALL, "trainer.max_epochs=2", f"run_dir={folder}"]) == 0
+    return folder
+
+
+def test_metrics_are_those_of_all_sentences(module, data):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    (results, compositional) = trainer.test(module, datamodule=data, verbose=False)
+    results = {**results, **compositional}
+    for split, prefix in (("test", "test"), ("compositional", "test/compositional")):
+        images, references, scenes = [], [], []
+        for batch in data.test_dataloader()[split]:
+            images.append(batch["image"])
+            references += batch["references"]
+            scenes += batch["scene"]
+        said = module.caption(torch.cat(images))
+        for name, metric in (
+            ("bleu1", BLEU(1, "words")),
+            ("cider_d", CIDErD(tokenizer="words")),
+        ):
+            metric.update(said, references)
+            assert results[f"{prefix}/{name}"] == pytest.approx(float(metric.compute()), abs=1e-6)
+        right = [is_right(text, scene) for text, scene in zip(said, scenes, strict=True)]
+        assert results[f"{prefix}/right"] == pytest.approx(np.mean(right), abs=1e-6)
+
+
+def test_a_perfect_model_is_right(module, data, monkeypatch):
+    """References for sentences: every share and BLEU is 1, whatever the model."""
+    first = iter([text for split in ("test", "compositional")
+                  for batch in data.test_dataloader()[split]
+                  for text in [[r[0] for r in batch["references"]]]])  # fmt: skip
+    monkeypatch.setattr(module, "caption", lambda images, **_: next(first))
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    results, compositional = trainer.test(module, datamodule=data, verbose=False)
+    results = {**results, **compositional}
+    for name in ("right", "all_right", "bleu4", "rouge_l"):
+        assert results[f"test/{name}"] == pytest.approx(1)
+        assert results[f"test/compositional/{name}"] == pytest.approx(1)
+
+
+def test_predict_and_inspect(trained, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(3):
+        Image.new("RGB", (31, 29), (80 * number, 90, 100)).save(images / f"{number}.png")
+    (images / "broken.png").write_text("no image")
+    for run in ("predict", "inspect"):
+        code = main([f"run={run}", f"ckpt={trained}", f"images={images}", f"run_dir={run}"])
+        assert code == 0, capfd.readouterr().err
+    rows = {}
+    for run in ("predict", "inspect"):
+        with Path(run, "predictions.csv").open(newline="") as file:
+            rows[run] = list(csv.DictReader(file))
+    assert rows["predict"] == rows["inspect"]
+    assert [Path(row["path"]).name for row in rows["predict"]] == ["0.png", "1.png", "2.png"]
+    assert all(float(row["log_probability"]) < 0 for row in rows["predict"])
+    assert not Path("predict/inspect").exists()
+    pages = sorted(path.name for path in Path("inspect/inspect").iterdir())
+    assert pages == [f"0_0_{n}_{n}.{kind}" for n in range(3) for kind in ("npz", "png")]
+    arrays = np.load("inspect/inspect/0_0_1_1.npz")
+    num_words = len(arrays["words"])
+    assert arrays["weights"].shape == (2, 2, num_words, 6, 6)
+    np.testing.assert_allclose(arrays["weights"].sum((-2, -1)), 1, rtol=1e-4)
+    said = [word for word in arrays["words"] if word != "<end>"]
+    assert " ".join(said) == rows["predict"][1]["caption"]
+    with Image.open("inspect/inspect/0_0_1_1.png") as page:
+        assert min(page.size) > 200
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["run=inspect", "ckpt={ckpt}"], "run=inspect: needs images=PATH"),
+        (["run=inspect", "images=."], "run=inspect: needs ckpt=PATH"),
+        ([*SMALL, "encoder.dim=20", "decoder.memory_dim=16"], "reads a memory of 16 channels"),
+        ([*SMALL, "module.method=bean"], "method: expected one of"),
+        ([*SMALL, "decoder.positions=rotaty"], "decoder.positions"),
+        (["task=vit", "encoder=cnn"], "takes no argument 'encoder'"),
+    ],
+)
+def test_wrong_settings(trained, tmp_path, monkeypatch, capfd, command, message):
+    monkeypatch.chdir(tmp_path)
+    assert main([part.format(ckpt=trained) for part in command]) == 2
+    error = capfd.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) <= 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_decoder_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for decoder, option in (("lstm", "doubly_stochastic=1.0"), ("lstm_hard", "entropy=0.02")):
+        settings = [s for s in SMALL if s != "decoder.num_heads=2"]
+        command = [*settings, f"decoder={decoder}", f"decoder.{option}", "trainer.max_epochs=1"]
+        assert main([*command, f"run_dir={decoder}"]) == 0
+        results = json.loads(Path(decoder, "results.json").read_text())
+        term = "doubly_stochastic" if decoder == "lstm" else "entropy"
+        assert results[f"train/{term}"] > 0
+        assert 0 <= results["test/compositional/right"] <= 1
