@@ -23,8 +23,8 @@ RGB = {
     "pink": (250, 120, 185),
 }
 # Of the side of the image.
-_DIAMETER = {"small": (0.27, 0.31), "large": (0.40, 0.45)}
-_CONTAINER_DIAMETER = (0.64, 0.72)
+_DIAMETER = {"small": (0.29, 0.33), "large": (0.41, 0.46)}
+_CONTAINER_DIAMETER = (0.68, 0.76)
 _BORDER = 0.1  # of a container's diameter
 _PALE = 0.2
 _MARGIN = 0.02
