@@ -2,9 +2,9 @@
 
     python docs/examples/dates.py [--steps 200] [--picture docs/dates.png]
 
-"Saturday, November 21 2026" becomes "2026-11-21", letter by letter. The decoder is that of captions, and
-its memory is what a bidirectional GRU makes of the letters, instead of an image. The picture is
-the alignment: which letters each letter of the answer looked at.
+"Saturday, November 21 2026" becomes "2026-11-21", letter by letter. The decoder is that of
+captions, and its memory is what a bidirectional GRU makes of the letters, instead of an image. The
+picture is the alignment: which letters each letter of the answer looked at.
 """
 
 import argparse
