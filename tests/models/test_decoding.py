@@ -204,6 +204,14 @@ def test_of_equal_words_the_lower_number():
     assert torch.equal(generate(decoder, a_memory()).words, torch.full((BATCH, 1), END))
 
 
+def test_the_search_goes_on_where_a_longer_sentence_may_win():
+    """All words are as likely as all others; by this penalty the longest sentence is the best."""
+    decoder = made("learned")
+    nn.init.zeros_(decoder.embedding.weight)
+    found = generate(decoder, a_memory(), method="beam", num_beams=4, length_penalty=8.0)
+    assert torch.equal(found.words, torch.tensor([3, 3, 3, END]).expand(BATCH, -1))
+
+
 def test_the_search_ends_when_nothing_can_win():
     decoder, memory = made("learned", 13, 9), a_memory()
     decoder.head.bias = nn.Parameter(6.0 * F.one_hot(torch.tensor(END), 13).double())
