@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnkit.core.autocast import no_autocast
+
 __all__ = ["additive_scores"]
 
 # Elements of the buffer: 8 MB in float32 on the CPU, enough to keep a GPU busy elsewhere.
@@ -104,7 +106,7 @@ def additive_scores(
     scores = query.new_empty(query.shape[0], query.shape[1], key.shape[1])
     activation = _activation(negative_slope)
     query, key = _as_columns(query, key, activation.scale)
-    with torch.autocast(query.device.type, enabled=False):
+    with no_autocast(query):
         for buffer, (item, row, column) in _tiles(query, key):
             activation.f(torch.add(query[item, :, row], key[item, ..., column], out=buffer))
             sums = vector[item, None] @ buffer.flatten(2)
@@ -123,7 +125,7 @@ def _backward(
     query, key = _as_columns(query, key, activation.scale)
     of_query, of_key = torch.zeros_like(query[..., 0]), torch.zeros_like(key[:, :, 0])
     of_vector = vector.new_zeros(vector.shape)
-    with torch.autocast(query.device.type, enabled=False):
+    with no_autocast(query):
         for buffer, (item, row, column) in _tiles(query, key):
             block = gradient[item, row, column].contiguous()
             activation.f(torch.add(query[item, :, row], key[item, ..., column], out=buffer))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from attnkit.core.autocast import no_autocast
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.normalizers import masked_scores
 
@@ -55,7 +56,7 @@ def in_blocks(inputs: Inputs, function: BlockFunction) -> tuple[Tensor, ...]:
     Memory Cost, 2016), with the same random numbers.
     """
     exact = in_high_precision(inputs)
-    with torch.autocast(inputs.query.device.type, enabled=False):
+    with no_autocast(inputs.query):
         key, value = exact.repeated_heads()
         exact = replace(exact, key=key, value=value).lowered()
         items, rows = _block_sizes(exact)

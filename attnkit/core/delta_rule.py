@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attnkit.core.autocast import no_autocast
 from attnkit.core.backend import Backend, empty_reasons
 from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.masks import Causal
@@ -107,7 +108,7 @@ def _in_chunks(
     if state is None:
         state = query.new_zeros(*query.shape[:2], query.shape[3], value.shape[3])
     step = partial(_step, features, chunk_size)
-    with torch.autocast(query.device.type, enabled=False):
+    with no_autocast(query):
         outputs, state = in_segments(
             step, state.to(dtype), (query, key, value, beta), segment_size(query, chunk_size)
         )

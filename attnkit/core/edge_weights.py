@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnkit.core.autocast import no_autocast
 from attnkit.core.backend import refuse_second_derivative
 from attnkit.core.edge_lanes import (
     NAMES,
@@ -68,7 +69,7 @@ def edge_weights(
     inputs = check_inputs(
         query, key, key, score=score, mask=edges, edge_features=edge_features, scale=scale
     )
-    with torch.autocast(query.device.type, enabled=False):
+    with no_autocast(query):
         exact = in_high_precision(inputs)
         if EdgeAttention().reasons(inputs):
             all_keys, _ = exact.repeated_heads()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core import edges_triton
+from attnkit.core.autocast import no_autocast
 from attnkit.core.backend import Backend, empty_reasons, refuse_second_derivative
 from attnkit.core.edge_lanes import (
     NAMES,
@@ -77,7 +78,7 @@ class EdgeAttention(Backend):
 
     def __call__(self, inputs: Inputs) -> Tensor:
         note_kernel(self.name)
-        with torch.autocast(inputs.query.device.type, enabled=False):
+        with no_autocast(inputs.query):
             if edges_triton.serves(inputs):
                 return edges_triton.attend_edges(inputs)
             exact = in_high_precision(inputs)

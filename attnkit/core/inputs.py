@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from attnkit.core.autocast import autocast_dtype
 from attnkit.core.graph import EdgeFeatures, Edges
 from attnkit.core.mask_algebra import parts
 from attnkit.core.masks import Causal, Mask, Padding, as_4d, as_mask, check_broadcastable
@@ -229,10 +230,9 @@ def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     # torch casts SDPA's inputs under autocast; doing it first lets every kernel, ours included,
     # be chosen for the precision that will run. Like torch, leave float64 alone.
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnkit.core.autocast import no_autocast
 from attnkit.core.backend import Backend, empty_reasons
 from attnkit.core.inputs import Inputs
 from attnkit.core.mask_algebra import parts
@@ -65,7 +66,7 @@ class LinearAttention(Backend):
         nowhere, beside, after = query.split([dead, aligned, query.shape[2] - dead - aligned], 2)
         state = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3] + 1, dtype=dtype)
         features = inputs.normalizer.features
-        with torch.autocast(query.device.type, enabled=False):
+        with no_autocast(query):
             _, state = in_segments(partial(_write, features), state, seen_by_all, size)
             causal = partial(_read_and_write, features)
             outputs, state = in_segments(causal, state, (beside, *at_side), size)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnkit.core.autocast import no_autocast
+
 __all__ = ["Projections", "linear"]
 
 
@@ -17,7 +19,7 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     in full precision only."""
     if tokens.layout is torch.strided:
         return F.linear(tokens, weight, bias)
-    with torch.autocast(tokens.device.type, enabled=False):
+    with no_autocast(tokens):
         return F.linear(tokens, weight.to(tokens.dtype), bias)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnkit.core.autocast import no_autocast
 from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.normalizers import Softmax
@@ -25,7 +26,7 @@ def reference_attention(inputs: Inputs) -> Tensor:
     exact = in_high_precision(inputs)
     key, value = exact.repeated_heads()
     exact = replace(exact, key=key, value=value)
-    with torch.autocast(inputs.query.device.type, enabled=False):
+    with no_autocast(inputs.query):
         if isinstance(exact.mask, Edges) and isinstance(exact.normalizer, Softmax):
             output = _over_edges(exact, exact.mask)
         else:

@@ -38,4 +38,5 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             for child, name, buffer, value in buffers:
                 child._buffers[name] = buffer
                 if buffer is not None and value is not None and buffer.layout is torch.strided:
-                    buffer.copy_(value)
+                    with torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(value)

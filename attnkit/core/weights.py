@@ -11,6 +11,7 @@ from operator import index
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.autocast import no_autocast
 from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs, check_inputs, in_high_precision
 from attnkit.core.masks import Mask
@@ -77,7 +78,7 @@ def attention_weights(
         )
     ).lowered()
     per_row = max(1, batch * len(head_indices) * inputs.num_keys)
-    with torch.autocast(query.device.type, enabled=False):
+    with no_autocast(query):
         blocks = [
             _weights_of_rows(exact, block, head_indices).to(inputs.query.dtype)
             for block in row_indices.split(max(1, BLOCK_ELEMENTS // per_row))

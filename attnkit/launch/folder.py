@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -43,12 +44,23 @@ def plan(config: Mapping[str, Any], *, sweep: bool = False) -> Path:
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir: {path} is a file")
     if path.is_dir() and any(path.iterdir()):
-        hint = f"; to go on in it: resume={path}" if (path / CONFIG).is_file() else ""
+        hint = (
+            f"; to go on in it: {as_override('resume', path)}" if (path / CONFIG).is_file() else ""
+        )
         raise UserError(f"run_dir: {path} is not empty{hint}")
     parent = next(p for p in path.parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"run_dir: {parent} can't be written to")
     return path
+
+
+def as_override(key: str, path: Path) -> str:
+    """`key=path` to be typed in a shell, quoted where the shell or Hydra needs it."""
+    text = str(path)
+    if re.fullmatch(r"[\w./+-]+", text):
+        return f"{key}={text}"
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return shlex.quote(f'{key}="{escaped}"')
 
 
 def create(path: Path, *, fresh: bool) -> Path:

@@ -162,7 +162,7 @@ def _to_go_on(job: Job, work: "Work") -> str:
     if work.config["run"] != "train":
         return "start it again"
     own = f" --config-dir {job.paths[0]}" if job.paths else ""
-    return f"attnkit resume={job.folder}{own}"
+    return f"attnkit {folders.as_override('resume', job.folder)}{own}"
 
 
 def _folder_of(config: Mapping[str, Any]) -> Path:

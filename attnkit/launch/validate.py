@@ -31,7 +31,10 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
         node = config.get(key)
         if node:
             if "_target_" not in node:
-                raise _problem(origins, f"{key}._target_", "missing: the class to build", at=key)
+                message = "missing: the class to build"
+                if key in schema.MODEL_PARTS:  # whose choice "none" is a mapping without a key
+                    message += f"; {key}=none has no options"
+                raise _problem(origins, f"{key}._target_", message, at=key)
             _check_node(key, node, origins, given=_given(key, config))
     for key in schema.COLLECTIONS:
         for name, node in (config.get(key) or {}).items():

@@ -18,6 +18,8 @@ def check_features(features: Tensor, channels: int) -> None:
         raise ValueError(
             f"features: expected [batch, {channels}, height, width], got {list(features.shape)}"
         )
+    if 0 in features.shape[2:]:
+        raise ValueError(f"features: expected at least one pixel, got {list(features.shape)}")
 
 
 def to_tokens(features: Tensor) -> Tensor:
@@ -47,7 +49,8 @@ class Residual(nn.Module):
     def forward(self, features: Tensor, update: Tensor) -> Tensor:
         if self.kind is None:
             return update
-        return features + (update if self.gamma is None else self.gamma * update)
+        # in the update's precision, lest γ's float32 spread under autocast
+        return features + (update if self.gamma is None else self.gamma.to(update.dtype) * update)
 
     def extra_repr(self) -> str:
         return repr(self.kind)

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attnkit.core.graph import Edges
 from attnkit.core.multihead import MultiHeadAttention
@@ -188,7 +189,8 @@ def criss_cross_edges(height: int, width: int, device: torch.device) -> Edges:
 
 @lru_cache(maxsize=16)
 def _kept_edges(height: int, width: int, device: torch.device) -> Edges:
-    with torch.inference_mode(False):
+    # real tensors, also where torch.export traces with fake ones
+    with torch.inference_mode(False), _disable_current_modes():
         y, x = torch.arange(height, device=device), torch.arange(width, device=device)
         target = (y[:, None] * width + x)[..., None]
         in_row = (y[:, None] * width + x)[:, None].expand(-1, width, -1)
@@ -197,7 +199,9 @@ def _kept_edges(height: int, width: int, device: torch.device) -> Edges:
         in_column = others[:, None] * width + x[:, None]
         source = torch.cat([in_row, in_column], dim=2)
         edge_index = torch.stack([source, target.expand_as(source)]).flatten(1)
-        return Edges(edge_index, height * width)
+        edges = Edges(edge_index, height * width)
+        vars(edges)["has_repeated"] = False  # which is known, and needs no look at them
+        return edges
 
 
 def _check_sizes(channels: int, num_heads: int, inner_channels: int, value_channels: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import timm
 from torch import nn
 
@@ -26,6 +28,8 @@ def timm_backbone(
         near = timm.list_models(f"*{name.split('.')[0][:6]}*")[:5]
         hint = f"; near: {', '.join(near)}" if near else ""
         raise ValueError(f"name: expected a name of timm's registry, got {name!r}{hint}")
+    # its retries without a network are many lines, and the error below says it in one
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         return timm.create_model(
             name, pretrained=pretrained, in_chans=in_channels, num_classes=num_classes

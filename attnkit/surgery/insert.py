@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.multiply_adds import count_multiply_adds
+from attnkit.core.undisturbed import undisturbed
 from attnkit.layers.feature_maps import make_feature_attention
 from attnkit.surgery.hooks import AttendInput, AttendOutput, Guard, attach, detach_all, hooks_of
 from attnkit.surgery.places import Place, find_places
@@ -145,7 +146,8 @@ def insert_attention(
             gives back maps of the shape it takes; called once for each place.
         where: "blocks", "stages" or a glob over the names of `model.named_modules()`.
         start_as_identity: whether each module begins as x + γ (attention(x) − x) with γ = 0, a
-            learned number: the network's output is exactly what it was, to be fine-tuned.
+            learned number: the network's output is exactly what it was, to be fine-tuned. Attention
+            that begins as the identity by itself, as `SpatialAttention` does, is left as it is.
         example: a batch for the dry run; None: one image of zeros, of the size in the model's
             `pretrained_cfg`, else 224 × 224, and with the channels of its first convolution.
         options: keyword arguments of the attention.
@@ -162,13 +164,16 @@ def insert_attention(
     """
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError("model: is compiled; insert attention first, then compile")
+    if "channels" in options:
+        raise TypeError("channels: is found by the dry run, at each place its own")
     places = find_places(model, where, example)
+    names = {id(module): name for name, module in model.named_modules()}
     for place in places:
         for hook in hooks_of(place.module):
             if isinstance(hook, AttendInput) == place.is_input:
                 raise ValueError(
                     f"model: there is attention {place} already, {hook.name!r} of "
-                    f"{place.owner_name}; remove_attention takes it out"
+                    f"{names[id(hook.owner)] or 'the model'}; remove_attention takes it out"
                 )
     made = [_make(place, attention, options, start_as_identity) for place in places]
     rows = []
@@ -212,7 +217,7 @@ def _make(
 ) -> tuple[nn.Module, int]:
     """The module of a place, where and what its map is, and the multiply-adds of an image."""
     module = make_feature_attention(attention, place.map.shape[1], **options)
-    if start_as_identity:
+    if start_as_identity and not _is_identity(module, place):
         module = IdentityStart(module)
     module.to(device=place.map.device, dtype=place.map.dtype).train(place.owner.training)
     image, outputs = place.map.zeros(), []
@@ -229,6 +234,16 @@ def _make(
             f"got {given}"
         )
     return module, multiply_adds
+
+
+def _is_identity(module: nn.Module, place: Place) -> bool:
+    """Whether a module begins as the identity by itself: a γ of its own, zero too, in front of ours
+    would leave both without a gradient."""
+    _, channels, height, width = place.map.shape
+    maps = torch.randn(1, channels, height, width, generator=torch.Generator().manual_seed(0))
+    with undisturbed(module):
+        output = module(maps)
+    return isinstance(output, Tensor) and torch.equal(output, maps)
 
 
 def _insert(place: Place, module: nn.Module) -> str:

@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from attnkit.core.undisturbed import undisturbed
 from attnkit.surgery.blocks import adding_child, branch_of
+from attnkit.surgery.hooks import hooks_of
 
 __all__ = ["Map", "Place", "find_places"]
 
@@ -103,6 +104,8 @@ class _Ran:
 
 def _dry_run(model: nn.Module, named: dict[str, nn.Module], example: Tensor | None) -> _Ran:
     ran = _Ran(Counter(), {}, {})
+    if example is not None and not isinstance(example, Tensor):
+        raise TypeError(f"example: expected a tensor or None, got {type(example).__name__}")
     given = _example_for(model) if example is None else example
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
@@ -157,8 +160,18 @@ def _after(name: str, named: dict[str, nn.Module], ran: _Ran) -> Place:
     return Place(name, named[name], owner_name, owner, ran.one_map(name))
 
 
+def _inserted(named: dict[str, nn.Module]) -> tuple[str, ...]:
+    """How the names of modules begin that are, or are in, attention inserted before."""
+    owners = {id(module): name for name, module in named.items()}
+    hooks = [hook for module in named.values() for hook in hooks_of(module)]
+    return tuple(f"{owners[id(hook.owner)]}.{hook.name}".lstrip(".") for hook in hooks)
+
+
 def _matches(glob: str, named: dict[str, nn.Module], ran: _Ran) -> list[str]:
-    names = [name for name in named if name and fnmatchcase(name, glob)]
+    inserted = _inserted(named)
+    names = [
+        name for name in named if name and fnmatchcase(name, glob) and not name.startswith(inserted)
+    ]
     if not names:
         near = get_close_matches(
             glob, [name for name in named if ran.maps.get(name) is not None], n=3

@@ -86,6 +86,7 @@ def test_a_refusal_is_said_once(srun, unruly, argv, message):
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_srun(srun, unruly):
     first, second = srun(*unruly, "trainer=cpu_ddp", "trainer.max_epochs=2", "run_dir=run")
     assert (first.code, second.code) == (0, 0), first.out + second.out

@@ -26,7 +26,12 @@ def said(done) -> list[str]:
     ("how", "code", "lines"),
     [
         ("kill", 1, ["attnkit: rank 1: killed by SIGKILL", "  the system does so to"]),
-        ("raise", 1, ["attnkit: rank 1: RuntimeError: fails on purpose", "  in mischief.py:"]),
+        pytest.param(
+            "raise",
+            1,
+            ["attnkit: rank 1: RuntimeError: fails on purpose", "  in mischief.py:"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "user",
             2,
@@ -221,6 +226,7 @@ def test_the_trials_after_a_signal_are_not_started(start, unruly):
     assert len([path for path in Path("sweep").iterdir() if path.is_dir()]) == 1
 
 
+@pytest.mark.slow
 def test_stray_variables_change_nothing(attnkit, unruly, monkeypatch):
     """An interactive SLURM allocation, and what a launcher left behind; rank logs on request."""
     stray = {

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from attnkit.launch import folder as folders
 
@@ -266,3 +268,10 @@ def test_a_task_without_images_predicts_its_data(mine, attnkit, hers):
     done = attnkit(*predict, "data._target_=mine_of_the_tests.Unpredictable")
     assert done.code == 2
     assert "run=predict: mine_of_the_tests.Unpredictable has no predict_dataloader" in done.err
+
+
+def test_paths_are_quoted_where_they_must_be():
+    assert folders.as_override("resume", Path("/a/b-1_2.c")) == "resume=/a/b-1_2.c"
+    for path in ("/a/0_attention=none", "/it's here/{x}", '/a "b"/c'):
+        (word,) = shlex.split(folders.as_override("resume", Path(path)))
+        assert OverridesParser.create().parse_override(word).value() == path

@@ -123,6 +123,7 @@ def test_task_of_the_checkpoint_counts(attnkit, trained):
     assert "did you mean depth?" in done.err
 
 
+@pytest.mark.slow
 def test_ranks_of_a_sweep_train_once(attnkit):
     """Stock Lightning's rank 1 would run the whole sweep again, in a second folder."""
     done = attnkit(
@@ -168,7 +169,7 @@ def test_two_ranks_at_half_the_batch_are_one(attnkit, accumulate):
         torch.testing.assert_close(second[name], weight, rtol=1e-4, atol=1e-5)
 
 
-COUNTS = [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 7]
+COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2, 5)), 7]
 
 
 @pytest.mark.parametrize("count", COUNTS)

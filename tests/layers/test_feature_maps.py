@@ -7,7 +7,13 @@ import torch
 import yaml
 from torch import nn
 
-from attnkit import ChannelAttention, DualAttention, ScaledDot, SpatialAttention
+from attnkit import (
+    ChannelAttention,
+    DualAttention,
+    ScaledDot,
+    SpatialAttention,
+    insert_attention,
+)
 from attnkit.layers.feature_maps import FEATURE_ATTENTION, make_feature_attention
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf" / "attention"
@@ -57,3 +63,37 @@ def test_dual_is_the_sum_of_both():
     assert torch.equal(DualAttention(8)(x.float()), 2 * x.float())  # γ begin at 0
     with pytest.raises(ValueError, match="reduction: expected at least 1, got 0"):
         DualAttention(8, reduction=0)
+
+
+@pytest.mark.parametrize("name", FEATURE_ATTENTION)
+def test_an_identity_start_can_be_left(name):
+    """A γ of ours in front of a layer's own, zero too, would leave both without a gradient."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    x = torch.randn(4, 3, 8, 8)
+    before = net(x)
+    options = {"reduction": 4} if name == "context" else {}
+    insert_attention(net, name, start_as_identity=True, example=x, **options)
+    net.eval()
+    assert torch.equal(net(x), before)
+    net.train()
+    attention = net[0].attention
+    start = {key: value.clone() for key, value in attention.named_parameters()}
+    optimiser = torch.optim.SGD(attention.parameters(), lr=0.1)
+    for _ in range(5):
+        optimiser.zero_grad()
+        net(x).square().sum().backward()
+        optimiser.step()
+    # keys' biases add the same to all scores, and ReLUs may be off
+    moved = {
+        key for key, value in attention.named_parameters() if not torch.equal(value, start[key])
+    }
+    assert len(moved) >= 0.6 * len(start), sorted(set(start) - moved)
+    assert name == "channel" or any("gamma" not in key for key in moved)  # γ is all it has
+
+
+@pytest.mark.parametrize("name", ["spatial", "window", "channel", "xca", "danet", "context"])
+def test_autocast_is_not_undone(name):
+    module = make_feature_attention(name, 32, **({"reduction": 4} if name == "context" else {}))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(torch.randn(1, 32, 4, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -464,3 +464,22 @@ def test_features_that_do_not_fit_are_named(shape):
     message = rf"features: expected \[batch, 10, height, width\], got \[{shape[0]}, {shape[1]}, "
     with pytest.raises(ValueError, match=message):
         SpatialAttention(CHANNELS)(torch.zeros(shape))
+
+
+def test_exported_before_it_ever_ran():
+    spatial._kept_edges.cache_clear()
+    layer = SpatialAttention(8, pattern="criss_cross").eval()
+    x = torch.randn(1, 8, 5, 6)
+    exported = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(exported(x), layer(x))
+
+
+def test_maps_without_a_pixel_are_refused():
+    for pattern in ("full", "criss_cross"):
+        with pytest.raises(ValueError, match="features: expected at least one pixel"):
+            SpatialAttention(8, pattern=pattern)(torch.randn(1, 8, 0, 3))
+
+
+def test_sizes_alone_are_enough_on_the_meta_device():
+    with torch.device("meta"):
+        assert SpatialAttention(8)(torch.randn(2, 8, 5, 3)).shape == (2, 8, 5, 3)

@@ -465,3 +465,30 @@ def test_what_attends_is_recorded_and_captured():
         model(IMAGES)
     assert list(record.counts) == list(weights) == ["layer3.1.attention.block"]
     assert weights["layer3.1.attention.block"][0].shape == (2, 4, 16, 16)
+
+
+def test_globs_do_not_reach_into_attention_inserted_before():
+    model = timm.create_model("resnet10t", num_classes=3)
+    attnkit.insert_attention(model, "cbam", "stages", example=torch.zeros(1, 3, 64, 64))
+    attnkit.insert_attention(model, "eca", "layer*bn1", example=torch.zeros(1, 3, 64, 64))
+    with pytest.raises(ValueError, match=r"'attention' of layer1\.0; remove_attention"):
+        attnkit.insert_attention(model, "eca", "stages", example=torch.zeros(1, 3, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"channels": 7}, TypeError, "channels: is found by the dry run"),
+        ({"example": "x"}, TypeError, "example: expected a tensor or None, got str"),
+    ],
+)
+def test_options_that_are_not_the_attentions(options, error, message):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    with pytest.raises(error, match=message):
+        attnkit.insert_attention(model, "se", **options)
+
+
+def test_a_network_made_in_inference_mode():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    assert attnkit.count_multiply_adds(model, torch.zeros(1, 3, 5, 5)) == 9 * 3 * 8 * 9
