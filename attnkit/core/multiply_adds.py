@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit.core.additive  # noqa: F401  registers its operator
 from attnkit.core.edges_triton import without_triton
+from attnkit.core.products import ONEDNN
 from attnkit.core.undisturbed import undisturbed
 
 __all__ = ["count_multiply_adds"]
@@ -59,7 +60,9 @@ def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any
 def _formulas() -> dict[Any, Any]:
     """FLOPs, two for each multiply-add, of the operators that torch's counter passes over."""
     aten = torch.ops.aten
+    linear = _raw(lambda a, b, *_, **__: 2 * a.numel() * b.shape[0])
     return {
+        **({} if ONEDNN is None else {ONEDNN.overloadpacket: linear}),
         aten.mm: _raw(lambda a, b, **_: _product(a, b)),
         aten.addmm: _raw(lambda _, a, b, **__: _product(a, b)),
         aten._sparse_addmm: _raw(lambda _, a, b, **__: _product(a, b)),
@@ -75,7 +78,6 @@ def _formulas() -> dict[Any, Any]:
         aten._scaled_dot_product_flash_attention_for_cpu: _raw(
             lambda q, k, v, *_, **__: 2 * q[..., 0].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
         ),
-        torch.ops.mkldnn._linear_pointwise: _raw(lambda a, b, *_, **__: 2 * a.numel() * b.shape[0]),
         torch.ops.attnkit.additive_scores: _raw(
             lambda q, k, *_, **__: 2 * q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2]
         ),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["is_linear", "plain_linear", "run_linear"]
+__all__ = ["ONEDNN", "is_linear", "plain_linear", "run_linear"]
 
 LARGE = 2**20  # multiply-adds from which oneDNN's 30 µs of preparation are won back
 
@@ -20,7 +20,7 @@ def plain_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     operator is the one that torch.compile puts there; where a build lacks it, torch's own runs.
     """
     if (
-        _ONEDNN is None
+        ONEDNN is None
         or tokens.dtype != torch.float32
         or weight.dtype != torch.float32
         or not tokens.is_cpu
@@ -30,7 +30,7 @@ def plain_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         or tokens.numel() * len(weight) < LARGE
     ):
         return F.linear(tokens, weight, bias)
-    return _ONEDNN(tokens, weight, bias, "none", [], "")
+    return ONEDNN(tokens, weight, bias, "none", [], "")
 
 
 def is_linear(layer: object) -> bool:
@@ -46,7 +46,7 @@ def run_linear(layer: nn.Module, tokens: Tensor) -> Tensor:
     return plain_linear(tokens, layer.weight, layer.bias)
 
 
-def _found() -> Callable[..., Tensor] | None:
+def _found() -> Any:
     if not torch.backends.mkldnn.is_available():
         return None
     try:
@@ -57,4 +57,5 @@ def _found() -> Callable[..., Tensor] | None:
     return operator
 
 
-_ONEDNN = _found()
+ONEDNN = _found()
+"""oneDNN's linear layer, or None where torch was built without."""

@@ -52,8 +52,9 @@ class CNNEncoder(ImageEncoder):
         y = relu(norm(conv(images)));  y = block(y) …
         memory = norm(W y + positions)
 
-    The first convolution and the first block of every stage halve the resolution: with three
-    widths 64 pixels give 8 × 8 positions. Blocks are torchvision's, of two 3 × 3 convolutions each
+    The first convolution and the first block of every stage halve the resolution: with two
+    widths 48 pixels give 12 × 12 positions. A fine grid is worth more than depth where things are
+    small. Blocks are torchvision's, of two 3 × 3 convolutions each
     (He et al. 2016); positions are sinusoidal in 2-D, so that "left of" can be told from where
     one looks.
 
@@ -75,8 +76,8 @@ class CNNEncoder(ImageEncoder):
         in_channels: int = 3,
         *,
         dim: int = 128,
-        widths: Sequence[int] = (32, 64, 128),
-        num_blocks: int = 1,
+        widths: Sequence[int] = (32, 64),
+        num_blocks: int = 2,
     ) -> None:
         super().__init__(image_size)
         for name, size in (("in_channels", in_channels), ("num_blocks", num_blocks)):

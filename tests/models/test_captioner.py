@@ -13,7 +13,7 @@ from attnkit.models.transformer_decoder import TransformerDecoder
 VOCABULARY, WORDS, DIM = 13, 7, 20
 
 ENCODERS = {
-    "cnn": lambda: CNNEncoder((24, 40), 3, dim=DIM, widths=(4, 6, 8)),
+    "cnn": lambda: CNNEncoder((24, 40), 3, dim=DIM, widths=(4, 6, 8), num_blocks=1),
     "vit": lambda: ViTEncoder((24, 40), 3, patch_size=8, dim=DIM, depth=1, num_registers=2),
     "feature map": lambda: TimmEncoder("test_resnet", (64, 96), dim=DIM),
     "tokens": lambda: TimmEncoder("test_vit", (48, 32), dim=DIM, frozen=True),
