@@ -131,25 +131,32 @@ def test_what_is_imported_is_declared(copy, wheel):
     with zipfile.ZipFile(wheel) as files:
         (name,) = (name for name in files.namelist() if name.endswith("dist-info/METADATA"))
         lines = files.read(name).decode().splitlines()
-    declared = {
-        re.match(r"Requires-Dist: ([\w-]+)", line)[1].lower()
-        for line in lines
-        if line.startswith("Requires-Dist: ") and "extra ==" not in line
-    }
+    declared: dict[bool, set[str]] = {False: set(), True: set()}  # by: of an extra
+    for line in lines:
+        if (found := re.match(r"Requires-Dist: ([\w-]+)", line)) and "dev" not in line.partition(
+            "extra =="
+        )[2]:
+            declared["extra ==" in line].add(found[1].lower())
     packages = metadata.packages_distributions()
-    imported = set()
+    imported, at_once = set(), set()
     for path in [*(copy / "attnkit").rglob("*.py"), *(copy / "tasks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
+            names: set[str] = set()
             if isinstance(node, ast.Import):
-                imported.update(alias.name.partition(".")[0] for alias in node.names)
+                names = {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                imported.add(node.module.partition(".")[0])
+                names = {node.module.partition(".")[0]}
+            imported |= names
+            if names and node.col_offset == 0:
+                at_once |= names
     foreign = imported - set(sys.stdlib_module_names) - {"attnkit"}
     assert {"torch", "hydra"} <= foreign
     # comes with torch where there are GPUs for it, and is imported only where it is found
     for name in sorted(foreign - {"triton"}):
-        distributions = {distribution.lower() for distribution in packages[name]}
-        assert distributions & declared, f"{name} is imported, {distributions} is not declared"
+        distributions = {distribution.lower() for distribution in packages.get(name, [name])}
+        # an extra's only where it is used
+        allowed = declared[False] | (set() if name in at_once else declared[True])
+        assert distributions & allowed, f"{name} is imported, {distributions} is not declared"
 
 
 def test_tasks_is_attnkit_tasks_only(repository):
