@@ -144,10 +144,10 @@ def _check_contradictions(request: Request) -> None:
         for key in ("run_dir", "ckpt", "images", "seed", "seeds", "splits"):
             if typed := request.typed(key):
                 raise UserError(f"{typed}: not together with resume, which goes on in its folder")
-        if run != "train":
+        if run in ("test", *schema.PREDICTING):
             raise UserError(f"run={run}: not together with resume; use ckpt={config['resume']}")
         return
-    if run != "train":
+    if run in ("test", *schema.PREDICTING):
         if config.get("ckpt") is None:
             raise UserError(f"run={run}: needs ckpt=PATH, a checkpoint or a run folder")
         if config.get("seeds") != 1:
