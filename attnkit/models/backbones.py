@@ -28,8 +28,10 @@ def timm_backbone(
         near = timm.list_models(f"*{name.split('.')[0][:6]}*")[:5]
         hint = f"; near: {', '.join(near)}" if near else ""
         raise ValueError(f"name: expected a name of timm's registry, got {name!r}{hint}")
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
     # its retries without a network are many lines, and the error below says it in one
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    log.setLevel(logging.ERROR)
     try:
         return timm.create_model(
             name, pretrained=pretrained, in_chans=in_channels, num_classes=num_classes
@@ -39,3 +41,5 @@ def timm_backbone(
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"pretrained: the weights of {name} cannot be had: {reason}") from error
+    finally:
+        log.setLevel(level)

@@ -96,6 +96,7 @@ class ImageCaptioning(TaskModule):
         self.said: Sentences | None = None
         self.register_buffer("mean", torch.tensor(list(mean)).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))
+        # such a mean ignores weights, so that it is given one value for each sample or word
         self.train_loss = MeanMetric(nan_strategy="disable")
         self.val_loss = MeanMetric(nan_strategy="disable")
         self.val_metrics = nn.ModuleDict(
@@ -133,7 +134,7 @@ class ImageCaptioning(TaskModule):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         terms = self.model.loss(self.normalized(batch["image"]), batch["words"])
         loss = terms.pop("loss")
-        self.train_loss.update(loss.detach(), weight=len(batch["words"]))
+        self.train_loss.update(loss.detach().expand(len(batch["words"])))
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
         if len(terms) > 1:
             for name, term in terms.items():
@@ -143,7 +144,7 @@ class ImageCaptioning(TaskModule):
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         loss = self.model.loss(self.normalized(batch["image"]), batch["words"])["cross_entropy"]
-        self.val_loss.update(loss, weight=num_words(batch["words"]))
+        self.val_loss.update(loss.expand(int(num_words(batch["words"]))))
         self.log("val/loss", self.val_loss)
         said = self.caption(batch["image"])
         for name, module in self.val_metrics.items():

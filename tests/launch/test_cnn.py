@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
 QUICK = (
@@ -62,6 +63,23 @@ def test_timms_network(attnkit):
     assert done.code == 0, done.err
     state = torch.load("run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
     assert any("layer1.0.attention" in name for name in state)
+
+
+def test_a_checkpoint_needs_no_pretrained_weights(attnkit, monkeypatch):
+    """Which cannot be had here: timm is asked, and given weights of its first ones."""
+    asked, create = [], timm.create_model
+
+    def offline(name, pretrained, **kwargs):
+        asked.append(pretrained)
+        return create(name, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    backbone = ("backbone=timm", "backbone.name=test_resnet", "backbone.pretrained=true")
+    done = attnkit("task=channel", *QUICK[:-1], *backbone, "run_dir=run")
+    assert done.code == 0, done.err
+    done = attnkit("run=test", "ckpt=run", "trainer=cpu", "run_dir=again")
+    assert done.code == 0, done.err
+    assert asked == [True, False]
 
 
 def test_all_in_one_table(attnkit):

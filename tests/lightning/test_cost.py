@@ -25,11 +25,16 @@ def clocked(small_net, monkeypatch):
     return Clocked()
 
 
-def test_parameters_and_the_time_of_a_step(clocked, loader, make_trainer):
+@pytest.mark.parametrize(("val_check_interval", "steps"), [(1.0, 8), (2, 4)])
+def test_parameters_and_the_time_of_a_step(
+    clocked, loader, make_trainer, val_check_interval, steps
+):
     cost = Cost()
-    make_trainer(callbacks=[cost]).fit(clocked, loader, loader)
+    trainer = make_trainer(callbacks=[cost], val_check_interval=val_check_interval)
+    trainer.fit(clocked, loader, loader)
     assert cost.results["parameters"] == sum(p.numel() for p in clocked.parameters())
-    assert cost.results["step_seconds"] == 2.0  # the median, and no validation in it
+    assert cost.state_dict()["seconds"] == [2.0] * steps  # neither validation nor a first batch's
+    assert cost.results["step_seconds"] == 2.0
     assert "multiply_adds" not in cost.results  # the module has no example
 
 

@@ -15,7 +15,7 @@ from attnkit.metrics import BLEU, CIDErD
 from attnkit.models.captioner import Captioner
 from attnkit.models.image_encoders import CNNEncoder
 from attnkit.models.transformer_decoder import TransformerDecoder
-from attnkit.tasks.captioning import ImageCaptioning, ScenesData, is_right
+from attnkit.tasks.captioning import CaptionPredictData, ImageCaptioning, ScenesData, is_right
 
 SMALL = (
     "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.widths=[8,16]", "decoder.dim=16",
@@ -52,6 +52,12 @@ def trained(tmp_path_factory):
     return folder
 
 
+def _batches(images, module):
+    data = CaptionPredictData(images, image_size=module.image_size)
+    data.setup()
+    return list(data.predict_dataloader())
+
+
 def test_metrics_are_those_of_all_sentences(module, data):
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     (results, compositional) = trainer.test(module, datamodule=data, verbose=False)
@@ -73,18 +79,49 @@ def test_metrics_are_those_of_all_sentences(module, data):
         assert results[f"{prefix}/right"] == pytest.approx(np.mean(right), abs=1e-6)
 
 
-def test_a_perfect_model_is_right(module, data, monkeypatch):
-    """References for sentences: every share and BLEU is 1, whatever the model."""
-    first = iter([text for split in ("test", "compositional")
-                  for batch in data.test_dataloader()[split]
-                  for text in [[r[0] for r in batch["references"]]]])  # fmt: skip
-    monkeypatch.setattr(module, "caption", lambda images, **_: next(first))
+def test_the_validation_loss_is_exact_over_uneven_batches(module, data):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    (results,) = trainer.validate(module, datamodule=data, verbose=False)
+    batches = list(data.val_dataloader())
+    assert [len(batch["words"]) for batch in batches] == [5, 1]
+    images = module.normalized(torch.cat([batch["image"] for batch in batches]))
+    words = torch.cat([batch["words"] for batch in batches])
+    with torch.no_grad():
+        loss = module.eval().model.loss(images, words)["cross_entropy"]
+    assert results["val/loss"] == pytest.approx(float(loss), abs=1e-5)
+
+
+def test_shares_of_right_sentences(module, data, monkeypatch):
+    """Of each three sentences one is right, one in all but a size, one of another scene."""
+    said, right, all_right = [], [], []
+    for split in ("test", "compositional"):
+        for batch in data.test_dataloader()[split]:
+            texts = []
+            for number, (references, scene) in enumerate(
+                zip(batch["references"], batch["scene"], strict=True)
+            ):
+                text = references[0]
+                if number % 3 == 1:
+                    sizes = {"small": "huge", "little": "huge", "tiny": "huge"}
+                    sizes |= {"large": "tiny", "big": "tiny", "huge": "tiny"}
+                    text = " ".join(sizes.get(word, word) for word in text.split())
+                elif number % 3 == 2:
+                    text = "a small red square left of a small red square"
+                assert is_right(text, scene) == (number % 3 < 2)
+                texts.append(text)
+                right.append((split, number % 3 < 2))
+                all_right.append((split, number % 3 == 0))
+            said.append(texts)
+    batches = iter(said)
+    monkeypatch.setattr(module, "caption", lambda images, **_: next(batches))
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     results, compositional = trainer.test(module, datamodule=data, verbose=False)
     results = {**results, **compositional}
-    for name in ("right", "all_right", "bleu4", "rouge_l"):
-        assert results[f"test/{name}"] == pytest.approx(1)
-        assert results[f"test/compositional/{name}"] == pytest.approx(1)
+    for split, prefix in (("test", "test"), ("compositional", "test/compositional")):
+        for name, shares in (("right", right), ("all_right", all_right)):
+            expected = np.mean([share for where, share in shares if where == split])
+            assert 0 < expected < 1
+            assert results[f"{prefix}/{name}"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_predict_and_inspect(trained, tmp_path, monkeypatch, capfd):
@@ -107,12 +144,19 @@ def test_predict_and_inspect(trained, tmp_path, monkeypatch, capfd):
     assert not Path("predict/inspect").exists()
     pages = sorted(path.name for path in Path("inspect/inspect").iterdir())
     assert pages == [f"0_0_{n}_{n}.{kind}" for n in range(3) for kind in ("npz", "png")]
-    arrays = np.load("inspect/inspect/0_0_1_1.npz")
+    arrays = np.load("inspect/inspect/0_0_2_2.npz")
     num_words = len(arrays["words"])
     assert arrays["weights"].shape == (2, 2, num_words, 6, 6)
     np.testing.assert_allclose(arrays["weights"].sum((-2, -1)), 1, rtol=1e-4)
     said = [word for word in arrays["words"] if word != "<end>"]
-    assert " ".join(said) == rows["predict"][1]["caption"]
+    assert " ".join(said) == rows["predict"][2]["caption"]
+    module = ImageCaptioning.load_from_checkpoint(trained / "checkpoints" / "best.ckpt")
+    (batch,) = _batches(images, module)
+    with torch.no_grad():
+        alone = module.model.generate(
+            module.normalized(batch["image"][2:3]), return_weights=True
+        ).weights[0]
+    np.testing.assert_allclose(arrays["weights"], alone.unflatten(-1, (6, 6)), atol=1e-5)
     with Image.open("inspect/inspect/0_0_1_1.png") as page:
         assert min(page.size) > 200
 
