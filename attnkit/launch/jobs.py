@@ -1,5 +1,6 @@
 """What a command line asks for, decided and checked before anything is imported or written."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -186,6 +187,7 @@ def _evaluation(request: Request) -> Job:
     ckpt = folders.checkpoint(str(given["ckpt"]))
     home = folders.run_of(ckpt)
     if home is None:
+        _check_alone(request, ckpt)
         folder = request.folder()
         config = given.copy()
     else:
@@ -199,6 +201,17 @@ def _evaluation(request: Request) -> Job:
     _check_images(config)
     top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
     return _job(request, folder, top, [top], alone=home is None)
+
+
+def _check_alone(request: Request, ckpt: Path) -> None:
+    """A checkpoint without its run folder is built as it was saved, whatever one asks for."""
+    for typed in request.overrides:
+        part = re.split(r"[.@=]", typed.lstrip("+~"), maxsplit=1)[0]
+        if part in ("module", "model", *schema.MODEL_PARTS):
+            raise UserError(
+                f"{typed}: can't change what {ckpt.name} holds\n"
+                "  in its run folder, with ckpt=RUN_DIR, it could"
+            )
 
 
 def _resumed(request: Request) -> Job:

@@ -226,7 +226,8 @@ class Work:
         trainer = self.trainer
         for error in self.broken:
             rank_zero_warn(f"{error}; going on from {self.start}")
-        trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start, weights_only=True)
+        fit = partial(trainer.fit, self.module, datamodule=self.data, weights_only=True)
+        _loaded(partial(fit, ckpt_path=self.start), str(self.start), wrong=())
         if trainer.interrupted:
             raise KeyboardInterrupt
         figures = self._figures()
@@ -331,7 +332,11 @@ def _only_for_training(node: Mapping[str, Any] | None) -> bool:
 
 
 def _loaded(load: Any, ckpt: str, wrong: tuple[type[Exception], ...] = (KeyError,)) -> Any:
-    """Call what loads a checkpoint; one that doesn't fit is the user's to know."""
+    """Call what loads a checkpoint; one that doesn't fit is the user's to know.
+
+    Args:
+        wrong: what else it raises at a checkpoint of another kind.
+    """
     try:
         return load()
     except RuntimeError as error:

@@ -117,29 +117,30 @@ class CaptionDataModule(LightningDataModule, ABC):
         """The splits there are: "train" and maybe "val" and "test", or what `test_splits` names."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split, and learn the tokenizer; once, and for all stages alike."""
-        if self.sets:
-            return
+        """Load and split, and learn the tokenizer; once, and for all stages alike.
+
+        A module that comes into the trainer later has the last word on the tokenizer, too.
+        """
         module = self.trainer.lightning_module if self.trainer is not None else None
-        self.image_size = self.image_size or getattr(module, "image_size", None)
-        sets = self._with_missing_splits(dict(self.load()))
-        self.image_size = sets["train"].images.size
+        if not self.sets:
+            self.image_size = self.image_size or getattr(module, "image_size", None)
+            self.sets = self._with_missing_splits(dict(self.load()))
+            self.image_size = self.sets["train"].images.size
         check_fits_module(self)
         vocabulary = getattr(module, "vocabulary", None)
-        if vocabulary is None:
-            self._tokenizer = self._learned_tokenizer(sets["train"])
-        else:
+        if vocabulary is not None:
             self._tokenizer = load_tokenizer(vocabulary)
+        elif self._tokenizer is None:
+            self._tokenizer = self._learned_tokenizer(self.sets["train"])
         self.max_words = getattr(module, "max_words", None) or self.max_words
         if self.max_words is None:
-            self.max_words = min(MAX_DEFAULT_WORDS, self._longest(sets["train"]))
-        for images in sets.values():
+            self.max_words = min(MAX_DEFAULT_WORDS, self._longest(self.sets["train"]))
+        for images in self.sets.values():
             images.tokenizer, images.max_words, images.seed = (
                 self._tokenizer,
                 self.max_words,
                 self.seed,
             )
-        self.sets = sets
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -44,7 +44,8 @@ class ImageCaptioning(TaskModule):
         method: how sentences are found in test and prediction, "greedy", "beam" or "sample";
             validation, which comes every epoch, is greedy.
         num_beams, length_penalty, temperature, top_k, top_p: of the method, as in
-            `Captioner.generate`.
+            `Captioner.generate`. What is drawn depends on the seed and the place in the data alone,
+            so that a test gives the same figures again.
     """
 
     model: Captioner
@@ -74,11 +75,7 @@ class ImageCaptioning(TaskModule):
         if not isinstance(self.model, Captioner):
             raise TypeError(f"model: expected a Captioner, got {type(self.model).__name__}")
         self.tokenizer = load_tokenizer(vocabulary)
-        size = self.model.decoder.vocabulary_size
-        if size != len(self.tokenizer):
-            raise ValueError(
-                f"vocabulary: {len(self.tokenizer)} words, but the decoder was made for {size}"
-            )
+        self._check_fits_model(max_words, image_size)
         self.vocabulary = vocabulary
         self.max_words = max_words
         self.image_size = image_size
@@ -104,6 +101,25 @@ class ImageCaptioning(TaskModule):
         )
         self.test_metrics = nn.ModuleDict()
 
+    def _check_fits_model(self, max_words: int, image_size: int) -> None:
+        decoder, encoder = self.model.decoder, self.model.encoder
+        if decoder.vocabulary_size != len(self.tokenizer):
+            raise ValueError(
+                f"vocabulary: {len(self.tokenizer)} words, "
+                f"but the decoder was made for {decoder.vocabulary_size}"
+            )
+        # the decoder reads START but need not read END
+        if not 3 <= max_words <= decoder.max_words + 1:
+            raise ValueError(
+                f"max_words: expected 3 to {decoder.max_words + 1} with START and END, "
+                f"as the decoder's max_words is {decoder.max_words}, got {max_words}"
+            )
+        if encoder.image_size != (image_size, image_size):
+            raise ValueError(
+                f"image_size: got {image_size}, but the encoder was made for "
+                f"{' x '.join(map(str, encoder.image_size))} pixels"
+            )
+
     def forward(self, images: Tensor, words: Tensor) -> Tensor:
         """Of each word the logits of the next; images uint8 or float from 0 to 1."""
         return self.model(self.normalized(images), words)
@@ -116,8 +132,7 @@ class ImageCaptioning(TaskModule):
 
     def caption(self, images: Tensor, **decoding: Any) -> list[str]:
         """The sentences that the model says of images; options as in `Captioner.generate`."""
-        said = self.model.generate(self.normalized(images), **decoding)
-        return [self.tokenizer.decode(words) for words in said.words.tolist()]
+        return self._texts(self._say(images, **decoding))
 
     def metrics(self) -> dict[str, Metric]:
         """New metrics of a test, updated with sentences and lists of references."""
@@ -155,7 +170,7 @@ class ImageCaptioning(TaskModule):
     def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         split = list(self.test_metrics)[dataloader_idx]
         prefix = "test" if split == "test" else f"test/{split}"
-        said = self.caption(batch["image"], **self.decoding)
+        said = self.caption(batch["image"], **self._decoding(batch_idx))
         for name, module in cast(nn.ModuleDict, self.test_metrics[split]).items():
             metric = cast(Metric, module)
             metric.update(said, batch["references"])
@@ -181,9 +196,24 @@ class ImageCaptioning(TaskModule):
         }
         if not len(images):
             return {**rows, "caption": [], "log_probability": []}
-        self.said = self.model.generate(
-            self.normalized(images), **self.decoding, return_weights=self.return_weights
+        self.said = self._say(
+            images, **self._decoding(batch_idx), return_weights=self.return_weights
         )
-        rows["caption"] = [self.tokenizer.decode(words) for words in self.said.words.tolist()]
+        rows["caption"] = self._texts(self.said)
         rows["log_probability"] = self.said.scores.tolist()
         return rows
+
+    def _decoding(self, batch_idx: int) -> dict[str, Any]:
+        if self.decoding["method"] != "sample":
+            return self.decoding
+        generator = torch.Generator(self.device)
+        generator.manual_seed(torch.initial_seed() % 2**32 + (batch_idx << 32))
+        return {**self.decoding, "generator": generator}
+
+    def _say(self, images: Tensor, **decoding: Any) -> Sentences:
+        """Sentences no longer than those of training, START not counted."""
+        options = {"max_words": self.max_words - 1, **decoding}
+        return self.model.generate(self.normalized(images), **options)
+
+    def _texts(self, said: Sentences) -> list[str]:
+        return [self.tokenizer.decode(words) for words in said.words.tolist()]

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import written_beside
 from attnkit.models.word_decoder import END, PAD
 
@@ -30,6 +31,9 @@ class WordMaps(Callback):
     Args:
         folder: for the files; None for `word_maps` in the trainer's log folder.
         layer: which of the decoder's layers the page shows.
+
+    Raises:
+        UserError: in prediction, a layer that the decoder does not have.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, layer: int = -1) -> None:
@@ -60,6 +64,8 @@ class WordMaps(Callback):
         if not outputs["caption"]:
             return
         weights = module.said.weights.unflatten(-1, module.model.grid).float().cpu()
+        if not -len(weights[0]) <= self.layer < len(weights[0]):
+            raise UserError(f"inspect.layer: got {self.layer} of {len(weights[0])} layers")
         names = outputs.get("path") or outputs.get("id") or map(str, range(len(weights)))
         said = zip(names, batch["image"].cpu(), module.said.words.tolist(), weights, strict=True)
         for number, (name, image, numbers, maps) in enumerate(said):

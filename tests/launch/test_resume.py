@@ -1,4 +1,4 @@
-"""The shipped task, stopped at a step and resumed from the command line."""
+"""Shipped tasks, stopped at a step and resumed from the command line."""
 
 import csv
 from pathlib import Path
@@ -9,11 +9,21 @@ import torch
 from attnkit.lightning.checkpoints import load
 
 # Everything that draws random numbers is on; 24 batches, 12 steps.
+COMMON = [
+    "callbacks=ema", "callbacks.ema.decay=0.9", "callbacks.curves=null", "trainer.max_epochs=4",
+    "trainer.limit_batches=6", "trainer.accumulate_grad_batches=2",
+]  # fmt: skip
 JOB = [
+    *COMMON,
     "task=vit", "model.dim=24", "model.depth=1", "model.num_heads=2", "model.dropout_p=0.2",
     "model.patch_dropout=0.2", "module.mixup=0.4", "module.cutmix=0.4", "data.batch_size=16",
-    "callbacks=ema", "callbacks.ema.decay=0.9", "callbacks.curves=null", "callbacks.classes=null",
-    "trainer.max_epochs=4", "trainer.limit_batches=6", "trainer.accumulate_grad_batches=2",
+    "callbacks.classes=null",
+]  # fmt: skip
+CAPTIONS = [
+    *COMMON, "task=captioning", "encoder.dim=16", "encoder.widths=[8,16]", "decoder=lstm_hard",
+    "decoder.dim=16", "decoder.dropout_p=0.2", "module.method=sample", "data.image_size=24",
+    "data.num_train=48", "data.num_val=6", "data.num_test=6", "data.batch_size=4",
+    "logger.tensorboard=null",
 ]  # fmt: skip
 
 
@@ -46,14 +56,28 @@ def test_stopped_and_resumed_is_the_same(attnkit, hers, whole, trainer, workers,
         pytest.skip("two processes: four stops are enough")
     if (trainer, workers) == ("cpu_ddp", 2):
         pytest.skip("tests/lightning/test_resume.py has it")
-    job = [*JOB, f"trainer={trainer}", f"data.num_workers={workers}"]
     reference = whole / trainer  # one for both: workers change nothing
+    job = [*JOB, f"trainer={trainer}"]
+    _check_resumed(attnkit, hers, job, [f"data.num_workers={workers}"], stop, reference)
+
+
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("cpu_ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(n, marks=() if n == 14 else pytest.mark.slow) for n in (1, 14, 23)]
+)
+def test_captioning_stopped_and_resumed_is_the_same(attnkit, hers, whole, trainer, stop):
+    """With hard attention, which draws a position for each word, and sentences that are drawn."""
+    job = [*CAPTIONS, f"trainer={trainer}"]
+    _check_resumed(attnkit, hers, job, [], stop, whole / f"captions_{trainer}")
+
+
+def _check_resumed(attnkit, hers, job, more, stop, reference):
     if not reference.exists():
-        done = attnkit(*JOB, f"trainer={trainer}", f"run_dir={reference}")
+        done = attnkit(*job, f"run_dir={reference}")
         assert done.code == 0, done.err
     stopper = ["+callbacks.killer._target_=mine_of_the_tests.StopAt"]
     stopper += [f"+callbacks.killer.batch={stop}"]
-    done = attnkit("--config-dir", hers, *job, *stopper, "run_dir=here")
+    done = attnkit("--config-dir", hers, *job, *more, *stopper, "run_dir=here")
     assert done.code == 143, done.err
     assert f"attnkit resume={Path('here').absolute()}" in done.err
     assert (

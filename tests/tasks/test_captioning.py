@@ -79,6 +79,27 @@ def test_metrics_are_those_of_all_sentences(module, data):
         assert results[f"{prefix}/right"] == pytest.approx(np.mean(right), abs=1e-6)
 
 
+def test_sentences_are_no_longer_than_those_of_training(module, data):
+    """Of `max_words` one is START; a place after the last of training was never learned."""
+    images = next(iter(data.val_dataloader()))["image"]
+    decoder = module.model.decoder
+    with torch.no_grad():  # one word is the likeliest at every step, and not END
+        decoder.norm.bias.copy_(decoder.embedding.weight[9] * 1000)
+    said = module.caption(images)
+    assert {len(text.split()) for text in said} == {data.max_words - 1}
+
+
+def test_what_is_drawn_is_drawn_again(module, data):
+    batch = next(iter(data.val_dataloader()))
+    module.decoding |= {"method": "sample", "temperature": 2.0}
+    first = module.predict_step(batch, 0)["caption"]
+    torch.rand(7)
+    assert module.predict_step(batch, 0)["caption"] == first
+    assert module.predict_step(batch, 1)["caption"] != first
+    torch.manual_seed(1)
+    assert module.predict_step(batch, 0)["caption"] != first
+
+
 def test_the_validation_loss_is_exact_over_uneven_batches(module, data):
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     (results,) = trainer.validate(module, datamodule=data, verbose=False)
@@ -154,7 +175,9 @@ def test_predict_and_inspect(trained, tmp_path, monkeypatch, capfd):
     (batch,) = _batches(images, module)
     with torch.no_grad():
         alone = module.model.generate(
-            module.normalized(batch["image"][2:3]), return_weights=True
+            module.normalized(batch["image"][2:3]),
+            max_words=module.max_words - 1,
+            return_weights=True,
         ).weights[0]
     np.testing.assert_allclose(arrays["weights"], alone.unflatten(-1, (6, 6)), atol=1e-5)
     with Image.open("inspect/inspect/0_0_1_1.png") as page:
