@@ -207,7 +207,8 @@ class ImageCaptioning(TaskModule):
         if self.decoding["method"] != "sample":
             return self.decoding
         generator = torch.Generator(self.device)
-        generator.manual_seed(torch.initial_seed() % 2**32 + (batch_idx << 32))
+        # of a seed, torch's generator on the CPU reads 32 bits
+        generator.manual_seed((torch.initial_seed() * 1_000_003 + batch_idx) % 2**32)
         return {**self.decoding, "generator": generator}
 
     def _say(self, images: Tensor, **decoding: Any) -> Sentences:
