@@ -77,6 +77,14 @@ _HOME = {
     "Combined": "attnkit.layers.combined",
     "GatedSum": "attnkit.layers.combined",
     "ViT": "attnkit.models.vit",
+    "Captioner": "attnkit.models.captioner",
+    "CNNEncoder": "attnkit.models.image_encoders",
+    "ViTEncoder": "attnkit.models.image_encoders",
+    "TimmEncoder": "attnkit.models.image_encoders",
+    "TransformerDecoder": "attnkit.models.transformer_decoder",
+    "RecurrentDecoder": "attnkit.models.recurrent_decoder",
+    "HardRecurrentDecoder": "attnkit.models.hard_decoder",
+    "generate": "attnkit.models.decoding",
     "GraphTransformer": "attnkit.models.graph_transformer",
     "GAT": "attnkit.models.gat",
     "checks": "attnkit.checks",
@@ -151,8 +159,14 @@ if TYPE_CHECKING:
     from attnkit.layers.pooling import AttentionPool
     from attnkit.layers.spatial import SpatialAttention
     from attnkit.layers.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
+    from attnkit.models.captioner import Captioner
+    from attnkit.models.decoding import generate
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
+    from attnkit.models.hard_decoder import HardRecurrentDecoder
+    from attnkit.models.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
+    from attnkit.models.recurrent_decoder import RecurrentDecoder
+    from attnkit.models.transformer_decoder import TransformerDecoder
     from attnkit.models.vit import ViT
     from attnkit.surgery.insert import insert_attention, remove_attention
     from attnkit.surgery.replace import replace_attention

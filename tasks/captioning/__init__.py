@@ -6,12 +6,14 @@ from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.files import CaptionFilesData
 from attnkit.tasks.captioning.grammar import (
     EVERYTHING,
+    attribute_of,
     captions_of,
     is_right,
     parse_caption,
     words_of_objects,
 )
 from attnkit.tasks.captioning.karpathy import KarpathyData
+from attnkit.tasks.captioning.looks import Look, ObjectLooks, WordLooks
 from attnkit.tasks.captioning.module import ImageCaptioning
 from attnkit.tasks.captioning.predict import CaptionPredictData
 from attnkit.tasks.captioning.scenes import HELD_OUT, Scene, Thing, draw_scene
@@ -38,12 +40,16 @@ __all__ = [
     "CocoCaptionsData",
     "ImageCaptioning",
     "KarpathyData",
+    "Look",
+    "ObjectLooks",
     "Scene",
     "ScenesData",
     "Thing",
     "Tokenizer",
+    "WordLooks",
     "WordMaps",
     "WordTokenizer",
+    "attribute_of",
     "captions_of",
     "draw_scene",
     "is_right",

@@ -161,6 +161,11 @@ def words_of_objects(caption: str, scene: Scene | None = None) -> list[tuple[int
     return sorted(pairs)
 
 
+def attribute_of(word: str) -> str | None:
+    """What a word of a noun phrase says of its thing: "kind", "colour", "size" or "texture"."""
+    return _MEANING.get(word, (None, None))[0]
+
+
 class _Read(NamedTuple):
     scene: Scene
     places: list[dict[str, int]]  # per object: attribute to the number of the word that says it

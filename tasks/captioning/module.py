@@ -170,7 +170,10 @@ class ImageCaptioning(TaskModule):
     def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         split = list(self.test_metrics)[dataloader_idx]
         prefix = "test" if split == "test" else f"test/{split}"
-        said = self.caption(batch["image"], **self._decoding(batch_idx))
+        self.said = self._say(
+            batch["image"], **self._decoding(batch_idx), return_weights=self.return_weights
+        )
+        said = self._texts(self.said)
         for name, module in cast(nn.ModuleDict, self.test_metrics[split]).items():
             metric = cast(Metric, module)
             metric.update(said, batch["references"])

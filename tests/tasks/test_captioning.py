@@ -13,9 +13,17 @@ from PIL import Image
 from attnkit.launch.main import main
 from attnkit.metrics import BLEU, CIDErD
 from attnkit.models.captioner import Captioner
+from attnkit.models.decoding import Sentences
 from attnkit.models.image_encoders import CNNEncoder
 from attnkit.models.transformer_decoder import TransformerDecoder
-from attnkit.tasks.captioning import CaptionPredictData, ImageCaptioning, ScenesData, is_right
+from attnkit.tasks.captioning import (
+    CaptionPredictData,
+    ImageCaptioning,
+    ObjectLooks,
+    ScenesData,
+    WordLooks,
+    is_right,
+)
 
 SMALL = (
     "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.widths=[8,16]", "decoder.dim=16",
@@ -89,6 +97,46 @@ def test_sentences_are_no_longer_than_those_of_training(module, data):
     assert {len(text.split()) for text in said} == {data.max_words - 1}
 
 
+def test_a_table_of_where_words_look(module, data, tmp_path, monkeypatch):
+    """Of sentences that are said, here the first reference of each scene, in two uneven batches."""
+    weights = {}
+
+    def say(images, *, return_weights, **decoding):
+        assert return_weights
+        (batch,) = [b for b in batches if b["image"].shape == images.shape
+                    and torch.equal(b["image"], images)]  # fmt: skip
+        words = batch["words"][:, 1:]
+        weights[id(batch)] = torch.rand(len(words), 1, 2, words.shape[1], 36).softmax(-1)
+        return Sentences(words, torch.zeros(len(words)), weights[id(batch)])
+
+    batches = [b for loader in data.test_dataloader().values() for b in loader]
+    monkeypatch.setattr(module, "_say", say)
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[WordLooks(tmp_path)]
+    )
+    results = trainer.test(module, datamodule=data, verbose=False)
+    with (tmp_path / "looks.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * 2
+    for split, prefix, found, part in (
+        ("test", "test", results[0], batches[:2]),
+        ("compositional", "test/compositional", results[1], batches[2:]),
+    ):
+        metric = ObjectLooks(1, 2)
+        for batch in part:
+            said = batch["words"][:, 1:], weights[id(batch)], batch["masks"], batch["scene"]
+            metric.update(*said, (6, 6), module.tokenizer)
+        looks = metric.compute()
+        assert [row["test"] for row in rows].count(split) == len(looks)
+        for look, row in zip(looks, (row for row in rows if row["test"] == split), strict=True):
+            assert float(row["share"]) == pytest.approx(look.share, rel=1e-5)
+            assert int(row["num_words"]) == look.num_words > 6  # of 12: not every word is known
+        for words in ("noun", "colour"):
+            best = max(look.ratio for look in looks if look.words == words)
+            assert found[f"{prefix}/looks_{words}"] == pytest.approx(best, rel=1e-5)
+    assert not module.return_weights
+
+
 def test_what_is_drawn_is_drawn_again(module, data):
     batch = next(iter(data.val_dataloader()))
     module.decoding |= {"method": "sample", "temperature": 2.0}
@@ -134,7 +182,8 @@ def test_shares_of_right_sentences(module, data, monkeypatch):
                 all_right.append((split, number % 3 == 0))
             said.append(texts)
     batches = iter(said)
-    monkeypatch.setattr(module, "caption", lambda images, **_: next(batches))
+    monkeypatch.setattr(module, "_say", lambda images, **_: None)
+    monkeypatch.setattr(module, "_texts", lambda said: next(batches))
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     results, compositional = trainer.test(module, datamodule=data, verbose=False)
     results = {**results, **compositional}

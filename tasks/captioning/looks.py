@@ -1,0 +1,222 @@
+"""Does it look where it should? The attention of nouns and colours on the objects they name."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+from attnkit.lightning.files import written_beside
+from attnkit.tasks.captioning.grammar import attribute_of, words_of_objects
+from attnkit.tasks.captioning.scenes import Scene
+from attnkit.tasks.captioning.tokenizer import END, PAD, Tokenizer
+from attnkit.tasks.captioning.words import words_of
+
+NAMING = {"noun": "kind", "colour": "colour"}
+
+
+def coverage(masks: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The share of each position's pixels that are an object's, [batch, objects, positions].
+
+    Pixel (y, x) of an image [height, width] belongs to the position (y · rows // height,
+    x · columns // width) and to no other, and a position's attention is taken to lie evenly on its
+    pixels. Σ_j α_j coverage_j is then the mass of α on the object, exactly: as if the weights were
+    brought to pixels, not the masks to positions.
+
+    Args:
+        masks: booleans [batch, objects, height, width].
+        grid: rows and columns of positions.
+    """
+    rows, columns = (
+        _shares(side, count) for side, count in zip(masks.shape[-2:], grid, strict=True)
+    )
+    return (rows.to(masks.device) @ masks.float() @ columns.T.to(masks.device)).flatten(2)
+
+
+def _shares(side: int, count: int) -> Tensor:
+    """[count, side]: the mean over the pixels of each position, along one side."""
+    owner = torch.arange(side) * count // side
+    owns = (owner == torch.arange(count)[:, None]).float()
+    return owns / owns.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def tokens_of_words(tokenizer: Tokenizer, ids: list[int]) -> list[list[int]]:
+    """Of each word of a sentence, in the order of `words_of`, the places of its tokens in `ids`."""
+    found: list[list[int]] = []
+    for place, number in enumerate(ids):
+        if number in (PAD, END):
+            break
+        count = len(words_of(tokenizer.decode(ids[: place + 1])))
+        found += [[] for _ in range(count - len(found))]
+        if found:
+            found[-1].append(place)
+    return found
+
+
+class Look(NamedTuple):
+    """How one head looks at what one kind of words names, means over these words.
+
+    `share` is the attention on the pixels of the named object, `chance` the share of all pixels
+    that these are, `ratio` one over the other, `num_words` how many words.
+    """
+
+    layer: int
+    head: int
+    words: str
+    share: float
+    chance: float
+    ratio: float
+    num_words: int
+
+
+class ObjectLooks(Metric):
+    """The attention of nouns and colours on the objects that they name, for each head.
+
+    Of sentences of scenes, as they were said, the words that name an object of their scene
+    (`words_of_objects`); a word of several tokens has the mean of their weights. Exact over all
+    sentences, under several processes, too.
+
+    Args:
+        num_layers, num_heads: of the decoder.
+    """
+
+    full_state_update: bool = False
+
+    share: Tensor
+    chance: Tensor
+    count: Tensor
+
+    def __init__(self, num_layers: int, num_heads: int) -> None:
+        super().__init__()
+        kinds = len(NAMING)
+        self.add_state("share", torch.zeros(kinds, num_layers, num_heads), "sum")
+        self.add_state("chance", torch.zeros(kinds), "sum")
+        self.add_state("count", torch.zeros(kinds), "sum")
+
+    def update(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        masks: Tensor,
+        scenes: list[Scene],
+        grid: tuple[int, int],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Add sentences.
+
+        Args:
+            ids: `Sentences.words`, integers [batch, words]: without START.
+            weights: `Sentences.weights`, [batch, layers, heads, words, positions].
+            masks: booleans [batch, objects, height, width].
+            scenes: of which `masks` are the objects.
+            grid: rows and columns of positions.
+            tokenizer: what the words are.
+        """
+        covered = coverage(masks, grid).to(weights.dtype)
+        chances = masks.float().mean(dim=(2, 3))
+        for item, (numbers, scene) in enumerate(zip(ids.tolist(), scenes, strict=True)):
+            caption = tokenizer.decode(numbers)
+            named = words_of_objects(caption, scene)
+            if not named:
+                continue
+            words, places = words_of(caption), tokens_of_words(tokenizer, numbers)
+            for word, number in named:
+                kind = list(NAMING.values()).index(str(attribute_of(words[word])))
+                looked = weights[item, :, :, places[word]].mean(dim=2)
+                self.share[kind] += looked @ covered[item, number]
+                self.chance[kind] += chances[item, number]
+                self.count[kind] += 1
+
+    def compute(self) -> list[Look]:
+        """A row for each layer, head and kind of words; none of words that were not said."""
+        rows = []
+        for kind, name in enumerate(NAMING):
+            count = int(self.count[kind])
+            if not count:
+                continue
+            chance = float(self.chance[kind]) / count
+            for layer, heads in enumerate((self.share[kind] / count).tolist()):
+                for head, share in enumerate(heads):
+                    rows.append(Look(layer, head, name, share, chance, share / chance, count))
+        return rows
+
+
+class WordLooks(Callback):
+    """In a test on scenes, how the attention of nouns and colours lies on what they name.
+
+    Writes `looks.csv`, a row for each test set and `Look`, layers and heads counted from 0, and
+    logs the largest ratio to chance of all heads as `test/looks_noun` and `test/looks_colour`, and
+    `test/compositional/…`. Data without `masks` and `scene` is left alone.
+
+    Args:
+        folder: made if it is not there.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+        self._metrics: dict[str, ObjectLooks] = {}
+        self._rows: list[tuple[Any, ...]] = []
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._metrics, self._rows = {}, []
+
+    def on_test_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        has_objects = isinstance(batch, Mapping) and batch.keys() >= {"masks", "scene"}
+        cast(Any, pl_module).return_weights = has_objects
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        module = cast(Any, pl_module)
+        if not module.return_weights:
+            return
+        said = module.said
+        split = list(module.test_metrics)[dataloader_idx]
+        if split not in self._metrics:
+            self._metrics[split] = ObjectLooks(*said.weights.shape[1:3]).to(module.device)
+        self._metrics[split].update(
+            said.words,
+            said.weights,
+            batch["masks"],
+            batch["scene"],
+            module.model.grid,
+            module.tokenizer,
+        )
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for split, metric in self._metrics.items():
+            looks = metric.compute()
+            self._rows += [(split, *look) for look in looks]
+            prefix = "test" if split == "test" else f"test/{split}"
+            for name in {look.words: None for look in looks}:
+                best = max(look.ratio for look in looks if look.words == name)
+                pl_module.log(f"{prefix}/looks_{name}", best, sync_dist=True)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        cast(Any, pl_module).return_weights = False
+        if not trainer.is_global_zero or not self._metrics:
+            return
+        path = self.folder / "looks.csv"
+        with written_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("test", *Look._fields))
+            writer.writerows(self._rows)
