@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.models.beam_search import beam_search
+from attnkit.models.recomputed import Recomputed
 from attnkit.models.word_decoder import END, PAD, START, WordDecoder, forbid_what_is_no_word
 
 __all__ = ["Method", "Sentences", "checked_options", "generate", "kept_by_sampling"]
@@ -26,7 +27,8 @@ class Sentences:
     words: integers [batch, (n,) words]: w1, …, END, then PAD; no START. A sentence that had to
         stop at `max_words` has no END.
     scores: [batch, (n)], the logarithm of the probability of the sentence; with beam search
-        divided by the length penalty.
+        divided by the length penalty, of what is drawn that at its temperature, before `top_k` and
+        `top_p` leave words out.
     weights: [batch, (n,) layers, heads, words, positions], how the decoder looked at the memory
         when it said each word, 0 where that is PAD; None if not asked for. A recurrent decoder has
         one layer and one head. With the encoder's grid (height, width),
@@ -95,6 +97,8 @@ def generate(
         raise ValueError(f"generator: only for the method 'sample', got one with {method!r}")
     num_sentences = num_return or 1
     source = decoder if use_cache else Recomputed(decoder)
+    if not len(memory):
+        return _of_nothing(decoder, memory, num_return, return_weights)
     with evaluating(decoder), torch.no_grad():
         num_beams = options.pop("num_beams", num_sentences)
         state = source.start(memory, memory_mask, max_words=max_words, num_beams=num_beams)
@@ -118,6 +122,25 @@ def generate(
         weights = None
         if return_weights:
             weights = _weights_of(decoder, memory, memory_mask, words)
+    if num_return is None:
+        words, scores = words[:, 0], scores[:, 0]
+        weights = None if weights is None else weights[:, 0]
+    return Sentences(words, scores, weights)
+
+
+def _of_nothing(
+    decoder: WordDecoder, memory: Tensor, num_return: int | None, return_weights: bool
+) -> Sentences:
+    """No sentences, with all their dimensions, for a batch of no memories."""
+    decoder.check(memory, None, None)
+    words = torch.zeros(0, num_return or 1, 1, dtype=torch.long, device=memory.device)
+    scores = memory.new_zeros(words.shape[:2])
+    weights = None
+    if return_weights:
+        one = memory.new_zeros(1, *memory.shape[1:])
+        with evaluating(decoder), torch.no_grad():
+            like = _weights_of(decoder, one, None, words.new_zeros(1, *words.shape[1:]))
+        weights = like[:0]
     if num_return is None:
         words, scores = words[:, 0], scores[:, 0]
         weights = None if weights is None else weights[:, 0]
@@ -236,40 +259,6 @@ def _weights_of(
     weights = decoder.word_weights(memory, before, memory_mask)
     weights = weights.masked_fill((said == PAD)[:, None, None, :, None], 0.0)
     return weights.unflatten(0, (batch, num_sentences))
-
-
-class Recomputed:
-    """A decoder without a cache: a step runs `forward` on all words so far."""
-
-    def __init__(self, decoder: WordDecoder) -> None:
-        self.decoder = decoder
-
-    def start(
-        self, memory: Tensor, memory_mask: Tensor | None, *, max_words: int, num_beams: int
-    ) -> RecomputedState:
-        return RecomputedState(memory, memory_mask)
-
-    def step(self, words: Tensor, state: RecomputedState) -> Tensor:
-        state.words = torch.cat([state.words, words[:, None]], dim=1)
-        return self.decoder(state.memory, state.words, state.memory_mask)[:, -1]
-
-
-class RecomputedState:
-    """The words so far, and the memory of each hypothesis."""
-
-    def __init__(self, memory: Tensor, memory_mask: Tensor | None) -> None:
-        self.memory, self.memory_mask = memory, memory_mask
-        self.words = torch.empty(len(memory), 0, dtype=torch.long, device=memory.device)
-
-    def expand(self, num_beams: int) -> None:
-        self.words = self.words.repeat_interleave(num_beams, dim=0)
-        self.memory = self.memory.repeat_interleave(num_beams, dim=0)
-        if self.memory_mask is not None:
-            self.memory_mask = self.memory_mask.repeat_interleave(num_beams, dim=0)
-
-    def select(self, beams: Tensor) -> None:
-        first = torch.arange(len(beams), device=beams.device)[:, None] * beams.shape[1]
-        self.words = self.words[(first + beams).flatten()]
 
 
 @contextmanager

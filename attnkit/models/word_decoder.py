@@ -135,6 +135,8 @@ class WordDecoder(nn.Module):
             raise ValueError(
                 f"memory: expected [batch, positions, {self.memory_dim}], got {list(memory.shape)}"
             )
+        if not memory.shape[1]:
+            raise ValueError("memory: expected at least one position, got none")
         if memory_mask is not None and (
             memory_mask.dtype != torch.bool or memory_mask.shape != memory.shape[:2]
         ):
@@ -149,6 +151,8 @@ class WordDecoder(nn.Module):
                 f"words: expected integers [{len(memory)}, words], "
                 f"got {words.dtype} {list(words.shape)}"
             )
+        if not words.shape[1]:
+            raise ValueError("words: expected START at least, got none")
         if words.shape[1] > self.max_words:
             raise ValueError(f"words: {words.shape[1]} of them, but max_words is {self.max_words}")
 

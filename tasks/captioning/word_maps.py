@@ -87,7 +87,7 @@ class WordMaps(Callback):
         shown = F.interpolate(shown[None], size=tuple(image.shape[-2:]), mode="bilinear")[0]
         rows = math.ceil((len(words) + 1) / COLUMNS)
         figure = Figure(figsize=(1.9 * COLUMNS, 2.1 * rows + 0.5), layout="constrained")
-        figure.suptitle(caption)
+        figure.suptitle(_shown(caption))
         panels = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
         for panel in panels:
             panel.axis("off")
@@ -95,7 +95,7 @@ class WordMaps(Callback):
         for panel, word, map_ in zip(panels[1:], words, shown, strict=False):
             panel.imshow(pixels)
             panel.imshow(np.zeros((*pixels.shape[:2], 3)), alpha=_shade(map_).numpy())
-            panel.set_title(word, fontsize=10)
+            panel.set_title(_shown(word), fontsize=10)
         return figure
 
 
@@ -109,6 +109,11 @@ def _words(tokenizer: Any, numbers: list[int]) -> list[str]:
     """Each of the words that were said, the end too."""
     said = (number for number in numbers if number != PAD)
     return ["<end>" if number == END else tokenizer.decode([number]) for number in said]
+
+
+def _shown(text: str) -> str:
+    """For matplotlib, to whom dollar signs would be the ends of a formula."""
+    return text.replace("$", r"\$")
 
 
 def _shade(map_: Tensor) -> Tensor:

@@ -291,3 +291,47 @@ def test_modes_are_as_before():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         generate(made("learned"), a_memory(), **options)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("num_return", [None, 2])
+def test_a_batch_of_nothing(name, num_return):
+    decoder = made(name)
+    memory = torch.randn(3, 5, DIM, dtype=torch.float64)
+    for options in ({"method": "sample"}, {"method": "beam", "num_beams": 2}):
+        options |= {"num_return": num_return, "return_weights": True}
+        some, none = generate(decoder, memory, **options), generate(decoder, memory[:0], **options)
+        assert none.scores.shape == (0, *some.scores.shape[1:])
+        assert none.words.shape[:-1] == (0, *some.words.shape[1:-1])
+        assert none.weights.shape[:-2] == (0, *some.weights.shape[1:-2])
+        assert none.weights.shape[-1] == 5
+    if name == "hard":  # draws a position, of which there must be one
+        return
+    words = torch.ones(0, 4, dtype=torch.long)
+    loss = decoder.train().loss(memory[:0], words)["loss"]
+    assert float(loss) == 0.0
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_nothing_to_look_at_or_to_begin_with(name):
+    decoder = made(name)
+    memory = torch.randn(2, 5, DIM, dtype=torch.float64)
+    with pytest.raises(ValueError, match="memory: expected at least one position, got none"):
+        generate(decoder, memory[:, :0])
+    with pytest.raises(ValueError, match="words: expected START at least, got none"):
+        decoder(memory, torch.ones(2, 0, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_more_beams_than_words(name, dtype):
+    decoder = made(name).to(dtype)
+    memory = torch.randn(2, 5, DIM, dtype=dtype)
+    said = generate(decoder, memory, method="beam", num_beams=40, num_return=30, max_words=2)
+    assert said.scores.dtype == torch.float32
+    possible = torch.isfinite(said.scores)
+    assert possible[:, 0].all()
+    for words, there in zip(said.words, possible, strict=True):
+        sentences = [tuple(row) for row in words[there].tolist()]
+        assert len(set(sentences)) == len(sentences)
+        assert not words[~there].any()

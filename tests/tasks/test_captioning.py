@@ -22,6 +22,7 @@ from attnkit.tasks.captioning import (
     ObjectLooks,
     ScenesData,
     WordLooks,
+    WordMaps,
     is_right,
 )
 
@@ -263,3 +264,11 @@ def test_every_decoder_trains(tmp_path, monkeypatch):
         term = "doubly_stochastic" if decoder == "lstm" else "entropy"
         assert results[f"train/{term}"] > 0
         assert 0 <= results["test/compositional/right"] <= 1
+
+
+def test_a_page_of_words_that_would_be_a_formula(tmp_path):
+    words = ["costs", "$5", r"$\frac", "or$", "<end>"]
+    image = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    figure = WordMaps(tmp_path)._page(image, " ".join(words), words, torch.rand(1, 2, 5, 4, 4))
+    figure.savefig(tmp_path / "page.png")
+    assert [panel.get_title() for panel in figure.axes[1:6]][1] == r"\$5"
