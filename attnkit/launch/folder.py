@@ -1,6 +1,7 @@
 """Run folders: where a run writes, what it left there, which one to go on in."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -109,9 +110,25 @@ def take_back(folder: Path, made: list[Path]) -> None:
             path.rmdir()
 
 
+class _Dumper(yaml.SafeDumper):
+    """YAML in which a list of plain values is one line."""
+
+
+def _on_one_line(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
+    is_plain = not any(isinstance(value, dict | list | tuple) for value in values)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=is_plain)
+
+
+_Dumper.add_representer(list, _on_one_line)
+_Dumper.add_representer(tuple, _on_one_line)
+
+
 def save_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.yaml, whole or not at all."""
-    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    # on one line, the ten thousand words of a vocabulary do not hide the rest
+    text = yaml.dump(
+        dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf
+    )
     with replacing(folder / CONFIG) as file:
         file.write(f"# Written by attnkit; every value the run used.\n{text}".encode())
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 
+from attnkit.launch.folder import load_config, save_config
 from attnkit.launch.main import main
 
 TINY = (
@@ -23,6 +25,7 @@ def trained(tmp_path_factory):
     """An LSTM that says several words of each scene, and a table with captions of its own."""
     folder = tmp_path_factory.mktemp("captioning")
     command = [*TINY, "decoder=lstm", "trainer.max_epochs=8", "optimizer.lr=1e-2"]
+    command.append("decoder.doubly_stochastic=1.0")
     assert main([*command, f"run_dir={folder / 'run'}"]) == 0
     rows = ["image,caption"]
     for number in range(20):
@@ -45,11 +48,25 @@ def figures(folder: str | Path) -> dict:
     return {name: value for name, value in results.items() if name.startswith("test/")}
 
 
+def test_the_vocabulary_is_one_line_of_the_configuration(trained):
+    text = (trained / "run/config.yaml").read_text()
+    (line,) = [line for line in text.splitlines() if "surrounded" in line]
+    assert line.startswith("    words: [a, ")
+    checkpoint = torch.load(trained / "run/checkpoints/best.ckpt", weights_only=True)
+    vocabulary = checkpoint["hyper_parameters"]["vocabulary"]
+    assert yaml.safe_load(text)["module"]["vocabulary"] == vocabulary
+    awkward = {"task": "x", "words": ["no", "1", "a: b", "'", "ü\n", "[", "", "# x", "~" * 300]}
+    awkward |= {"nested": [[1, 2], {"a": [0.5, None]}], "empty": [], "text": "two\nlines " * 90}
+    save_config(Path.cwd(), awkward)
+    assert load_config(Path.cwd()) == awkward
+
+
 def test_one_and_two_processes_agree(attnkit, trained):
     """Of 7 scenes in batches of 3, the document frequencies of CIDEr are of all of them."""
     for name in ("cpu", "cpu_ddp"):
         done = attnkit("run=test", f"ckpt={trained}/run", f"trainer={name}", f"run_dir={name}")
         assert done.code == 0, done.err
+    assert json.loads((trained / "run/results.json").read_text())["train/doubly_stochastic"] > 0
     one, two = figures("cpu"), figures("cpu_ddp")
     assert one["test/cider_d"] > 0.01
     assert one["test/bleu2"] > 0.05
@@ -87,12 +104,14 @@ def test_decoding_changes_in_the_run_folder(attnkit, trained):
 
 
 def test_all_decoders_in_one_table(attnkit):
-    done = attnkit("-m", *TINY, "decoder=transformer,lstm", "run_dir=sweep")
+    done = attnkit("-m", *TINY, "decoder=transformer,lstm_hard", "run_dir=sweep")
     assert done.code == 0, done.err
     with Path("sweep/table.csv").open(newline="") as file:
         rows = {row["decoder"]: row for row in csv.DictReader(file)}
-    assert rows.keys() == {"transformer", "lstm"}
-    assert float(rows["lstm"]["parameters"]) != float(rows["transformer"]["parameters"])
+    assert rows.keys() == {"transformer", "lstm_hard"}
+    hard = json.loads(Path(rows["lstm_hard"]["folder"], "results.json").read_text())
+    assert hard["train/entropy"] > 0
+    assert float(rows["lstm_hard"]["parameters"]) != float(rows["transformer"]["parameters"])
     for row in rows.values():
         assert not row["error"]
         assert float(row["test/compositional/cider_d"]) >= 0
@@ -126,7 +145,7 @@ WRONG = [
     ("encoder.image_size=32", "image_size: got 24, but the encoder was made for 32 x 32 pixels"),
     ("module.image_size=32", "image_size: got 32, but the encoder was made for 24 x 24 pixels"),
     # decoding
-    slow("module.method=bean", "method: expected one of 'greedy', 'beam', 'sample', got 'bean'"),
+    ("module.method=bean", "method: expected one of 'greedy', 'beam', 'sample', got 'bean'"),
     ("module.num_beams=3", "num_beams: only for the method 'beam', got 3 with 'greedy'"),
     slow("module.method=beam module.num_beams=0", "num_beams: expected at least 1, got 0"),
     slow("module.method=beam module.num_beams=1.5", "num_beams: expected int | None, got 1.5"),
