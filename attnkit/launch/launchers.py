@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from hydra._internal.callbacks import Callbacks
@@ -116,6 +117,7 @@ class Launch:
         The first one tells every trial to end its step, the second one to end at once.
         """
         errors: list[BaseException] = []
+        ended = threading.Event()  # not join(): interrupted, it takes the thread for ended
 
         def launch() -> None:
             try:
@@ -123,13 +125,16 @@ class Launch:
                     self._launch(task)
             except BaseException as error:
                 errors.append(error)
+            finally:
+                ended.set()
 
-        thread = threading.Thread(target=launch, name="launcher", daemon=True)
-        thread.start()
+        # Python's tracker of shared memory, which joblib starts, would let SIGINT through again.
+        resource_tracker.ensure_running()
+        threading.Thread(target=launch, name="launcher", daemon=True).start()
         stopped: KeyboardInterrupt | StoppedBySignal | None = None
-        while thread.is_alive():
+        while not ended.is_set():
             try:
-                thread.join(_POLL)
+                ended.wait(_POLL)
             except (KeyboardInterrupt, StoppedBySignal) as error:
                 signum = getattr(error, "signum", signal.SIGINT)
                 _tell(stop, signal.SIGKILL if stopped else signum)
