@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ class Composer:
         shipped = Path(__file__).resolve().parent.parent / "conf"
         return [shipped, *([self.config_dir] if self.config_dir else [])]
 
-    def groups(self) -> dict[str, list[str]]:
-        """Each group and its choices."""
+    @cached_property  # Hydra reads all its sources again for each
+    def _groups(self) -> dict[str, list[str]]:
         names = sorted(
             {
                 path.name
@@ -83,6 +84,10 @@ class Composer:
             - {"hydra"}
         )
         return {n: self.loader.get_group_options(n, ObjectType.CONFIG) for n in names}
+
+    def groups(self) -> dict[str, list[str]]:
+        """Each group and its choices."""
+        return self._groups
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """The overrides as Hydra reads them; refuses its settings that would do nothing here."""

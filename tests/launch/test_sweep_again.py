@@ -1,6 +1,5 @@
 """Sweeps that are killed, resumed and retried: every trial runs once, whatever happens."""
 
-import csv
 import json
 import os
 import re
@@ -14,36 +13,7 @@ import pytest
 
 from attnkit.launch import devices, trials
 from attnkit.launch.locks import is_locked, locked
-from attnkit.launch.main import main
 from attnkit.lightning import UserError
-
-QUICK = (
-    "task=vit", "model.dim=16", "model.depth=1", "trainer=cpu", "trainer.max_epochs=1",
-    "trainer.limit_batches=2", "callbacks.curves=null", "logger.tensorboard=null",
-)  # fmt: skip
-
-
-def states(folder) -> list[str]:
-    return [trial.state for trial in trials.read_sweep(Path(folder)).trials]
-
-
-def rows(folder) -> list[dict]:
-    with Path(folder, "table.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def steps_of(trial: trials.Trial) -> list[int]:
-    """The steps whose training was logged; a trial that was trained twice has them twice."""
-    with (trial.folder / "metrics.csv").open(newline="") as file:
-        return [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
-
-
-def started(trial: trials.Trial) -> int:
-    """How often the training of a trial began, by its own log, which only grows."""
-    log = trial.folder / "run.log"
-    text = log.read_text() if log.exists() else ""
-    return len(re.findall(r"^\S+ \S+ \w+ · train ·", text, re.MULTILINE))
-
 
 # --- the record -----------------------------------------------------------------------------------
 
@@ -66,32 +36,32 @@ def record(tmp_path):
     return tmp_path
 
 
-def test_each_state_is_found(record):
+def test_each_state_is_found(record, found):
     sweep = trials.read_sweep(record)
-    assert states(record) == ["done", "failed", "interrupted", "waiting"]
+    assert found.states(record) == ["done", "failed", "interrupted", "waiting"]
     assert sweep.trials[0].results["val/loss_best"] == 0.5
     assert sweep.trials[1].error == "went wrong"
     assert sweep.trials[3].folder == record / "3_model.depth=3"
     assert sweep.trials[3].values == {"model.depth": "3"}
     with locked(sweep.trials[2].lock) as mine:
         assert mine
-        assert states(record)[2] == "running"
+        assert found.states(record)[2] == "running"
         with locked(sweep.trials[2].lock) as again:
             assert not again
-    assert states(record)[2] == "interrupted"
+    assert found.states(record)[2] == "interrupted"
     # the results of one seed are not those of the job
     (record / "3_model.depth=3" / "seed_0").mkdir(parents=True)
     (record / "3_model.depth=3" / "seed_0" / "results.json").write_text('{"num_seeds": 1}')
-    assert states(record)[3] == "interrupted"
+    assert found.states(record)[3] == "interrupted"
 
 
 def test_trials_are_appended_by_many_at_once(record):
     with ThreadPoolExecutor(8) as pool:
         added = pool.map(lambda n: trials.add_trial(record, [f"model.depth={n}"]), range(20, 40))
     assert sorted(trial.number for trial in added) == list(range(4, 24))
-    found = trials.read_sweep(record).trials
-    assert [trial.number for trial in found] == list(range(24))
-    assert {trial.values["model.depth"] for trial in found[4:]} == {str(n) for n in range(20, 40)}
+    there = trials.read_sweep(record).trials
+    assert [trial.number for trial in there] == list(range(24))
+    assert {trial.values["model.depth"] for trial in there[4:]} == {str(n) for n in range(20, 40)}
 
 
 @pytest.mark.parametrize(
@@ -141,11 +111,11 @@ def halted(mine):
     return done
 
 
-def test_resume_and_retry(halted, attnkit, mine, hers):
+def test_resume_and_retry(halted, attnkit, found, hers):
     assert "the trials after it were not started" in halted.err
     again = f"attnkit -m resume={Path('sweep').absolute()} --config-dir {hers}"
     assert f"to go on: {again}" in halted.err
-    assert states("sweep") == ["done", "failed", "interrupted", "waiting"]
+    assert found.states("sweep") == ["done", "failed", "interrupted", "waiting"]
 
     # what is not given again, and what can't change
     for argv, message in (
@@ -169,27 +139,27 @@ def test_resume_and_retry(halted, attnkit, mine, hers):
     done = attnkit("--config-dir", hers, "-m", "resume=sweep")
     assert done.code == 1, done.err
     assert "2 of 4 trials" in done.out
-    assert states("sweep") == ["done", "failed", "done", "failed"]
+    assert found.states("sweep") == ["done", "failed", "done", "failed"]
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-    assert [row["trial"] for row in rows("sweep")] == ["0", "2", "1", "3"]
-    found = trials.read_sweep(Path("sweep")).trials
-    assert [started(trial) for trial in found] == [1] * 4
-    assert "train, going on" in (found[2].folder / "run.log").read_text()
-    assert steps_of(found[2]) == steps_of(found[0])
+    assert [row["trial"] for row in found.rows("sweep")] == ["0", "2", "1", "3"]
+    ended = trials.read_sweep(Path("sweep")).trials
+    starts = [["train"], ["train"], ["train", "train, going on"], ["train"]]
+    assert [found.starts(trial) for trial in ended] == starts
+    assert found.steps(ended[2]) == found.steps(ended[0])
 
     # nothing is left to go on with: only the table
     done = attnkit("--config-dir", hers, "-m", "resume=sweep")
     assert "0 of 4 trials" in done.out
-    assert [started(trial) for trial in found] == [1] * 4
+    assert [found.starts(trial) for trial in ended] == starts
 
     # changes that a run which goes on may have, and the error before is kept
     done = attnkit("--config-dir", hers, "run=retry", "sweep=sweep", "trainer.max_epochs=1")
     assert done.code == 1
     again = trials.read_sweep(Path("sweep")).trials
-    assert [started(trial) for trial in again] == [1, 2, 1, 2]
+    assert [len(found.starts(trial)) for trial in again] == [1, 2, 2, 2]
     assert [len(trial.errors) for trial in again] == [0, 1, 0, 1]
     assert again[1].overrides[-1] == "trainer.max_epochs=1"
-    assert len(rows("sweep")) == 4
+    assert len(found.rows("sweep")) == 4
 
 
 @pytest.mark.parametrize(
