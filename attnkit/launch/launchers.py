@@ -129,7 +129,8 @@ class Launch:
                 ended.set()
 
         # Python's tracker of shared memory, which joblib starts, would let SIGINT through again.
-        resource_tracker.ensure_running()
+        if os.name == "posix":
+            resource_tracker.ensure_running()
         threading.Thread(target=launch, name="launcher", daemon=True).start()
         stopped: KeyboardInterrupt | StoppedBySignal | None = None
         while not ended.is_set():
@@ -229,8 +230,8 @@ def _watch(process: "subprocess.Popen[bytes]", stop: Path) -> bool:
             process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE)
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(OSError):  # its own workers, too
+            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
         process.wait()
     return bool(told)
 

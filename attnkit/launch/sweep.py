@@ -16,9 +16,10 @@ from hydra.errors import HydraException
 from attnkit.launch import folder as folders
 from attnkit.launch import ranking, tradeoff
 from attnkit.launch.compose import Composer
-from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted
+from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail
 from attnkit.launch.jobs import Request, decide
 from attnkit.launch.launchers import Launch
+from attnkit.launch.signals import raise_received
 from attnkit.launch.trial import Order
 from attnkit.launch.trials import Sweep, key_of, new_trial, read_sweep, write_sweep
 from attnkit.lightning.errors import StoppedBySignal, UserError
@@ -85,6 +86,11 @@ def run_trials(launch: Launch, sweep: Sweep, order: Order) -> int:
         again = to_go_on(sweep, order)
         message = f"{said}; the trials after it were not started\nto go on: {again}"
         raise Interrupted(message, getattr(error, "code", INTERRUPTED)) from None
+    except Exception as error:
+        raise_received()
+        fail(error, CRASHED)  # the launcher's; the trials it did run are worth a table
+        finish(sweep.folder)
+        return CRASHED
     return finish(sweep.folder)
 
 

@@ -136,9 +136,14 @@ def test_resume_and_retry(halted, attnkit, found, hers):
     edited = content.replace('"module.interrupt_at=1"', '"module.interrupt_at=null"')
     Path("sweep/sweep.json").write_text(edited)
     before = {path: path.stat().st_mtime_ns for path in Path("sweep").glob("[01]_*/*")}
+    with locked(trials.read_sweep(Path("sweep")).trials[3].lock):  # as if another process ran it
+        done = attnkit("--config-dir", hers, "-m", "resume=sweep")
+        assert done.code == 1, done.err
+        assert "1 of 4 trials" in done.out
+        assert "1 running; to go on: attnkit -m resume=" in done.out
+        assert found.states("sweep") == ["done", "failed", "done", "running"]
     done = attnkit("--config-dir", hers, "-m", "resume=sweep")
-    assert done.code == 1, done.err
-    assert "2 of 4 trials" in done.out
+    assert "1 of 4 trials" in done.out
     assert found.states("sweep") == ["done", "failed", "done", "failed"]
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
     assert [row["trial"] for row in found.rows("sweep")] == ["0", "2", "1", "3"]

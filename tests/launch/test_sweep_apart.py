@@ -10,8 +10,8 @@ import pytest
 from attnkit.launch import devices, launchers, trials
 
 QUICK = (
-    "task=vit", "model.dim=16", "model.depth=1", "trainer=cpu", "trainer.limit_batches=2",
-    "callbacks.curves=null", "logger.tensorboard=null",
+    "task=vit", "model.dim=16", "model.depth=1", "model.num_heads=2", "trainer=cpu",
+    "trainer.limit_batches=2", "callbacks.curves=null", "logger.tensorboard=null",
 )  # fmt: skip
 LAUNCHERS = [
     ("joblib", "hydra.launcher.n_jobs=2"),
@@ -116,7 +116,7 @@ def test_a_trial_that_is_killed_fails_alone(attnkit, found, start):
 def test_twelve_trials_killed_resumed_and_retried(found, start):
     """Two of them fail in training, of a learning rate that makes the loss NaN."""
     command = start(
-        "-m", *QUICK, "trainer.max_epochs=6", "model.num_heads=1,2",
+        "-m", *QUICK, "trainer.max_epochs=6", "seed=0,1",
         "optimizer.lr=1e-3,2e-3,4e-3,1e30,8e-3,2e-2", "run_dir=sweep",
     )  # fmt: skip
     command.when(lambda: list(Path("sweep").glob("5_*/checkpoints/last.ckpt")))
