@@ -20,7 +20,6 @@ from attnkit.launch.compose import Composer
 from attnkit.launch.errors import guarded, summary
 from attnkit.launch.jobs import Request, decide
 from attnkit.launch.locks import holder, locked
-from attnkit.launch.report import LOG
 from attnkit.launch.run import Job, execute
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.launch.trials import ERROR, Trial, key_of, progress, read_sweep
@@ -114,6 +113,8 @@ def _set_aside_error(trial: Trial) -> None:
 
 def _clear(folder: Path) -> None:
     """Leave only the log and the errors of the attempts before."""
+    from attnkit.launch.report import LOG
+
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
