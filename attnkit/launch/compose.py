@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ class Composer:
         shipped = Path(__file__).resolve().parent.parent / "conf"
         return [shipped, *([self.config_dir] if self.config_dir else [])]
 
-    def groups(self) -> dict[str, list[str]]:
-        """Each group and its choices."""
+    @cached_property  # Hydra reads all its sources again for each
+    def _groups(self) -> dict[str, list[str]]:
         names = sorted(
             {
                 path.name
@@ -83,6 +84,10 @@ class Composer:
             - {"hydra"}
         )
         return {n: self.loader.get_group_options(n, ObjectType.CONFIG) for n in names}
+
+    def groups(self) -> dict[str, list[str]]:
+        """Each group and its choices."""
+        return self._groups
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """The overrides as Hydra reads them; refuses its settings that would do nothing here."""
@@ -114,7 +119,7 @@ class Composer:
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Hydra's composition, its own node included. A key that no file has yet is added."""
-        config = self._accepted(overrides)[0]
+        config = self._accepted(overrides)
         check_hydra(config, overrides)
         if not isinstance(config._get_node("task")._value(), str):  # type: ignore[union-attr]
             path = f"task/{OmegaConf.select(config, 'hydra.runtime.choices.task')}.yaml"
@@ -122,16 +127,14 @@ class Composer:
             raise UserError(f"{self._broken_file() or path}: {first}")
         return config
 
-    def _accepted(self, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-        """The composition, and the overrides as Hydra took them."""
+    def _accepted(self, overrides: Sequence[str]) -> DictConfig:
         texts = list(overrides)
         for _ in range(len(texts) + 1):
             try:
                 with self._translated(texts):
-                    config = self.hydra.compose_config(
+                    return self.hydra.compose_config(
                         CONFIG_NAME, texts, run_mode=RunMode.RUN, with_log_configuration=False
                     )
-                    return config, texts
             except _NoSuchKey as error:
                 # Any argument of a constructor may be given, whether or not a file lists it;
                 # what is no argument is found by validate(), in one form with everything else.
@@ -140,15 +143,20 @@ class Composer:
                 texts = [f"{mark}{t}" if _key(t) == error.key else t for t in texts]
         raise AssertionError("an override was refused twice")
 
-    def writable(
-        self, overrides: Sequence[str], combinations: Sequence[Sequence[str]]
-    ) -> list[str]:
-        """The overrides with `+` or `++` where no file has the key, for Hydra's own sweeper."""
-        marks: dict[str, str] = {}
-        for texts in combinations:
-            accepted = self._accepted(texts)[1]
-            marks |= {_key(t): a[: len(a) - len(t)] for t, a in zip(texts, accepted, strict=True)}
-        return [marks.get(_key(o), "") + o for o in overrides]
+    def hydra_config(self, overrides: Sequence[str]) -> DictConfig:
+        """What Hydra's launchers and sweepers read; the task in it is nobody's."""
+        try:
+            with self._translated(overrides):
+                config = self.hydra.compose_config(
+                    CONFIG_NAME, list(overrides), RunMode.MULTIRUN, with_log_configuration=False
+                )
+        except _NoSuchKey as error:
+            node = error.key.rpartition(".")[0]
+            raise UserError(f"{error.key}: {node} has no such setting") from error
+        except UserError as error:  # of a wrong type, without a word of which
+            raise UserError(f"{' '.join(overrides)}: {str(error).lstrip(': ')}") from error
+        check_hydra(config, overrides)
+        return config
 
     def files(self, overrides: Sequence[str]) -> list[Source]:
         """The files of a composition, in the order they are merged; to word a message only."""

@@ -13,6 +13,8 @@ attnkit: train, test and use attention models. Settings are key=value, parts are
   attnkit run=inspect ckpt=RUN_DIR images=PATH      of captions: where it looked at each word
   attnkit resume=latest                             go on after an interruption
   attnkit -m optimizer.lr=1e-3,2e-3 seeds=3         one run for each value, one ranked table
+  attnkit -m resume=latest                          go on with a sweep; nothing runs twice
+  attnkit run=retry sweep=SWEEP_DIR                 run its failed trials again
 
 (The same with `python -m attnkit`.)
 
@@ -20,7 +22,7 @@ Groups and their choices
 {groups}
 
 Keys of every task
-  run=train|test|predict|inspect     what to do
+  run=train|test|predict|inspect|retry   what to do
   seed=0  seeds=1              seeds=N: N runs, mean and spread
   splits=all                   the same over the fixed splits of the data
   trainer.max_epochs=N         how long
@@ -35,6 +37,7 @@ Any argument of a constructor named in the configuration may be set, e.g. model.
 Options
   --cfg job [--resolve]        print the configuration and stop
   -m, --multirun               one run for each combination of values: key=a,b
+  hydra/launcher=joblib        several at once; also submitit_local, submitit_slurm
   --config-dir DIR             your own folder: its task/*.yaml, model/*.yaml, … and modules
   allow=[PACKAGE]              let the configuration name classes of your own package
   --shell-completion install=bash|zsh|fish     eval "$(attnkit --shell-completion install=bash)"

@@ -23,6 +23,7 @@ CONTROLS = {
     "seeds": 1,
     "splits": None,
     "resume": None,
+    "sweep": None,
     "ckpt": None,
     "images": None,
     "allow": None,
@@ -81,8 +82,11 @@ class Request:
         return plain
 
 
-def decide(request: Request, run_dir: Path | None = None, *, sweep: bool = False) -> Job:
-    """The job a command line asks for; `run_dir` is where a trial of a sweep belongs."""
+def decide(request: Request, run_dir: Path | None = None) -> Job:
+    """The job a command line asks for; `run_dir` is where a trial of a sweep belongs.
+
+    Something may lie there: the log and the errors of attempts that came to nothing.
+    """
     if run_dir is not None:
         request.config["run_dir"] = str(run_dir)
     config = request.config
@@ -91,7 +95,7 @@ def decide(request: Request, run_dir: Path | None = None, *, sweep: bool = False
         return _resumed(request)
     if config.get("ckpt") is not None:
         return _evaluation(request)
-    folder = request.folder(sweep=sweep)
+    folder = run_dir or request.folder()
     top = request.plain(config, run_dir=str(folder))
     runs = [
         request.plain(config, run_dir=str(folder / name), **values)
@@ -141,6 +145,11 @@ def _job(
 def _check_contradictions(request: Request) -> None:
     config = request.config
     run = config.get("run")
+    if run in schema.OF_SWEEPS:
+        raise UserError(f"run={run}: of a whole sweep, by itself: run={run} sweep=SWEEP_DIR")
+    if config.get("sweep") is not None:
+        of = ", ".join(schema.OF_SWEEPS)
+        raise UserError(f"sweep={config['sweep']}: only for run={of}; to go on: -m resume=")
     if config.get("resume") is not None:
         for key in ("run_dir", "ckpt", "images", "seed", "seeds", "splits"):
             if typed := request.typed(key):
@@ -226,6 +235,15 @@ def _resumed(request: Request) -> Job:
         for o in request.overrides
         if not o.lstrip("+~").startswith(("resume=", "task=", "allow="))
     ]
+    check_resumable(changes)
+    top = _overlaid(request, saved, changes)
+    parts = [folders.load_config(folder / name) for name in _parts(top)]
+    runs = [_overlaid(request, part, changes) for part in parts] or [top]
+    return _job(request, folder, top, runs, resumed=True, changes=tuple(changes))
+
+
+def check_resumable(changes: Sequence[str]) -> None:
+    """Refuse what may not change in a run that goes on."""
     for change in changes:
         key = change.partition("=")[0].lstrip("+~").partition("@")[0]
         if not f"{key}.".startswith(schema.RESUMABLE):
@@ -233,10 +251,6 @@ def _resumed(request: Request) -> Job:
                 f"{change}: can't change in a run that goes on\n"
                 f"  may change: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"
             )
-    top = _overlaid(request, saved, changes)
-    parts = [folders.load_config(folder / name) for name in _parts(top)]
-    runs = [_overlaid(request, part, changes) for part in parts] or [top]
-    return _job(request, folder, top, runs, resumed=True, changes=tuple(changes))
 
 
 def _overlaid(request: Request, saved: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:

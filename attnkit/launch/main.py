@@ -65,8 +65,12 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
     from attnkit.launch.jobs import Request, decide
     from attnkit.launch.run import execute
 
-    job = decide(Request.read(composer, args.overrides))
-    return execute(job, launcher).code
+    request = Request.read(composer, args.overrides)
+    if request.config.get("run") == "retry":
+        from attnkit.launch.again import retry
+
+        return retry(request)
+    return execute(decide(request), launcher).code
 
 
 def _show(composer: "Composer", overrides: Sequence[str], *, resolve: bool) -> int:  # type: ignore[name-defined] # noqa: F821

@@ -2,24 +2,14 @@
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from attnkit.launch.trials import Trial
 
 FILE = "table.csv"
 MARKDOWN = "table.md"
 COSTS = ("parameters", "multiply_adds", "step_seconds")
-
-
-@dataclass
-class Trial:
-    """How one trial went; plain data, so that a launcher may run it in another process."""
-
-    number: int
-    folder: str
-    values: dict[str, str]
-    results: dict[str, float] = field(default_factory=dict)
-    error: str = ""
 
 
 def ranked(trials: Sequence[Trial], config: Mapping[str, Any]) -> tuple[list[Trial], list[str]]:
@@ -57,7 +47,7 @@ def save(path: Path, trials: Sequence[Trial], figures: Sequence[str]) -> None:
             values = [trial.values.get(key, "") for key in keys]
             numbers = [trial.results.get(name, "") for name in figures]
             row = ["" if trial.error else rank, trial.number, *values, *numbers]
-            writer.writerow([*row, trial.folder, " ".join(trial.error.split())])
+            writer.writerow([*row, str(trial.folder), " ".join(trial.error.split())])
 
 
 def save_markdown(path: Path, trials: Sequence[Trial], figures: Sequence[str], said: str) -> None:

@@ -91,10 +91,12 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
 def _taken_back_if_refused(job: Job) -> Iterator[None]:
     """What only the start of a run can see to be wrong leaves nothing behind either."""
     made = folders.absent(job.folder)
+    # of a trial of a sweep that is tried again, the log and the errors of before
+    kept = job.folder.is_dir() and any(job.folder.iterdir())
     try:
         yield
     except UserError:
-        if not job.resumed:
+        if not job.resumed and not kept:
             folders.take_back(job.folder, made)
         raise
 

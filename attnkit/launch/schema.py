@@ -17,8 +17,9 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
-    run: Literal["train", "test", "predict", "inspect"] = "train"
-    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…)."""
+    run: Literal["train", "test", "predict", "inspect", "retry"] = "train"
+    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…);
+    retry (with sweep=…)."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
@@ -55,6 +56,8 @@ class Config:
     """Where to write: a new or an empty folder."""
     resume: str | Path | None = None
     """A run folder to go on in, or latest."""
+    sweep: str | Path | None = None
+    """The folder of a sweep, for run=retry."""
     ckpt: str | Path | None = None
     """A checkpoint, or a run folder (its best.ckpt)."""
     images: str | Path | None = None
@@ -73,6 +76,9 @@ class Config:
 
 # What predicts, and needs a checkpoint and images.
 PREDICTING = ("predict", "inspect")
+
+# What is done with the folder of a sweep, and needs sweep=…
+OF_SWEEPS = ("retry",)
 
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (

@@ -1,110 +1,153 @@
 """`-m key=a,b`: every trial checked before the first starts, one folder each, one ranked table.
 
-Hydra's own sweeper and launcher run the trials; `hydra/sweeper=` and `hydra/launcher=` choose
-others.
+The trials are on record in sweep.json before the first of them starts, so that whatever ends a
+sweep, it can go on (launch/again.py).
 """
 
 import re
-import sys
-from collections.abc import Sequence
-from functools import partial
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 
 from attnkit.launch import folder as folders
 from attnkit.launch import ranking, tradeoff
-from attnkit.launch.compose import CONFIG_NAME, Composer
-from attnkit.launch.errors import CRASHED, Interrupted, summary
+from attnkit.launch.compose import Composer
+from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail
 from attnkit.launch.jobs import Request, decide
-from attnkit.launch.ranking import Trial
-from attnkit.launch.run import execute
-from attnkit.lightning.errors import UserError
-
-_NAMING = re.compile(r"[\w.+-]{1,30}")  # values short and plain enough for a folder name
+from attnkit.launch.launchers import Launch
+from attnkit.launch.signals import raise_received
+from attnkit.launch.trial import Order
+from attnkit.launch.trials import Sweep, key_of, new_trial, read_sweep, write_sweep
+from attnkit.lightning.errors import StoppedBySignal, UserError
 
 
 def sweep(composer: Composer, overrides: Sequence[str]) -> int:
     """Run one trial for each combination; returns the exit code, 1 if a trial failed."""
-    swept = [o for o in composer.parse(overrides) if o.is_sweep_override()]
-    for override in composer.parse(overrides):
-        if override.key_or_group == "resume":
-            raise UserError(f"{override.input_line}: not with -m; resume one of its runs at a time")
-        if override in swept and override.key_or_group in ("run_dir", "allow"):
+    parsed = composer.parse(overrides)
+    if any(o.key_or_group == "resume" for o in parsed):
+        from attnkit.launch.again import resume
+
+        return resume(composer, overrides)
+    swept = [o for o in parsed if o.is_sweep_override()]
+    for override in swept:
+        if override.key_or_group in ("run_dir", "allow"):
             raise UserError(f"{override.input_line}: one for all trials")
     place, hydra, rest = _sorted_out(overrides)
+    launch = Launch.read(composer, hydra)
     combinations = _combinations(composer, rest)
     root = Request.read(composer, [*combinations[0], *place]).folder(sweep=True)
     for combination in combinations:
         try:
-            job = decide(Request.read(composer, combination), root / "trial")
+            decide(Request.read(composer, combination), root / "trial")
         except UserError as error:
             lines = str(error).splitlines()[:2]
             lines.append(f"  in the trial {' '.join(combination)}")
             raise UserError("\n".join(lines)) from error
 
     root = folders.create(root, fresh=not root.exists())
-    print(f"{len(combinations)} trials in {root}", flush=True)
-    texts = [
-        *composer.writable(rest, combinations),
-        *hydra,
-        f"hydra.sweep.dir={_quoted(str(root))}",
-        f"hydra.sweep.subdir={_quoted(_subdir(composer, swept))}",
-        "hydra.mode=MULTIRUN",
-    ]
     keys = tuple(o.key_or_group for o in swept)
-    run_one = partial(trial, keys=keys, config_dir=composer.config_dir)
-    try:
-        batches = composer.hydra.multirun(CONFIG_NAME, run_one, texts)
-    except Interrupted as error:
-        message = f"{error}\nthe trials after it were not started"
-        raise Interrupted(message, error.code) from None
-    trials = [returned.return_value for batch in batches or [] for returned in batch]
-    trials, figures = ranking.ranked(trials, job.config)
-    said = ranking.in_words(trials, [o for o in rest if _key(o) not in keys])
-    ranking.save(root / ranking.FILE, trials, figures)
-    ranking.save_markdown(root / ranking.MARKDOWN, trials, figures, said)
-    ranking.show(trials, figures)
-    print(f"{said}\n  table  {root / ranking.FILE}")
-    print(f"         {root / ranking.MARKDOWN}")
-    metric = next((n for n in ("test/accuracy", *figures) if n in figures), "")
-    if tradeoff.draw(root / tradeoff.FILE, trials, metric):
-        print(f"  costs  {root / tradeoff.FILE}")
-    return CRASHED if any(t.error for t in trials) else 0
-
-
-def trial(_: DictConfig, *, keys: tuple[str, ...], config_dir: Path | None) -> Trial:
-    """One trial, in whatever process the launcher chose. Its error is its result."""
-    hydra = HydraConfig.get()
-    overrides = [o.lstrip("+") if _key(o) in keys else o for o in hydra.overrides.task]
-    given = {_key(o): o.partition("=")[2] for o in overrides}
-    folder = Path(hydra.runtime.output_dir)
-    values = {key: given[key] for key in keys if key in given}
-    result = Trial(int(hydra.job.num), str(folder), values)
-    print(
-        f"\ntrial {result.number}  " + " ".join(f"{k}={v}" for k, v in values.items()), flush=True
+    allow = tuple(o for o in rest if key_of(o) == "allow")
+    made = [[o for o in c if key_of(o) != "allow"] for c in combinations]
+    planned = Sweep(
+        root,
+        tuple(overrides),
+        keys,
+        tuple(new_trial(root, keys, number, texts) for number, texts in enumerate(made)),
+        hydra=tuple(hydra),
+        config_dir=str(composer.config_dir) if composer.config_dir else None,
+        allow=allow,
+        working_dir=str(Path.cwd()),
     )
+    write_sweep(planned)
+    print(f"{len(combinations)} trials in {root}", flush=True)
+    return run_trials(launch, planned, order_of(composer, planned, allow))
+
+
+def order_of(composer: Composer, sweep: Sweep, allow: Sequence[str], **kwargs: Any) -> Order:
+    """What every trial is told."""
+    config_dir = str(composer.config_dir) if composer.config_dir else None
+    return Order(str(sweep.folder), config_dir, tuple(allow), **kwargs)
+
+
+def run_trials(launch: Launch, sweep: Sweep, order: Order) -> int:
+    """Run the trials that the order wants, then show them all; returns the exit code."""
+    wanted = [t for t in sweep.trials if t.state != "running" and order.wants(t)]
+    numbers = [trial.number for trial in wanted]
     try:
-        # Composed again from its command line, which also tells where each key was written.
-        job = decide(Request.read(Composer(config_dir), overrides), folder)
-        result.results = execute(job).results
-    except Interrupted:
-        raise
+        if numbers:
+            launch.run(order, numbers)
+    except (KeyboardInterrupt, StoppedBySignal) as error:
+        by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else str(error)
+        said = by.partition("; to go on")[0] or "interrupted"
+        again = to_go_on(sweep, order)
+        message = f"{said}; the trials after it were not started\nto go on: {again}"
+        raise Interrupted(message, getattr(error, "code", INTERRUPTED)) from None
     except Exception as error:
-        result.error = summary(error)
-        (folder / "error.txt").write_text(f"{result.error}\n", encoding="utf-8")
-        print(f"attnkit: trial {result.number}: {result.error}", file=sys.stderr, flush=True)
-    return result
+        raise_received()
+        fail(error, CRASHED)  # the launcher's; the trials it did run are worth a table
+        finish(sweep.folder)
+        return CRASHED
+    return finish(sweep.folder)
+
+
+def to_go_on(sweep: Sweep, order: Order) -> str:
+    """The command that goes on with a sweep."""
+    own = ["--config-dir", order.config_dir] if order.config_dir else []
+    words = [shlex.quote(word) for word in (*own, *order.allow, *sweep.hydra)]
+    return " ".join(["attnkit -m", folders.as_override("resume", sweep.folder), *words])
+
+
+def finish(folder: Path) -> int:
+    """The ranked table of the trials that have ended, on screen and in files; the exit code."""
+    sweep = read_sweep(folder)
+    ended = sweep.having("done", "failed")
+    if ended:
+        trials, figures = ranking.ranked(ended, saved_config(sweep))
+        shared = [o for o in sweep.command if key_of(o) not in sweep.keys and not _is_place(o)]
+        said = ranking.in_words(trials, shared)
+        ranking.save(folder / ranking.FILE, trials, figures)
+        ranking.save_markdown(folder / ranking.MARKDOWN, trials, figures, said)
+        ranking.show(trials, figures)
+        print(f"{said}\n  table  {folder / ranking.FILE}")
+        print(f"         {folder / ranking.MARKDOWN}")
+        metric = next((n for n in ("test/accuracy", *figures) if n in figures), "")
+        if tradeoff.draw(folder / tradeoff.FILE, trials, metric):
+            print(f"  costs  {folder / tradeoff.FILE}")
+    if failed := sweep.having("failed"):
+        again = folders.as_override("sweep", folder)
+        print(f"{len(failed)} failed; to run them again: attnkit run=retry {again}")
+    for state in ("running", "interrupted", "waiting"):
+        if those := sweep.having(state):
+            again = folders.as_override("resume", folder)
+            print(f"{len(those)} {state}; to go on: attnkit -m {again}")
+    return CRASHED if sweep.having("failed", "interrupted", "waiting") else 0
+
+
+def saved_config(sweep: Sweep) -> Mapping[str, Any]:
+    """The configuration of a trial, for what all share; empty where none has begun."""
+    for trial in sweep.having("done", "failed"):
+        if (trial.folder / folders.CONFIG).is_file():
+            return folders.load_config(trial.folder)
+    return {}
+
+
+def _is_place(override: str) -> bool:
+    return key_of(override) == "run_dir" or key_of(override).startswith("hydra")
 
 
 def _sorted_out(overrides: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """The sweep's own folder, Hydra's settings, and what the trials are made of."""
-    place = [o for o in overrides if _key(o) == "run_dir"]
-    hydra = [o for o in overrides if re.match(r"hydra[./]", _key(o))]
+    place = [o for o in overrides if key_of(o) == "run_dir"]
+    hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
+    for override in hydra:
+        if key_of(override).startswith(("hydra/sweeper", "hydra.sweeper")) and (
+            override.lstrip("+") != "hydra/sweeper=basic"
+        ):
+            raise UserError(f"{override}: attnkit makes the combinations itself, of key=a,b")
     return place, hydra, [o for o in overrides if o not in place and o not in hydra]
 
 
@@ -113,27 +156,3 @@ def _combinations(composer: Composer, overrides: Sequence[str]) -> list[list[str
         return BasicSweeper.split_arguments(composer.parse(overrides), None)[0]
     except HydraException as error:
         raise UserError(f"-m: {error}") from error
-
-
-def _subdir(composer: Composer, swept: Sequence[Override]) -> str:
-    """Folder name of a trial: its number and, where they make a name, its values.
-
-    Hydra fills it in for each trial; a group stands for its choice, a key for its value.
-    """
-    groups = composer.groups()
-    parts = []
-    for override in swept:
-        key = override.key_or_group
-        if all(_NAMING.fullmatch(str(value)) for value in override.sweep_string_iterator()):
-            source = f"hydra.runtime.choices.{key}" if key in groups else key
-            parts.append(f"{key}=${{{source}}}")
-    return "_".join(["${hydra.job.num}", ",".join(parts)]).rstrip("_")
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

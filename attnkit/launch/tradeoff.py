@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnkit.launch.ranking import Trial, label
+from attnkit.launch.ranking import label
+from attnkit.launch.trials import Trial
 
 FILE = "cost.png"
 COST = "multiply_adds"

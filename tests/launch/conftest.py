@@ -1,6 +1,8 @@
 """A user's own folder, and the command line run in this process or in one of its own."""
 
+import csv
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from attnkit.launch.main import main
+from attnkit.launch.trials import Trial, read_sweep
 
 TASK = """\
 # @package _global_
@@ -29,8 +32,11 @@ trainer:
 """
 
 MODULE = """\
+import json
 import os
 import signal
+import time
+from pathlib import Path
 
 import torch
 from lightning import Callback, LightningDataModule, LightningModule
@@ -88,6 +94,18 @@ class StopAt(Callback):
     def on_train_batch_start(self, trainer, *args):
         if trainer.fit_loop.total_batch_idx == self.batch and trainer.global_rank == 0:
             os.kill(os.getpid(), self.signum)
+
+
+class Seen(Callback):
+    # which devices this process may use, and from when to when it trained
+
+    def on_fit_start(self, trainer, *args):
+        self.start = time.time()
+
+    def on_fit_end(self, trainer, *args):
+        device = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = {"device": device, "pid": os.getpid(), "time": [self.start, time.time()]}
+        Path(trainer.default_root_dir, "seen.json").write_text(json.dumps(seen))
 
 
 class Data(LightningDataModule):
@@ -159,6 +177,39 @@ def attnkit(capfd):
         return Done(code, *capfd.readouterr())
 
     return run
+
+
+class Trials:
+    """What a sweep left behind, read from the files of its trials alone."""
+
+    @staticmethod
+    def states(folder: Path | str) -> list[str]:
+        return [trial.state for trial in read_sweep(Path(folder)).trials]
+
+    @staticmethod
+    def rows(folder: Path | str) -> list[dict]:
+        """Of table.csv."""
+        with Path(folder, "table.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    @staticmethod
+    def steps(trial: Trial) -> list[int]:
+        """The steps whose training was logged; one that was trained twice has them twice."""
+        with (trial.folder / "metrics.csv").open(newline="") as file:
+            return [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
+
+    @staticmethod
+    def starts(trial: Trial) -> list[str]:
+        """Each time that its training began, by its own log, which only grows."""
+        log = trial.folder / "run.log"
+        text = log.read_text() if log.exists() else ""
+        return re.findall(r"^\S+ \S+ \w+ · (train.*?) ·", text, re.MULTILINE)
+
+
+@pytest.fixture
+def found() -> Trials:
+    """Reads the folder of a sweep."""
+    return Trials()
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def test_ctrl_c_says_how_to_go_on(mine, hers):
 
     done = mine("-m", "module.interrupt_at=0,null", "run_dir=sweep")
     assert done.code == 130
-    assert not Path("sweep/1_module.interrupt_at=None").exists()
+    assert not Path("sweep/1_module.interrupt_at=null").exists()
 
 
 def test_run_folders_never_collide(tmp_path):
@@ -218,8 +218,8 @@ def test_sweep(mine):
     assert done.code == 1  # two of the trials fail
     names = sorted(p.name for p in Path("sweep").iterdir() if p.is_dir())
     assert names == [
-        "0_module.lr=0.3,module.fail_at=None", "1_module.lr=0.3,module.fail_at=0",
-        "2_module.lr=0.001,module.fail_at=None", "3_module.lr=0.001,module.fail_at=0",
+        "0_module.lr=0.3,module.fail_at=null", "1_module.lr=0.3,module.fail_at=0",
+        "2_module.lr=0.001,module.fail_at=null", "3_module.lr=0.001,module.fail_at=0",
     ]  # fmt: skip
     with Path("sweep/table.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
