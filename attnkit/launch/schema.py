@@ -41,8 +41,9 @@ class Config:
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     trainer: dict[str, Any] | None = None
-    """Arguments of lightning.Trainer, limit_batches, which is all its limit_*_batches, and
-    timeout_seconds, how long a process waits for the others of its run."""
+    """Arguments of lightning.Trainer, limit_batches, which is all its limit_*_batches,
+    timeout_seconds, how long a process waits for the others of its run, and oom_retry, whether it
+    tries again with half the batch when memory runs out."""
     logger: dict[str, Any] | None = None
     callbacks: dict[str, Any] | None = None
 
@@ -101,7 +102,7 @@ AT_LEAST = {
 }
 
 # Trainer keys of attnkit's own.
-TRAINER_EXTRAS = {"limit_batches", "timeout_seconds"}
+TRAINER_EXTRAS = {"limit_batches", "oom_retry", "timeout_seconds"}
 
 # Nodes in which a null is filled in from what the data module says of itself.
 FILLED = ("model", "module", "encoder", "decoder")
