@@ -85,6 +85,8 @@ def decide(request: Request, run_dir: Path | None = None, *, sweep: bool = False
     if run_dir is not None:
         request.config["run_dir"] = str(run_dir)
     config = request.config
+    if run_dir is not None and config.get("run") in schema.TRYING:
+        raise UserError(f"run={config['run']}: not with -m; one configuration at a time")
     _check_contradictions(request)
     if config.get("resume") is not None:
         return _resumed(request)
@@ -146,6 +148,8 @@ def _check_contradictions(request: Request) -> None:
                 raise UserError(f"{typed}: not together with resume, which goes on in its folder")
         if run in ("test", *schema.PREDICTING):
             raise UserError(f"run={run}: not together with resume; use ckpt={config['resume']}")
+        if run in schema.TRYING:
+            raise UserError(f"run={run}: not together with resume, which trains; leave it out")
         return
     if run in ("test", *schema.PREDICTING):
         if config.get("ckpt") is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch import folder as folders
-from attnkit.launch import oom, ranks
+from attnkit.launch import oom, ranks, schema
 from attnkit.launch.errors import INTERRUPTED, Interrupted
 from attnkit.launch.launcher import Launcher
 from attnkit.launch.signals import raise_received
@@ -56,6 +56,10 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
     """Run a job and print its tables; the folder is made once every constructor was happy."""
     if job.resumed and _is_done(job):
         return _nothing_to_do(job)
+    if job.config["run"] in schema.TRYING:
+        from attnkit.launch.check import check
+
+        return Outcome(0, job.folder, check(job, launcher))
     from attnkit.lightning.build import allowing
 
     started = time.perf_counter()

@@ -17,8 +17,8 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
-    run: Literal["train", "test", "predict", "inspect"] = "train"
-    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…)."""
+    run: Literal["train", "test", "predict", "inspect", "check"] = "train"
+    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…); check."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
@@ -74,6 +74,9 @@ class Config:
 
 # What predicts, and needs a checkpoint and images.
 PREDICTING = ("predict", "inspect")
+
+# What tries a training instead of doing it: one configuration, one process.
+TRYING = ("check",)
 
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (

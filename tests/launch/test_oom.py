@@ -202,6 +202,15 @@ def test_one_clear_error(hungry, argv, first, second):
     assert "allocate" in log or "MemoryError" in log
 
 
+def test_a_check_says_so(hungry):
+    done = hungry("run=check", "module.limit=8")
+    assert done.code == 1
+    said = done.err.strip().splitlines()[-3:]
+    assert said[0] == "attnkit: out of memory with batches of 16"
+    assert said[2] == "  training would try again with half of it, at most 3 times"
+    assert not list(Path().iterdir())
+
+
 def test_a_setting_that_is_none(hungry):
     done = hungry("trainer.oom_retry=perhaps")
     assert done.code == 2
