@@ -9,6 +9,7 @@ attnkit: train, test and use attention models. Settings are key=value, parts are
   attnkit task=vit data=image_folder data.root=DIR  on your own images, one folder per class
   attnkit -m task=spatial attention=none,se,cbam    attentions in one network, compared
   attnkit run=check task=vit                        its cost, time and memory; leaves nothing
+  attnkit run=bench task=vit                        its speed, and which kernel wins here
   attnkit run=test ckpt=RUN_DIR                     test again; its configuration is known
   attnkit run=predict ckpt=RUN_DIR images=PATH      label a folder or a file; writes a CSV
   attnkit run=inspect ckpt=RUN_DIR images=PATH      of captions: where it looked at each word
@@ -21,7 +22,7 @@ Groups and their choices
 {groups}
 
 Keys of every task
-  run=train|check|test|predict|inspect     what to do
+  run=train|check|bench|test|predict|inspect     what to do
   seed=0  seeds=1              seeds=N: N runs, mean and spread
   splits=all                   the same over the fixed splits of the data
   trainer.max_epochs=N         how long

@@ -160,6 +160,8 @@ def _check_contradictions(request: Request) -> None:
             raise UserError(f"splits={config['splits']}: only for run=train; one ckpt, one {run}")
     elif config.get("ckpt") is not None:
         raise UserError("ckpt: only for run=test, predict and inspect; to train on: resume=RUN_DIR")
+    if run in schema.TRYING[1:] and (config.get("seeds") != 1 or config.get("splits") is not None):
+        raise UserError(f"run={run}: of one run; leave seeds and splits out")
     if config.get("splits") is not None and config.get("seeds") != 1:
         raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
     if run not in schema.PREDICTING and config.get("images") is not None:

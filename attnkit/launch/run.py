@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch import folder as folders
-from attnkit.launch import oom, ranks, schema
+from attnkit.launch import oom, ranks
 from attnkit.launch.errors import INTERRUPTED, Interrupted
 from attnkit.launch.launcher import Launcher
 from attnkit.launch.signals import raise_received
@@ -56,7 +56,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
     """Run a job and print its tables; the folder is made once every constructor was happy."""
     if job.resumed and _is_done(job):
         return _nothing_to_do(job)
-    if job.config["run"] in schema.TRYING:
+    if job.config["run"] == "check":
         from attnkit.launch.check import check
 
         return Outcome(0, job.folder, check(job, launcher))
@@ -125,6 +125,8 @@ def _make_folders(job: Job, work: "Work") -> None:
 
 
 def _check_processes(work: "Work", launcher: Launcher | None) -> None:
+    if work.config["run"] == "bench" and work.trainer.world_size > 1:
+        raise UserError("run=bench: one process; trainer.devices=1 trainer.strategy=auto")
     if launcher:
         launcher.check(work.trainer)
     elif work.trainer.num_nodes > 1:

@@ -17,8 +17,9 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
-    run: Literal["train", "test", "predict", "inspect", "check"] = "train"
-    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…); check."""
+    run: Literal["train", "test", "predict", "inspect", "check", "bench"] = "train"
+    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…); check and
+    bench try a training."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
@@ -76,7 +77,7 @@ class Config:
 PREDICTING = ("predict", "inspect")
 
 # What tries a training instead of doing it: one configuration, one process.
-TRYING = ("check",)
+TRYING = ("check", "bench")
 
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (

@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from attnkit.launch import bench, oom, schema
 from attnkit.launch import folder as folders
-from attnkit.launch import oom, schema
 from attnkit.launch.causes import is_out_of_memory, of_allocator
 from attnkit.launch.predictions import gathered, rows_of, save_predictions
 from attnkit.launch.run import save_results
@@ -184,11 +184,14 @@ class Work:
         if config["run"] in schema.PREDICTING:
             # One progress bar: the rest of them has figures to write.
             named = {k: v for k, v in named.items() if k in ("progress", "ema", "safe")}
+        if config["run"] == "bench":
+            named = {k: v for k, v in named.items() if k == "ema"}
+            arguments["profiler"] = bench.Clock()
         if config["run"] == "inspect":
             named["inspect"] = config["inspect"]
         callbacks = _built(Callback, "callbacks", named)
         loggers = _built(
-            Logger, "logger", config["logger"] if config["run"] not in schema.PREDICTING else {}
+            Logger, "logger", config["logger"] if config["run"] in ("train", "test") else {}
         )
         try:
             trainer = Trainer(
@@ -222,7 +225,8 @@ class Work:
     def run(self) -> None:
         """Train and test, test, or predict; leaves results.json (or predictions.csv)."""
         try:
-            {"train": self._train, "test": self._test}.get(self.config["run"], self._predict)()
+            own = {"train": self._train, "test": self._test, "bench": self._bench}
+            own.get(self.config["run"], self._predict)()
         except SystemExit:
             if self.trainer.interrupted:  # Lightning's way to answer Ctrl-C
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -314,6 +318,11 @@ class Work:
         if self.trainer.is_global_zero:
             save_predictions(self.folder, rows)
         self._save({"predictions": len(rows)})
+
+    def _bench(self) -> None:
+        figures, table = bench.bench(self.trainer, self.module, self.data)
+        (self.folder / bench.FILE).write_text(table, encoding="utf-8")
+        self._save(figures)
 
     def _has_test(self) -> bool:
         cls = type(self.module)

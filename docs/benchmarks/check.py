@@ -1,9 +1,10 @@
 """run=check against the job it tells of: time, peak memory, multiply-adds; in turns.
 
-    python docs/benchmarks/check.py vit spatial graph [--rounds 2] [-- trainer.max_epochs=3 …]
+    python docs/benchmarks/check.py vit graph [--rounds 2] [--cpu] [-- trainer.max_epochs=3 …]
 
-Each in a process of its own. A job that early stopping ended is compared with that part of the
-time that its epochs are of all.
+Each in a process of its own. A job that early stopping ended is compared with the part of the time
+that its epochs are of all. With --cpu, both clocks are the processor time of the process,
+which other work on the machine hardly changes; with OMP_NUM_THREADS=1.
 """
 
 import argparse
@@ -19,7 +20,11 @@ from pathlib import Path
 from measure import machine, table
 
 CHECK = """
-import json, sys
+import json, sys, time
+if sys.argv.pop(1) == "cpu":
+    time.perf_counter = time.process_time
+    from attnkit.launch import check as module
+    module._since_the_start = time.process_time
 from attnkit.launch.check import check
 from attnkit.launch.compose import Composer
 from attnkit.launch.jobs import Request, decide
@@ -28,7 +33,7 @@ print("figures " + json.dumps(figures))
 """
 
 
-def ended(command: list[str]) -> tuple[str, float, int]:
+def ended(command: list[str], cpu: bool) -> tuple[str, float, int]:
     """What a command printed, its seconds, and the bytes it held at most."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -38,33 +43,35 @@ def ended(command: list[str]) -> tuple[str, float, int]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{command} ended with {process.returncode}")
-    return printed, time.perf_counter() - started, 1024 * usage.ru_maxrss
+    seconds = usage.ru_utime + usage.ru_stime if cpu else time.perf_counter() - started
+    return printed, seconds, 1024 * usage.ru_maxrss
 
 
-def checked(overrides: list[str]) -> tuple[dict[str, float], float]:
-    printed, seconds, _ = ended([sys.executable, "-c", CHECK, *overrides])
+def checked(overrides: list[str], cpu: bool) -> tuple[dict[str, float], float]:
+    clock = "cpu" if cpu else "wall"
+    printed, seconds, _ = ended([sys.executable, "-c", CHECK, clock, *overrides], cpu)
     line = next(line for line in printed.splitlines() if line.startswith("figures "))
     return json.loads(line.removeprefix("figures ")), seconds
 
 
-def done(overrides: list[str]) -> tuple[dict[str, float], float, int]:
+def done(overrides: list[str], cpu: bool) -> tuple[dict[str, float], float, int]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "attnkit", *overrides, f"run_dir={run}"]
-        _, seconds, peak = ended(command)
+        _, seconds, peak = ended(command, cpu)
         return json.loads((run / "results.json").read_text()), seconds, peak
 
 
-def compared(task: str, overrides: list[str], rounds: int) -> dict[str, str]:
+def compared(task: str, overrides: list[str], rounds: int, cpu: bool) -> dict[str, str]:
     given = [f"task={task}", *overrides]
     times, peaks, costs = [], [], []
     for number in range(rounds):
         if number % 2:  # what comes second sees a machine that the first has warmed
-            results, seconds, peak = done(given)
-            figures, cost = checked(given)
+            results, seconds, peak = done(given, cpu)
+            figures, cost = checked(given, cpu)
         else:
-            figures, cost = checked(given)
-            results, seconds, peak = done(given)
+            figures, cost = checked(given, cpu)
+            results, seconds, peak = done(given, cpu)
         share = results["epochs"] / figures["epochs"]
         times.append((figures["seconds"] * share, seconds))
         peaks.append((figures["peak_memory"], peak))
@@ -90,7 +97,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("tasks", nargs="+")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true")
     own, _, overrides = " ".join(sys.argv[1:]).partition(" -- ")
     arguments = parser.parse_args(own.split())
     print(machine())
-    print(table([compared(t, overrides.split(), arguments.rounds) for t in arguments.tasks]))
+    given = overrides.split(), arguments.rounds, arguments.cpu
+    print(table([compared(task, *given) for task in arguments.tasks]))

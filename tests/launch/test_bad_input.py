@@ -34,10 +34,8 @@ SHIPPED = [
     ("trainer.limit_batches=0", "trainer.limit_batches: expected more than 0, got 0"),
     ("optimizer.lr=big", "optimizer.lr: expected float | Tensor, got 'big' (str)"),
     ("optimizer.betas=[0.9]", "optimizer.betas: expected tuple["),
-    (
-        "run=trian",
-        "run: expected Literal['train', 'test', 'predict', 'inspect', 'check'], got 'trian'",
-    ),
+    ("run=trian", "run: expected Literal['train', 'test', 'predict', 'inspect', 'check', "),
+    ("run=bench seeds=2", "run=bench: of one run; leave seeds and splits out"),
     ("precision=bf17-mixd", "did you mean bf16-mixed?"),
     ("seed=-1", "seed: expected 0 to 4294967295, got -1"),
     ("seeds=0", "seeds: expected at least 1, got 0"),
