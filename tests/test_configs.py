@@ -1,4 +1,4 @@
-"""Every shipped configuration of every group composes, builds and takes a step."""
+"""Every shipped configuration of every group composes, checks, trains two batches and predicts."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,15 @@ GRAPHS = {
 CNNS = {"channel", "cnn", "spatial"}
 CAPTIONS = {"caption_csv", "captioner", "captioning", "coco_captions", "karpathy", "scenes"}
 QUICK = (
-    "trainer.max_epochs=1", "trainer.limit_batches=1", "data.batch_size=3", "callbacks.last=null",
-    "callbacks.checkpoint=null", "callbacks.curves=null", "logger.tensorboard=null",
+    "trainer.max_epochs=1", "trainer.limit_batches=2", "data.batch_size=3", "callbacks.last=null",
+    "callbacks.curves=null", "logger.tensorboard=null",
 )  # fmt: skip
+
+
+# Attention that is none of torch's, or none.
+WITHOUT_KERNELS = {"bam", "cbam", "coordinate", "eca", "none", "scse", "se"}
+# Read without a batch size.
+WHOLE_GRAPHS: set[str] = set()
 
 
 def test_there_are_configurations():
@@ -49,10 +55,10 @@ def test_says_what_it_is(path):
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p not in ELSEWHERE], ids=str)
-def test_takes_a_step(path, graph_files, tmp_path, monkeypatch, capfd):
+def test_checks_trains_and_predicts(path, graph_files, tmp_path, monkeypatch, capfd):
     group, choice = path.parent.name, path.stem
     monkeypatch.chdir(tmp_path)
-    command = [f"{group}={choice}", *QUICK, f"run_dir={tmp_path / 'run'}"]
+    command = [f"{group}={choice}", *QUICK]
     if group != "trainer":
         command.append("trainer=cpu")
     used = {choice, *_defaults(yaml.safe_load((CONF / path).read_text()) or {})}
@@ -84,23 +90,44 @@ def test_takes_a_step(path, graph_files, tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(CIFAR10Data, "load", _random_images)
         monkeypatch.setattr(CIFAR10Data, "prepare_data", lambda self: None)
 
-    code = main(command)
+    before = set(tmp_path.rglob("*"))
+    code = main(["run=check", *command])
+    assert set(tmp_path.rglob("*")) == before
     if group == "trainer" and choice in ("gpu", "ddp", "fsdp") and not torch.cuda.is_available():
         assert code == 2
         assert "trainer: " in capfd.readouterr().err
-        assert not (tmp_path / "run").exists()
         return
     assert code == 0, capfd.readouterr().err
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["steps"] == 1
+    said = capfd.readouterr().out
+    assert "multiply-adds of a sample" in said
+    assert ("kernel of" in said) == (not used & WITHOUT_KERNELS)
+
+    run = tmp_path / "run"
+    assert main([*command, f"run_dir={run}"]) == 0, capfd.readouterr().err
+    results = json.loads((run / "results.json").read_text())
+    assert results["steps"] == (1 if used & WHOLE_GRAPHS else 2)
     figure = "test/bleu1" if "task=captioning" in command else "test/accuracy"
     assert 0 <= results[figure] <= 1
+
+    predict = ["run=predict", f"ckpt={run}", f"run_dir={tmp_path / 'predicted'}"]
+    if "task=graph" not in command:
+        predict.append(f"images={_pictures(tmp_path / 'pictures')}")
+    assert main(predict) == 0, capfd.readouterr().err
+    rows = (tmp_path / "predicted" / "predictions.csv").read_text().splitlines()
+    assert len(rows) > 2
 
 
 def _defaults(config):
     return [
         v for line in config.get("defaults", []) if isinstance(line, dict) for v in line.values()
     ]
+
+
+def _pictures(root):
+    root.mkdir()
+    for number in range(2):
+        Image.new("RGB", (33, 31), (number * 90, 70, 110)).save(root / f"{number}.png")
+    return root
 
 
 def _images(root):

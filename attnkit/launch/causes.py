@@ -11,6 +11,10 @@ _KILLED = re.compile(r"DataLoader worker \(pid.*?(is killed by signal: .*?\.|exi
 _IN_WORKER = re.compile(r"^Caught \S+ in (DataLoader worker|pin memory thread)")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>\S+)')
 _PEER = re.compile(r"gloo/|ProcessGroup|NCCL|Connection closed by peer|Connection reset by peer")
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|(CUDA|HIP|MPS|XPU)\b.*out of memory|_(STATUS_)?ALLOC_FAILED"
+)
 _WAITED = re.compile(r"[Tt]imed? ?out|[Tt]imeout")
 
 
@@ -25,6 +29,20 @@ def is_timeout(error: BaseException) -> bool:
     return bool(_WAITED.search(str(error)))
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator had no more: torch's on any device, or Python's."""
+    if isinstance(error, MemoryError):
+        return True
+    named = any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def of_allocator(error: BaseException) -> str:
+    """What it said, in one line."""
+    said = re.sub(r"^\[enforce fail at .*?(?=DefaultCPUAllocator)", "", str(error).strip())
+    return " ".join(said.split())[:200] or type(error).__name__
+
+
 def cause(error: BaseException) -> str:
     """One or two lines for an error whose own message does not say it, or nothing."""
     text = str(error)
@@ -36,6 +54,8 @@ def cause(error: BaseException) -> str:
         return _of_worker(text)
     if isinstance(error, UserError | RunError):
         return ""
+    if is_out_of_memory(error):
+        return f"out of memory in {place(error)}\n  {of_allocator(error)}"
     if isinstance(error, OSError) and error.strerror:
         path = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{path}, in {place(error)}"

@@ -8,6 +8,8 @@ attnkit: train, test and use attention models. Settings are key=value, parts are
   attnkit task=vit                                  train, then test the best checkpoint
   attnkit task=vit data=image_folder data.root=DIR  on your own images, one folder per class
   attnkit -m task=spatial attention=none,se,cbam    attentions in one network, compared
+  attnkit run=check task=vit                        its cost, time and memory; leaves nothing
+  attnkit run=bench task=vit                        its speed, and which kernel wins here
   attnkit run=test ckpt=RUN_DIR                     test again; its configuration is known
   attnkit run=predict ckpt=RUN_DIR images=PATH      label a folder or a file; writes a CSV
   attnkit run=inspect ckpt=RUN_DIR images=PATH      of captions: where it looked at each word
@@ -22,13 +24,14 @@ Groups and their choices
 {groups}
 
 Keys of every task
-  run=train|test|predict|inspect|retry   what to do
+  run=train|check|bench|test|predict|inspect|retry   what to do
   seed=0  seeds=1              seeds=N: N runs, mean and spread
   splits=all                   the same over the fixed splits of the data
   trainer.max_epochs=N         how long
   trainer.limit_batches=N      a quick look: N batches (or a fraction) of everything
   trainer.gradient_clip_val=X  trainer.accumulate_grad_batches=N
   precision=32|bf16-mixed|…    compile=false|true|max-autotune
+  trainer.oom_retry=false      out of memory: do not try again with half the batch
   trainer=cpu_ddp|ddp|fsdp     several processes; rank_logs=true: a log of each
   run_dir=PATH                 default: outputs/<task>/<date_time>
   resume=RUN_DIR|latest        ckpt=PATH  images=PATH

@@ -90,6 +90,8 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     if run_dir is not None:
         request.config["run_dir"] = str(run_dir)
     config = request.config
+    if run_dir is not None and config.get("run") in schema.TRYING:
+        raise UserError(f"run={config['run']}: not with -m; one configuration at a time")
     _check_contradictions(request)
     if config.get("resume") is not None:
         return _resumed(request)
@@ -156,6 +158,8 @@ def _check_contradictions(request: Request) -> None:
                 raise UserError(f"{typed}: not together with resume, which goes on in its folder")
         if run in ("test", *schema.PREDICTING):
             raise UserError(f"run={run}: not together with resume; use ckpt={config['resume']}")
+        if run in schema.TRYING:
+            raise UserError(f"run={run}: not together with resume, which trains; leave it out")
         return
     if run in ("test", *schema.PREDICTING):
         if config.get("ckpt") is None:
@@ -166,6 +170,8 @@ def _check_contradictions(request: Request) -> None:
             raise UserError(f"splits={config['splits']}: only for run=train; one ckpt, one {run}")
     elif config.get("ckpt") is not None:
         raise UserError("ckpt: only for run=test, predict and inspect; to train on: resume=RUN_DIR")
+    if run in schema.TRYING[1:] and (config.get("seeds") != 1 or config.get("splits") is not None):
+        raise UserError(f"run={run}: of one run; leave seeds and splits out")
     if config.get("splits") is not None and config.get("seeds") != 1:
         raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
     if run not in schema.PREDICTING and config.get("images") is not None:

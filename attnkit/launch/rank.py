@@ -21,6 +21,7 @@ from attnkit.launch import folder as folders
 from attnkit.launch.causes import is_peer_lost, is_timeout
 from attnkit.launch.errors import CRASHED, INTERRUPTED, TRACEBACK, WRONG_INPUT, fail, summary
 from attnkit.launch.launcher import Launcher, leave_group
+from attnkit.launch.oom import OutOfMemory
 from attnkit.launch.ranks import Report
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.lightning.errors import StoppedBySignal, UserError
@@ -136,6 +137,7 @@ def _reported(run: Callable[[], None], steps: Callable[[], int]) -> Report | Non
         lost: dict[str, Any] = {}
         if is_peer_lost(error):
             lost["peer_silent" if is_timeout(error) else "peer_gone"] = True
+        lost["no_memory"] = isinstance(error, OutOfMemory)
         return Report(code, summary(error), **lost)
     except StoppedBySignal as error:
         return Report(error.code, "", signum=error.signum, step=steps())

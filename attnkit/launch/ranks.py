@@ -24,6 +24,7 @@ from typing import Any
 
 from attnkit.launch.errors import CRASHED, WRONG_INPUT
 from attnkit.launch.launcher import VARIABLES
+from attnkit.launch.oom import OutOfMemory
 from attnkit.launch.signals import STOPPING, Once, held_back
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
@@ -53,13 +54,15 @@ class Report:
     """It only noticed that another rank had gone."""
     peer_silent: bool = False
     """It only waited for another rank in vain."""
+    no_memory: bool = False
+    """Its memory did not suffice for the batches of training."""
 
 
 def start(command: Sequence[str], count: int) -> None:
     """Run the command once for each rank and wait; raises what went wrong in whichever rank.
 
     Raises:
-        UserError, RunError: the failure of the rank that failed first.
+        UserError, RunError: the failure of the rank that failed first; OutOfMemory too.
         RanksStopped: a signal came, and every rank has ended.
     """
     with tempfile.TemporaryDirectory(prefix="attnkit-") as folder, _kept_signals() as signals:
@@ -144,6 +147,8 @@ class _Ranks:
                 f"rank {late} does not answer: the other ranks waited for it in vain\n"
                 "  how long they wait: trainer.timeout_seconds"
             )
+        if report.no_memory:
+            raise OutOfMemory(f"rank {rank}: {report.text}")
         alike = [r for r in own.values() if r.text == report.text]
         text = report.text if len(alike) > 1 else f"rank {rank}: {report.text}"
         raise (UserError if report.code == WRONG_INPUT else RunError)(text)

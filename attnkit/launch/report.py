@@ -197,6 +197,7 @@ def _paths(job: Job) -> dict[str, Path]:
     folder = job.folder
     known = {
         "best": folder / "checkpoints" / "best.ckpt",
+        "bench": folder / "bench.md",
         "curves": folder / "learning_curves.png",
         "metrics": folder / "metrics.csv",
         "predictions": folder / PREDICTIONS,

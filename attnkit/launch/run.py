@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch import folder as folders
-from attnkit.launch import ranks
+from attnkit.launch import oom, ranks
 from attnkit.launch.errors import INTERRUPTED, Interrupted
 from attnkit.launch.launcher import Launcher
 from attnkit.launch.signals import raise_received
-from attnkit.lightning.errors import StoppedBySignal, UserError
+from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 from attnkit.lightning.files import replacing
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
     """Run a job and print its tables; the folder is made once every constructor was happy."""
     if job.resumed and _is_done(job):
         return _nothing_to_do(job)
+    if job.config["run"] == "check":
+        from attnkit.launch.check import check
+
+        return Outcome(0, job.folder, check(job, launcher))
     from attnkit.lightning.build import allowing
 
     started = time.perf_counter()
@@ -123,6 +127,8 @@ def _make_folders(job: Job, work: "Work") -> None:
 
 
 def _check_processes(work: "Work", launcher: Launcher | None) -> None:
+    if work.config["run"] == "bench" and work.trainer.world_size > 1:
+        raise UserError("run=bench: one process; trainer.devices=1 trainer.strategy=auto")
     if launcher:
         launcher.check(work.trainer)
     elif work.trainer.num_nodes > 1:
@@ -133,6 +139,34 @@ def _check_processes(work: "Work", launcher: Launcher | None) -> None:
 
 
 def _run_one(job: Job, work: "Work", launcher: Launcher | None) -> None:
+    """One run; when its training has no more memory, again with smaller batches."""
+    while True:
+        try:
+            return _start(job, work, launcher)
+        except oom.OutOfMemory as error:
+            if launcher:  # whose ranks have ended, and only it could start them again
+                raise RunError(
+                    f"out of memory: {error}\n  under {launcher.name} not tried again; smaller: "
+                    "data.batch_size, with trainer.accumulate_grad_batches"
+                ) from None
+            why = str(error)  # the error itself holds the tensors of the step
+        _shrink(work, why)
+
+
+def _shrink(work: "Work", why: str) -> None:
+    from attnkit.launch import report
+
+    folder = _folder_of(work.config)
+    results = folders.load_results(folder)
+    tries = int(results.get(oom.RETRIES, 0))
+    config, said = oom.smaller(work.config, tries, why)
+    report.say(said)
+    save_results(folder, {**results, oom.RETRIES: tries + 1})
+    folders.save_config(folder, config)
+    work.start_again(config)
+
+
+def _start(job: Job, work: "Work", launcher: Launcher | None) -> None:
     folder = _folder_of(work.config)
     try:
         if work.needs_processes:
@@ -206,6 +240,8 @@ def _summarise(job: Job, seconds: float) -> dict[str, float]:
         results[key] = statistics.fmean(values) if len(parts) > 1 else values[0]
         if key.startswith(SPREAD):
             results[f"{key}_std"] = statistics.stdev(values) if len(parts) > 1 else 0.0
+    if retries := sum(part.get(oom.RETRIES, 0) for part in parts):
+        results[oom.RETRIES] = retries
     results["num_seeds"] = len(parts)
     results["seconds"] = round(seconds, 2)
     save_results(job.folder, results)

@@ -17,9 +17,9 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
-    run: Literal["train", "test", "predict", "inspect", "retry"] = "train"
-    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…);
-    retry (with sweep=…)."""
+    run: Literal["train", "test", "predict", "inspect", "check", "bench", "retry"] = "train"
+    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…); check and
+    bench try a training; retry (with sweep=…)."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
@@ -42,8 +42,9 @@ class Config:
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     trainer: dict[str, Any] | None = None
-    """Arguments of lightning.Trainer, limit_batches, which is all its limit_*_batches, and
-    timeout_seconds, how long a process waits for the others of its run."""
+    """Arguments of lightning.Trainer, limit_batches, which is all its limit_*_batches,
+    timeout_seconds, how long a process waits for the others of its run, and oom_retry, whether it
+    tries again with half the batch when memory runs out."""
     logger: dict[str, Any] | None = None
     callbacks: dict[str, Any] | None = None
 
@@ -80,6 +81,9 @@ PREDICTING = ("predict", "inspect")
 # What is done with the folder of a sweep, and needs sweep=…
 OF_SWEEPS = ("retry",)
 
+# What tries a training instead of doing it: one configuration, one process.
+TRYING = ("check", "bench")
+
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
     "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
@@ -107,7 +111,7 @@ AT_LEAST = {
 }
 
 # Trainer keys of attnkit's own.
-TRAINER_EXTRAS = {"limit_batches", "timeout_seconds"}
+TRAINER_EXTRAS = {"limit_batches", "oom_retry", "timeout_seconds"}
 
 # Nodes in which a null is filled in from what the data module says of itself.
 FILLED = ("model", "module", "encoder", "decoder")

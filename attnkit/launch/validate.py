@@ -129,6 +129,9 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
     if limit is not None and limit <= 0:
         message = f"expected more than 0, got {limit}; leave it out for no limit"
         raise _problem(origins, "trainer.limit_batches", message)
+    if not isinstance(node.get("oom_retry", True), bool):
+        message = f"expected true or false, got {_show(node['oom_retry'])}"
+        raise _problem(origins, "trainer.oom_retry", message)
     if signature is not None:
         rest = {k: v for k, v in node.items() if k not in schema.TRAINER_EXTRAS}
         known = set(signature.parameters) - set(schema.ELSEWHERE) | schema.TRAINER_EXTRAS

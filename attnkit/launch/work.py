@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import signal
 import time
@@ -12,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from attnkit.launch import bench, oom, schema
 from attnkit.launch import folder as folders
-from attnkit.launch import schema
+from attnkit.launch.causes import is_out_of_memory, of_allocator
 from attnkit.launch.predictions import gathered, rows_of, save_predictions
 from attnkit.launch.run import save_results
 from attnkit.launch.signals import raise_received
@@ -32,6 +35,7 @@ from attnkit.lightning.module import TaskModule, untrained
 
 _TRAINING_ONLY = (
     "EarlyStopping",
+    "ExactAccumulation",
     "ExactResume",
     "FiniteLoss",
     "LearningCurves",
@@ -90,6 +94,14 @@ class Work:
             config[key] = self.config[key]
         self.config, self.folder = config, Path(config["run_dir"])
         self.trainer = self._make_trainer()
+
+    def start_again(self, config: dict[str, Any]) -> None:
+        """The same run from its newest checkpoint, differently configured; all else is let go."""
+        del self.module, self.data, self.trainer
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.__init__(config)  # type: ignore[misc]
 
     # --- building ---
 
@@ -162,6 +174,7 @@ class Work:
         timeout = arguments.pop("timeout_seconds", None)
         if timeout is not None and (type(timeout) not in (int, float) or timeout <= 0):
             raise UserError(f"trainer.timeout_seconds: expected seconds above 0, got {timeout!r}")
+        arguments.pop("oom_retry", None)
         limit = arguments.pop("limit_batches", None)
         if limit is not None:
             arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
@@ -171,11 +184,14 @@ class Work:
         if config["run"] in schema.PREDICTING:
             # One progress bar: the rest of them has figures to write.
             named = {k: v for k, v in named.items() if k in ("progress", "ema", "safe")}
+        if config["run"] == "bench":
+            named = {k: v for k, v in named.items() if k == "ema"}
+            arguments["profiler"] = bench.Clock()
         if config["run"] == "inspect":
             named["inspect"] = config["inspect"]
         callbacks = _built(Callback, "callbacks", named)
         loggers = _built(
-            Logger, "logger", config["logger"] if config["run"] not in schema.PREDICTING else {}
+            Logger, "logger", config["logger"] if config["run"] in ("train", "test") else {}
         )
         try:
             trainer = Trainer(
@@ -209,7 +225,8 @@ class Work:
     def run(self) -> None:
         """Train and test, test, or predict; leaves results.json (or predictions.csv)."""
         try:
-            {"train": self._train, "test": self._test}.get(self.config["run"], self._predict)()
+            own = {"train": self._train, "test": self._test, "bench": self._bench}
+            own.get(self.config["run"], self._predict)()
         except SystemExit:
             if self.trainer.interrupted:  # Lightning's way to answer Ctrl-C
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -227,7 +244,12 @@ class Work:
         for error in self.broken:
             rank_zero_warn(f"{error}; going on from {self.start}")
         fit = partial(trainer.fit, self.module, datamodule=self.data, weights_only=True)
-        _loaded(partial(fit, ckpt_path=self.start), str(self.start), wrong=())
+        try:
+            _loaded(partial(fit, ckpt_path=self.start), str(self.start), wrong=())
+        except Exception as error:
+            if not is_out_of_memory(error) or not self._may_shrink():
+                raise
+            raise oom.OutOfMemory(of_allocator(error)) from error
         if trainer.interrupted:
             raise KeyboardInterrupt
         figures = self._figures()
@@ -245,6 +267,12 @@ class Work:
             )
             figures.update(self._figures())
         self._save(figures)
+
+    def _may_shrink(self) -> bool:
+        """Whether smaller batches can be accumulated; not by a module that steps itself."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
+        return oom.wanted(self.config) and self.module.automatic_optimization and not scheduled
 
     def _newest_checkpoint(self) -> tuple[Path | None, list[checkpoints.CheckpointError]]:
         """The newest checkpoint that is intact, and what is wrong with those newer than it."""
@@ -291,6 +319,11 @@ class Work:
         if self.trainer.is_global_zero:
             save_predictions(self.folder, rows)
         self._save({"predictions": len(rows)})
+
+    def _bench(self) -> None:
+        figures, table = bench.bench(self.trainer, self.module, self.data)
+        (self.folder / bench.FILE).write_text(table, encoding="utf-8")
+        self._save(figures)
 
     def _has_test(self) -> bool:
         cls = type(self.module)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attnkit.lightning.accumulation import ExactAccumulation
     from attnkit.lightning.attention_maps import AttentionMaps
     from attnkit.lightning.build import allowing
     from attnkit.lightning.checkpoints import CheckpointError, SafeCheckpoints, VerifiedCheckpointIO
@@ -34,6 +35,7 @@ _TABLE = {
     "ClassReport": "class_report",
     "ClassificationModule": "classification",
     "Cost": "cost",
+    "ExactAccumulation": "accumulation",
     "ExactResume": "resume",
     "FiniteLoss": "finite",
     "KernelRecord": "kernel_record",
@@ -60,6 +62,7 @@ __all__ = [
     "ClassReport",
     "ClassificationModule",
     "Cost",
+    "ExactAccumulation",
     "ExactResume",
     "FiniteLoss",
     "KernelRecord",

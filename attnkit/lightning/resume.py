@@ -34,7 +34,8 @@ class ExactResume(Callback):
     `DataLoader` was given none. Loaders with a `state_dict` of their own are left to themselves.
     Not restored: generators nobody knows of (`np.random.default_rng()` inside a dataset that is
     read without workers), and cuDNN's choices where they are not deterministic. On another number
-    of processes a run goes on, with a warning, but not exactly.
+    of processes a run goes on, with a warning, but not exactly. With batches of another size it
+    goes on at the same sample.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class ExactResume(Callback):
             # of the epoch under way, and of the next one
             "generators": [self._generators, [_own_generator(x) for x in _loaders(trainer)]],
             "seeds": [getattr(_sampler(loader), "seed", None) for loader in _loaders(trainer)],
+            "batch_sizes": _batch_sizes(trainer),
             "metrics": _metric_states(pl_module),
             "sums": _epoch_sums(trainer),
         }
@@ -76,7 +78,8 @@ class ExactResume(Callback):
         saved, self._saved = self._saved, None
         loop: Any = trainer.fit_loop
         middle = saved is not None and loop.restarted_mid_epoch
-        if middle:
+        if saved is not None and middle:
+            _count_again(trainer, saved.get("batch_sizes"))
             # Lightning can't know that they are.
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
         self._start_data(
@@ -147,6 +150,23 @@ class ExactResume(Callback):
 def _loaders(trainer: Trainer) -> list[Any]:
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else combined.flattened
+
+
+def _batch_sizes(trainer: Trainer) -> list[int | None]:
+    return [getattr(loader, "batch_size", None) for loader in _loaders(trainer)]
+
+
+def _count_again(trainer: Trainer, before: list[int | None] | None) -> None:
+    """The batches of this epoch so far, of another size than before, by their samples."""
+    now = _batch_sizes(trainer)
+    if not before or not before[0] or not now[0] or before[0] == now[0]:
+        return
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    seen = progress.current.ready
+    further = seen * before[0] // now[0] - seen
+    for count in (progress.current, progress.total):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(count, name, getattr(count, name) + further)
 
 
 def _sampler(loader: Any) -> Any:

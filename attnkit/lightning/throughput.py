@@ -75,16 +75,17 @@ class Throughput(Callback):
         )
 
     def _begin(self, pl_module: LightningModule) -> None:
-        _wait_for_device(pl_module)
+        wait_for_device(pl_module)
         self._samples, self._seconds = 0, 0.0
         self._started = time.perf_counter()
 
     def _pause(self, pl_module: LightningModule) -> None:
-        _wait_for_device(pl_module)
+        wait_for_device(pl_module)
         self._seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
 
 
-def _wait_for_device(pl_module: LightningModule) -> None:
+def wait_for_device(pl_module: LightningModule) -> None:
+    """Until a GPU has done what it was given, so that a clock tells its time."""
     if pl_module.device.type != "cpu":
         torch.accelerator.synchronize(pl_module.device)

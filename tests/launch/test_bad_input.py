@@ -35,6 +35,7 @@ SHIPPED = [
     ("optimizer.lr=big", "optimizer.lr: expected float | Tensor, got 'big' (str)"),
     ("optimizer.betas=[0.9]", "optimizer.betas: expected tuple["),
     ("run=trian", "got 'trian' (str); did you mean train?"),
+    ("run=bench seeds=2", "run=bench: of one run; leave seeds and splits out"),
     ("precision=bf17-mixd", "did you mean bf16-mixed?"),
     ("seed=-1", "seed: expected 0 to 4294967295, got -1"),
     ("seeds=0", "seeds: expected at least 1, got 0"),
