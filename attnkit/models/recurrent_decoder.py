@@ -162,7 +162,7 @@ class RecurrentDecoder(WordDecoder):
     ) -> tuple[Tensor, Tensor]:
         """The gated context [rows, memory_dim] of the next word, and α [rows, positions]."""
         # the hypotheses of an item are queries to its one memory
-        states = state.hidden.view(len(state.memory.value), -1, self.dim)
+        states = state.hidden.view(state.memory.value.shape[0], -1, self.dim)
         weights = embedded.new_empty(0)
         if with_weights:
             weights = self.attention.attention_weights(states, state.memory, state.mask)[:, 0]
