@@ -87,6 +87,7 @@ _HOME = {
     "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
+    "load": "attnkit.lightning.exported",
     "metrics": "attnkit.metrics",
 }
 
@@ -151,6 +152,7 @@ if TYPE_CHECKING:
     from attnkit.layers.pooling import AttentionPool
     from attnkit.layers.spatial import SpatialAttention
     from attnkit.layers.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
+    from attnkit.lightning.exported import load
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
     from attnkit.models.vit import ViT

@@ -17,8 +17,8 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
-    run: Literal["train", "test", "predict", "inspect"] = "train"
-    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…)."""
+    run: Literal["train", "test", "predict", "inspect", "export"] = "train"
+    """train (then tests the best checkpoint); test, predict, inspect or export (with ckpt=…)."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
@@ -38,6 +38,8 @@ class Config:
     """The LightningDataModule of run=predict; gets `images`. Without it, that is `data`."""
     inspect: dict[str, Any] | None = None
     """The callback that run=inspect gives the predictions to."""
+    export: dict[str, Any] | None = None
+    """What run=export gives the module to."""
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     trainer: dict[str, Any] | None = None
@@ -74,10 +76,13 @@ class Config:
 # What predicts, and needs a checkpoint and images.
 PREDICTING = ("predict", "inspect")
 
+# What starts from a checkpoint, and trains nothing.
+FROM_CHECKPOINT = ("test", *PREDICTING, "export")
+
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
     "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
-    "optimizer", "scheduler",
+    "export", "optimizer", "scheduler",
 )  # fmt: skip
 
 # Nodes that hold several objects by name.

@@ -50,6 +50,7 @@ KINDS = (
     "torch.nn.Module",
     "torch.optim.Optimizer",
     "torch.optim.lr_scheduler.LRScheduler",
+    "attnkit.lightning.export.Export",
     "lightning.Callback",
     "lightning.LightningDataModule",
     "lightning.Trainer",
