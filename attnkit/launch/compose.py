@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,11 @@ class Composer:
 
     def groups(self) -> dict[str, list[str]]:
         """Each group and its choices."""
+        return self._groups
+
+    @cached_property
+    def _groups(self) -> dict[str, list[str]]:
+        # Hydra reads the folders again for each group, and every override asks
         names = sorted(
             {
                 path.name

@@ -214,6 +214,16 @@ class Work:
 
     def run(self) -> None:
         """Train and test, test, predict or export; leaves results.json."""
+        done = False
+        try:
+            self._run()
+            done = True
+        finally:
+            for logger in self.trainer.loggers:
+                if hasattr(logger, "close"):
+                    logger.close(failed=not done)
+
+    def _run(self) -> None:
         try:
             steps = {"train": self._train, "test": self._test, "export": self._export}
             steps.get(self.config["run"], self._predict)()

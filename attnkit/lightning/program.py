@@ -171,7 +171,12 @@ def _quiet() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        said = io.StringIO()
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
