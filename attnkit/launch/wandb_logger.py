@@ -1,4 +1,4 @@
-"""Weights & Biases, in the run folder and with the run's life: one W&B run for one run of attnkit."""
+"""Weights & Biases, in the run folder and with the run's life: one run there for one run here."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ class WandbRun(WandbLogger):
             entity=entity,
             group=group,
             tags=list(tags) if tags else None,
-            **({"mode": "offline"} if offline else {}),
         )
+        if offline:
+            self._wandb_init["mode"] = "offline"
         self._wandb_init.pop("anonymous", None)  # Lightning's None, which W&B warns of
         self._silent = offline
 

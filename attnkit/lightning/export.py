@@ -29,7 +29,8 @@ class Written:
 
     files: list[Path] = field(default_factory=list)
     differences: dict[str, float] = field(default_factory=dict)
-    """By the file of each program: its outputs' largest difference from the module's."""
+    """By the file of each program: its outputs' largest difference from the module's, over the
+    largest of these or 1."""
     left_out: dict[str, str] = field(default_factory=dict)
     """By format: why it was left out, in a line."""
 
@@ -77,7 +78,7 @@ class Export:
         self.folder.mkdir(parents=True, exist_ok=True)
         digest = write_weights(module, self.folder / WEIGHTS)
         described = self._write_programs(module, written)
-        facts = getattr(module, "facts", dict)()
+        facts: Mapping[str, Any] = getattr(module, "facts", dict)()
         write_config(module, self.folder / CONFIG, digest, **facts, programs=described)
         _check_again(module, self.folder)
         written.files[:0] = [self.folder / WEIGHTS, self.folder / CONFIG]

@@ -26,8 +26,7 @@ from attnkit.lightning.files import written_beside
 __all__ = ["Program", "write_onnx", "write_torch_export"]
 
 ONNX_EXTRA = ("onnx", "onnxscript", "onnxruntime")
-TOLERANCE = 1e-5
-"""Of an exported program's outputs, over their largest magnitude or 1."""
+TOLERANCE = 1e-5  # of an exported program's outputs, over their largest magnitude or 1
 
 Shape = tuple[int | str, ...]
 
@@ -91,16 +90,19 @@ class Program:
             )
 
     def difference(self, run: Callable[..., Tensor]) -> float:
-        """The largest difference of another form's outputs, at several sizes; an error if it is
-        more than `TOLERANCE`."""
+        """The largest difference of another form's outputs, over their largest magnitude or 1, at
+        several sizes; an error if it is more than `TOLERANCE`."""
         largest = 0.0
         for number in (1, 3, 5):
             inputs = self.draw(*(number + 6 * place for place, _ in enumerate(self.sizes)))
             with torch.no_grad(), _quiet():
                 wanted, found = self.network(*inputs), run(*inputs)
-            apart = float((found - wanted).abs().max())
-            allowed = TOLERANCE * max(1.0, float(wanted.abs().max()))
-            if found.shape != wanted.shape or not apart <= allowed:  # a NaN is not
+            if found.shape != wanted.shape:
+                raise ValueError(
+                    f"its output is {list(found.shape)}, expected {list(wanted.shape)}"
+                )
+            apart = float((found - wanted).abs().max()) / max(1.0, float(wanted.abs().max()))
+            if not apart <= TOLERANCE:  # a NaN is not
                 raise ValueError(f"its outputs differ by {apart:.1e} from the network's")
             largest = max(largest, apart)
         return largest
@@ -131,14 +133,12 @@ def write_onnx(program: Program, exported: ExportedProgram, path: Path) -> float
         )
     import onnxruntime
 
-    name, shape = program.output
-    open_output = {place: size for place, size in enumerate(shape) if isinstance(size, str)}
     with written_beside(path) as beside:
         with torch.no_grad(), _quiet():
             made = torch.onnx.export(
                 exported,
                 input_names=list(program.inputs),
-                output_names=[name],
+                output_names=[program.output[0]],
                 dynamo=True,
                 verbose=False,
             )

@@ -17,8 +17,8 @@ from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioner import Captioner
 from attnkit.models.decoding import Sentences, checked_options
 from attnkit.models.word_decoder import num_words
-from attnkit.tasks.captioning.programs import captioning_programs
 from attnkit.tasks.captioning.grammar import EVERYTHING, OBJECTS_COLOURS_RELATION, is_right
+from attnkit.tasks.captioning.programs import captioning_programs
 from attnkit.tasks.captioning.tokenizer import load_tokenizer
 
 

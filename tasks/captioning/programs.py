@@ -1,8 +1,8 @@
 """A captioner as two exported programs; what repeats, the search for words, stays with the caller.
 
-    memory = encoder(images)
-    words = [START, PAD, PAD, …]                  max_words of them
-    words[i + 1] = argmax decoder(memory, words)[i] over the words but PAD and START, until END
+memory = encoder(images)
+words = [START, PAD, PAD, …]                  max_words of them
+words[i + 1] = argmax decoder(memory, words)[i] over the words but PAD and START, until END
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def test_device_and_training_on(original):
     module = attnkit.load(original, "meta")
     assert all(tensor.is_meta for tensor in module.parameters())
     module = attnkit.load(original).train()
-    module((IMAGES.float() / 255)).sum().backward()
+    module(IMAGES.float() / 255).sum().backward()
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
 
 
