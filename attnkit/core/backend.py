@@ -34,7 +34,7 @@ class Backend:
         if isinstance(inputs.mask, Edges) and not self.reads_edges:
             if inputs.edge_features is not None:
                 reasons.append("reads no edge features")
-            elif not reasons and inputs.mask.has_repeated:
+            elif not reasons and (torch.compiler.is_exporting() or inputs.mask.has_repeated):
                 reasons.append("reads a boolean mask, which cannot say that an edge is given twice")
         return reasons
 

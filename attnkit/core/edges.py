@@ -63,6 +63,8 @@ class EdgeAttention(Backend):
             reasons.append(f"computes no softcap, got {score.softcap}")
         if inputs.bias is not None:
             reasons.append("reads no bias")
+        if torch.compiler.is_exporting():
+            reasons.append("sorts the edges as it finds them, which no exported program can")
         if torch._C._are_functorch_transforms_active():
             reasons.append("has no rules for torch.func")
         reads_features = features is not None and features.key_weight is not None

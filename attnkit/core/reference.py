@@ -43,7 +43,7 @@ def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
         value = value + features.features @ features.value_weight.transpose(1, 2)
     weights = F.dropout(softmax_of_edges(inputs, edges), inputs.dropout_p)
     output = value.new_zeros(*inputs.query.shape[:3], value.shape[3])
-    return output.index_add(2, target, weights[..., None] * value)
+    return _added(output, target, weights[..., None] * value)
 
 
 def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
@@ -57,13 +57,21 @@ def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
     # each edge is an item of a batch, with one query and one key
     pairs = (tensor.transpose(1, 2).flatten(0, 1).unsqueeze(2) for tensor in (query, key))
     scores = inputs.score.scores(*pairs).flatten(1)
-    scores = scores.unflatten(0, (len(query), len(target))).transpose(1, 2)
+    scores = scores.unflatten(0, (query.shape[0], target.shape[0])).transpose(1, 2)
     if inputs.bias is not None:
         shape = (*query.shape[:2], inputs.num_queries, inputs.num_keys)
         scores = scores + inputs.bias.expand(shape)[:, :, target, source]
     largest = scores.new_full(inputs.query.shape[:3], -torch.inf)
-    largest = largest.index_reduce(2, target, scores.detach(), "amax")
+    places = target.long().expand_as(scores)
+    largest = largest.scatter_reduce(2, places, scores.detach(), "amax")
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     exponentials = (scores - largest[:, :, target]).exp()
-    totals = torch.zeros_like(largest).index_add(2, target, exponentials)[:, :, target]
+    totals = _added(torch.zeros_like(largest), target, exponentials)[:, :, target]
     return exponentials / totals.masked_fill(totals == 0, 1.0)
+
+
+def _added(sums: Tensor, target: Tensor, rows: Tensor) -> Tensor:
+    """The sums [batch, heads, targets, …] with each edge's row [batch, heads, edges, …] added."""
+    # not index_add: what ONNX makes of it, ScatterND, several threads of onnxruntime add wrongly
+    places = target.long().view(-1, *(1,) * (rows.ndim - 3)).expand_as(rows)
+    return sums.scatter_add(2, places, rows)

@@ -231,6 +231,8 @@ class Additive(Score):
         return (pairs * self.vector[..., None, None, :]).sum(dim=-1)
 
     def lean_scores(self, query: Tensor, key: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():  # to where nobody knows our operator
+            return self.scores(query, key)
         vector = self.vector.expand(*query.shape[:2], -1)
         slope = None if self.activation == "tanh" else float(self.negative_slope)
         scores = additive_scores(

@@ -36,6 +36,9 @@ def in_segments(
     tokens = tensors[0].shape[2]
     if tokens == 0:
         return [], state
+    if torch.compiler.is_exporting():  # tokens that are not counted yet are one segment
+        result, state = step(state, *tensors)
+        return [result], state
     # one segment is all there is: autograd may as well hold it
     recompute = torch.is_grad_enabled() and tokens > size
     results = []
@@ -53,6 +56,8 @@ def in_segments(
 
 def segment_size(tensor: Tensor, chunk_size: int) -> int:
     """Tokens of a segment of tensors like this one, in whole chunks."""
+    if torch.compiler.is_exporting():
+        return chunk_size
     batch, heads, _, dim = tensor.shape
     most = SEGMENT_ELEMENTS["cpu" if tensor.is_cpu else "other"] // (batch * heads * dim)
     return max(1, most // chunk_size) * chunk_size

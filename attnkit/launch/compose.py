@@ -72,6 +72,10 @@ class Composer:
         shipped = Path(__file__).resolve().parent.parent / "conf"
         return [shipped, *([self.config_dir] if self.config_dir else [])]
 
+    def groups(self) -> dict[str, list[str]]:
+        """Each group and its choices."""
+        return self._groups
+
     @cached_property  # Hydra reads all its sources again for each
     def _groups(self) -> dict[str, list[str]]:
         names = sorted(
@@ -84,10 +88,6 @@ class Composer:
             - {"hydra"}
         )
         return {n: self.loader.get_group_options(n, ObjectType.CONFIG) for n in names}
-
-    def groups(self) -> dict[str, list[str]]:
-        """Each group and its choices."""
-        return self._groups
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """The overrides as Hydra reads them; refuses its settings that would do nothing here."""

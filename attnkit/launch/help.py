@@ -13,6 +13,7 @@ attnkit: train, test and use attention models. Settings are key=value, parts are
   attnkit run=test ckpt=RUN_DIR                     test again; its configuration is known
   attnkit run=predict ckpt=RUN_DIR images=PATH      label a folder or a file; writes a CSV
   attnkit run=inspect ckpt=RUN_DIR images=PATH      of captions: where it looked at each word
+  attnkit run=export ckpt=RUN_DIR                   safe weights, torch.export, ONNX
   attnkit resume=latest                             go on after an interruption
   attnkit -m optimizer.lr=1e-3,2e-3 seeds=3         one run for each value, one ranked table
   attnkit -m resume=latest                          go on with a sweep; nothing runs twice
@@ -24,7 +25,7 @@ Groups and their choices
 {groups}
 
 Keys of every task
-  run=train|check|bench|test|predict|inspect|retry   what to do
+  run=train|check|bench|test|predict|inspect|export|retry   what to do
   seed=0  seeds=1              seeds=N: N runs, mean and spread
   splits=all                   the same over the fixed splits of the data
   trainer.max_epochs=N         how long

@@ -156,12 +156,12 @@ def _check_contradictions(request: Request) -> None:
         for key in ("run_dir", "ckpt", "images", "seed", "seeds", "splits"):
             if typed := request.typed(key):
                 raise UserError(f"{typed}: not together with resume, which goes on in its folder")
-        if run in ("test", *schema.PREDICTING):
+        if run in schema.FROM_CHECKPOINT:
             raise UserError(f"run={run}: not together with resume; use ckpt={config['resume']}")
         if run in schema.TRYING:
             raise UserError(f"run={run}: not together with resume, which trains; leave it out")
         return
-    if run in ("test", *schema.PREDICTING):
+    if run in schema.FROM_CHECKPOINT:
         if config.get("ckpt") is None:
             raise UserError(f"run={run}: needs ckpt=PATH, a checkpoint or a run folder")
         if config.get("seeds") != 1:
@@ -169,7 +169,8 @@ def _check_contradictions(request: Request) -> None:
         if config.get("splits") is not None:
             raise UserError(f"splits={config['splits']}: only for run=train; one ckpt, one {run}")
     elif config.get("ckpt") is not None:
-        raise UserError("ckpt: only for run=test, predict and inspect; to train on: resume=RUN_DIR")
+        others = ", ".join(schema.FROM_CHECKPOINT)
+        raise UserError(f"ckpt: only for run={others}; to train on: resume=RUN_DIR")
     if run in schema.TRYING[1:] and (config.get("seeds") != 1 or config.get("splits") is not None):
         raise UserError(f"run={run}: of one run; leave seeds and splits out")
     if config.get("splits") is not None and config.get("seeds") != 1:
@@ -211,9 +212,13 @@ def _evaluation(request: Request) -> Job:
         saved = {**folders.relocate(saved, home, folder), **CONTROLS}
         # A quick look at training is no reason to test or predict on a part of the images.
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
+        if saved.get("export") is None:  # the run is older than it
+            saved["export"] = OmegaConf.to_container(given["export"], resolve=False)
         config = request.composer.overlay(saved, request.overrides)
         request = request.on(home)
     _check_images(config)
+    if config.get("run") == "export" and not config.get("export"):
+        raise UserError("run=export: needs export, which is null; leave it as it is by default")
     top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
     return _job(request, folder, top, [top], alone=home is None)
 

@@ -190,6 +190,8 @@ def _order(name: str) -> tuple[int, str]:
 def _number(name: str, value: float) -> str:
     if name == "seconds":
         return f"{value:.1f}"
+    if name.startswith("difference/"):
+        return f"{value:.1e}"
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4f}"
 
 
@@ -202,6 +204,7 @@ def _paths(job: Job) -> dict[str, Path]:
         "metrics": folder / "metrics.csv",
         "predictions": folder / PREDICTIONS,
         "inspect": folder / "inspect",
+        "export": Path((job.config.get("export") or {}).get("folder") or folder / "export"),
         "results": folder / RESULTS,
     }
     return {name: path for name, path in known.items() if path.exists()} or {"run": folder}

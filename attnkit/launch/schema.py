@@ -17,9 +17,11 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
-    run: Literal["train", "test", "predict", "inspect", "check", "bench", "retry"] = "train"
-    """train (then tests the best checkpoint); test, predict or inspect (all with ckpt=…); check and
-    bench try a training; retry (with sweep=…)."""
+    run: Literal["train", "test", "predict", "inspect", "check", "bench", "export", "retry"] = (
+        "train"
+    )
+    """train (then tests the best checkpoint); test, predict, inspect or export (all with ckpt=…);
+    check and bench try a training; retry (with sweep=…)."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
@@ -39,6 +41,8 @@ class Config:
     """The LightningDataModule of run=predict; gets `images`. Without it, that is `data`."""
     inspect: dict[str, Any] | None = None
     """The callback that run=inspect gives the predictions to."""
+    export: dict[str, Any] | None = None
+    """What run=export gives the module to."""
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     trainer: dict[str, Any] | None = None
@@ -78,6 +82,9 @@ class Config:
 # What predicts, and needs a checkpoint and images.
 PREDICTING = ("predict", "inspect")
 
+# What starts from a checkpoint, and trains nothing.
+FROM_CHECKPOINT = ("test", *PREDICTING, "export")
+
 # What is done with the folder of a sweep, and needs sweep=…
 OF_SWEEPS = ("retry",)
 
@@ -87,7 +94,7 @@ TRYING = ("check", "bench")
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
     "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
-    "optimizer", "scheduler",
+    "export", "optimizer", "scheduler",
 )  # fmt: skip
 
 # Nodes that hold several objects by name.

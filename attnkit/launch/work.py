@@ -31,6 +31,7 @@ from attnkit.launch.signals import raise_received
 from attnkit.lightning import checkpoints
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.export import Export
 from attnkit.lightning.module import TaskModule, untrained
 
 _TRAINING_ONLY = (
@@ -62,7 +63,10 @@ class Work:
         self.start, self.broken = self._newest_checkpoint()
         if config["ckpt"] is not None:
             checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
-        if config["run"] in schema.PREDICTING:
+        if config["run"] == "export":
+            self.module = self._load_module() if alone else self._make_module()
+            self.data = LightningDataModule()  # none is read
+        elif config["run"] in schema.PREDICTING:
             self.module = self._load_module() if alone else self._make_module()
             self.data = self._make_predict_data()
         else:
@@ -170,6 +174,8 @@ class Work:
 
     def _make_trainer(self) -> Trainer:
         config = self.config
+        if config["run"] == "export":  # which none takes part in
+            return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
         arguments = dict(config.get("trainer") or {})
         timeout = arguments.pop("timeout_seconds", None)
         if timeout is not None and (type(timeout) not in (int, float) or timeout <= 0):
@@ -214,7 +220,7 @@ class Work:
 
     def _compile(self) -> None:
         mode = self.config["compile"]
-        if mode:
+        if mode and self.config["run"] != "export":
             # In place, so that the names in checkpoints stay.
             model = getattr(self.module, "model", None)
             target = model if isinstance(model, nn.Module) else self.module
@@ -223,10 +229,25 @@ class Work:
     # --- running ---
 
     def run(self) -> None:
-        """Train and test, test, or predict; leaves results.json (or predictions.csv)."""
+        """Train and test, test, predict or export; leaves results.json."""
+        done = False
         try:
-            own = {"train": self._train, "test": self._test, "bench": self._bench}
-            own.get(self.config["run"], self._predict)()
+            self._run()
+            done = True
+        finally:
+            for logger in self.trainer.loggers:
+                if hasattr(logger, "close"):
+                    logger.close(failed=not done)
+
+    def _run(self) -> None:
+        try:
+            steps = {
+                "train": self._train,
+                "test": self._test,
+                "bench": self._bench,
+                "export": self._export,
+            }
+            steps.get(self.config["run"], self._predict)()
         except SystemExit:
             if self.trainer.interrupted:  # Lightning's way to answer Ctrl-C
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -324,6 +345,23 @@ class Work:
         figures, table = bench.bench(self.trainer, self.module, self.data)
         (self.folder / bench.FILE).write_text(table, encoding="utf-8")
         self._save(figures)
+
+    def _export(self) -> None:
+        from attnkit.launch import report
+
+        if not self.alone:
+            checkpoint = checkpoints.load(self.config["ckpt"])
+            self.module.on_load_checkpoint(checkpoint)
+            load = partial(self.module.load_state_dict, checkpoint["state_dict"])
+            _loaded(load, self.config["ckpt"])
+        export = build(self.config["export"], at="export")
+        if not isinstance(export, Export):
+            raise UserError(f"export: {self.config['export']['_target_']} is no Export")
+        written = export(self.module)
+        for name, why in written.left_out.items():
+            report.say(f"{name}: left out: {why}")
+        figures = {f"difference/{name}": apart for name, apart in written.differences.items()}
+        self._save({**figures, "parameters": self.num_parameters})
 
     def _has_test(self) -> bool:
         cls = type(self.module)

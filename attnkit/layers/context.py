@@ -108,7 +108,7 @@ class ContextAttention(nn.Module):
         """The query and the pixels as heads, of which there is one."""
         check_features(features, self.channels)
         tokens = to_tokens(features)[:, None]
-        return self.query.expand(len(features), 1, 1, -1), tokens
+        return self.query.expand(features.shape[0], 1, 1, -1), tokens
 
     def extra_repr(self) -> str:
         return f"{self.channels}, fusion={self.fusion!r}"

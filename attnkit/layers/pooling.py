@@ -98,7 +98,7 @@ class AttentionPool(nn.Module):
                     f"mask, got {mask.dtype} {list(mask.shape)}"
                 )
             mask = Padding(mask)
-        pooled = self.attention(self.query.expand(len(tokens), -1, -1), tokens, mask=mask)
+        pooled = self.attention(self.query.expand(tokens.shape[0], -1, -1), tokens, mask=mask)
         if self.norm is not None and self.mlp is not None:
             pooled = pooled + self.mlp(self.norm(pooled))
         return pooled.squeeze(1) if self.num_queries is None else pooled

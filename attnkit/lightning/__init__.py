@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from attnkit.lightning.cost import Cost
     from attnkit.lightning.ema import EMA
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
+    from attnkit.lightning.export import Export
     from attnkit.lightning.finite import FiniteLoss
     from attnkit.lightning.kernel_record import KernelRecord
     from attnkit.lightning.learning_curves import LearningCurves
     from attnkit.lightning.module import TaskModule
     from attnkit.lightning.optim import parameter_groups, warmup_cosine
+    from attnkit.lightning.program import Program
     from attnkit.lightning.results_file import ResultsFile
     from attnkit.lightning.resume import ExactResume
     from attnkit.lightning.sampler import ResumableSampler
@@ -37,9 +39,11 @@ _TABLE = {
     "Cost": "cost",
     "ExactAccumulation": "accumulation",
     "ExactResume": "resume",
+    "Export": "export",
     "FiniteLoss": "finite",
     "KernelRecord": "kernel_record",
     "LearningCurves": "learning_curves",
+    "Program": "program",
     "ResultsFile": "results_file",
     "ResumableSampler": "sampler",
     "RunError": "errors",
@@ -64,9 +68,11 @@ __all__ = [
     "Cost",
     "ExactAccumulation",
     "ExactResume",
+    "Export",
     "FiniteLoss",
     "KernelRecord",
     "LearningCurves",
+    "Program",
     "ResultsFile",
     "ResumableSampler",
     "RunError",

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning import LightningModule
 from lightning.pytorch.core.mixins import HyperparametersMixin
@@ -23,6 +23,9 @@ from attnkit.lightning.build import build
 from attnkit.lightning.checkpoints import load
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.optim import parameter_groups, warmup_cosine
+
+if TYPE_CHECKING:
+    from attnkit.lightning.program import Program
 
 
 class TaskModule(LightningModule):
@@ -84,6 +87,14 @@ class TaskModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+    def programs(self) -> dict[str, Program]:
+        """What `Export` writes as exported programs, by their names; a subclass says."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """What users of the programs must know besides, as plain data: classes, words, …"""
+        return {}
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]

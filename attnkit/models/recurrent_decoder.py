@@ -162,8 +162,8 @@ class RecurrentDecoder(WordDecoder):
     ) -> tuple[Tensor, Tensor]:
         """The gated context [rows, memory_dim] of the next word, and α [rows, positions]."""
         # the hypotheses of an item are queries to its one memory
-        items = len(state.memory.value)
-        beams = len(state.hidden) // items if items else 1
+        items = state.memory.value.shape[0]
+        beams = state.hidden.shape[0] // items if items else 1
         states = state.hidden.view(items, beams, self.dim)
         weights = embedded.new_empty(0)
         if with_weights:

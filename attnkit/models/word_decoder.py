@@ -146,7 +146,7 @@ class WordDecoder(nn.Module):
             )
         if words is None:
             return
-        if words.ndim != 2 or len(words) != len(memory) or words.is_floating_point():
+        if words.ndim != 2 or words.shape[0] != memory.shape[0] or words.is_floating_point():
             raise ValueError(
                 f"words: expected integers [{len(memory)}, words], "
                 f"got {words.dtype} {list(words.shape)}"

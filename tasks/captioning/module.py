@@ -12,11 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 
 from attnkit.lightning import TaskModule
+from attnkit.lightning.program import Program
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioner import Captioner
 from attnkit.models.decoding import Sentences, checked_options
 from attnkit.models.word_decoder import num_words
 from attnkit.tasks.captioning.grammar import EVERYTHING, OBJECTS_COLOURS_RELATION, is_right
+from attnkit.tasks.captioning.programs import captioning_programs
 from attnkit.tasks.captioning.tokenizer import load_tokenizer
 
 
@@ -133,6 +135,23 @@ class ImageCaptioning(TaskModule):
     def caption(self, images: Tensor, **decoding: Any) -> list[str]:
         """The sentences that the model says of images; options as in `Captioner.generate`."""
         return self._texts(self._say(images, **decoding))
+
+    def programs(self) -> dict[str, Program]:
+        """`encoder`: uint8 images to a memory; `decoder`: of each word the logits of the next."""
+        return captioning_programs(self)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "vocabulary": self.vocabulary,
+            "max_words": self.max_words,
+            "preprocessing": {
+                "image_size": self.image_size,
+                "in_channels": self.in_channels,
+                "mean": self.mean.flatten().tolist(),
+                "std": self.std.flatten().tolist(),
+                "inside": "the programs normalise: give them pixels",
+            },
+        }
 
     def metrics(self) -> dict[str, Metric]:
         """New metrics of a test, updated with sentences and lists of references."""

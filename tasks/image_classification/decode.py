@@ -23,6 +23,11 @@ from torchvision.transforms.v2 import functional as F
 _CHUNK = 32
 _SHOW_PROGRESS_FROM = 2000
 _LUMA = torch.tensor([299, 587, 114], dtype=torch.int32).view(3, 1, 1)  # ITU-R BT.601, in 1/1000
+# What `read_image` does, for those who read images elsewhere.
+PREPARED = (
+    "pixels from 0 to 255, RGB or grey; of a picture of another size, its largest centred square, "
+    "resized with antialiasing (bicubic)"
+)
 
 
 class UndecodableImageError(Exception):

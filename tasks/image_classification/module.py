@@ -16,6 +16,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
 from attnkit.lightning import ClassificationModule
+from attnkit.lightning.program import Program
+from attnkit.tasks.image_classification.decode import PREPARED
 
 
 class ImageClassification(ClassificationModule):
@@ -98,6 +100,55 @@ class ImageClassification(ClassificationModule):
             images = images.to(self.mean.dtype) / 255
         return (images - self.mean) / self.std
 
+    @torch.no_grad()
+    def classify(self, images: Tensor) -> dict[str, list[Any]]:
+        """The classes of images [batch, in_channels, height, width], uint8 or float from 0 to 1.
+
+        Returns:
+            of each image `label` (the name of the most probable class), `probability`, and `top5`
+            (up to five pairs of name and probability, best first).
+        """
+        # A batch of files may turn out empty; not every model takes that.
+        logits = self(images) if len(images) else images.new_zeros((0, self.num_classes)).float()
+        probabilities = logits.float().softmax(dim=1)
+        best = probabilities.topk(min(5, self.num_classes), dim=1)
+        top5 = [
+            [(self.class_names[number], value) for number, value in zip(*row, strict=True)]
+            for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        return {
+            "label": [row[0][0] for row in top5],
+            "probability": [row[0][1] for row in top5],
+            "top5": top5,
+        }
+
+    def programs(self) -> dict[str, Program]:
+        """`model`: uint8 images to logits, the normalisation inside."""
+        if self.image_size is None:
+            return {}
+        shape = (self.in_channels, self.image_size, self.image_size)
+        return {
+            "model": Program(
+                self,
+                lambda batch: {"images": torch.randint(0, 256, (batch, *shape), dtype=torch.uint8)},
+                {"images": ("batch", *shape)},
+                ("logits", ("batch", self.num_classes)),
+                {"images": PREPARED, "logits": "softmax makes probabilities of them"},
+            )
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "classes": self.class_names,
+            "preprocessing": {
+                "image_size": self.image_size,
+                "in_channels": self.in_channels,
+                "mean": self.mean.flatten().tolist(),
+                "std": self.std.flatten().tolist(),
+                "inside": "the programs normalise: give them pixels",
+            },
+        }
+
     def metrics(self) -> dict[str, Metric]:
         metrics = super().metrics()
         if self.num_classes > 5:
@@ -130,23 +181,10 @@ class ImageClassification(ClassificationModule):
         """Predictions of a batch, one list entry per image.
 
         Returns:
-            `label` (the name of the most probable class), `probability`, `top5` (up to five pairs
-            of name and probability, best first); and `path`, if the batch brought paths.
+            what `classify` does, and `path`, if the batch brought paths.
         """
         images, *rest = batch
-        # A batch of files may turn out empty; not every model takes that.
-        logits = self(images) if len(images) else images.new_zeros((0, self.num_classes)).float()
-        probabilities = logits.float().softmax(dim=1)
-        best = probabilities.topk(min(5, self.num_classes), dim=1)
-        top5 = [
-            [(self.class_names[number], value) for number, value in zip(*row, strict=True)]
-            for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
-        rows: dict[str, list[Any]] = {
-            "label": [row[0][0] for row in top5],
-            "probability": [row[0][1] for row in top5],
-            "top5": top5,
-        }
+        rows = self.classify(images)
         if rest and not isinstance(rest[0], Tensor):
             rows = {"path": list(rest[0]), **rows}
         return rows

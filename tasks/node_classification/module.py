@@ -16,6 +16,7 @@ from torchmetrics.classification import BinaryAUROC
 
 from attnkit.core.graph import Edges
 from attnkit.lightning import ClassificationModule, UserError
+from attnkit.lightning.program import Program
 
 
 class NodeClassification(ClassificationModule):
@@ -80,6 +81,49 @@ class NodeClassification(ClassificationModule):
             self._edges = Edges(edge_index, batch.num_nodes)
         return self(batch.x, self._edges)
 
+    @torch.no_grad()
+    def classify(self, batch: Data) -> dict[str, list[Any]]:
+        """The classes of the nodes of a graph, or of a sampled sub-graph's seeds.
+
+        Returns:
+            of each node `node` (its number), `label` (the name of the most probable class) and
+            `probability`.
+        """
+        logits = self.logits(batch)
+        nodes = batch.n_id if "n_id" in batch else torch.arange(len(logits))
+        seeds = slice(batch.batch_size if "batch_size" in batch else None)
+        probability, label = logits[seeds].float().softmax(dim=1).max(dim=1)
+        return {
+            "node": nodes[seeds].tolist(),
+            "label": [self.class_names[number] for number in label.tolist()],
+            "probability": probability.tolist(),
+        }
+
+    def programs(self) -> dict[str, Program]:
+        """`model`: features and edges of a graph of any size to logits."""
+        if self.in_channels is None:
+            return {}
+        channels = self.in_channels
+        return {
+            "model": Program(
+                self,
+                lambda nodes, edges: {
+                    "x": torch.randn(nodes, channels),
+                    "edge_index": torch.randint(0, nodes, (2, edges)),
+                },
+                {"x": ("nodes", channels), "edge_index": (2, "edges")},
+                ("logits", ("nodes", self.num_classes)),
+                {
+                    "x": "features of the nodes, dense",
+                    "edge_index": "source nodes in row 0, target nodes in row 1; not checked",
+                    "logits": "softmax makes probabilities of them",
+                },
+            )
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {"classes": self.class_names}
+
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         logits, labels = self._of_stage("train", batch)
         losses = functional.cross_entropy(logits.float(), labels, reduction="none")
@@ -93,20 +137,8 @@ class NodeClassification(ClassificationModule):
         self.evaluate("test", *self._of_stage("test", batch))
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """Predictions of a batch, one list entry per node: all, or a sampled sub-graph's seeds.
-
-        Returns:
-            `node` (its number), `label` (the name of the most probable class), `probability`.
-        """
-        logits = self.logits(batch)
-        nodes = batch.n_id if "n_id" in batch else torch.arange(len(logits))
-        seeds = slice(batch.batch_size if "batch_size" in batch else None)
-        probability, label = logits[seeds].float().softmax(dim=1).max(dim=1)
-        return {
-            "node": nodes[seeds].tolist(),
-            "label": [self.class_names[number] for number in label.tolist()],
-            "probability": probability.tolist(),
-        }
+        """What `classify` says of a batch."""
+        return self.classify(batch)
 
     def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
         """Logits and labels of the nodes that count."""
