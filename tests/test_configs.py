@@ -37,8 +37,8 @@ QUICK = (
 
 # Attention that is none of torch's, or none.
 WITHOUT_KERNELS = {"bam", "cbam", "coordinate", "eca", "none", "scse", "se"}
-# Read without a batch size.
-WHOLE_GRAPHS: set[str] = set()
+# What has nothing to predict.
+UNPREDICTED = {"dictionary_lookup"}
 
 
 def test_there_are_configurations():
@@ -54,8 +54,22 @@ def test_says_what_it_is(path):
     assert len(first) > 20
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p not in ELSEWHERE], ids=str)
-def test_checks_trains_and_predicts(path, graph_files, tmp_path, monkeypatch, capfd):
+def _cases():
+    """Of all, training; of tasks and models, check and prediction too; with -m slow, of all."""
+    for path in FILES:
+        if path not in ELSEWHERE:
+            quick = path.parent.name in ("task", "model")
+            yield pytest.param(path, True, id=f"{path}", marks=[] if quick else pytest.mark.slow)
+            if not quick:
+                yield pytest.param(path, False, id=f"{path}-trains")
+
+
+def test_every_configuration_is_a_case():
+    assert {case.values[0] for case in _cases() if case.values[1]} == set(FILES) - ELSEWHERE
+
+
+@pytest.mark.parametrize(("path", "whole"), list(_cases()))
+def test_checks_trains_and_predicts(path, whole, graph_files, tmp_path, monkeypatch, capfd):
     group, choice = path.parent.name, path.stem
     monkeypatch.chdir(tmp_path)
     command = [f"{group}={choice}", *QUICK]
@@ -94,27 +108,34 @@ def test_checks_trains_and_predicts(path, graph_files, tmp_path, monkeypatch, ca
         monkeypatch.setattr(CIFAR10Data, "prepare_data", lambda self: None)
 
     before = set(tmp_path.rglob("*"))
-    code = main(["run=check", *command])
-    assert set(tmp_path.rglob("*")) == before
+    run = tmp_path / "run"
+    code = main(["run=check", *command] if whole else [*command, f"run_dir={run}"])
+    assert not whole or set(tmp_path.rglob("*")) == before
     if group == "trainer" and choice in ("gpu", "ddp", "fsdp") and not torch.cuda.is_available():
         assert code == 2
         assert "trainer: " in capfd.readouterr().err
+        assert not run.exists()
         return
     assert code == 0, capfd.readouterr().err
-    said = capfd.readouterr().out
-    assert "multiply-adds of a sample" in said
-    assert ("kernel of" in said) == (not used & WITHOUT_KERNELS)
-
-    run = tmp_path / "run"
-    assert main([*command, f"run_dir={run}"]) == 0, capfd.readouterr().err
+    if whole:
+        said = capfd.readouterr().out
+        assert "multiply-adds of a sample" in said
+        assert ("kernel of" in said) == (not used & WITHOUT_KERNELS)
+        assert main([*command, f"run_dir={run}"]) == 0, capfd.readouterr().err
     results = json.loads((run / "results.json").read_text())
-    assert results["steps"] == (1 if used & WHOLE_GRAPHS else 2)
+    assert results["steps"] == 2
     figure = "test/bleu1" if "task=captioning" in command else "test/accuracy"
     assert 0 <= results[figure] <= 1
 
+    if not whole:
+        return
     predict = ["run=predict", f"ckpt={run}", f"run_dir={tmp_path / 'predicted'}"]
     if "task=graph" not in command:
         predict.append(f"images={_pictures(tmp_path / 'pictures')}")
+    if used & UNPREDICTED:
+        assert main(predict) == 2
+        assert "has no predict_dataloader" in capfd.readouterr().err
+        return
     assert main(predict) == 0, capfd.readouterr().err
     rows = (tmp_path / "predicted" / "predictions.csv").read_text().splitlines()
     assert len(rows) > 2

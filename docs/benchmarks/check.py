@@ -32,9 +32,18 @@ figures = check(decide(Request.read(Composer(None), ["run=check", *sys.argv[1:]]
 print("figures " + json.dumps(figures))
 """
 
+# Its peak when it is done: as the process ends, torch's libraries touch some 100 MiB more.
+JOB = """
+import resource, sys
+from attnkit.launch.main import main
+code = main(sys.argv[1:])
+print("peak", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+sys.exit(code)
+"""
 
-def ended(command: list[str], cpu: bool) -> tuple[str, float, int]:
-    """What a command printed, its seconds, and the bytes it held at most."""
+
+def ended(command: list[str], cpu: bool) -> tuple[str, float]:
+    """What a command printed, and its seconds."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -44,12 +53,12 @@ def ended(command: list[str], cpu: bool) -> tuple[str, float, int]:
     if process.returncode:
         raise SystemExit(f"{command} ended with {process.returncode}")
     seconds = usage.ru_utime + usage.ru_stime if cpu else time.perf_counter() - started
-    return printed, seconds, 1024 * usage.ru_maxrss
+    return printed, seconds
 
 
 def checked(overrides: list[str], cpu: bool) -> tuple[dict[str, float], float]:
     clock = "cpu" if cpu else "wall"
-    printed, seconds, _ = ended([sys.executable, "-c", CHECK, clock, *overrides], cpu)
+    printed, seconds = ended([sys.executable, "-c", CHECK, clock, *overrides], cpu)
     line = next(line for line in printed.splitlines() if line.startswith("figures "))
     return json.loads(line.removeprefix("figures ")), seconds
 
@@ -57,8 +66,9 @@ def checked(overrides: list[str], cpu: bool) -> tuple[dict[str, float], float]:
 def done(overrides: list[str], cpu: bool) -> tuple[dict[str, float], float, int]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "-m", "attnkit", *overrides, f"run_dir={run}"]
-        _, seconds, peak = ended(command, cpu)
+        command = [sys.executable, "-c", JOB, *overrides, f"run_dir={run}"]
+        printed, seconds = ended(command, cpu)
+        peak = int(printed.rpartition("peak ")[2])
         return json.loads((run / "results.json").read_text()), seconds, peak
 
 
