@@ -79,6 +79,12 @@ PREDICTING = ("predict", "inspect")
 # What starts from a checkpoint, and trains nothing.
 FROM_CHECKPOINT = ("test", *PREDICTING, "export")
 
+# What an export is not made of.
+NOT_EXPORTED = (
+    "trainer", "precision", "compile", "callbacks", "logger", "data", "predict", "inspect",
+    "optimizer", "scheduler",
+)  # fmt: skip
+
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
     "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
