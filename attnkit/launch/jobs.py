@@ -182,6 +182,20 @@ def _check_contradictions(request: Request) -> None:
         raise UserError(f"images: no file or folder {folders.absolute(str(images))}")
 
 
+def _check_export(request: Request) -> None:
+    """What an export has no use for is refused rather than ignored."""
+    if request.config.get("run") != "export":
+        return
+    if not request.config.get("export"):
+        raise UserError("run=export: needs export, which is null; leave it as it is by default")
+    for override in request.overrides:
+        if re.split(r"[=.@/]", override.lstrip("+~"))[0] in schema.NOT_EXPORTED:
+            raise UserError(
+                f"{override}: does nothing in run=export, which writes what was trained\n"
+                "  on the CPU and in float32, whatever it was trained on"
+            )
+
+
 def _check_images(config: DictConfig) -> None:
     """A task says in `predict` what reads images; without it, the data itself is predicted."""
     if config.get("run") not in schema.PREDICTING:
@@ -217,8 +231,7 @@ def _evaluation(request: Request) -> Job:
         config = request.composer.overlay(saved, request.overrides)
         request = request.on(home)
     _check_images(config)
-    if config.get("run") == "export" and not config.get("export"):
-        raise UserError("run=export: needs export, which is null; leave it as it is by default")
+    _check_export(replace(request, config=config))
     top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
     return _job(request, folder, top, [top], alone=home is None)
 

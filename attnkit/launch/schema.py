@@ -85,6 +85,12 @@ PREDICTING = ("predict", "inspect")
 # What starts from a checkpoint, and trains nothing.
 FROM_CHECKPOINT = ("test", *PREDICTING, "export")
 
+# What an export is not made of.
+NOT_EXPORTED = (
+    "trainer", "precision", "compile", "callbacks", "logger", "data", "predict", "inspect",
+    "optimizer", "scheduler",
+)  # fmt: skip
+
 # What is done with the folder of a sweep, and needs sweep=…
 OF_SWEEPS = ("retry",)
 

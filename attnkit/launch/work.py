@@ -28,6 +28,7 @@ from attnkit.launch.causes import is_out_of_memory, of_allocator
 from attnkit.launch.predictions import gathered, rows_of, save_predictions
 from attnkit.launch.run import save_results
 from attnkit.launch.signals import raise_received
+from attnkit.launch.wandb_logger import WandbRun
 from attnkit.lightning import checkpoints
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
@@ -236,7 +237,7 @@ class Work:
             done = True
         finally:
             for logger in self.trainer.loggers:
-                if hasattr(logger, "close"):
+                if isinstance(logger, WandbRun):
                     logger.close(failed=not done)
 
     def _run(self) -> None:

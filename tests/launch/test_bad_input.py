@@ -71,7 +71,7 @@ SHIPPED = [
     ("run=predict ckpt={file}", "run=predict: needs images=PATH"),
     ("run=inspect ckpt={file} images={file}", "run=inspect: the task vit has nothing to inspect"),
     ("task=channel attention=none attention.reduction=3", "attention=none has no options"),
-    ("ckpt={file}", "ckpt: only for run=test, predict and inspect"),
+    ("ckpt={file}", "ckpt: only for run=test, predict, inspect, export"),
     ("images={file}", "images: only for run=predict and run=inspect, this is run=train"),
     ("resume={folder} run_dir=x", "run_dir=x: not together with resume"),
     ("run=test ckpt={file} seeds=2", "seeds=2: only for run=train"),

@@ -91,6 +91,8 @@ def test_what_a_module_does_not_allow(mine, attnkit, hers):
         ("run=export ckpt=RUN export.formats=[tensorflow]", "export.formats: expected"),
         ("run=export ckpt=RUN export.format=[onnx]", "did you mean formats?"),
         ("run=export ckpt=RUN export=null", "run=export: needs export"),
+        ("run=export ckpt=RUN trainer.devices=2", "does nothing in run=export"),
+        ("run=export ckpt=RUN trainer=gpu", "does nothing in run=export"),
         ("run=export ckpt=RUN model.dim=48", "does not fit the model"),
         ("run=export ckpt=RUN export._target_=os.system", "outside the allowed packages"),
         ("run=export ckpt=RUN export.folder=RUN", "is not empty"),
