@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,12 +97,15 @@ def ranked(trials: Sequence[Trial], metric: Metric, *, by_seed: bool = False) ->
     Args:
         by_seed: a row for each trial, also where some differ only by seed.
     """
-    groups: dict[tuple[str, ...], list[Trial]] = {}
+    groups: dict[tuple[Any, ...], list[Trial]] = {}
+    times: Counter[tuple[str, ...]] = Counter()
     for trial in trials:
         if trial.state == "done":
-            alone = (str(trial.number),) if by_seed else ()
+            again = times[trial.overrides]  # the same seed once more is no other seed
+            times[trial.overrides] += 1
+            alone = trial.number if by_seed else None
             same = tuple(o for o in trial.overrides if key_of(o) != SEED)
-            groups.setdefault((*alone, *same), []).append(trial)
+            groups.setdefault((alone, again, same), []).append(trial)
     rows = [Row(tuple(group), pooled([t.results for t in group], metric.name))
             for group in groups.values()]  # fmt: skip
     rows.sort(key=lambda row: (*metric.order(row.results), row.trials[0].number))

@@ -261,6 +261,13 @@ def test_seeds_of_seeds_are_pooled():
     assert pooled["val/x_best_std"] == pytest.approx(values.std(ddof=1), rel=1e-12)
 
 
+def test_the_same_seed_twice_is_not_two_seeds(tmp_path):
+    twice = [{"seed": "1", "model.depth": "2"}] * 2 + [{"seed": "2", "model.depth": "2"}]
+    folder = sweep_by_hand(tmp_path / "sweep", twice, [curve_of(n) for n in range(3)])
+    rows = ranking.ranked(trials.read_sweep(folder).trials, ranking.Metric("val/accuracy", True))
+    assert sorted((row.numbers, row.results["num_seeds"]) for row in rows) == [("0 2", 2), ("1", 1)]
+
+
 @pytest.mark.parametrize(
     ("texts", "order", "numeric", "log"),
     [
