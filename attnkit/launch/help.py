@@ -18,6 +18,7 @@ attnkit: train, test and use attention models. Settings are key=value, parts are
   attnkit -m optimizer.lr=1e-3,2e-3 seeds=3         one run for each value, one ranked table
   attnkit -m resume=latest                          go on with a sweep; nothing runs twice
   attnkit run=retry sweep=SWEEP_DIR                 run its failed trials again
+  attnkit run=report sweep=latest                   its table, plots and best run, so far
 
 (The same with `python -m attnkit`.)
 
@@ -25,7 +26,7 @@ Groups and their choices
 {groups}
 
 Keys of every task
-  run=train|check|bench|test|predict|inspect|export|retry   what to do
+  run=train|check|bench|test|predict|inspect|export|retry|report   what to do
   seed=0  seeds=1              seeds=N: N runs, mean and spread
   splits=all                   the same over the fixed splits of the data
   trainer.max_epochs=N         how long

@@ -70,6 +70,10 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
         from attnkit.launch.again import retry
 
         return retry(request)
+    if request.config.get("run") == "report":
+        from attnkit.launch.sweep_report import report
+
+        return report(request.config, args.overrides)
     return execute(decide(request), launcher).code
 
 

@@ -17,11 +17,11 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
-    run: Literal["train", "test", "predict", "inspect", "check", "bench", "export", "retry"] = (
-        "train"
-    )
+    run: Literal[
+        "train", "test", "predict", "inspect", "check", "bench", "export", "retry", "report"
+    ] = "train"
     """train (then tests the best checkpoint); test, predict, inspect or export (all with ckpt=…);
-    check and bench try a training; retry (with sweep=…)."""
+    check and bench try a training; retry and report are of a sweep (sweep=…)."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
@@ -62,7 +62,7 @@ class Config:
     resume: str | Path | None = None
     """A run folder to go on in, or latest."""
     sweep: str | Path | None = None
-    """The folder of a sweep, for run=retry."""
+    """The folder of a sweep, for run=retry and run=report."""
     ckpt: str | Path | None = None
     """A checkpoint, or a run folder (its best.ckpt)."""
     images: str | Path | None = None
@@ -92,7 +92,7 @@ NOT_EXPORTED = (
 )  # fmt: skip
 
 # What is done with the folder of a sweep, and needs sweep=…
-OF_SWEEPS = ("retry",)
+OF_SWEEPS = ("retry", "report")
 
 # What tries a training instead of doing it: one configuration, one process.
 TRYING = ("check", "bench")

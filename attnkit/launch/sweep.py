@@ -6,7 +6,7 @@ sweep, it can go on (launch/again.py).
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
 
 from attnkit.launch import folder as folders
-from attnkit.launch import ranking, tradeoff
 from attnkit.launch.compose import Composer
 from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail
 from attnkit.launch.jobs import Request, decide
 from attnkit.launch.launchers import Launch
 from attnkit.launch.signals import raise_received
+from attnkit.launch.sweep_report import finish
 from attnkit.launch.trial import Order
-from attnkit.launch.trials import Sweep, key_of, new_trial, read_sweep, write_sweep
+from attnkit.launch.trials import Sweep, key_of, new_trial, write_sweep
 from attnkit.lightning.errors import StoppedBySignal, UserError
 
 
@@ -99,44 +99,6 @@ def to_go_on(sweep: Sweep, order: Order) -> str:
     own = ["--config-dir", order.config_dir] if order.config_dir else []
     words = [shlex.quote(word) for word in (*own, *order.allow, *sweep.hydra)]
     return " ".join(["attnkit -m", folders.as_override("resume", sweep.folder), *words])
-
-
-def finish(folder: Path) -> int:
-    """The ranked table of the trials that have ended, on screen and in files; the exit code."""
-    sweep = read_sweep(folder)
-    ended = sweep.having("done", "failed")
-    if ended:
-        trials, figures = ranking.ranked(ended, saved_config(sweep))
-        shared = [o for o in sweep.command if key_of(o) not in sweep.keys and not _is_place(o)]
-        said = ranking.in_words(trials, shared)
-        ranking.save(folder / ranking.FILE, trials, figures)
-        ranking.save_markdown(folder / ranking.MARKDOWN, trials, figures, said)
-        ranking.show(trials, figures)
-        print(f"{said}\n  table  {folder / ranking.FILE}")
-        print(f"         {folder / ranking.MARKDOWN}")
-        metric = next((n for n in ("test/accuracy", *figures) if n in figures), "")
-        if tradeoff.draw(folder / tradeoff.FILE, trials, metric):
-            print(f"  costs  {folder / tradeoff.FILE}")
-    if failed := sweep.having("failed"):
-        again = folders.as_override("sweep", folder)
-        print(f"{len(failed)} failed; to run them again: attnkit run=retry {again}")
-    for state in ("running", "interrupted", "waiting"):
-        if those := sweep.having(state):
-            again = folders.as_override("resume", folder)
-            print(f"{len(those)} {state}; to go on: attnkit -m {again}")
-    return CRASHED if sweep.having("failed", "interrupted", "waiting") else 0
-
-
-def saved_config(sweep: Sweep) -> Mapping[str, Any]:
-    """The configuration of a trial, for what all share; empty where none has begun."""
-    for trial in sweep.having("done", "failed"):
-        if (trial.folder / folders.CONFIG).is_file():
-            return folders.load_config(trial.folder)
-    return {}
-
-
-def _is_place(override: str) -> bool:
-    return key_of(override) == "run_dir" or key_of(override).startswith("hydra")
 
 
 def _sorted_out(overrides: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -174,6 +174,8 @@ def find_sweep(given: str, key: str) -> Path:
     if not (folder / FILE).is_file():
         one = f"; one run: {folders.as_override('resume', folder)} without -m"
         hint = one if key == "resume" and (folder / folders.CONFIG).is_file() else ""
+        if key == "sweep":
+            hint = "\n  it is the folder that attnkit -m made; the newest of them: sweep=latest"
         raise UserError(f"{key}: no sweep in {folder} (it has no {FILE}){hint}")
     return folder
 

@@ -187,9 +187,9 @@ class Trials:
         return [trial.state for trial in read_sweep(Path(folder)).trials]
 
     @staticmethod
-    def rows(folder: Path | str) -> list[dict]:
-        """Of table.csv."""
-        with Path(folder, "table.csv").open(newline="") as file:
+    def rows(folder: Path | str, name: str = "table.csv") -> list[dict]:
+        """Of table.csv, or of trials.csv."""
+        with Path(folder, name).open(newline="") as file:
             return list(csv.DictReader(file))
 
     @staticmethod

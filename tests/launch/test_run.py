@@ -213,7 +213,7 @@ def test_new_arguments_and_short_keys(mine):
     assert config["trainer"]["deterministic"] is True
 
 
-def test_sweep(mine):
+def test_sweep(mine, hers):
     done = mine("-m", "module.lr=0.3,0.001", "module.fail_at=null,0", "run_dir=sweep")
     assert done.code == 1  # two of the trials fail
     names = sorted(p.name for p in Path("sweep").iterdir() if p.is_dir())
@@ -229,6 +229,11 @@ def test_sweep(mine):
     assert "fails on purpose" in rows[3]["error"]
     assert results_of(Path("sweep") / names[0])["test/loss"] == float(rows[0]["test/loss"])
     assert "fails on purpose" in (Path("sweep") / names[1] / "error.txt").read_text()
+    page = Path("sweep/report.md").read_text()
+    assert f"```bash\nattnkit --config-dir {hers} task=mine module.lr=0.3" in page
+    for name in ("parameters.png", "curves.png"):
+        assert Path("sweep", name).read_bytes().startswith(b"\x89PNG")
+        assert f"]({name})" in page
 
 
 def test_sweep_checks_every_trial_first(mine):

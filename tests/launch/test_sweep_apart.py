@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 from pathlib import Path
 
 import pytest
@@ -153,8 +154,16 @@ def test_twelve_trials_killed_resumed_and_retried(found, start):
             number = path.parent.name.partition("_")[0]
             by_hand.append((results["val/loss_best"], number, results["test/accuracy"]))
     by_hand.sort()
-    rows = found.rows("sweep")
+    rows = found.rows("sweep", "trials.csv")
     assert len(rows) == 12
     table = [(float(r["val/loss_best"]), r["trial"], float(r["test/accuracy"])) for r in rows[:10]]
     assert table == by_hand
     assert [row["trial"] for row in rows[10:]] == ["3", "9"]
+
+    settings = {}  # the same over the two seeds
+    for value, number, _ in by_hand:
+        settings.setdefault(int(number) % 6, []).append(value)
+    means = sorted((statistics.fmean(v), statistics.stdev(v)) for v in settings.values())
+    names = ("val/loss_best", "val/loss_best_std")
+    rows = [[float(row[name]) for name in names] for row in found.rows("sweep")[:5]]
+    assert rows == [pytest.approx(figures, rel=1e-9) for figures in means]
