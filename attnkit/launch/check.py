@@ -40,8 +40,8 @@ def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
 
     Returns:
         `parameters`, `trainable_parameters`, `multiply_adds` of a sample (or graph), `seconds` of
-        the whole job, `step_seconds`, `peak_memory` and `peak_gpu_memory` in bytes; those that are
-        known.
+        the whole job, `epoch_seconds`, `step_seconds`, `batches` of an epoch, `epochs`,
+        `peak_memory` and `peak_gpu_memory` in bytes; those that are known.
 
     Raises:
         UserError: what the job would refuse.
@@ -112,6 +112,7 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
     one_run = watch.seconds(trainer, _since_the_start(), given, world)
     if math.isfinite(one_run):
         figures["seconds"] = one_run * len(job.runs)
+        figures["epoch_seconds"] = watch.epoch_seconds(given, world)
     if watch.steps:
         figures["step_seconds"] = sum(watch.steps) / len(watch.steps)
     figures["batches"] = watch.batches("train", world)
@@ -259,6 +260,7 @@ def _rows(figures: Mapping[str, float], runs: int) -> Iterator[tuple[str, str]]:
     times = "" if runs == 1 else f", {runs} runs"
     yield "epochs × batches", f"{figures['epochs']:,g} × {figures['batches']:,g}{times}"
     if "seconds" in figures:
+        yield "an epoch, with validation", f"{figures['epoch_seconds']:,.3g} s"
         yield "time of the whole job", _duration(figures["seconds"])
 
 

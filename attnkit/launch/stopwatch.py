@@ -115,19 +115,28 @@ class Stopwatch(Callback):
         epochs = self.epochs(trainer, batches, config)
         if math.isinf(epochs * batches):
             return math.inf
+        known = self._step * self._seen["train"] + self._overhead * self._epochs
+        known += _mean(self._times["validate"]) * self._seen["validate"]
+        test = _mean(self._times["test"]) * (self.batches("test", world) - self._seen["test"])
+        return wall - known + epochs * self.epoch_seconds(config, world) + test
+
+    def epoch_seconds(self, config: dict[str, Any], world: int) -> float:
+        """Of an epoch, its validation included; arguments as of `seconds`."""
+        batches = self.batches("train", world)
         interval = config.get("val_check_interval") or 1.0
-        each = config.get("check_val_every_n_epoch") or 1
         within = 1 / interval if isinstance(interval, float) else batches / interval
-        validations = epochs * max(1, within // 1) / each
-        overheads = self._overheads[1:] or self._overheads[:1]
-        seconds = wall + statistics.fmean(self.steps or [0.0]) * (
-            epochs * batches - self._seen["train"]
-        )
-        seconds += statistics.fmean(overheads or [0.0]) * (epochs - self._epochs)
-        for stage, times in (("validate", validations), ("test", 1)):
-            whole = times * self.batches(stage, world)
-            seconds += _mean(self._times[stage]) * (whole - self._seen[stage])
-        return seconds
+        validations = max(1, within // 1) / (config.get("check_val_every_n_epoch") or 1)
+        validation = _mean(self._times["validate"]) * self.batches("validate", world)
+        return self._step * batches + self._overhead + validations * validation
+
+    @property
+    def _step(self) -> float:
+        return statistics.fmean(self.steps or [0.0])
+
+    @property
+    def _overhead(self) -> float:
+        """Of an epoch, beside its batches; the first has what comes once, too."""
+        return statistics.fmean(self._overheads[1:] or self._overheads or [0.0])
 
     def epochs(self, trainer: Trainer, batches: float, config: dict[str, Any]) -> float:
         """As the configuration has them; the last may be a part of one."""

@@ -2,8 +2,8 @@
 
     python docs/benchmarks/check.py vit graph [--rounds 2] [--cpu] [-- trainer.max_epochs=3 …]
 
-Each in a process of its own. A job that early stopping ended is compared with the part of the time
-that its epochs are of all. With --cpu, both clocks are the processor time of the process,
+Each in a process of its own. A job that early stopping ended is compared with the time told
+less that of the epochs it left out. With --cpu, both clocks are the processor time of the process,
 which other work on the machine hardly changes; with OMP_NUM_THREADS=1.
 """
 
@@ -82,12 +82,13 @@ def compared(task: str, overrides: list[str], rounds: int, cpu: bool) -> dict[st
         else:
             figures, cost = checked(given, cpu)
             results, seconds, peak = done(given, cpu)
-        share = results["epochs"] / figures["epochs"]
-        times.append((figures["seconds"] * share, seconds))
+        missing = figures["epochs"] - results["epochs"]
+        told = figures["seconds"] - missing * figures["epoch_seconds"]
+        times.append((told, seconds))
         peaks.append((figures["peak_memory"], peak))
         costs.append(cost)
         said = ", ".join(f"{a:.1f} s told, {b:.1f} s taken" for a, b in times[-1:])
-        print(f"{task} {number}: {said}; {share:.3f} of the epochs", file=sys.stderr, flush=True)
+        print(f"{task} {number}: {said}; {results['epochs']} epochs", file=sys.stderr, flush=True)
     count = results.get("multiply_adds", "")
     return {
         "task": task,
