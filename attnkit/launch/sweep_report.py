@@ -5,6 +5,7 @@ needed for it.
 """
 
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -75,7 +76,8 @@ def command_of(sweep: Sweep, trial: Trial) -> str:
     own = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
     command = shlex.join(["attnkit", *own, *trial.overrides, *sweep.allow])
     elsewhere = Path(sweep.working_dir) != Path.cwd()
-    return f"cd {shlex.quote(sweep.working_dir)} && {command}" if elsewhere else command
+    place = f"cd {shlex.quote(sweep.working_dir)} && " if elsewhere else ""
+    return ranking.plain(f"{place}{command}")
 
 
 def saved_config(sweep: Sweep) -> Mapping[str, Any]:
@@ -93,7 +95,9 @@ def _draw(folder: Path, rows: Sequence[Row], metric: Metric, figures: Sequence[s
     for name, draw in {tradeoff.FILE: None, **sweep_plots.PICTURES}.items():
         path = folder / name
         try:
-            drawn = draw(path, rows, metric) if draw else tradeoff.draw(path, rows, cost)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of letters that a font lacks
+                drawn = draw(path, rows, metric) if draw else tradeoff.draw(path, rows, cost)
         except Exception as error:
             print(f"warning: {name} could not be drawn: {summary(error).splitlines()[0]}")
             continue
