@@ -199,10 +199,11 @@ def in_words(rows: Sequence[Row], shared: Sequence[str]) -> str:
     number = f"{min(seeds, default=1)}" + (f" to {max(seeds)}" if len(seeds) > 1 else "")
     states = [row.state for row in rows if row.state != "done"]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    same = plain(" ".join(shared)) or "the defaults"
     return (
         f"What differs: {', '.join(keys_of(rows)) or 'nothing'}. Everything else is the same in "
-        f"all trials ({plain(' '.join(shared)) or 'the defaults'}; seeds in each: {number}) and was not "
-        "tuned for any of them. Ranked by the best validation value; ± is the standard deviation "
+        f"all trials ({same}; seeds in each: {number}) and was not tuned for any of them. "
+        "Ranked by the best validation value; ± is the standard deviation "
         f"over the n seeds.{f' Not counted: {counts}.' if counts else ''}"
     )
 
