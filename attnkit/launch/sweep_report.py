@@ -75,7 +75,8 @@ def command_of(sweep: Sweep, trial: Trial) -> str:
     """The command that runs this trial by itself, quoted for a POSIX shell."""
     own = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
     command = shlex.join(["attnkit", *own, *trial.overrides, *sweep.allow])
-    elsewhere = Path(sweep.working_dir) != Path.cwd()
+    start = Path(sweep.working_dir)
+    elsewhere = start.is_dir() and start != Path.cwd()
     place = f"cd {shlex.quote(sweep.working_dir)} && " if elsewhere else ""
     return ranking.plain(f"{place}{command}")
 
