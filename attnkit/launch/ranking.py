@@ -66,7 +66,7 @@ class Row:
     @property
     def error(self) -> str:
         """Of a trial that has failed, in one line."""
-        return " ".join(self.trials[0].error.split())
+        return plain(" ".join(self.trials[0].error.split()))
 
     @property
     def numbers(self) -> str:
@@ -88,7 +88,7 @@ class Row:
     def label(self) -> str:
         """What sets it apart: its values."""
         values = [value for key, value in self.values.items() if key != SEED]
-        return " ".join(values) or self.numbers
+        return plain(" ".join(values)) or self.numbers
 
 
 def ranked(trials: Sequence[Trial], metric: Metric, *, by_seed: bool = False) -> list[Row]:
@@ -199,10 +199,11 @@ def in_words(rows: Sequence[Row], shared: Sequence[str]) -> str:
     number = f"{min(seeds, default=1)}" + (f" to {max(seeds)}" if len(seeds) > 1 else "")
     states = [row.state for row in rows if row.state != "done"]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    same = plain(" ".join(shared)) or "the defaults"
     return (
         f"What differs: {', '.join(keys_of(rows)) or 'nothing'}. Everything else is the same in "
-        f"all trials ({' '.join(shared) or 'the defaults'}; seeds in each: {number}) and was not "
-        "tuned for any of them. Ranked by the best validation value; ± is the standard deviation "
+        f"all trials ({same}; seeds in each: {number}) and was not tuned for any of them. "
+        "Ranked by the best validation value; ± is the standard deviation "
         f"over the n seeds.{f' Not counted: {counts}.' if counts else ''}"
     )
 
@@ -232,9 +233,14 @@ def keys_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row.trials[0].values))
 
 
+def plain(text: str) -> str:
+    """Without what a terminal obeys; a sweep.json may be anybody's."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def _cells(row: Row, keys: Sequence[str], figures: Sequence[str]) -> list[str]:
     """Rank, trial, values, n, and the figures; of a trial that is not done, its state."""
-    values = [row.values.get(key, "") for key in keys]
+    values = [plain(row.values.get(key, "")) for key in keys]
     if row.state != "done":
         return ["–", row.numbers, *values, "", row.state, *[""] * (len(figures) - 1)]
     count = f"{row.results.get('num_seeds', 0):g}"
@@ -257,6 +263,8 @@ def _number(results: Mapping[str, float], name: str) -> str:
     if name == "seconds":
         return f"{results[name]:.1f}"
     spread = results.get(f"{name}_std", 0.0)
-    text = f"{results[name]:.4f}"
+    value = results[name]
+    text = f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
     several = results.get("num_seeds", 1) > 1 and name not in COSTS
-    return f"{text} ± {spread:.4f}" if several and f"{name}_std" in results else text
+    deviation = f"{spread:.4f}" if "e" not in text else f"{spread:.1e}"
+    return f"{text} ± {deviation}" if several and f"{name}_std" in results else text

@@ -62,7 +62,7 @@ def draw_parameters(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
         )
         panel.legend(frameon=False, fontsize=8)
         _name_ticks(panel, scale)
-        panel.set(xlabel=key)
+        panel.set(xlabel=short(key))
         panel.margins(x=0.1)
         panel.grid(visible=True, alpha=0.3)
     for panel in panels[len(keys) :]:

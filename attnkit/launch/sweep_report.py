@@ -5,6 +5,7 @@ needed for it.
 """
 
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -74,8 +75,10 @@ def command_of(sweep: Sweep, trial: Trial) -> str:
     """The command that runs this trial by itself, quoted for a POSIX shell."""
     own = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
     command = shlex.join(["attnkit", *own, *trial.overrides, *sweep.allow])
-    elsewhere = Path(sweep.working_dir) != Path.cwd()
-    return f"cd {shlex.quote(sweep.working_dir)} && {command}" if elsewhere else command
+    start = Path(sweep.working_dir)
+    elsewhere = start.is_dir() and start != Path.cwd()
+    place = f"cd {shlex.quote(sweep.working_dir)} && " if elsewhere else ""
+    return ranking.plain(f"{place}{command}")
 
 
 def saved_config(sweep: Sweep) -> Mapping[str, Any]:
@@ -93,7 +96,9 @@ def _draw(folder: Path, rows: Sequence[Row], metric: Metric, figures: Sequence[s
     for name, draw in {tradeoff.FILE: None, **sweep_plots.PICTURES}.items():
         path = folder / name
         try:
-            drawn = draw(path, rows, metric) if draw else tradeoff.draw(path, rows, cost)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of letters that a font lacks
+                drawn = draw(path, rows, metric) if draw else tradeoff.draw(path, rows, cost)
         except Exception as error:
             print(f"warning: {name} could not be drawn: {summary(error).splitlines()[0]}")
             continue

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from attnkit.launch.plotting import short
 from attnkit.launch.ranking import Row
 
 FILE = "cost.png"
@@ -31,7 +32,9 @@ def draw(path: Path, rows: Sequence[Row], metric: str) -> bool:
             spread = row.results.get(f"{metric}_std", 0.0)
             axes.errorbar(*point, yerr=spread, fmt="o", capsize=3, color=f"C{number % 10}")
             if len(shown) <= _NAMED or number < _BEST:
-                axes.annotate(row.label, point, xytext=(5, 4), textcoords="offset points")
+                axes.annotate(
+                    short(row.label, 40), point, xytext=(5, 4), textcoords="offset points"
+                )
         values = [row.results[cost] for row in shown]
         axes.set(xlabel=text, ylabel=metric)
         if max(values) > 5 * min(values):

@@ -99,7 +99,10 @@ def test_all_in_one_table(attnkit):
     assert "What differs: attention. Everything else is the same in all trials" in markdown
     assert "seeds in each: 2" in markdown
     assert Path("sweep/cost.png").read_bytes().startswith(b"\x89PNG")
-    assert "sweep/cost.png" in done.out
+    for name in ("cost.png", "parameters.png", "curves.png"):
+        assert f"sweep/{name}" in done.out
+    assert {row["n"] for row in rows.values()} == {"2"}
+    assert all(float(row["test/accuracy_std"]) >= 0 for row in rows.values())
 
 
 @pytest.mark.parametrize(

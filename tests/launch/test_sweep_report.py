@@ -318,13 +318,14 @@ def test_while_it_runs(tmp_path, attnkit, monkeypatch):
 
 
 def test_the_command_from_another_folder(tmp_path):
+    (tmp_path / "where it's from").mkdir()
     trial = trials.Trial(0, tmp_path, ("data.root=pictures", "seed=1"), {})
     sweep = trials.Sweep(
         tmp_path, (), (), (trial,), config_dir="/my folder", allow=("allow=[mine]",),
-        working_dir="/where it's from",
+        working_dir=str(tmp_path / "where it's from"),
     )  # fmt: skip
     place, _, command = sweep_report.command_of(sweep, trial).partition(" && ")
-    assert shlex.split(place) == ["cd", "/where it's from"]
+    assert shlex.split(place) == ["cd", sweep.working_dir]
     own = ["attnkit", "--config-dir", "/my folder", "data.root=pictures", "seed=1", "allow=[mine]"]
     assert shlex.split(command) == own
 
