@@ -56,7 +56,7 @@ def save_markdown(path: Path, trials: Sequence[Trial], figures: Sequence[str], s
     rows = [["rank", *keys, *figures], ["---:", *["---"] * len(keys), *["---:"] * len(figures)]]
     for rank, trial in enumerate(trials, 1):
         values = [trial.values.get(key, "") for key in keys]
-        numbers = ["failed" if trial.error else _number(trial.results, n) for n in figures]
+        numbers = [trial.state if trial.error else _number(trial.results, n) for n in figures]
         rows.append(["" if trial.error else str(rank), *values, *numbers])
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     path.write_text("\n".join([*lines, "", said, ""]), encoding="utf-8")
@@ -88,7 +88,13 @@ def show(trials: Sequence[Trial], figures: Sequence[str]) -> None:
     for rank, trial in enumerate(trials, 1):
         values = [escape(trial.values.get(key, "")) for key in keys]
         if trial.error:
-            table.add_row("–", str(trial.number), *values, "failed", style="red")
+            table.add_row(
+                "–",
+                str(trial.number),
+                *values,
+                trial.state,
+                style="red" if trial.state == "failed" else "dim",
+            )
             continue
         numbers = [_number(trial.results, name) for name in figures]
         table.add_row(str(rank), str(trial.number), *values, *numbers)
