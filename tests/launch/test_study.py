@@ -1,4 +1,4 @@
-"""Studies by Optuna: the space, the settings, what survives a crash, and what two processes share."""
+"""Studies by Optuna: the space, the settings, what survives a crash, what two processes share."""
 
 import json
 import re
@@ -113,7 +113,7 @@ def test_values_come_back_exactly(composer):
         ("callbacks.checkpoint.monitor=test/loss", "needs a metric of validation"),
         ("callbacks.checkpoint=null", "needs a metric of validation"),
         ("module.width=1,x", "module.width: expected int, got 'x'"),
-        ("run=check", "a study trains"),
+        ("run=check", "not with -m"),
     ],
 )
 def test_wrong_settings(mine, given, message):
@@ -140,10 +140,10 @@ def test_what_needs_the_study(mine):
 
 def test_failed_pruned_raised_and_retried(mine, attnkit, found, hers):
     done = mine(
-        "-m", OPTUNA, *LEAN, "callbacks.progress=null", "module.lr=0.3,1e-9",
-        "module.fail_at=null,0", "hydra.sweeper.sampler=random", "hydra.sweeper.n_trials=7",
-        "hydra.sweeper.pruner=median", "hydra.sweeper.pruner_options.n_startup_trials=1",
-        "run_dir=sweep",
+        "-m", OPTUNA, *LEAN, "callbacks.progress=null", "module.lr=0.3,1e-09",
+        "module.fail_at=null,0", "hydra.sweeper.sampler=random", "hydra.sweeper.n_trials=4",
+        "hydra.sweeper.seed=2", "hydra.sweeper.pruner=threshold",
+        "hydra.sweeper.pruner_options.upper=1.4", "run_dir=sweep",
     )  # fmt: skip
     assert done.code == 1  # of those that failed
     states = found.states("sweep")
@@ -156,11 +156,11 @@ def test_failed_pruned_raised_and_retried(mine, attnkit, found, hers):
         if mine_.state == "done":
             assert theirs.value == mine_.results["val/loss_best"]
         if mine_.state == "pruned":
-            assert mine_.values == {"module.lr": "1e-9", "module.fail_at": "null"}
+            assert mine_.values == {"module.lr": "1e-09", "module.fail_at": "null"}
             assert theirs.value == theirs.intermediate_values[0]
             assert mine_.error.startswith("pruned after epoch 1: val/loss")
     rows = found.rows("sweep")
-    assert [row["rank"] != "" for row in rows] == [state == "done" for state in sorted(states)]
+    assert [row["rank"] != "" for row in rows].count(True) == states.count("done")
     assert (
         "hydra.sweeper.n_jobs=2: "
         in attnkit("-m", "resume=sweep", "--config-dir", hers, "hydra.sweeper.n_jobs=2").err
@@ -168,41 +168,40 @@ def test_failed_pruned_raised_and_retried(mine, attnkit, found, hers):
 
     # tried again, a trial is the same one of the study, and is told its other end
     failed = states.count("failed")
-    done = attnkit("run=retry", "sweep=sweep", "--config-dir", hers)
-    assert (done.code, found.states("sweep")) == (1, states)
-    assert len(study_of("sweep/study.journal").trials) == 7
     record = Path("sweep/sweep.json")
-    record.write_text(record.read_text().replace("module.fail_at=0", "module.fail_at=9"))
+    record.write_text(record.read_text().replace('"module.fail_at=0"', '"module.fail_at=9"'))
     done = attnkit("run=retry", "sweep=sweep", "--config-dir", hers)
     assert done.code == 0, done.err
     assert "failed" not in found.states("sweep")
     study = study_of("sweep/study.journal")
-    assert len(study.trials) == 7 + failed
-    assert Counter(t.state for t in study.trials[7:]) == {TrialState.COMPLETE: failed}
+    assert len(study.trials) == 4 + failed
+    assert Counter(t.state for t in study.trials[4:]) == {TrialState.COMPLETE: failed}
 
     # the number may be raised, and counts none twice
-    done = attnkit("-m", "resume=sweep", "--config-dir", hers, "hydra.sweeper.n_trials=8")
-    assert "a study of 8 trials" in done.out
-    assert len(found.states("sweep")) == 8
+    done = attnkit("-m", "resume=sweep", "--config-dir", hers, "hydra.sweeper.n_trials=5")
+    assert "a study of 5 trials" in done.out
+    assert len(found.states("sweep")) == 5
     best = Path("sweep/best.txt").read_text()
     assert best.strip() in done.out
     assert "callbacks.pruning" not in best
 
 
-def test_sweeps_of_their_own_share_a_study(mine, found):
+def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     """Two sweep folders, one database; a third with another search is refused."""
     search = ("-m", OPTUNA, *LEAN, "callbacks.progress=null", "trainer.max_epochs=1",
-              "hydra.sweeper.storage=sqlite:///shared.db", "hydra.sweeper.n_trials=3")  # fmt: skip
+              "hydra.sweeper.storage=sqlite:///shared.db", "hydra.sweeper.n_trials=1")  # fmt: skip
     better = ("hydra.sweeper.metric=val/loss", "hydra.sweeper.direction=maximize")
     assert mine(*search, RATE, *better, "run_dir=one").code == 0
-    joined = mine(*search, RATE, *better, "hydra.sweeper.n_trials=4", "run_dir=two")
+    joined = mine(*search, RATE, *better, "hydra.sweeper.n_trials=2", "run_dir=two")
     assert joined.code == 0, joined.err
-    assert found.states("one") == ["done"] * 3
+    assert found.states("one") == ["done"]
     assert found.states("two") == ["done"]
     study = study_of("sqlite:///shared.db")
-    assert [t.user_attrs["sweep"] for t in study.trials] == ["one"] * 3 + ["two"]
+    assert [t.user_attrs["sweep"] for t in study.trials] == ["one", "two"]
     assert study.direction == optuna.study.StudyDirection.MAXIMIZE
-    assert Path("two/best.txt").read_text() == mine("-m", "resume=one").out.splitlines()[-1] + "\n"
+    again = attnkit("-m", "resume=one", "--config-dir", hers)
+    assert again.code == 0
+    assert Path("two/best.txt").read_text() == again.out.splitlines()[-1] + "\n"
     done = mine(*search, "module.lr=interval(1e-3,1e-2)", *better, "run_dir=three")
     assert done.code == 2
     assert "is a study with another" in done.err
