@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from attnkit.launch import study
 from attnkit.launch.compose import Composer
 from attnkit.launch.jobs import Request, check_resumable
 from attnkit.launch.launchers import BASIC, Launch
@@ -28,16 +29,20 @@ _HARMLESS = re.compile(
 
 def resume(composer: Composer, overrides: Sequence[str]) -> int:
     """Run the trials of a sweep that have not ended; returns the exit code."""
-    for override in overrides:
-        if key_of(override) not in ("resume", "allow") and not _is_launcher(override):
-            raise UserError(
-                f"{override}: can't change in a sweep that goes on\n"
-                "  may change: hydra/launcher and its settings"
-            )
     (given,) = [o for o in composer.parse(overrides) if o.key_or_group == "resume"][-1:]
     if given.is_sweep_override():
         raise UserError(f"{given.input_line}: one sweep at a time")
     sweep = read_sweep(find_sweep(str(given.value()), "resume"))
+    is_study = sweep.sweeper == study.NAME
+    for override in overrides:
+        if key_of(override) in ("resume", "allow") or _is_launcher(override):
+            continue
+        if not (is_study and study.is_changeable(override)):
+            more = "; n_trials, n_jobs and storage of hydra.sweeper" if is_study else ""
+            raise UserError(
+                f"{override}: can't change in a sweep that goes on\n"
+                f"  may change: hydra/launcher and its settings{more}"
+            )
     return _run(composer, sweep, overrides)
 
 
@@ -64,8 +69,11 @@ def _run(
     changes: Sequence[str] = (),
 ) -> int:
     _check_permissions(composer, sweep, overrides)
-    typed = [o for o in overrides if _is_launcher(o)]
-    launch = Launch.read(composer, typed or _launcher_of(sweep))
+    typed = [o for o in overrides if _is_launcher(o)] or _launcher_of(sweep)
+    if sweep.sweeper == study.NAME and not retry:
+        with _in_folder(sweep.working_dir):
+            return study.go_on(composer, sweep, overrides, typed)
+    launch = Launch.read(composer, typed)
     attempts = {str(t.number): len(t.errors) for t in sweep.having("failed")} if retry else None
     allow = [o for o in overrides if key_of(o) == "allow"]
     order = order_of(composer, sweep, allow, retry=retry, attempts=attempts, changes=tuple(changes))
@@ -76,11 +84,14 @@ def _run(
         if changes:
             change_trials(sweep.folder, [trial.number for trial in wanted], changes)
         print(f"{len(wanted)} of {len(sweep.trials)} trials in {sweep.folder}", flush=True)
-        return run_trials(launch, sweep, order)
+        code = run_trials(launch, sweep, order)
+        if sweep.sweeper == study.NAME:
+            study.tell(composer, sweep, overrides)
+        return code
 
 
 def _check_permissions(composer: Composer, sweep: Sweep, overrides: Sequence[str]) -> None:
-    if sweep.sweeper != "basic":
+    if sweep.sweeper not in ("basic", study.NAME):
         raise UserError(f"{sweep.folder}: a sweep of hydra/sweeper={sweep.sweeper}, unknown here")
     if sweep.config_dir and composer.config_dir is None:
         raise UserError(
@@ -94,15 +105,16 @@ def _check_permissions(composer: Composer, sweep: Sweep, overrides: Sequence[str
         )
 
 
-def _launcher_of(sweep: Sweep) -> Sequence[str]:
+def _launcher_of(sweep: Sweep) -> list[str]:
     """The launcher a sweep was started with, as far as it can do no harm."""
-    for override in sweep.hydra:
+    own = [o for o in sweep.hydra if not study.is_own(o)]
+    for override in own:
         if not _HARMLESS.fullmatch(override.lstrip("+")):
             raise UserError(
-                f"hydra/launcher: the sweep was started with {' '.join(sweep.hydra)}\n"
+                f"hydra/launcher: the sweep was started with {' '.join(own)}\n"
                 f"  give it again, or hydra/launcher={BASIC} to run the trials here"
             )
-    return sweep.hydra
+    return own
 
 
 def _is_launcher(override: str) -> bool:

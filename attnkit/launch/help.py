@@ -42,6 +42,8 @@ Any argument of a constructor named in the configuration may be set, e.g. model.
 Options
   --cfg job [--resolve]        print the configuration and stop
   -m, --multirun               one run for each combination of values: key=a,b
+  hydra/sweeper=optuna         -m: Optuna chooses: key='interval(1e-4,1e-2)', a,b, range(1,9);
+                               hydra.sweeper.n_trials=20, sampler=tpe, pruner=median, …
   hydra/launcher=joblib        several at once; also submitit_local, submitit_slurm
   --config-dir DIR             your own folder: its task/*.yaml, model/*.yaml, … and modules
   allow=[PACKAGE]              let the configuration name classes of your own package

@@ -6,7 +6,7 @@ sweep, it can go on (launch/again.py).
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,11 @@ def sweep(composer: Composer, overrides: Sequence[str]) -> int:
     for override in swept:
         if override.key_or_group in ("run_dir", "allow"):
             raise UserError(f"{override.input_line}: one for all trials")
-    place, hydra, rest = _sorted_out(overrides)
+    place, hydra, rest = sorted_out(overrides)
+    if any(o.lstrip("+") == "hydra/sweeper=optuna" for o in hydra):
+        from attnkit.launch import study
+
+        return study.start(composer, overrides, place, hydra, rest)
     launch = Launch.read(composer, hydra)
     combinations = _combinations(composer, rest)
     root = Request.read(composer, [*combinations[0], *place]).folder(sweep=True)
@@ -73,12 +77,18 @@ def order_of(composer: Composer, sweep: Sweep, allow: Sequence[str], **kwargs: A
     return Order(str(sweep.folder), config_dir, tuple(allow), **kwargs)
 
 
-def run_trials(launch: Launch, sweep: Sweep, order: Order) -> int:
-    """Run the trials that the order wants, then show them all; returns the exit code."""
-    wanted = [t for t in sweep.trials if t.state != "running" and order.wants(t)]
-    numbers = [trial.number for trial in wanted]
+def run_trials(
+    launch: Launch, sweep: Sweep, order: Order, ask: Callable[[], Sequence[int]] | None = None
+) -> int:
+    """Run the trials that the order wants, then show them all; returns the exit code.
+
+    Args:
+        ask: what to run next, until it is nothing, where that depends on the trials before.
+    """
+    wanted = [t.number for t in sweep.trials if t.state != "running" and order.wants(t)]
+    once = iter([wanted])
     try:
-        if numbers:
+        while numbers := ask() if ask else next(once, []):
             launch.run(order, numbers)
     except (KeyboardInterrupt, StoppedBySignal) as error:
         by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else str(error)
@@ -101,15 +111,20 @@ def to_go_on(sweep: Sweep, order: Order) -> str:
     return " ".join(["attnkit -m", folders.as_override("resume", sweep.folder), *words])
 
 
-def _sorted_out(overrides: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+def sorted_out(overrides: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """The sweep's own folder, Hydra's settings, and what the trials are made of."""
     place = [o for o in overrides if key_of(o) == "run_dir"]
     hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
+    known = ("hydra/sweeper=basic", "hydra/sweeper=optuna")
+    study = any(override.lstrip("+") == known[1] for override in hydra)
     for override in hydra:
-        if key_of(override).startswith(("hydra/sweeper", "hydra.sweeper")) and (
-            override.lstrip("+") != "hydra/sweeper=basic"
-        ):
-            raise UserError(f"{override}: attnkit makes the combinations itself, of key=a,b")
+        if not key_of(override).startswith(("hydra/sweeper", "hydra.sweeper")):
+            continue
+        if not (override.lstrip("+") in known or (study and key_of(override)[5] == ".")):
+            raise UserError(
+                f"{override}: attnkit makes the combinations itself, of key=a,b\n"
+                "  hydra/sweeper=basic: all of them; optuna: a study, with hydra.sweeper.*"
+            )
     return place, hydra, [o for o in overrides if o not in place and o not in hydra]
 
 

@@ -22,7 +22,7 @@ from attnkit.launch.jobs import Request, decide
 from attnkit.launch.locks import holder, locked
 from attnkit.launch.run import Job, execute
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
-from attnkit.launch.trials import ERROR, Trial, key_of, progress, read_sweep
+from attnkit.launch.trials import ERROR, PRUNED, Trial, key_of, progress, read_sweep
 from attnkit.lightning.files import replacing
 
 
@@ -42,6 +42,8 @@ class Order:
     """With `retry`: how often each had failed before, so that none is tried twice."""
     devices: tuple[str, ...] = ()
     """One for each trial, where several run at once."""
+    study: tuple[str, ...] = ()
+    """Overrides by which a trial reports to the study it belongs to."""
 
     def wants(self, trial: Trial) -> bool:
         """Whether this trial is still to be run."""
@@ -72,6 +74,9 @@ def run_trial(order: Order, number: int) -> None:
                 execute(job)
         except Exception as error:
             raise_received()  # what a signal has broken off may fail in any way
+            if progress(trial.folder) == "pruned":
+                print((trial.folder / PRUNED).read_text("utf-8").strip(), flush=True)
+                return
             save_error(trial.folder, summary(error))
             print(f"attnkit: trial {number}: {summary(error)}", file=sys.stderr, flush=True)
 
@@ -83,7 +88,8 @@ def job_of(order: Order, trial: Trial) -> Job:
         escaped = str(trial.folder).replace("\\", "\\\\").replace("'", "\\'")
         resume = f"resume='{escaped}'"
         return decide(Request.read(composer, [resume, *order.changes, *order.allow]))
-    overrides = [*trial.overrides, *order.changes, *order.allow]
+    study = [*order.study, f"++callbacks.pruning.number={trial.number}"] if order.study else []
+    overrides = [*trial.overrides, *order.changes, *study, *order.allow]
     return decide(Request.read(composer, overrides), trial.folder)
 
 

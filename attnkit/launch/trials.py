@@ -18,8 +18,9 @@ from attnkit.lightning.files import refuse_url, replacing
 
 FILE = "sweep.json"
 ERROR = "error.txt"
+PRUNED = "pruned.txt"
 VERSION = 1
-State = Literal["done", "failed", "running", "interrupted", "waiting"]
+State = Literal["done", "failed", "pruned", "running", "interrupted", "waiting"]
 
 _NAMING = re.compile(r"[\w.+-]{1,30}")  # values short and plain enough for a folder name
 _LONGEST = 150  # characters of a folder's name
@@ -40,7 +41,7 @@ class Trial:
     results: dict[str, float] = field(default_factory=dict)
     """Of a trial that is done."""
     error: str = ""
-    """Of a trial that has failed."""
+    """Of a trial that has failed, or why it was pruned."""
 
     @property
     def lock(self) -> Path:
@@ -86,6 +87,8 @@ def progress(folder: Path) -> State:
         return "failed"
     if folders.is_finished(folder):
         return "done"
+    if (folder / PRUNED).is_file():
+        return "pruned"
     return "interrupted" if folder.is_dir() and any(folder.iterdir()) else "waiting"
 
 
@@ -201,7 +204,8 @@ def _found(folder: Path, keys: Sequence[str], record: Mapping[str, Any]) -> Tria
     trial = Trial(record["number"], place, overrides, values)
     state: State = "running" if is_locked(trial.lock) else progress(place)
     results = folders.load_results(place) if state == "done" else {}
-    error = (place / ERROR).read_text("utf-8").strip() if state == "failed" else ""
+    said = {"failed": ERROR, "pruned": PRUNED}.get(state)
+    error = (place / said).read_text("utf-8").strip() if said else ""
     return Trial(trial.number, place, overrides, values, state, results, error)
 
 

@@ -42,6 +42,7 @@ _TRAINING_ONLY = (
     "FiniteLoss",
     "LearningCurves",
     "ModelCheckpoint",
+    "Pruning",
     "SaveOnSignal",
 )
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")

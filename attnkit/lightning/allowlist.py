@@ -18,6 +18,7 @@ HOMES = (
     "attnkit.core",
     "attnkit.launch.metrics_csv",
     "attnkit.launch.progress",
+    "attnkit.launch.pruning",
     "attnkit.launch.wandb_logger",
     "attnkit.layers",
     "attnkit.lightning",
