@@ -14,15 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import optuna
-from optuna.distributions import BaseDistribution
-from optuna.exceptions import ExperimentalWarning
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.storages.journal._file import BaseJournalFileLock
-from optuna.trial import FrozenTrial, TrialState
+from typing import TYPE_CHECKING, Any
 
 from attnkit.launch.folder import absolute
 from attnkit.launch.locks import locked
@@ -30,18 +22,21 @@ from attnkit.launch.study_settings import PRUNERS, SAMPLERS, Settings
 from attnkit.launch.trials import Sweep, Trial
 from attnkit.lightning.errors import UserError
 
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial, TrialState
+
 _SQLITE = "sqlite:///"
 _SWEEP, _NUMBER = "sweep", "number"  # user attributes: which trial of which sweep it is
 _LIMIT = "n_trials"  # of the study, since any process may raise it
 _NONE = (None, None)
-_ENDED = {
-    "done": TrialState.COMPLETE,
-    "failed": TrialState.FAIL,
-    "pruned": TrialState.PRUNED,
-}
+_ENDED = {"done": "COMPLETE", "failed": "FAIL", "pruned": "PRUNED"}
 
 
-class _Lock(BaseJournalFileLock):
+class _Lock:
     """Optuna's own locks stay for half a minute when their process is killed, the kernel's go."""
 
     def __init__(self, path: Path) -> None:
@@ -56,6 +51,10 @@ class _Lock(BaseJournalFileLock):
 
 def open_storage(url: str, *, make: bool = False) -> BaseStorage:
     """The storage in a file: a journal, or of SQLite; made on request only."""
+    import optuna
+    from optuna.storages import JournalStorage, RDBStorage
+    from optuna.storages.journal import JournalFileBackend
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     file = absolute(url.removeprefix(_SQLITE))
     if not make and not (file.is_file() and file.stat().st_size):
@@ -69,7 +68,7 @@ def open_storage(url: str, *, make: bool = False) -> BaseStorage:
                 skip_table_creation=not make,
             )
         lock = _Lock(file.with_name(f".{file.name}.write.lock"))
-        return JournalStorage(JournalFileBackend(str(file), lock_obj=lock))
+        return JournalStorage(JournalFileBackend(str(file), lock_obj=lock))  # type: ignore[arg-type]
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"hydra.sweeper.storage: {url}: no storage of Optuna's: {first}") from error
@@ -96,6 +95,8 @@ class Store:
     identity: Sequence[str]
 
     def __post_init__(self) -> None:
+        import optuna
+
         self.file = self.settings.file(self.folder)
         self.sweep = os.path.relpath(self.folder, self.file.parent)
         with self.locked():
@@ -117,16 +118,17 @@ class Store:
 
     def _check_same(self) -> None:
         """Trials of different searches have nothing to tell each other."""
+        from optuna.distributions import distribution_to_json
+        from optuna.study import StudyDirection
+
         name = self.settings.study_name
         mine = {
             "identity": list(self.identity),
             "monitor": self.monitor,
-            "space": {
-                k: optuna.distributions.distribution_to_json(d) for k, d in self.space.items()
-            },
+            "space": {k: distribution_to_json(d) for k, d in self.space.items()},
         }
         theirs = self.study.user_attrs
-        minimises = self.study.direction == optuna.study.StudyDirection.MINIMIZE
+        minimises = self.study.direction == StudyDirection.MINIMIZE
         if (not theirs and self.study.get_trials(deepcopy=False)) or minimises != self.minimise:
             raise UserError(f"hydra.sweeper.study_name={name}: in this storage, of another kind")
         for key, value in mine.items():
@@ -173,6 +175,8 @@ class Store:
 
     def elsewhere(self) -> int:
         """How many trials of other sweeps have not ended."""
+        from optuna.trial import TrialState
+
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         return sum(t.user_attrs.get(_SWEEP, self.sweep) != self.sweep for t in running)
 
@@ -180,6 +184,8 @@ class Store:
 
     def ask(self, number: int) -> dict[str, Any]:
         """What the next trial of the sweep has for values."""
+        from optuna.exceptions import ExperimentalWarning
+
         self.study.sampler = make_sampler(self.settings, self.asked())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
@@ -192,15 +198,17 @@ class Store:
 
     def settle(self, sweep: Sweep) -> None:
         """Tell the study what has become of the trials of the sweep."""
+        from optuna.trial import TrialState
+
         known = self.of_sweep()
         for begun in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if _NUMBER not in begun.user_attrs:
                 self.study.tell(begun.number, state=TrialState.FAIL)
         for trial in sweep.trials:
-            state = _ENDED.get(str(trial.state))
             mine = known.get(trial.number)
-            if state is None or mine is None:
+            if trial.state not in _ENDED or mine is None:
                 continue
+            state = TrialState[_ENDED[trial.state]]
             value = self.value(trial)
             if state == TrialState.COMPLETE and value is None:
                 state = TrialState.FAIL
@@ -211,10 +219,12 @@ class Store:
                 self._add(mine, state, value)
 
     def _add(self, before: FrozenTrial, state: TrialState, value: float | None) -> None:
+        from optuna.trial import TrialState, create_trial
+
         if state == TrialState.PRUNED:
             value = before.intermediate_values.get(max(before.intermediate_values, default=-1))
         self.study.add_trial(
-            optuna.create_trial(
+            create_trial(
                 state=state,
                 value=value,
                 params=before.params,
@@ -229,25 +239,31 @@ class Store:
         return trial.results.get(f"{self.monitor}_best")
 
 
-def make_sampler(settings: Settings, number: int) -> optuna.samplers.BaseSampler:
+def make_sampler(settings: Settings, number: int) -> BaseSampler:
     """A sampler for one trial, with a seed of its own.
 
     So several processes, and one that goes on after a crash, draw different numbers, and a study of
     one process is the same every time.
     """
+    from optuna import samplers
+
     seed = settings.seed
     if settings.sampler != "qmc":  # whose sequence is one for all trials
         seed = random.Random(f"{seed} {number}").getrandbits(32)
-    make = getattr(optuna.samplers, SAMPLERS[settings.sampler])
+    make = getattr(samplers, SAMPLERS[settings.sampler])
     return _made("sampler", make, {"seed": seed, **(settings.sampler_options or {})})
 
 
-def make_pruner(name: str, options: Mapping[str, Any] | None) -> optuna.pruners.BasePruner:
+def make_pruner(name: str, options: Mapping[str, Any] | None) -> BasePruner:
     """One of Optuna's pruners."""
-    return _made("pruner", getattr(optuna.pruners, PRUNERS[name]), options or {})
+    from optuna import pruners
+
+    return _made("pruner", getattr(pruners, PRUNERS[name]), options or {})
 
 
 def _made(kind: str, make: Any, options: Mapping[str, Any]) -> Any:
+    from optuna.exceptions import ExperimentalWarning
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         try:

@@ -20,7 +20,7 @@ from optuna.distributions import (  # noqa: E402
 )
 from optuna.trial import TrialState  # noqa: E402
 
-from attnkit.launch import space, study_store  # noqa: E402
+from attnkit.launch import space, study, study_store  # noqa: E402
 from attnkit.launch.compose import Composer  # noqa: E402
 from attnkit.lightning import UserError  # noqa: E402
 
@@ -205,6 +205,32 @@ def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     done = mine(*search, "module.lr=interval(1e-3,1e-2)", *better, "run_dir=three")
     assert done.code == 2
     assert "is a study with another" in done.err
+
+
+def test_killed_while_it_asks(mine, attnkit, found, hers, monkeypatch):
+    """Before a trial of the study is anybody's, and before it is in sweep.json."""
+
+    def killed(*args):
+        raise RuntimeError("killed")
+
+    go_on = ("-m", "resume=sweep", "--config-dir", hers)
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Trial, "set_user_attr", killed)
+        done = mine(
+            "-m", OPTUNA, *LEAN, "callbacks.progress=null", "trainer.max_epochs=1", RATE,
+            "hydra.sweeper.n_trials=1", "run_dir=sweep",
+        )  # fmt: skip
+        assert (done.code, found.states("sweep")) == (1, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "add_trial", killed)
+        assert (attnkit(*go_on).code, found.states("sweep")) == (1, [])
+    assert [t.state.name for t in study_of("sweep/study.journal").trials] == ["FAIL", "RUNNING"]
+    assert attnkit(*go_on).code == 0
+    (trial,) = trials.read_sweep(Path("sweep")).trials
+    nobodys, its = study_of("sweep/study.journal").trials
+    assert (nobodys.state, its.state) == (TrialState.FAIL, TrialState.COMPLETE)
+    assert its.value == trial.results["val/loss_best"]
+    assert list(trial.overrides[-1:]) == space.texts(its.params)
 
 
 @pytest.mark.parametrize(
