@@ -121,6 +121,7 @@ def test_resume_and_retry(halted, attnkit, found, hers):
     for argv, message in (
         (["resume=sweep"], f"was started with {hers}; give it again"),
         (["resume=sweep", "module.lr=3"], "module.lr=3: can't change in a sweep that goes on"),
+        (["resume=sweep", "seed=1,2"], "seed=1,2: can't change in a sweep that goes on"),
         (["resume=sweep/0_x"], "no folder"),
         (["resume=nowhere"], "resume: no folder"),
         (["resume=."], "no sweep in"),

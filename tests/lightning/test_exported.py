@@ -331,7 +331,7 @@ class Wrong(ImageClassification):
         return super().forward(images) + (1 if torch.compiler.is_exporting() else 0)
 
 
-@pytest.mark.parametrize(("cls", "cause"), [(Untraceable, "GuardOn"), (Wrong, "differ by 1.0e")])
+@pytest.mark.parametrize(("cls", "cause"), [(Untraceable, "GuardOn"), (Wrong, "differ by ")])
 def test_what_a_model_does_not_allow_is_left_out(cls, cause, tmp_path, capfd):
     module = cls(VIT, **ARGUMENTS)
     with pytest.raises(UserError, match="export: torch_export: ") as caught:
