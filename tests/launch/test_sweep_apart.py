@@ -106,7 +106,8 @@ def test_a_trial_that_is_killed_fails_alone(attnkit, found, start):
     done = command.done()
     assert done.code == 1, done.out
     assert found.states("sweep") == ["done", "failed", "done"]
-    assert "killed by SIGKILL" in found.rows("sweep")[2]["error"]
+    (_, failed) = found.rows("sweep")  # the two seeds that are done are one row
+    assert "killed by SIGKILL" in failed["error"]
     done = attnkit("run=retry", "sweep=sweep", "hydra/launcher=basic")
     assert done.code == 0, done.err
     assert found.states("sweep") == ["done"] * 3
