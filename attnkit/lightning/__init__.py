@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.kernel_record import KernelRecord
     from attnkit.lightning.learning_curves import LearningCurves
     from attnkit.lightning.module import TaskModule
-    from attnkit.lightning.optim import parameter_groups, warmup_cosine
+    from attnkit.lightning.optim import muon, parameter_groups, warmup_cosine
     from attnkit.lightning.program import Program
     from attnkit.lightning.results_file import ResultsFile
     from attnkit.lightning.resume import ExactResume
@@ -55,6 +55,7 @@ _TABLE = {
     "UserError": "errors",
     "VerifiedCheckpointIO": "checkpoints",
     "allowing": "build",
+    "muon": "optim",
     "parameter_groups": "optim",
     "warmup_cosine": "optim",
 }
@@ -84,6 +85,7 @@ __all__ = [
     "UserError",
     "VerifiedCheckpointIO",
     "allowing",
+    "muon",
     "parameter_groups",
     "warmup_cosine",
 ]

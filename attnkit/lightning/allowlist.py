@@ -69,6 +69,7 @@ KINDS = (
 
 # Functions that return such objects.
 FUNCTIONS = (
+    "attnkit.lightning.muon",
     "attnkit.lightning.warmup_cosine",
     "attnkit.ViT.from_size",
     "attnkit.models.backbones.timm_backbone",

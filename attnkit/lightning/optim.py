@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,31 @@ def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> li
         first["weight_decay"] = weight_decay
     groups = [first, {"params": exempted, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def muon(groups: Sequence[dict[str, Any]], **options: Any) -> Optimizer:
+    """timm's Muon (Jordan et al. 2024) for matrices and convolutions, with AdamW for the rest.
+
+    A step of Muon has singular values of about 1: it moves directions of small gradients as far as
+    those of large ones, which shortens the plateaus before attention finds out where to look.
+    AdamW gets what Muon cannot treat (vectors) and what is no map from vectors to vectors: the
+    group that `parameter_groups` does not decay, of embeddings and positions.
+
+    Args:
+        groups: of `parameter_groups`.
+        **options: of `timm.optim.Muon`. `lr` serves both, as Muon's steps are scaled to the size
+            that AdamW's have; `betas` are AdamW's. With `nesterov`, AdamW looks ahead too.
+    """
+    from timm.optim import Muon  # a second that other optimizers need not wait
+
+    for_adamw = [group.get("weight_decay") == 0.0 for group in groups]
+    return Muon(
+        [
+            {**group, "use_fallback": fallback}
+            for group, fallback in zip(groups, for_adamw, strict=True)
+        ],
+        **options,
+    )
 
 
 def warmup_cosine(

@@ -47,7 +47,7 @@ class ScenesData(CaptionDataModule):
     def __init__(
         self,
         *,
-        num_train: int = 4000,
+        num_train: int = 16000,
         num_val: int = 400,
         num_test: int = 500,
         image_size: int | None = None,

@@ -14,7 +14,8 @@ from attnkit.launch.folder import load_config, save_config
 from attnkit.launch.main import main
 
 TINY = (
-    "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.widths=[8,16]", "decoder.dim=16",
+    "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.stages=[[8],[16]]",
+    "decoder.dim=16",
     "data.image_size=24", "data.num_train=24", "data.num_val=6", "data.num_test=7",
     "data.batch_size=3", "trainer.max_epochs=1", "callbacks.curves=null", "logger.tensorboard=null",
 )  # fmt: skip
@@ -116,6 +117,14 @@ def test_all_decoders_in_one_table(attnkit):
         assert not row["error"]
         assert float(row["test/compositional/cider_d"]) >= 0
     assert "What differs: decoder." in Path("sweep/table.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_default_job_says_nine_scenes_in_ten_rightly():
+    assert main(["task=captioning", "run_dir=run"]) == 0
+    results = figures("run")
+    assert results["test/right"] >= 0.9
+    assert results["test/compositional/right"] >= 0.75
 
 
 def slow(*row):

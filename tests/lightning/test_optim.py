@@ -1,10 +1,11 @@
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from attnkit.lightning import parameter_groups, warmup_cosine
+from attnkit.lightning import muon, parameter_groups, warmup_cosine
 
 
 class Net(nn.Module):
@@ -92,3 +93,62 @@ def test_refuses(kwargs, message):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     with pytest.raises(ValueError, match=message):
         warmup_cosine(optimizer, **kwargs)
+
+
+def test_muon_is_torchs_for_maps_and_adamw_for_the_rest():
+    torch.manual_seed(0)
+
+    def make():
+        net = nn.ModuleDict({"words": nn.Embedding(9, 6), "linear": nn.Linear(6, 10)})
+        net.no_weight_decay = lambda: {"words.weight"}
+        return net
+
+    ours, theirs = make(), make()
+    theirs.load_state_dict(ours.state_dict())
+    start = copy.deepcopy(ours.state_dict())
+    options = {"lr": 0.03, "weight_decay": 0.2}
+    optimizer = muon(parameter_groups(ours), ns_coefficients="original",
+                     betas=(0.9, 0.95), **options)  # fmt: skip
+    rest = [p for name, p in theirs.named_parameters() if name != "linear.weight"]
+    others = [
+        torch.optim.Muon(
+            [theirs["linear"].weight], adjust_lr_fn="match_rms_adamw", nesterov=False, **options
+        ),
+        torch.optim.AdamW(rest, lr=0.03, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    for _ in range(5):
+        words = torch.randint(9, (7,))
+        for net, steppers in ((ours, [optimizer]), (theirs, others)):
+            net.zero_grad()
+            net["linear"](net["words"](words)).exp().sum().backward()
+            for stepper in steppers:
+                stepper.step()
+    for name, parameter in ours.named_parameters():
+        # the iteration of Newton and Schulz is rounded to bfloat16
+        torch.testing.assert_close(parameter, theirs.get_parameter(name), atol=1e-4, rtol=0)
+        assert (parameter - start[name]).abs().min() > 1e-3
+
+
+def test_muon_goes_on_from_its_state():
+    def train(net, optimizer, steps):
+        for step in range(steps):
+            optimizer.zero_grad()
+            net(torch.ones(2, 3) * (step + 1)).square().sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    whole = nn.Linear(3, 5)
+    stopped = nn.Linear(3, 5)
+    optimizers = [muon(parameter_groups(net), lr=0.1) for net in (whole, stopped)]
+    train(whole, optimizers[0], 3)
+    stopped.load_state_dict(whole.state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for net, optimizer in zip((whole, stopped), optimizers, strict=True):
+        train(net, optimizer, 3)
+    assert torch.equal(whole.weight, stopped.weight)
+    assert torch.equal(whole.bias, stopped.bias)
+
+
+def test_muon_refuses_what_it_does_not_know():
+    with pytest.raises(TypeError, match="momentun"):
+        muon(parameter_groups(Net()), momentun=0.9)

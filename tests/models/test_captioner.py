@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from attnkit.core.positions import sincos_2d
 from attnkit.models.captioner import Captioner
 from attnkit.models.hard_decoder import HardRecurrentDecoder
 from attnkit.models.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
@@ -13,12 +14,12 @@ from attnkit.models.transformer_decoder import TransformerDecoder
 VOCABULARY, WORDS, DIM = 13, 7, 20
 
 ENCODERS = {
-    "cnn": lambda: CNNEncoder((24, 40), 3, dim=DIM, widths=(4, 6, 8), num_blocks=1),
+    "cnn": lambda: CNNEncoder((24, 40), 3, dim=DIM, stages=[[8], [8, 8], [16]]),
     "vit": lambda: ViTEncoder((24, 40), 3, patch_size=8, dim=DIM, depth=1, num_registers=2),
     "feature map": lambda: TimmEncoder("test_resnet", (64, 96), dim=DIM),
     "tokens": lambda: TimmEncoder("test_vit", (48, 32), dim=DIM, frozen=True),
 }
-GRIDS = {"cnn": (3, 5), "vit": (3, 5), "feature map": (2, 3), "tokens": (3, 2)}
+GRIDS = {"cnn": (6, 10), "vit": (3, 5), "feature map": (2, 3), "tokens": (3, 2)}
 DECODERS = {
     "transformer": lambda: TransformerDecoder(VOCABULARY, WORDS, dim=8, memory_dim=DIM,
                                               depth=2, num_heads=2),
@@ -70,6 +71,10 @@ def test_positions_are_places_row_by_row(name):
     for parameter in encoder.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    if isinstance(encoder, CNNEncoder):  # random 3 x 3 convolutions look about, in any direction
+        for module in encoder.network.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.dirac_(module.weight)
     images = some_images(encoder, 1)
     before = encoder(images)
     rows, columns = encoder.grid
@@ -79,12 +84,24 @@ def test_positions_are_places_row_by_row(name):
         for column in range(columns):
             changed = images.clone()
             y, x = row * height, column * width
-            changed[..., y : y + height, x : x + width] += 3.0
+            changed[..., y : y + height, x : x + width] *= -3.0
             felt = (encoder(changed) - before).norm(dim=-1)[0]
             place = int(felt.argmax())
             assert max(abs(place // columns - row), abs(place % columns - column)) <= 1
             right += int(place == row * columns + column)
     assert right >= 0.5 * rows * columns
+
+
+@torch.no_grad()
+def test_the_small_networks_memory_is_what_is_seen_and_where():
+    encoder = CNNEncoder((16, 24), 1, dim=8, stages=[[4], [6]], position_scale=3.0).eval()
+    memory = encoder(torch.zeros(1, 1, 16, 24))[0]
+    places = sincos_2d((8, 12), 8)
+    # far from the edges an empty image is the same everywhere, but for the places
+    inner = torch.arange(96).view(8, 12)[3:-3, 3:-3].flatten()
+    seen = memory[inner] - 3.0 * places[inner]
+    torch.testing.assert_close(seen, seen[:1].expand_as(seen))
+    torch.testing.assert_close(seen.mean(-1), torch.zeros(len(seen)), atol=1e-5, rtol=0)
 
 
 def test_frozen_networks_stay_as_they_are():
@@ -105,7 +122,7 @@ def test_learns_what_it_is_shown(kind):
     """Sixteen images, each with one bright patch, and where it is in words."""
     options = {"depth": 1, "num_heads": 4} if kind is TransformerDecoder else {}
     model = Captioner(
-        CNNEncoder(32, 1, dim=32, widths=(8, 16, 32)),
+        CNNEncoder(32, 1, dim=32, stages=[[8], [16], [32]]),
         kind(12, 4, dim=32, **options),
     )
     images, words = torch.zeros(16, 1, 32, 32), torch.ones(16, 4, dtype=torch.long)
@@ -146,7 +163,10 @@ def test_names_that_do_not_decay_are_parameters():
         (lambda: CNNEncoder(0), "image_size: expected a positive integer or two, got 0"),
         (lambda: CNNEncoder((8, 8, 8)), "image_size: expected a positive integer or two"),
         (lambda: CNNEncoder(32, 0), "in_channels: expected at least 1, got 0"),
-        (lambda: CNNEncoder(32, widths=()), "widths: expected positive channels"),
+        (lambda: CNNEncoder(32, stages=[]), "stages: expected positive channels"),
+        (lambda: CNNEncoder(32, stages=[[8], []]), "stages: expected positive channels"),
+        (lambda: CNNEncoder(32, stages=[[8], [0]]), "stages: expected positive channels"),
+        (lambda: CNNEncoder((32, 3), stages=[[8]] * 3), "3 stages are too many for 32 x 3 pixels"),
         (lambda: CNNEncoder(32, dim=6), "dim: 6 is not a multiple of 4"),
         (lambda: CNNEncoder(32)(torch.zeros(1, 3, 32, 31)), "images: expected 32 x 32 pixels"),
         (lambda: TimmEncoder("resnet19", 32), "name: expected a name of timm's registry"),
