@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +33,18 @@ def _seeded():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def trace(tmp_path, monkeypatch):
+    """A file that hostile input would make, and a module that makes it when it is imported."""
+    trace = tmp_path / "trace"
+    (tmp_path / "canary.py").write_text(f"open({str(trace)!r}, 'w').close()\nNet = run = print\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "canary", raising=False)
+    yield trace
+    assert not trace.exists()
+    assert "canary" not in sys.modules
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from attnkit.core.backends import BACKENDS, UnsupportedError
 from attnkit.core.multiply_adds import count_multiply_adds
+from attnkit.core.products import plain_linear
 from attnkit.launch.causes import is_out_of_memory
-from attnkit.lightning.errors import UserError
+from attnkit.launch.step import step_of
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.throughput import num_samples, wait_for_device
 
 FILE = "bench.md"
@@ -121,18 +123,24 @@ def bench(
     for name, count in timed.units.items():
         figures[f"train/{name}_per_second"] = count / whole
     figures |= _split(clock, timed.seconds)
-    figures |= _prediction(trainer, module, data, clock)
+    missing: dict[str, str] = {}
+    try:
+        figures |= _prediction(trainer, module, data, clock)
+    except Exception as error:  # not every module predicts from the batches of validation
+        missing["predict/…_per_second"] = first_line(error, named=True)
     batch = timed.batch
-    step = _step_of(trainer, module, batch)
+    step = step_of(trainer, module, batch)
     peak = peak_multiply_adds(module.device, _dtype(trainer))
     figures["peak_multiply_adds_per_second"] = peak
-    with suppress(Exception):  # a step of somebody's own, outside of training
-        forward = count_multiply_adds(step)
+    try:
         # a backward has two products for each one of the forward
-        figures["train/share_of_peak"] = 3 * forward * len(timed.seconds) / whole / peak
+        done = 3 * count_multiply_adds(step) * len(timed.seconds)
+        figures["train/share_of_peak"] = done / whole / peak
+    except Exception as error:  # a step of somebody's own, outside of training
+        missing["train/share_of_peak"] = first_line(error, named=True)
     kernels = compare_kernels(trainer, module, step)
     figures |= {f"backend/{name}_seconds": found for name, (found, _) in kernels.items() if found}
-    return figures, _markdown(figures, kernels)
+    return figures, _markdown(figures, missing, kernels)
 
 
 def _split(clock: Clock, seconds: list[float]) -> dict[str, float]:
@@ -153,41 +161,26 @@ def _split(clock: Clock, seconds: list[float]) -> dict[str, float]:
 def _prediction(
     trainer: Trainer, module: LightningModule, data: LightningDataModule, clock: Clock
 ) -> dict[str, float]:
-    """Of `predict_step` on the batches of validation, data included; nothing if it takes none."""
+    """Of `predict_step` on the batches of validation, data included."""
+    loader = data.val_dataloader()
+    counts: dict[str, int] = {}
+    for number, batch in enumerate(loader):
+        if number == LEAST:
+            break
+        for name, count in units(batch).items():
+            counts[name] = counts.get(name, 0) + count
+    trainer.limit_predict_batches = LEAST
     found: dict[str, list[float]] = {}
-    with suppress(Exception):
-        loader = data.val_dataloader()
-        counts: dict[str, int] = {}
-        for number, batch in enumerate(loader):
-            if number == LEAST:
-                break
-            for name, count in units(batch).items():
-                counts[name] = counts.get(name, 0) + count
-        trainer.limit_predict_batches = LEAST
-        for number in range(4):
-            clock.recorded_durations.clear()
-            trainer.predict(module, dataloaders=loader, return_predictions=False)
-            recorded = clock.recorded_durations.items()
-            ends = ("predict_next", ".predict_step", ".batch_to_device")
-            seconds = sum(sum(v) for action, v in recorded if action.endswith(ends))
-            if number:  # the first warms up
-                for name, count in counts.items():
-                    found.setdefault(name, []).append(count / seconds)
+    for number in range(4):
+        clock.recorded_durations.clear()
+        trainer.predict(module, dataloaders=loader, return_predictions=False)
+        recorded = clock.recorded_durations.items()
+        ends = ("predict_next", ".predict_step", ".batch_to_device")
+        seconds = sum(sum(v) for action, v in recorded if action.endswith(ends))
+        if number:  # the first warms up
+            for name, count in counts.items():
+                found.setdefault(name, []).append(count / seconds)
     return {f"predict/{name}_per_second": statistics.median(v) for name, v in found.items()}
-
-
-def _step_of(trainer: Trainer, module: LightningModule, batch: Any) -> Callable[[], Any]:
-    """A training step on this batch, outside of training."""
-    silent: Any = module
-    silent.log = silent.log_dict = lambda *_, **__: None
-    batch = module.transfer_batch_to_device(batch, module.device, 0)
-
-    def step() -> Any:
-        with trainer.precision_plugin.train_step_context():
-            found = module.training_step(batch, 0)
-        return found["loss"] if isinstance(found, Mapping) else found
-
-    return step
 
 
 def _dtype(trainer: Trainer) -> torch.dtype:
@@ -201,16 +194,21 @@ def _dtype(trainer: Trainer) -> torch.dtype:
 
 
 def peak_multiply_adds(device: torch.device, dtype: torch.dtype) -> float:
-    """Multiply-adds per second of the best of some products of square matrices, in this process."""
+    """Multiply-adds per second of the best of some products of square matrices, in this process.
+
+    By the library that torch's `@` takes and, where that is another, by the one that attnkit's
+    layers take in prediction: the peak is the machine's.
+    """
     size = 8192 if device.type == "cuda" else 1536
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = []
-    for _ in range(8):
-        started = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
+    with torch.no_grad():
+        for number in range(16):
+            started = time.perf_counter()
+            a @ b if number % 2 else plain_linear(a, b, None)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
     return size**3 / min(seconds)
 
 
@@ -281,9 +279,14 @@ def _timed_step(module: LightningModule, step: Callable[[], Any]) -> float:
     return seconds
 
 
-def _markdown(figures: Mapping[str, float], kernels: Mapping[str, tuple[float | None, str]]) -> str:
+def _markdown(
+    figures: Mapping[str, float],
+    missing: Mapping[str, str],
+    kernels: Mapping[str, tuple[float | None, str]],
+) -> str:
     lines = ["| figure | value |", "|---|---|"]
     lines += [f"| {n} | {v:,.4g} |" for n, v in figures.items() if not n.startswith("backend/")]
+    lines += [f"| {name} | not known: {why} |" for name, why in missing.items()]
     if kernels:
         lines += ["", "| kernel | forward + backward | to auto | |", "|---|---|---|---|"]
     auto = kernels.get("auto", (None, ""))[0]

@@ -22,6 +22,7 @@ from attnkit.launch import folder as folders
 from attnkit.launch import oom, report
 from attnkit.launch.launcher import Launcher
 from attnkit.launch.run import Job
+from attnkit.launch.step import step_of
 from attnkit.launch.stopwatch import Stopwatch
 from attnkit.launch.work import Work
 from attnkit.lightning.build import allowing
@@ -161,11 +162,7 @@ def _multiply_adds(trainer: Trainer, module: LightningModule, batch: Any) -> flo
     if "multiply_adds" in known:
         return known["multiply_adds"]
     with suppress(Exception):  # a step of somebody's own, outside of training
-        silent: Any = module
-        silent.log = silent.log_dict = lambda *_, **__: None
-        module.train()
-        batch = module.transfer_batch_to_device(batch, module.device, 0)
-        count = count_multiply_adds(lambda: module.training_step(batch, 0))
+        count = count_multiply_adds(step_of(trainer, module, batch))
         return count if _is_graph(batch) else count / num_samples(batch)
     return None
 

@@ -44,6 +44,12 @@ CONFIG_NAME = "config"
 HYDRA_KEYS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
 
 
+def quoted(text: str) -> str:
+    """A text as Hydra's overrides quote it, whatever is in it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 class Composer:
     """Hydra's config loader over attnkit's conf/ and the user's folder."""
 

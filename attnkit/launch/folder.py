@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import refuse_url, replacing
 
 OUTPUTS = "outputs"
@@ -141,7 +141,7 @@ def load_config(folder: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read: {error}") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path}: not valid YAML: {first_line(error)}") from error
     if not isinstance(config, dict) or "task" not in config:
         raise UserError(f"{path}: not the configuration of a run")
     return relocate(config, Path(str(config.get("run_dir") or folder)), folder)

@@ -29,7 +29,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from attnkit.launch import devices
-from attnkit.launch.compose import Composer
+from attnkit.launch.compose import Composer, quoted
 from attnkit.launch.errors import INTERRUPTED
 from attnkit.launch.signals import held_back
 from attnkit.launch.trial import Order, as_json, run_trial, save_error
@@ -103,8 +103,7 @@ class Launch:
         return self._launch_stoppable(task, stop)
 
     def _launch(self, task: "_Here | _Apart") -> None:
-        place = task.order.sweep.replace("\\", "\\\\").replace("'", "\\'")
-        folders = [f"hydra.sweep.dir='{place}'", "hydra.sweep.subdir=."]
+        folders = [f"hydra.sweep.dir={quoted(task.order.sweep)}", "hydra.sweep.subdir=."]
         config = self.composer.hydra_config([*self.overrides, *folders])
         context = HydraContext(self.composer.loader, Callbacks())
         launcher = Plugins.instance().instantiate_launcher(context, task, config)

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 
 from attnkit.launch import folder as folders
 from attnkit.launch import space
-from attnkit.launch.compose import Composer
+from attnkit.launch.compose import Composer, quoted
 from attnkit.launch.jobs import Request, decide
 from attnkit.launch.launchers import BASIC, Launch
 from attnkit.launch.run import Job
@@ -248,7 +248,7 @@ def _pruning(store: "Store") -> tuple[str, ...]:
         "monitor": store.monitor,
         "pruner": settings.pruner,
     }
-    made = [f"++callbacks.pruning.{key}={_quoted(value)}" for key, value in values.items()]
+    made = [f"++callbacks.pruning.{key}={quoted(value)}" for key, value in values.items()]
     for key, value in (settings.pruner_options or {}).items():
         made.append(f"++callbacks.pruning.options.{key}={_plain(value)}")
     return tuple(made)
@@ -274,14 +274,10 @@ def _checkpoint(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _override(name: str, value: str) -> str:
-    return f"{PREFIX}{name}={_quoted(value)}"
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return f"{PREFIX}{name}={quoted(value)}"
 
 
 def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
-    return _quoted(value) if isinstance(value, str) else repr(value)
+    return quoted(value) if isinstance(value, str) else repr(value)

@@ -16,7 +16,7 @@ from typing import Any
 
 from attnkit.launch import devices
 from attnkit.launch import folder as folders
-from attnkit.launch.compose import Composer
+from attnkit.launch.compose import Composer, quoted
 from attnkit.launch.errors import guarded, summary
 from attnkit.launch.jobs import Request, decide
 from attnkit.launch.locks import holder, locked
@@ -85,8 +85,7 @@ def job_of(order: Order, trial: Trial) -> Job:
     """What is to be done: to go on from a checkpoint where there is one, else the whole of it."""
     composer = Composer(Path(order.config_dir) if order.config_dir else None)
     if has_progress(trial.folder):
-        escaped = str(trial.folder).replace("\\", "\\\\").replace("'", "\\'")
-        resume = f"resume='{escaped}'"
+        resume = f"resume={quoted(str(trial.folder))}"
         return decide(Request.read(composer, [resume, *order.changes, *order.allow]))
     study = [*order.study, f"++callbacks.pruning.number={trial.number}"] if order.study else []
     overrides = [*trial.overrides, *order.changes, *study, *order.allow]

@@ -7,16 +7,14 @@ import math
 import signal
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint
-from lightning.pytorch.loggers import Logger
+from lightning import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -27,25 +25,13 @@ from attnkit.launch import folder as folders
 from attnkit.launch.causes import is_out_of_memory, of_allocator
 from attnkit.launch.predictions import gathered, rows_of, save_predictions
 from attnkit.launch.run import save_results
-from attnkit.launch.signals import raise_received
+from attnkit.launch.trainer import make_trainer
 from attnkit.launch.wandb_logger import WandbRun
 from attnkit.lightning import checkpoints
 from attnkit.lightning.build import build
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.export import Export
 from attnkit.lightning.module import TaskModule, untrained
-
-_TRAINING_ONLY = (
-    "EarlyStopping",
-    "ExactAccumulation",
-    "ExactResume",
-    "FiniteLoss",
-    "LearningCurves",
-    "ModelCheckpoint",
-    "Pruning",
-    "SaveOnSignal",
-)
-LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
 class Work:
@@ -78,7 +64,7 @@ class Work:
             # The first weights depend on the seed only, not on what the data has drawn.
             lightning.seed_everything(config["seed"], workers=True, verbose=False)
             self.module = self._load_module() if alone else self._make_module()
-        self.trainer = self._make_trainer()
+        self.trainer = make_trainer(self.config, self.folder)
         self._compile()
 
     @property
@@ -99,7 +85,7 @@ class Work:
         for key in schema.FILLED:
             config[key] = self.config[key]
         self.config, self.folder = config, Path(config["run_dir"])
-        self.trainer = self._make_trainer()
+        self.trainer = make_trainer(self.config, self.folder)
 
     def start_again(self, config: dict[str, Any]) -> None:
         """The same run from its newest checkpoint, differently configured; all else is let go."""
@@ -161,7 +147,7 @@ class Work:
         try:
             module = make(**parts)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"module: {node['_target_']}: {_first(error)}") from error
+            raise UserError(f"module: {node['_target_']}: {first_line(error)}") from error
         if not isinstance(module, LightningModule):
             raise UserError(f"module: {node['_target_']} is no LightningModule")
         return module
@@ -173,52 +159,6 @@ class Work:
         ckpt = self.config["ckpt"]
         wrong = (AttributeError, LookupError, TypeError, ValueError)
         return _loaded(partial(load, ckpt), ckpt, wrong)
-
-    def _make_trainer(self) -> Trainer:
-        config = self.config
-        if config["run"] == "export":  # which none takes part in
-            return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-        arguments = dict(config.get("trainer") or {})
-        timeout = arguments.pop("timeout_seconds", None)
-        if timeout is not None and (type(timeout) not in (int, float) or timeout <= 0):
-            raise UserError(f"trainer.timeout_seconds: expected seconds above 0, got {timeout!r}")
-        arguments.pop("oom_retry", None)
-        limit = arguments.pop("limit_batches", None)
-        if limit is not None:
-            arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
-        named = config.get("callbacks") or {}
-        if config["run"] != "train":
-            named = {k: v for k, v in named.items() if not _only_for_training(v)}
-        if config["run"] in schema.PREDICTING:
-            # One progress bar: the rest of them has figures to write.
-            named = {k: v for k, v in named.items() if k in ("progress", "ema", "safe")}
-        if config["run"] == "bench":
-            named = {k: v for k, v in named.items() if k == "ema"}
-            arguments["profiler"] = bench.Clock()
-        if config["run"] == "inspect":
-            named["inspect"] = config["inspect"]
-        callbacks = _built(Callback, "callbacks", named)
-        loggers = _built(
-            Logger, "logger", config["logger"] if config["run"] in ("train", "test") else {}
-        )
-        try:
-            trainer = Trainer(
-                **arguments,
-                callbacks=callbacks,
-                logger=loggers or False,
-                precision=config["precision"],
-                default_root_dir=str(self.folder),
-                enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
-                enable_progress_bar="progress" in named and bool(named["progress"]),
-            )
-        except Exception as error:  # Lightning's of all kinds, all about these arguments
-            raise UserError(f"trainer: {_first(error)}") from error
-        if timeout is not None and hasattr(trainer.strategy, "_timeout"):
-            trainer.strategy._timeout = timedelta(seconds=timeout)
-        # Lightning's answer to SIGTERM is a broadcast inside the handler and exit code 0; ours
-        # are the callback SaveOnSignal in fit, and launch/signals.py.
-        trainer._signal_connector.register_signal_handlers = raise_received  # type: ignore[method-assign]
-        return trainer
 
     def _compile(self) -> None:
         mode = self.config["compile"]
@@ -256,11 +196,11 @@ class Work:
                 raise KeyboardInterrupt from None
             raise
         except MisconfigurationException as error:
-            raise UserError(f"trainer: {_first(error)}") from error
+            raise UserError(f"trainer: {first_line(error)}") from error
         except RuntimeError as error:
             if not str(error).startswith("Early stopping conditioned on metric"):
                 raise
-            raise UserError(f"callbacks: {_first(error)}") from error
+            raise UserError(f"callbacks: {first_line(error)}") from error
 
     def _train(self) -> None:
         trainer = self.trainer
@@ -387,23 +327,6 @@ class Work:
         save_results(self.folder, {**before, **figures, "seconds": seconds})
 
 
-def _built(kind: type, at: str, nodes: Mapping[str, Any] | None) -> list[Any]:
-    """The objects of a collection, each of the kind that belongs there."""
-    built = []
-    for name, node in (nodes or {}).items():
-        if node:
-            thing = build(node, at=f"{at}.{name}")
-            if not isinstance(thing, kind):
-                raise UserError(f"{at}.{name}: {node['_target_']} is no {kind.__name__}")
-            built.append(thing)
-    return built
-
-
-def _only_for_training(node: Mapping[str, Any] | None) -> bool:
-    target = str((node or {}).get("_target_", ""))
-    return target.rpartition(".")[2] in _TRAINING_ONLY
-
-
 def _loaded(load: Any, ckpt: str, wrong: tuple[type[Exception], ...] = (KeyError,)) -> Any:
     """Call what loads a checkpoint; one that doesn't fit is the user's to know.
 
@@ -418,9 +341,5 @@ def _loaded(load: Any, ckpt: str, wrong: tuple[type[Exception], ...] = (KeyError
         lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
         raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
     except wrong as error:
-        problem = f"{type(error).__name__}: {_first(error)[:300]}"
+        problem = f"{first_line(error, named=True)}"
         raise UserError(f"ckpt: {ckpt} is no checkpoint of this task: {problem}") from error
-
-
-def _first(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

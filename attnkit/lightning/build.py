@@ -19,7 +19,7 @@ from typing import Any
 
 from attnkit.lightning import allowlist
 from attnkit.lightning.allowlist import FUNCTIONS, KINDS, PACKAGES
-from attnkit.lightning.errors import RunError, UserError
+from attnkit.lightning.errors import RunError, UserError, first_line
 
 _allowed: ContextVar[tuple[str, ...]] = ContextVar("attnkit_allowed_packages", default=())
 
@@ -104,7 +104,9 @@ def _call(arguments: dict[str, Any], trusted: tuple[str, ...], at: str) -> Any:
     except Exception as error:
         if not foreign and not isinstance(error, (TypeError, ValueError, RuntimeError)):
             raise
-        raise UserError(f"{at or 'config'}: {target}: {_first_line(error)}") from error
+        named = not isinstance(error, (TypeError, ValueError))
+        said = first_line(error, named=named)
+        raise UserError(f"{at or 'config'}: {target}: {said}") from error
 
 
 def find(target: Any, trusted: Sequence[str] = (), where: str = "_target_") -> Any:
@@ -209,9 +211,3 @@ def _is_target(node: Any) -> bool:
 def _nearest(name: str, within: Any) -> str:
     close = get_close_matches(name, dir(within), n=1) if within is not None else []
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _first_line(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0][:300]
-    telling = isinstance(error, (TypeError, ValueError)) and first
-    return first if telling else f"{type(error).__name__}: {first}".rstrip(": ")

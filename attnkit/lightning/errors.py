@@ -21,6 +21,17 @@ class RunError(Exception):
     """
 
 
+def first_line(error: BaseException, *, named: bool = False) -> str:
+    """The first line of an error's message that says something, for a message of our own.
+
+    Args:
+        named: with the name of the error's class before it. Of an empty message that is all.
+    """
+    name = type(error).__name__
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+    return f"{name}: {line}" if named and line else line or name
+
+
 class StoppedBySignal(BaseException):
     """A signal has stopped the run. No `Exception`: what handles errors must not swallow it.
 

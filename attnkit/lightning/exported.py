@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attnkit.lightning.build import build, find
 from attnkit.lightning.checkpoints import CheckpointError
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import refuse_url, replacing
 from attnkit.lightning.module import untrained
 
@@ -191,7 +191,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: no intact export: {_first(error)}") from error
+        raise CheckpointError(
+            f"{path}: no intact export: {first_line(error, named=True)}"
+        ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not written by attnkit's export (format {FORMAT!r})")
     version = config.get("format_version")
@@ -221,7 +223,7 @@ def _read_weights(path: Path, node: Mapping[str, Any]) -> dict[str, Tensor]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: no safetensors: {_first(error)}") from error
+        raise CheckpointError(f"{path}: no safetensors: {first_line(error, named=True)}") from error
 
 
 def _build(node: Mapping[str, Any], path: Path) -> LightningModule:
@@ -237,7 +239,9 @@ def _build(node: Mapping[str, Any], path: Path) -> LightningModule:
     except UserError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # a constructor given anything may raise anything
-        raise CheckpointError(f"{path}: module: {target}: {_first(error)}") from error
+        raise CheckpointError(
+            f"{path}: module: {target}: {first_line(error, named=True)}"
+        ) from error
 
 
 def _check_fits(module: LightningModule, state: Mapping[str, Tensor], path: Path) -> None:
@@ -254,8 +258,3 @@ def _check_fits(module: LightningModule, state: Mapping[str, Tensor], path: Path
         raise CheckpointError(
             f"{path}: not the weights of {type(module).__name__}\n  {'; '.join(problems[:2])}{more}"
         )
-
-
-def _first(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

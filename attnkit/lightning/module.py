@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from attnkit.lightning.build import build
 from attnkit.lightning.checkpoints import load
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.optim import parameter_groups, warmup_cosine
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _called(make: Callable[..., Any], at: str, *args: Any, **kwargs: Any) -> Any
         return make(*args, **kwargs)
     except (TypeError, ValueError) as error:
         name = getattr(getattr(make, "func", make), "__qualname__", repr(make))
-        raise UserError(f"{at}: {name}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{at}: {name}: {first_line(error)}") from error
 
 
 def untrained(node: Any) -> Any:

@@ -10,7 +10,6 @@ Needs transformers, which attnkit does not.
 """
 
 import argparse
-import time
 
 import torch
 import transformers
@@ -18,7 +17,7 @@ from measure import alternate, machine, table
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from attnkit.core.multiply_adds import count_multiply_adds
-from attnkit.core.products import plain_linear
+from attnkit.launch.bench import peak_multiply_adds
 from attnkit.models.decoding import generate
 from attnkit.models.transformer_decoder import TransformerDecoder
 from attnkit.models.word_decoder import END, PAD, START
@@ -115,23 +114,11 @@ def never_ending(model: TransformerDecoder) -> None:
     model.head.bias = torch.nn.Parameter(bias)
 
 
-def peak_multiply_adds() -> float:
-    """Multiply-adds a second of a large matrix product."""
-    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    best = float("inf")
-    for _ in range(8):
-        start = time.perf_counter()
-        with torch.no_grad():
-            plain_linear(a, b, None)
-        best = min(best, time.perf_counter() - start)
-    return 2048**3 / best
-
-
 def floor_seconds(model: TransformerDecoder, memory, num_words: int, num_beams: int) -> float:
     """The multiply-adds of every word's layers, of attention and of the output, over the peak."""
     with torch.no_grad():
         counted = count_multiply_adds(our_words, model, memory, num_words, num_beams)
-    return counted / peak_multiply_adds()
+    return counted / peak_multiply_adds(torch.device("cpu"), torch.float32)
 
 
 def main() -> None:

@@ -10,6 +10,9 @@ import torch
 import attnkit
 from attnkit.core.backends import BACKENDS
 from attnkit.launch import bench
+from attnkit.launch.check import check
+from attnkit.launch.compose import Composer
+from attnkit.launch.jobs import Request, decide
 
 VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "run=bench", "run_dir=run")
 
@@ -31,7 +34,12 @@ def test_parts_and_kernels(attnkit):
     )
     assert found["train/images_per_second"] == pytest.approx(64 / found["step/seconds"], rel=0.1)
     assert found["predict/images_per_second"] > 0
-    assert found["train/share_of_peak"] > 0
+    assert 0 < found["train/share_of_peak"] < 1
+    done_per_second = found["train/share_of_peak"] * found["peak_multiply_adds_per_second"]
+    told = check(decide(Request.read(Composer(None), [*VIT[:-2], "run=check"])))
+    assert done_per_second == pytest.approx(
+        3 * told["multiply_adds"] * found["train/images_per_second"]
+    )
     kernels = {n for n in found if n.startswith("backend/")}
     assert kernels == {
         f"backend/{name}_seconds" for name in ("auto", "flash", "blockwise", "math", "reference")

@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import shutil
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -37,18 +36,6 @@ def run(tmp_path_factory):
     command = [*SMALL, "trainer.max_epochs=1", "callbacks.curves=null", f"run_dir={folder}"]
     assert main(command) == 0
     return folder
-
-
-@pytest.fixture
-def trace(tmp_path, monkeypatch):
-    """A file that payloads make, and a module that does when it is imported."""
-    trace = tmp_path / "trace"
-    (tmp_path / "canary.py").write_text(f"open({str(trace)!r}, 'w').close()\nNet = run = print\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "canary", raising=False)
-    yield trace
-    assert not trace.exists()
-    assert "canary" not in sys.modules
 
 
 def stored(value):

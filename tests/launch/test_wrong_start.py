@@ -41,7 +41,7 @@ STARTED = [
     ("callbacks.checkpoint.mode=up", "callbacks.checkpoint: "),
     ("callbacks.x={_target_: torch.nn.ReLU}", "callbacks.x: torch.nn.ReLU is no Callback"),
     ("logger.x={_target_: torch.nn.ReLU}", "logger.x: torch.nn.ReLU is no Logger"),
-    ("logger.x={_target_: lightning.pytorch.loggers.WandbLogger}", "logger.x: "),
+    ("logger.x={_target_: lightning.pytorch.loggers.CometLogger}", "logger.x: "),
 ]
 
 

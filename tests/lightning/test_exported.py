@@ -252,18 +252,6 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def trace(tmp_path, monkeypatch):
-    """A file that hostile folders would make, and a module that makes it when it is imported."""
-    trace = tmp_path / "trace"
-    (tmp_path / "canary.py").write_text(f"open({str(trace)!r}, 'w').close()\nNet = run = print\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "canary", raising=False)
-    yield trace
-    assert not trace.exists()
-    assert "canary" not in sys.modules
-
-
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_strangers_config_runs_nothing(folder, trace, case):
     change(folder, **HOSTILE[case])

@@ -26,7 +26,7 @@ from attnkit.tasks.captioning import (
 )
 
 SMALL = (
-    "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.stages=[[8],[16]]",
+    "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.stages=[[8],[8],[16]]",
     "decoder.dim=16",
     "decoder.num_heads=2", "data.num_train=24", "data.num_val=6", "data.num_test=6",
     "data.image_size=24", "data.batch_size=5", "callbacks.curves=null", "logger.tensorboard=null",
@@ -45,7 +45,7 @@ def module(data):
     torch.manual_seed(0)
     facts = data.describe()
     model = Captioner(
-        CNNEncoder(24, dim=16, stages=[[8], [16]]),
+        CNNEncoder(24, dim=16, stages=[[8], [8], [16]]),
         TransformerDecoder(
             facts["vocabulary_size"], facts["max_words"], dim=16, depth=1, num_heads=2
         ),

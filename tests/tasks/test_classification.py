@@ -285,8 +285,13 @@ def test_wrong_arguments_are_named(options, message):
 
 
 def test_works_with_any_datamodule(tmp_path):
+    data, task = samples(), module()
+
     class Theirs(LightningDataModule):
         def test_dataloader(self):
-            return DataLoader(samples(), 8)
+            return DataLoader(data, 8)
 
-    quiet(tmp_path).test(module(), datamodule=Theirs(), verbose=False)
+    images, labels = data.tensors
+    right = (task(images).argmax(1) == labels).float().mean().item()
+    (found,) = quiet(tmp_path).test(task, datamodule=Theirs(), verbose=False)
+    assert found["test/accuracy"] == pytest.approx(right)
