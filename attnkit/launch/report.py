@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 LOG = "run.log"
 _log = logging.getLogger("attnkit.run")
 _MAX_ROWS = 20
+# Keeps what is said before there is a run.log, such as warnings while objects are built.
+_early = MemoryHandler(10_000, logging.CRITICAL + 1)
 
 # Warnings that no one can act on in a run that attnkit set up; run.log has them.
 _UNHELPFUL = re.compile(
@@ -48,6 +50,7 @@ def quiet(rank: int = 0) -> None:
     warnings.showwarning = _keep_warning if rank else _show_warning
     _log.setLevel(logging.INFO)
     _log.propagate = False
+    _log.addHandler(_early)
 
 
 @contextmanager
@@ -67,6 +70,9 @@ def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[No
     loggers = [_log, *_lightnings()]
     for logger in loggers:
         logger.addHandler(handler)
+    _log.removeHandler(_early)
+    _early.setTarget(handler)
+    _early.flush()
     try:
         yield
     except (UserError, RunError) as error:
@@ -78,6 +84,8 @@ def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[No
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
+        _early.setTarget(None)
+        _log.addHandler(_early)
         handler.close()
         file.close()
 

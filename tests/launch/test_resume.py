@@ -22,8 +22,8 @@ JOB = [
 CAPTIONS = [
     *COMMON, "task=captioning", "encoder.dim=16", "encoder.stages=[[8],[8],[16]]",
     "decoder=lstm_hard", "decoder.dim=16", "decoder.dropout_p=0.2", "module.method=sample",
-    "data.image_size=24", "data.num_train=48", "data.num_val=6", "data.num_test=6", "data.batch_size=4",
-    "logger.tensorboard=null",
+    "data.image_size=24", "data.num_train=48", "data.num_val=6", "data.num_test=6",
+    "data.batch_size=4", "logger.tensorboard=null",
 ]  # fmt: skip
 
 

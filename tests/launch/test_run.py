@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from attnkit.launch import folder as folders
+from attnkit.launch import report
 
 
 def results_of(folder: Path) -> dict:
@@ -280,3 +282,18 @@ def test_paths_are_quoted_where_they_must_be():
     for path in ("/a/0_attention=none", "/it's here/{x}", '/a "b"/c'):
         (word,) = shlex.split(folders.as_override("resume", Path(path)))
         assert OverridesParser.create().parse_override(word).value() == path
+
+
+def test_what_is_said_before_there_is_a_folder_is_in_its_log(tmp_path, capfd):
+    """As PyG's deprecation warnings are, which come while it is imported."""
+    report.quiet()
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        warnings.warn(f"an old way, {name}", FutureWarning, stacklevel=1)
+        with report.logging_to(tmp_path / name):
+            warnings.warn(f"within, {name}", FutureWarning, stacklevel=1)
+    for name, other in (("first", "second"), ("second", "first")):
+        log = (tmp_path / name / "run.log").read_text()
+        assert log.index(f"an old way, {name}") < log.index(f"within, {name}")
+        assert other not in log
+    assert capfd.readouterr() == ("", "")
