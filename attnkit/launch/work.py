@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import signal
 import time
@@ -157,6 +158,7 @@ class Work:
         cls = build({"_target_": target, "_partial_": True}, at="module").func
         load = partial(cls.load_from_checkpoint, map_location="cpu", weights_only=True)
         ckpt = self.config["ckpt"]
+        _check_is_of(cls, ckpt, self.config["task"])
         wrong = (AttributeError, LookupError, TypeError, ValueError)
         return _loaded(partial(load, ckpt), ckpt, wrong)
 
@@ -325,6 +327,25 @@ class Work:
         seconds = round(time.perf_counter() - self.started, 2)
         before = folders.load_results(self.folder)
         save_results(self.folder, {**before, **figures, "seconds": seconds})
+
+
+def _check_is_of(cls: type[LightningModule], ckpt: str, task: str) -> None:
+    """Whether a checkpoint's hyper-parameters are this class's, as far as names tell."""
+    held = checkpoints.load(ckpt, mmap=True).get("hyper_parameters", {})
+    parameters = inspect.signature(cls).parameters
+    if not held or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    said = [f"has no {name}" for name in held if name not in parameters]
+    said += [
+        f"needs {name}, which it does not hold"
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in held
+    ]
+    if said:
+        raise UserError(
+            f"ckpt: {ckpt} is no checkpoint of task={task}: {cls.__name__} {said[0]}\n"
+            "  task=… says of which it is; in its run folder it needs none"
+        )
 
 
 def _loaded(load: Any, ckpt: str, wrong: tuple[type[Exception], ...] = (KeyError,)) -> Any:

@@ -97,6 +97,21 @@ def test_a_checkpoint_alone_is_enough(attnkit, trained):
         assert f"{change}: can't change what alone.ckpt holds" in done.err
 
 
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("vit", "task=vit: ImageClassification has no vocabulary"),
+        ("graph", "task=graph: NodeClassification has no vocabulary"),
+    ],
+)
+def test_the_checkpoint_of_another_task_is_told(attnkit, trained, task, said):
+    shutil.copy(trained / "run/checkpoints/best.ckpt", "alone.ckpt")
+    done = attnkit("run=export", f"task={task}", "ckpt=alone.ckpt")
+    assert done.code == 2
+    assert said in done.err
+    assert [path.name for path in Path.cwd().iterdir()] == ["alone.ckpt"]
+
+
 def test_decoding_changes_in_the_run_folder(attnkit, trained):
     beams = ("module.method=beam", "module.num_beams=3", "module.length_penalty=1.0")
     done = attnkit("run=test", f"ckpt={trained}/run", *beams, "run_dir=beam")
