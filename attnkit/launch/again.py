@@ -84,6 +84,8 @@ def _run(
         if changes:
             change_trials(sweep.folder, [trial.number for trial in wanted], changes)
         print(f"{len(wanted)} of {len(sweep.trials)} trials in {sweep.folder}", flush=True)
+        if retry and not wanted:
+            print("no trial has failed: nothing to try again")
         code = run_trials(launch, sweep, order)
         if sweep.sweeper == study.NAME:
             study.tell(composer, sweep, overrides)

@@ -50,6 +50,15 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
+def readable(override: str) -> str:
+    """A path as it is typed, quoted for Hydra where that could not read it: with "=" in it, as the
+    folders of a sweep's trials have."""
+    key, _, path = override.partition("=")
+    is_path = key in ("ckpt", "images", "resume", "run_dir", "sweep")
+    plain = re.fullmatch(r"[\w./~@:+ -]+(=[\w./~@:+ -]*)+", path)
+    return f"{key}={quoted(path)}" if is_path and plain else override
+
+
 class Composer:
     """Hydra's config loader over attnkit's conf/ and the user's folder."""
 
@@ -101,7 +110,9 @@ class Composer:
         parsed = []
         for text in overrides:
             try:
-                parsed.append(parser.parse_override(text))
+                override = parser.parse_override(text)
+                override.config_loader = self.loader  # of which glob(…) asks the choices
+                parsed.append(override)
             except HydraException as error:
                 raise UserError(_unreadable(text, error)) from error
         for override in parsed:

@@ -42,17 +42,25 @@ def plan(config: Mapping[str, Any], *, sweep: bool = False) -> Path:
     if not str(given).strip():
         raise UserError("run_dir=: expected a folder")
     path = absolute(str(given))
-    if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir: {path} is a file")
+    check_writable(path, "run_dir")
     if path.is_dir() and any(path.iterdir()):
-        hint = (
-            f"; to go on in it: {as_override('resume', path)}" if (path / CONFIG).is_file() else ""
-        )
+        hint = f"; to go on in it: {as_override('resume', path)}" if _trains(path) else ""
         raise UserError(f"run_dir: {path} is not empty{hint}")
-    parent = next(p for p in path.parents if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"run_dir: {parent} can't be written to")
     return path
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Refuse what is no folder and can't become one."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{key}: {path} is a file")
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(f"{key}: {nearest} can't be written to")
+
+
+def _trains(folder: Path) -> bool:
+    path = folder / CONFIG
+    return path.is_file() and "\nrun: train\n" in path.read_text(encoding="utf-8", errors="replace")
 
 
 def as_override(key: str, path: Path) -> str:
@@ -88,6 +96,12 @@ def _free(path: Path) -> Path:
 def absent(path: Path) -> list[Path]:
     """The folders that making this one makes, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def is_bare(folder: Path) -> bool:
+    """Whether nothing but the configuration and the log is there."""
+    files = (path.name for path in folder.rglob("*") if path.is_file())
+    return all(name == CONFIG or name.endswith(".log") for name in files)
 
 
 def take_back(folder: Path, made: list[Path]) -> None:
@@ -185,8 +199,13 @@ def to_resume(given: str) -> Path:
     if not folder.is_dir():
         raise UserError(f"resume: no folder {folder}")
     if not (folder / CONFIG).is_file():
-        raise UserError(f"resume: no run in {folder} (it has no {CONFIG})")
+        hint = f"; a sweep: -m {as_override('resume', folder)}" if _is_sweep(folder) else ""
+        raise UserError(f"resume: no run in {folder} (it has no {CONFIG}){hint}")
     return folder
+
+
+def _is_sweep(folder: Path) -> bool:
+    return (folder / "sweep.json").is_file()
 
 
 def checkpoint(given: str) -> Path:
@@ -196,7 +215,8 @@ def checkpoint(given: str) -> Path:
     if path.is_dir():
         inside = path / CHECKPOINTS / "best.ckpt"
         if not inside.is_file():
-            raise UserError(f"ckpt: no {CHECKPOINTS}/best.ckpt in {path}")
+            hint = "; a sweep: give the folder of one of its trials" if _is_sweep(path) else ""
+            raise UserError(f"ckpt: no {CHECKPOINTS}/best.ckpt in {path}{hint}")
         return inside
     if not path.is_file():
         raise UserError(f"ckpt: no file {path}")

@@ -233,6 +233,8 @@ def _evaluation(request: Request) -> Job:
     _check_images(config)
     _check_export(replace(request, config=config))
     top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
+    if top["run"] == "export" and isinstance(top["export"].get("folder"), str):
+        folders.check_writable(folders.absolute(top["export"]["folder"]), "export.folder")
     return _job(request, folder, top, [top], alone=home is None)
 
 

@@ -37,8 +37,9 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
 
         print(f"attnkit {__version__}")
         return 0
-    from attnkit.launch.compose import CONFIG_NAME, Composer
+    from attnkit.launch.compose import CONFIG_NAME, Composer, readable
 
+    args.overrides = [readable(override) for override in args.overrides]
     composer = Composer(absolute(args.config_dir) if args.config_dir else None)
     if args.help:
         from attnkit.launch.help import text
@@ -65,16 +66,24 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
     from attnkit.launch.jobs import Request, decide
     from attnkit.launch.run import execute
 
+    _refuse(args.overrides, ("hydra/sweeper", "hydra.sweeper"))
     request = Request.read(composer, args.overrides)
     if request.config.get("run") == "retry":
         from attnkit.launch.again import retry
 
         return retry(request)
+    _refuse(args.overrides, ("hydra/launcher", "hydra.launcher"))
     if request.config.get("run") == "report":
         from attnkit.launch.sweep_report import report
 
         return report(request.config, args.overrides)
     return execute(decide(request), launcher).code
+
+
+def _refuse(overrides: Sequence[str], of_sweeps: tuple[str, ...]) -> None:
+    for override in overrides:
+        if override.lstrip("+~").startswith(of_sweeps):
+            raise UserError(f"{override}: only with -m, for several runs; this is one")
 
 
 def _show(composer: "Composer", overrides: Sequence[str], *, resolve: bool) -> int:  # type: ignore[name-defined] # noqa: F821

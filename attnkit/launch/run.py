@@ -63,7 +63,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
     from attnkit.lightning.build import allowing
 
     started = time.perf_counter()
-    with allowing(*job.allow), _taken_back_if_refused(job):
+    with allowing(*job.allow), _taken_back_if_in_vain(job):
         from attnkit.launch import report
         from attnkit.launch.work import Work
 
@@ -92,8 +92,9 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
 
 
 @contextmanager
-def _taken_back_if_refused(job: Job) -> Iterator[None]:
-    """What only the start of a run can see to be wrong leaves nothing behind either."""
+def _taken_back_if_in_vain(job: Job) -> Iterator[None]:
+    """What only the start of a run can see to be wrong leaves nothing behind either, nor does what
+    was stopped before it wrote anything."""
     made = folders.absent(job.folder)
     # of a trial of a sweep that is tried again, the log and the errors of before
     kept = job.folder.is_dir() and any(job.folder.iterdir())
@@ -101,6 +102,11 @@ def _taken_back_if_refused(job: Job) -> Iterator[None]:
         yield
     except UserError:
         if not job.resumed and not kept:
+            folders.take_back(job.folder, made)
+        raise
+    except Interrupted:
+        # nothing goes on there: the same command is to find the folder free
+        if job.config["run"] != "train" and not kept and folders.is_bare(job.folder):
             folders.take_back(job.folder, made)
         raise
 

@@ -129,7 +129,17 @@ def sorted_out(overrides: Sequence[str]) -> tuple[list[str], list[str], list[str
 
 
 def _combinations(composer: Composer, overrides: Sequence[str]) -> list[list[str]]:
+    parsed = composer.parse(overrides)
+    for override in parsed:
+        if override.is_interval_sweep():
+            raise UserError(
+                f"{override.input_line}: a range to choose from, not values\n"
+                "  key=a,b or key=range(1,9); or let Optuna choose: hydra/sweeper=optuna"
+            )
     try:
-        return BasicSweeper.split_arguments(composer.parse(overrides), None)[0]
+        combinations = BasicSweeper.split_arguments(parsed, None)[0]
     except HydraException as error:
         raise UserError(f"-m: {error}") from error
+    if not combinations:
+        raise UserError("-m: no trial: a glob(…) that no choice of its group fits")
+    return combinations

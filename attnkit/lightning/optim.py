@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -42,7 +42,20 @@ def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> li
     return [group for group in groups if group["params"]]
 
 
-def muon(groups: Sequence[dict[str, Any]], **options: Any) -> Optimizer:
+Coefficients = Literal["original", "quintic", "polar_express", "polar_express_safer"]
+
+
+def muon(
+    groups: Sequence[dict[str, Any]],
+    *,
+    lr: float = 4e-3,
+    weight_decay: float = 0.05,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    ns_coefficients: Coefficients = "original",
+    betas: tuple[float, float] = (0.9, 0.98),
+) -> Optimizer:
     """timm's Muon (Jordan et al. 2024) for matrices and convolutions, with AdamW for the rest.
 
     A step of Muon has singular values of about 1: it moves directions of small gradients as far as
@@ -52,9 +65,22 @@ def muon(groups: Sequence[dict[str, Any]], **options: Any) -> Optimizer:
 
     Args:
         groups: of `parameter_groups`.
-        **options: of `timm.optim.Muon`. `lr` serves both, as Muon's steps are scaled to the size
-            that AdamW's have; `betas` are AdamW's. With `nesterov`, AdamW looks ahead too.
+        lr, weight_decay: of both, as Muon's steps are scaled to the size that AdamW's have.
+        momentum: of Muon.
+        nesterov: whether both look ahead.
+        ns_steps, ns_coefficients: of Newton and Schulz's iteration, by their names in timm.
+        betas: of AdamW.
+
+    Raises:
+        ValueError: a number that is out of its range, or coefficients of another name.
     """
+    if ns_coefficients not in get_args(Coefficients):
+        names = ", ".join(get_args(Coefficients))
+        raise ValueError(f"ns_coefficients: expected one of {names}, got {ns_coefficients!r}")
+    if ns_steps < 1:
+        raise ValueError(f"ns_steps: expected at least 1, got {ns_steps}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}")
     from timm.optim import Muon  # a second that other optimizers need not wait
 
     for_adamw = [group.get("weight_decay") == 0.0 for group in groups]
@@ -63,7 +89,13 @@ def muon(groups: Sequence[dict[str, Any]], **options: Any) -> Optimizer:
             {**group, "use_fallback": fallback}
             for group, fallback in zip(groups, for_adamw, strict=True)
         ],
-        **options,
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        nesterov=nesterov,
+        ns_steps=ns_steps,
+        ns_coefficients=ns_coefficients,
+        betas=tuple(betas),
     )
 
 

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import written_beside
 from attnkit.tasks.captioning.grammar import attribute_of, words_of_objects
 from attnkit.tasks.captioning.scenes import Scene
@@ -152,16 +154,26 @@ class WordLooks(Callback):
 
     Writes `looks.csv`, a row for each test set and `Look`, layers and heads counted from 0, and
     logs the largest ratio to chance of all heads as `test/looks_noun` and `test/looks_colour`, and
-    `test/compositional/…`. Data without `masks` and `scene` is left alone.
+    `test/compositional/…`. Of data without `masks` and `scene` a warning says that there is
+    nothing to see.
 
     Args:
         folder: made if it is not there.
+
+    Raises:
+        UserError: the module is no `ImageCaptioning`.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self._metrics: dict[str, ObjectLooks] = {}
         self._rows: list[tuple[Any, ...]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not hasattr(pl_module, "return_weights"):
+            raise UserError(
+                f"WordLooks: expected an ImageCaptioning, got {type(pl_module).__name__}"
+            )
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._metrics, self._rows = {}, []
@@ -213,7 +225,10 @@ class WordLooks(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         cast(Any, pl_module).return_weights = False
-        if not trainer.is_global_zero or not self._metrics:
+        if not self._metrics:
+            rank_zero_warn("WordLooks: the data has no masks of what words name; no looks.csv")
+            return
+        if not trainer.is_global_zero:
             return
         path = self.folder / "looks.csv"
         with written_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:

@@ -101,7 +101,7 @@ class WordMaps(Callback):
 
 def _module(module: Any) -> Any:
     if not hasattr(module, "return_weights"):
-        raise TypeError(f"WordMaps: expected an ImageCaptioning, got {type(module).__name__}")
+        raise UserError(f"WordMaps: expected an ImageCaptioning, got {type(module).__name__}")
     return module
 
 

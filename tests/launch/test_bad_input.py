@@ -77,6 +77,7 @@ SHIPPED = [
     ("run=test ckpt={file} seeds=2", "seeds=2: only for run=train"),
     ("run_dir={file}", "run_dir: {file} is a file"),
     ("run_dir={folder}", "run_dir: {folder} is not empty"),
+    ("run=test ckpt=a/1_model.depth=2", "/a/1_model.depth=2"),
     ("optimizer.lr=0.1,0.2", "optimizer.lr=0.1,0.2: several values"),
     ("trainer.logger=false", "trainer.logger: set elsewhere: logger.<name>"),
     ("hydra.run.dir=x", "hydra.run.dir: not used by attnkit"),

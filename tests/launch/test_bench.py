@@ -103,3 +103,19 @@ def test_wrong_input(attnkit, argv, message):
     assert message in done.err
     assert len(done.err.strip().splitlines()) <= 3
     assert not Path("run").exists()
+
+
+def test_stopped_before_anything_is_known_it_leaves_the_folder_free(attnkit, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "bench", interrupted)
+    done = attnkit(*VIT)
+    assert done.code == 130
+    assert "to go on: start it again" in done.err
+    assert not Path("run").exists()
+
+
+def test_what_could_not_be_timed_is_said():
+    table = bench._markdown({"batches": 3}, {"predict/…_per_second": "KeyError: 'id'"}, {})
+    assert "| predict/…_per_second | not known: KeyError: 'id' |" in table

@@ -96,6 +96,8 @@ def test_what_a_module_does_not_allow(mine, attnkit, hers):
         ("run=export ckpt=RUN model.dim=48", "does not fit the model"),
         ("run=export ckpt=RUN export._target_=os.system", "outside the allowed packages"),
         ("run=export ckpt=RUN export.folder=RUN", "is not empty"),
+        ("run=export ckpt=RUN export.folder=RUN/config.yaml", "export.folder: "),
+        ("run=export ckpt=RUN export.folder=RUN/config.yaml/x", "can't be written to"),
         ("ckpt=RUN", "run=test, predict, inspect, export"),
     ],
 )

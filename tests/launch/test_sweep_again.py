@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from attnkit.launch import devices, trials
+from attnkit.launch.compose import Composer, readable
 from attnkit.launch.locks import is_locked, locked
+from attnkit.launch.sweep import _combinations
 from attnkit.lightning import UserError
 
 # --- the record -----------------------------------------------------------------------------------
@@ -179,6 +181,14 @@ def test_resume_and_retry(halted, attnkit, found, hers):
         ("-m run=retry sweep=x seed=1,2", "run=retry: of a whole sweep, by itself"),
         ("-m seed=1,2 hydra/launcher=slurm", "there is none of this name"),
         ("-m seed=1,2 hydra/sweeper=other", "attnkit makes the combinations itself"),
+        ("-m optimizer.lr=interval(1e-4,1e-2)", "let Optuna choose: hydra/sweeper=optuna"),
+        ("-m optimizer=glob(zz*)", "a glob(…) that no choice of its group fits"),
+        ("seed=1 hydra/sweeper=optuna", "hydra/sweeper=optuna: only with -m"),
+        ("seed=1 hydra/launcher=joblib", "hydra/launcher=joblib: only with -m"),
+        (
+            "-m optimizer=muon optimizer.momentun=1,2",
+            "attnkit.lightning.muon has no such key; did you mean momentum?",
+        ),
     ],
 )
 def test_wrong_commands(attnkit, command, message):
@@ -187,6 +197,26 @@ def test_wrong_commands(attnkit, command, message):
     assert message in done.err
     assert len(done.err.strip().splitlines()) <= 3
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_glob_takes_the_choices_of_a_group():
+    found = _combinations(Composer(None), ["optimizer=glob(ad*)", "seed=1,2"])
+    assert found == [[f"optimizer={o}", f"seed={s}"] for o in ("adam", "adamw") for s in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("ckpt=s/1_model.depth=2", "ckpt='s/1_model.depth=2'"),
+        ("resume=s/0_a=b_c=d", "resume='s/0_a=b_c=d'"),
+        ("ckpt=s/run", "ckpt=s/run"),
+        ('ckpt="s/a=b"', 'ckpt="s/a=b"'),
+        ("ckpt='a=b','c=d'", "ckpt='a=b','c=d'"),
+        ("model.x=a=b", "model.x=a=b"),
+    ],
+)
+def test_paths_of_trials_are_readable_as_they_are_typed(typed, read):
+    assert readable(typed) == read
 
 
 # --- devices --------------------------------------------------------------------------------------
