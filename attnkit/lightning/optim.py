@@ -95,7 +95,7 @@ def muon(
         nesterov=nesterov,
         ns_steps=ns_steps,
         ns_coefficients=ns_coefficients,
-        betas=tuple(betas),
+        betas=(betas[0], betas[1]),
     )
 
 
