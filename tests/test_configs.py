@@ -28,7 +28,15 @@ GRAPHS = {
     "pyg",
 }
 CNNS = {"channel", "cnn", "spatial"}
-CAPTIONS = {"caption_csv", "captioner", "captioning", "coco_captions", "karpathy", "scenes"}
+CAPTIONS = {
+    "caption_csv",
+    "captioner",
+    "captioning",
+    "coco_captions",
+    "karpathy",
+    "looks",
+    "scenes",
+}
 QUICK = (
     "trainer.max_epochs=1", "trainer.limit_batches=2", "data.batch_size=3", "callbacks.last=null",
     "callbacks.curves=null", "logger.tensorboard=null",
@@ -55,10 +63,10 @@ def test_says_what_it_is(path):
 
 
 def _cases():
-    """Of all, training; of tasks and models, check and prediction too; with -m slow, of all."""
+    """Of all, training; of tasks and most models, check and prediction too; of all with -m slow."""
     for path in FILES:
         if path not in ELSEWHERE:
-            quick = path.parent.name in ("task", "model")
+            quick = path.parent.name in ("task", "model") and path.stem != "vit_base"
             yield pytest.param(path, True, id=f"{path}", marks=[] if quick else pytest.mark.slow)
             if not quick:
                 yield pytest.param(path, False, id=f"{path}-trains")

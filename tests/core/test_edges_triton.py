@@ -27,7 +27,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Tri
 
 def interpret(*options):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", *options, "-n", "0", "-p", "no:cacheprovider", __file__],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -295,7 +295,7 @@ def test_the_same_to_the_bit(device, small_chunks):
 
 
 @on_device
-@pytest.mark.parametrize("name", ["scaled_dot", "gatv2"])
+@pytest.mark.parametrize("name", ["scaled_dot", pytest.param("gatv2", marks=pytest.mark.slow)])
 def test_nothing_of_edges_times_heads_is_made(name, device):
     score, parameters = scores()[name]
     inputs = leaves([*tensors(), *parameters], torch.float32, device)
