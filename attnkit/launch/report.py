@@ -50,6 +50,7 @@ def quiet(rank: int = 0) -> None:
     warnings.showwarning = _keep_warning if rank else _show_warning
     _log.setLevel(logging.INFO)
     _log.propagate = False
+    _early.buffer.clear()  # of a run before, in this process, that was refused
     _log.addHandler(_early)
 
 
