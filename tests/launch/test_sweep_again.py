@@ -119,6 +119,15 @@ def test_resume_and_retry(halted, attnkit, found, hers):
     assert f"to go on: {again}" in halted.err
     assert found.states("sweep") == ["done", "failed", "interrupted", "waiting"]
 
+    # given where a run is wanted
+    for argv, message in (
+        (["resume=sweep"], f"a sweep: -m resume={Path('sweep').absolute()}"),
+        (["run=export", "ckpt=sweep"], "a sweep: give the folder of one of its trials"),
+    ):
+        done = attnkit(*argv)
+        assert done.code == 2
+        assert message in done.err
+
     # what is not given again, and what can't change
     for argv, message in (
         (["resume=sweep"], f"was started with {hers}; give it again"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from attnkit.launch.main import main
 from attnkit.metrics import BLEU, CIDErD
@@ -136,6 +137,17 @@ def test_a_table_of_where_words_look(module, data, tmp_path, monkeypatch):
             best = max(look.ratio for look in looks if look.words == words)
             assert found[f"{prefix}/looks_{words}"] == pytest.approx(best, rel=1e-5)
     assert not module.return_weights
+
+
+def test_without_masks_there_is_no_table_and_it_is_said(module, data, tmp_path):
+    batch = next(iter(data.test_dataloader()["test"]))
+    del batch["masks"]
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[WordLooks(tmp_path)]
+    )
+    with pytest.warns(UserWarning, match=r"no masks of what words name; no looks\.csv"):
+        trainer.test(module, DataLoader([batch], batch_size=None), verbose=False)
+    assert not (tmp_path / "looks.csv").exists()
 
 
 def test_what_is_drawn_is_drawn_again(module, data):
