@@ -95,7 +95,7 @@ _HOME = {
     "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
-    "load": "attnkit.lightning.exported",
+    "load": "attnkit.lightning.export.exported",
     "metrics": "attnkit.metrics",
 }
 
@@ -160,7 +160,7 @@ if TYPE_CHECKING:
     from attnkit.layers.pooling import AttentionPool
     from attnkit.layers.spatial import SpatialAttention
     from attnkit.layers.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
-    from attnkit.lightning.exported import load
+    from attnkit.lightning.export.exported import load
     from attnkit.models.captioner import Captioner
     from attnkit.models.decoding import generate
     from attnkit.models.gat import GAT

@@ -16,9 +16,9 @@ import torch
 from lightning import LightningModule
 
 import attnkit
-from attnkit.launch.compose import Composer
-from attnkit.launch.jobs import Request, decide
-from attnkit.launch.work import Work
+from attnkit.launch.config.compose import Composer
+from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.work import Work
 from attnkit.lightning import Export
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,7 @@ jobs     what is to be done, decided and checked; nothing on disk yet
 folder   run folders
 run      does it
 ranks    starts the ranks of a run, passes signals on, says which one failed and how
-rank     is one of them: `python -m attnkit.launch.rank RUN_DIR`, without Hydra
+rank     is one of them: `python -m attnkit.launch.processes.one_rank RUN_DIR`, without Hydra
 launcher ranks that torchrun or srun has started
 work     one training, test or prediction       (torch)
 report   tables on screen and in files

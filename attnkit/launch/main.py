@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from attnkit.launch import signatures
+from attnkit.launch.config import signatures
 from attnkit.launch.errors import guarded
-from attnkit.launch.folder import absolute
-from attnkit.launch.launcher import Launcher, launched
+from attnkit.launch.processes.torchrun import Launcher, launched
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import absolute
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     launcher = launched()
     if launcher and launcher.rank:
-        from attnkit.launch.rank import follow
+        from attnkit.launch.processes.one_rank import follow
 
         return follow(launcher)
     code = guarded(lambda: _main(sys.argv[1:] if argv is None else list(argv), launcher))
@@ -37,7 +37,7 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
 
         print(f"attnkit {__version__}")
         return 0
-    from attnkit.launch.compose import CONFIG_NAME, Composer, readable
+    from attnkit.launch.config.compose import CONFIG_NAME, Composer, readable
 
     args.overrides = [readable(override) for override in args.overrides]
     composer = Composer(absolute(args.config_dir) if args.config_dir else None)
@@ -59,22 +59,22 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
                 f"-m: not under {launcher.name}, which starts the processes of one run\n"
                 "  without it, attnkit starts them for every trial"
             )
-        from attnkit.launch.sweep import sweep
+        from attnkit.launch.sweep.start import sweep
 
         return sweep(composer, args.overrides)
 
-    from attnkit.launch.jobs import Request, decide
-    from attnkit.launch.run import execute
+    from attnkit.launch.job.decide import Request, decide
+    from attnkit.launch.job.execute import execute
 
     _refuse(args.overrides, ("hydra/sweeper", "hydra.sweeper"))
     request = Request.read(composer, args.overrides)
     if request.config.get("run") == "retry":
-        from attnkit.launch.again import retry
+        from attnkit.launch.sweep.resume import retry
 
         return retry(request)
     _refuse(args.overrides, ("hydra/launcher", "hydra.launcher"))
     if request.config.get("run") == "report":
-        from attnkit.launch.sweep_report import report
+        from attnkit.launch.sweep.report.page import report
 
         return report(request.config, args.overrides)
     return execute(decide(request), launcher).code
@@ -89,7 +89,7 @@ def _refuse(overrides: Sequence[str], of_sweeps: tuple[str, ...]) -> None:
 def _show(composer: "Composer", overrides: Sequence[str], *, resolve: bool) -> int:  # type: ignore[name-defined] # noqa: F821
     from omegaconf import OmegaConf
 
-    from attnkit.launch.jobs import Request
+    from attnkit.launch.job.decide import Request
 
     request = Request.read(composer, overrides)
     if not OmegaConf.missing_keys(request.config):

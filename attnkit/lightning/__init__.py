@@ -8,56 +8,66 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnkit.lightning.accumulation import ExactAccumulation
-    from attnkit.lightning.attention_maps import AttentionMaps
-    from attnkit.lightning.build import allowing
-    from attnkit.lightning.checkpoints import CheckpointError, SafeCheckpoints, VerifiedCheckpointIO
-    from attnkit.lightning.class_report import ClassReport
-    from attnkit.lightning.classification import ClassificationModule
-    from attnkit.lightning.cost import Cost
-    from attnkit.lightning.ema import EMA
+    from attnkit.lightning.build.build import allowing
+    from attnkit.lightning.callbacks.accumulation import ExactAccumulation
+    from attnkit.lightning.callbacks.attention_maps import AttentionMaps
+    from attnkit.lightning.callbacks.class_report import ClassReport
+    from attnkit.lightning.callbacks.cost import Cost
+    from attnkit.lightning.callbacks.ema import EMA
+    from attnkit.lightning.callbacks.finite import FiniteLoss
+    from attnkit.lightning.callbacks.kernel_record import KernelRecord
+    from attnkit.lightning.callbacks.learning_curves import LearningCurves
+    from attnkit.lightning.callbacks.progress import Progress
+    from attnkit.lightning.callbacks.results_file import ResultsFile
+    from attnkit.lightning.callbacks.throughput import Throughput
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
-    from attnkit.lightning.export import Export
-    from attnkit.lightning.finite import FiniteLoss
-    from attnkit.lightning.kernel_record import KernelRecord
-    from attnkit.lightning.learning_curves import LearningCurves
-    from attnkit.lightning.module import TaskModule
-    from attnkit.lightning.optim import muon, parameter_groups, warmup_cosine
-    from attnkit.lightning.program import Program
-    from attnkit.lightning.results_file import ResultsFile
-    from attnkit.lightning.resume import ExactResume
-    from attnkit.lightning.sampler import ResumableSampler
-    from attnkit.lightning.signals import SaveOnSignal
-    from attnkit.lightning.throughput import Throughput
+    from attnkit.lightning.export.export import Export
+    from attnkit.lightning.export.program import Program
+    from attnkit.lightning.loggers.metrics_csv import MetricsCSV
+    from attnkit.lightning.loggers.wandb import WandbRun
+    from attnkit.lightning.modules.classification import ClassificationModule
+    from attnkit.lightning.modules.module import TaskModule
+    from attnkit.lightning.modules.optim import muon, parameter_groups, warmup_cosine
+    from attnkit.lightning.resume.checkpoints import (
+        CheckpointError,
+        SafeCheckpoints,
+        VerifiedCheckpointIO,
+    )
+    from attnkit.lightning.resume.exact_resume import ExactResume
+    from attnkit.lightning.resume.sampler import ResumableSampler
+    from attnkit.lightning.resume.signals import SaveOnSignal
 
 _TABLE = {
-    "EMA": "ema",
-    "AttentionMaps": "attention_maps",
-    "CheckpointError": "checkpoints",
-    "ClassReport": "class_report",
-    "ClassificationModule": "classification",
-    "Cost": "cost",
-    "ExactAccumulation": "accumulation",
-    "ExactResume": "resume",
-    "Export": "export",
-    "FiniteLoss": "finite",
-    "KernelRecord": "kernel_record",
-    "LearningCurves": "learning_curves",
-    "Program": "program",
-    "ResultsFile": "results_file",
-    "ResumableSampler": "sampler",
+    "EMA": "callbacks.ema",
+    "AttentionMaps": "callbacks.attention_maps",
+    "CheckpointError": "resume.checkpoints",
+    "ClassReport": "callbacks.class_report",
+    "ClassificationModule": "modules.classification",
+    "Cost": "callbacks.cost",
+    "ExactAccumulation": "callbacks.accumulation",
+    "ExactResume": "resume.exact_resume",
+    "Export": "export.export",
+    "FiniteLoss": "callbacks.finite",
+    "KernelRecord": "callbacks.kernel_record",
+    "LearningCurves": "callbacks.learning_curves",
+    "MetricsCSV": "loggers.metrics_csv",
+    "Program": "export.program",
+    "Progress": "callbacks.progress",
+    "ResultsFile": "callbacks.results_file",
+    "ResumableSampler": "resume.sampler",
     "RunError": "errors",
-    "SafeCheckpoints": "checkpoints",
-    "SaveOnSignal": "signals",
+    "SafeCheckpoints": "resume.checkpoints",
+    "SaveOnSignal": "resume.signals",
     "StoppedBySignal": "errors",
-    "TaskModule": "module",
-    "Throughput": "throughput",
+    "TaskModule": "modules.module",
+    "Throughput": "callbacks.throughput",
     "UserError": "errors",
-    "VerifiedCheckpointIO": "checkpoints",
-    "allowing": "build",
-    "muon": "optim",
-    "parameter_groups": "optim",
-    "warmup_cosine": "optim",
+    "VerifiedCheckpointIO": "resume.checkpoints",
+    "WandbRun": "loggers.wandb",
+    "allowing": "build.build",
+    "muon": "modules.optim",
+    "parameter_groups": "modules.optim",
+    "warmup_cosine": "modules.optim",
 }
 
 __all__ = [
@@ -73,7 +83,9 @@ __all__ = [
     "FiniteLoss",
     "KernelRecord",
     "LearningCurves",
+    "MetricsCSV",
     "Program",
+    "Progress",
     "ResultsFile",
     "ResumableSampler",
     "RunError",
@@ -84,6 +96,7 @@ __all__ = [
     "Throughput",
     "UserError",
     "VerifiedCheckpointIO",
+    "WandbRun",
     "allowing",
     "muon",
     "parameter_groups",

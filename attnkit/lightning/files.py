@@ -14,6 +14,11 @@ from attnkit.lightning.errors import UserError
 _URL = re.compile(r"[A-Za-z][\w+.-]+::?//?|[\w+.-]+::", re.ASCII)  # also fsspec's zip::https://…
 
 
+def absolute(path: str | Path) -> Path:
+    """Without `~`, `.` and `..`; symbolic links stay as they are."""
+    return Path(os.path.abspath(Path(path).expanduser()))
+
+
 @contextmanager
 def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path to write to, which becomes `path` when the block ends without an error.

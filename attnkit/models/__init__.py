@@ -1,5 +1,6 @@
 """Whole models on attnkit's block."""
 
+from attnkit.models.backbones import timm_backbone
 from attnkit.models.captioner import Captioner
 from attnkit.models.gat import GAT
 from attnkit.models.graph_transformer import GraphTransformer
@@ -23,4 +24,5 @@ __all__ = [
     "TransformerDecoder",
     "ViT",
     "ViTEncoder",
+    "timm_backbone",
 ]

@@ -17,7 +17,7 @@ from measure import alternate, machine, table
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from attnkit.core.multiply_adds import count_multiply_adds
-from attnkit.launch.bench import peak_multiply_adds
+from attnkit.launch.measure.bench import peak_multiply_adds
 from attnkit.models.decoding import generate
 from attnkit.models.transformer_decoder import TransformerDecoder
 from attnkit.models.word_decoder import END, PAD, START

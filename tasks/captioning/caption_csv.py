@@ -8,7 +8,7 @@ from typing import Any
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.captioning.files import CaptionFilesData, Entries, Entry, existing
-from attnkit.tasks.image_classification.folder import SPELLINGS
+from attnkit.tasks.images.folder import SPELLINGS
 
 _SPLIT_OF = {spelling: split for split, spellings in SPELLINGS.items() for spelling in spellings}
 

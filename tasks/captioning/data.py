@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADER
 from torch.utils.data import DataLoader, DistributedSampler
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.sampler import EpochSampler, UnpaddedSampler, as_it_is
-from attnkit.lightning.signals import outlast_signals
+from attnkit.lightning.resume.sampler import EpochSampler, UnpaddedSampler, as_it_is
+from attnkit.lightning.resume.signals import outlast_signals
 from attnkit.tasks.captioning.sets import CaptionSet
 from attnkit.tasks.captioning.tokenizer import (
     BPETokenizer,
@@ -24,7 +24,7 @@ from attnkit.tasks.captioning.tokenizer import (
     load_tokenizer,
 )
 from attnkit.tasks.image_classification.data import check_fits_module
-from attnkit.tasks.image_classification.sets import FileImages
+from attnkit.tasks.images.sets import FileImages
 
 MAX_DEFAULT_WORDS = 32
 

@@ -15,11 +15,11 @@ import torch
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.sets import CaptionSet
-from attnkit.tasks.image_classification.decode import decode_files
-from attnkit.tasks.image_classification.folder import report_failures, say_once
 from attnkit.tasks.image_classification.image_folder import check_files, median_side, memory_bytes
-from attnkit.tasks.image_classification.sets import FileImages, ImageSet, MemoryImages
-from attnkit.tasks.image_classification.sizes import default_image_size
+from attnkit.tasks.images.decode import decode_files
+from attnkit.tasks.images.folder import report_failures, say_once
+from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
+from attnkit.tasks.images.sizes import default_image_size
 
 _MAX_NAMED = 10
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 
 from attnkit.lightning import TaskModule
-from attnkit.lightning.program import Program
+from attnkit.lightning.export.program import Program
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioner import Captioner
 from attnkit.models.decoding import Sentences, checked_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attnkit.tasks.image_classification.predict import ImagePaths, PredictData
+from attnkit.tasks.images.predict import ImagePaths, PredictData
 
 
 class CaptionPaths(ImagePaths):

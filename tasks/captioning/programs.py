@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from attnkit.lightning.program import Program
+from attnkit.lightning.export.program import Program
 from attnkit.models.word_decoder import END, PAD, START
-from attnkit.tasks.image_classification.decode import PREPARED
+from attnkit.tasks.images.decode import PREPARED
 
 if TYPE_CHECKING:
     from attnkit.tasks.captioning.module import ImageCaptioning

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnkit.lightning.sampler import stratified_split
+from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.drawing import draw
 from attnkit.tasks.captioning.grammar import captions_of
 from attnkit.tasks.captioning.scenes import DIGITS, draw_scene
 from attnkit.tasks.captioning.sets import CaptionSet
-from attnkit.tasks.image_classification.sets import MemoryImages
+from attnkit.tasks.images.sets import MemoryImages
 
 _DIGIT_FRACTIONS = [0.1, 0.2]  # of the handwriting, for val and for both test splits
 

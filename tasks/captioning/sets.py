@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from attnkit.tasks.captioning.tokenizer import Tokenizer
-from attnkit.tasks.image_classification.sets import ImageSet
+from attnkit.tasks.images.sets import ImageSet
 
 
 class CaptionSet(Dataset):

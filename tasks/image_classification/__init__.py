@@ -7,8 +7,8 @@ from attnkit.tasks.image_classification.digits import DigitsData
 from attnkit.tasks.image_classification.image_folder import ImageFolderData
 from attnkit.tasks.image_classification.module import ImageClassification
 from attnkit.tasks.image_classification.network import attention_network
-from attnkit.tasks.image_classification.predict import ImagePaths, PredictData
-from attnkit.tasks.image_classification.sets import FileImages, ImageSet, MemoryImages
+from attnkit.tasks.images.predict import ImagePaths, PredictData
+from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
 
 __all__ = [
     "Augment",

@@ -18,7 +18,7 @@ from attnkit.tasks.image_classification.data import (
     AugmentArgument,
     ImageDataModule,
 )
-from attnkit.tasks.image_classification.sets import ImageSet, MemoryImages
+from attnkit.tasks.images.sets import ImageSet, MemoryImages
 
 
 class CIFAR10Data(ImageDataModule):

@@ -17,21 +17,21 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.sampler import (
+from attnkit.lightning.resume.sampler import (
     ResumableSampler,
     UnpaddedSampler,
     as_it_is,
     stratified_split,
 )
-from attnkit.lightning.signals import outlast_signals
+from attnkit.lightning.resume.signals import outlast_signals
 from attnkit.tasks.image_classification.augment import Augment
-from attnkit.tasks.image_classification.decode import to_channels
-from attnkit.tasks.image_classification.sets import (
+from attnkit.tasks.images.decode import to_channels
+from attnkit.tasks.images.sets import (
     FileImages,
     ImageSet,
     MemoryImages,
 )
-from attnkit.tasks.image_classification.sizes import default_image_size, default_patch_size
+from attnkit.tasks.images.sizes import default_image_size, default_patch_size
 
 AugmentArgument = nn.Module | Mapping[str, Any] | Literal["default"] | None
 

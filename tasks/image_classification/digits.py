@@ -10,7 +10,7 @@ from torch import nn
 
 from attnkit.tasks.image_classification.augment import Augment
 from attnkit.tasks.image_classification.data import ImageDataModule
-from attnkit.tasks.image_classification.sets import ImageSet, MemoryImages
+from attnkit.tasks.images.sets import ImageSet, MemoryImages
 
 
 class DigitsData(ImageDataModule):

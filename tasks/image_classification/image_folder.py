@@ -20,10 +20,10 @@ from attnkit.tasks.image_classification.augment import Augment
 from attnkit.tasks.image_classification.data import (
     ImageDataModule,
 )
-from attnkit.tasks.image_classification.decode import Pixels, decode_files, short_side
-from attnkit.tasks.image_classification.folder import Files, find_splits, report_failures
-from attnkit.tasks.image_classification.sets import FileImages, ImageSet, MemoryImages
-from attnkit.tasks.image_classification.sizes import default_image_size
+from attnkit.tasks.images.decode import Pixels, decode_files, short_side
+from attnkit.tasks.images.folder import Files, find_splits, report_failures
+from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
+from attnkit.tasks.images.sizes import default_image_size
 
 _HEADERS_READ = 1024
 

@@ -16,8 +16,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
 from attnkit.lightning import ClassificationModule
-from attnkit.lightning.program import Program
-from attnkit.tasks.image_classification.decode import PREPARED
+from attnkit.lightning.export.program import Program
+from attnkit.tasks.images.decode import PREPARED
 
 
 class ImageClassification(ClassificationModule):

@@ -1,6 +1,6 @@
 """Node classification: `NodeClassification` learns what a `GraphDataModule` reads."""
 
-from attnkit.lightning.sampler import EpochSampler
+from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.node_classification.data import FullGraph, GraphDataModule
 from attnkit.tasks.node_classification.dictionary_lookup import DictionaryLookupData
 from attnkit.tasks.node_classification.digits_graph import DigitsGraphData

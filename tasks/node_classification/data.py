@@ -17,8 +17,13 @@ from torch_geometric.utils import homophily
 
 from attnkit.layers.sparse import with_values
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.sampler import EpochSampler, ResumableSampler, UnpaddedSampler, as_it_is
-from attnkit.lightning.signals import outlast_signals
+from attnkit.lightning.resume.sampler import (
+    EpochSampler,
+    ResumableSampler,
+    UnpaddedSampler,
+    as_it_is,
+)
+from attnkit.lightning.resume.signals import outlast_signals
 from attnkit.tasks.node_classification.neighbors import (
     NeighborBatches,
     pyg_neighbor_loader,

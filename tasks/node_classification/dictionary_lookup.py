@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch_geometric.data import Data
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.sampler import ResumableSampler, UnpaddedSampler, as_it_is
-from attnkit.lightning.signals import outlast_signals
+from attnkit.lightning.resume.sampler import ResumableSampler, UnpaddedSampler, as_it_is
+from attnkit.lightning.resume.signals import outlast_signals
 
 
 class DictionaryLookupData(LightningDataModule):

@@ -16,7 +16,7 @@ from torchmetrics.classification import BinaryAUROC
 
 from attnkit.core.graph import Edges
 from attnkit.lightning import ClassificationModule, UserError
-from attnkit.lightning.program import Program
+from attnkit.lightning.export.program import Program
 
 
 class NodeClassification(ClassificationModule):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.sampler import stratified_split
+from attnkit.lightning.resume.sampler import stratified_split
 
 
 def planetoid_masks(

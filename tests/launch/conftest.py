@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from attnkit.launch.main import main
-from attnkit.launch.trials import Trial, read_sweep
+from attnkit.launch.sweep.record import Trial, read_sweep
 
 TASK = """\
 # @package _global_

@@ -13,8 +13,8 @@ from torch_geometric.nn import GATConv, models
 import attnkit
 from attnkit import GAT, Edges, interop
 from attnkit.core.adjacency import Adjacency
-from attnkit.launch.annotations import accepts
-from attnkit.launch.signatures import signature_of
+from attnkit.launch.config.annotations import accepts
+from attnkit.launch.config.signatures import signature_of
 from attnkit.layers.graph import GraphScoreName
 
 NODES, CHANNELS, CLASSES = 17, 13, 5

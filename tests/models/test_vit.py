@@ -7,7 +7,7 @@ from torch import nn
 import attnkit
 from attnkit import ScaledDot, ViT
 from attnkit.core.learned_scores import LEARNED_SCORES, SCORE_NAMES
-from attnkit.lightning.optim import parameter_groups
+from attnkit.lightning.modules.optim import parameter_groups
 from attnkit.models.loading import load_matching
 
 SMALL = {"image_size": (12, 20), "patch_size": 4, "dim": 24, "depth": 2, "num_classes": 5}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from attnkit.tasks.image_classification.decode import (
+from attnkit.tasks.images.decode import (
     UndecodableImageError,
     decode_files,
     pixel_sums,

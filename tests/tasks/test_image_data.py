@@ -8,9 +8,9 @@ from lightning import LightningModule, Trainer
 from torch import nn
 
 from attnkit.lightning import UserError
-from attnkit.lightning.sampler import UnpaddedSampler, stratified_split
+from attnkit.lightning.resume.sampler import UnpaddedSampler, stratified_split
 from attnkit.tasks.image_classification import Augment, DigitsData, ImageDataModule, MemoryImages
-from attnkit.tasks.image_classification.sizes import default_image_size, default_patch_size
+from attnkit.tasks.images.sizes import default_image_size, default_patch_size
 
 
 class OwnData(ImageDataModule):

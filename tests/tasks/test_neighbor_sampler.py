@@ -9,7 +9,7 @@ from torch_geometric.typing import WITH_PYG_LIB
 from torch_geometric.utils import k_hop_subgraph
 
 from attnkit.lightning import UserError
-from attnkit.lightning.sampler import UnpaddedSampler, as_it_is
+from attnkit.lightning.resume.sampler import UnpaddedSampler, as_it_is
 from attnkit.tasks.node_classification import (
     DigitsGraphData,
     EpochSampler,

@@ -1,0 +1,392 @@
+"""From a command line to one plain, resolved, checked configuration. No torch.
+
+This file and launch/main.py are the only ones that know Hydra. What Hydra accepts silently
+(unknown keys in a file, `${typo}`, relative paths) is settled here, and its errors become
+`UserError`s of at most three lines.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from attnkit.launch.config.hydra_node import check_hydra
+from attnkit.launch.config.sources import Origins, Source, short
+from attnkit.lightning.errors import UserError
+
+CONF = "pkg://attnkit.conf"
+CONFIG_NAME = "config"
+# Hydra's own settings that mean something here; its folders and logs are replaced by ours.
+HYDRA_KEYS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+
+
+def quoted(text: str) -> str:
+    """A text as Hydra's overrides quote it, whatever is in it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def readable(override: str) -> str:
+    """A path as it is typed, quoted for Hydra where that could not read it: with "=" in it, as the
+    folders of a sweep's trials have."""
+    key, _, path = override.partition("=")
+    is_path = key in ("ckpt", "images", "resume", "run_dir", "sweep")
+    plain = re.fullmatch(r"[\w./~@:+ -]+(=[\w./~@:+ -]*)+", path)
+    return f"{key}={quoted(path)}" if is_path and plain else override
+
+
+class Composer:
+    """Hydra's config loader over attnkit's conf/ and the user's folder."""
+
+    def __init__(self, config_dir: Path | None = None) -> None:
+        version.setbase("1.3")
+        search_path = create_config_search_path(CONF)
+        if config_dir is not None:
+            if not config_dir.is_dir():
+                raise UserError(f"--config-dir: no folder {config_dir}")
+            if (config_dir / f"{CONFIG_NAME}.yaml").exists():
+                raise UserError(
+                    f"--config-dir: {config_dir}/{CONFIG_NAME}.yaml would replace attnkit's own\n"
+                    "  give it another name, or put it into a folder such as task/"
+                )
+            search_path.prepend(
+                "command-line", f"file://{config_dir}", anchor=SearchPathQuery(provider="schema")
+            )
+        self.config_dir = config_dir
+        self.hydra = Hydra("attnkit", ConfigLoaderImpl(search_path))
+        self.loader = self.hydra.config_loader
+
+    # --- what there is ---
+
+    def folders(self) -> list[Path]:
+        """The folders configurations are read from."""
+        shipped = Path(__file__).resolve().parents[2] / "conf"
+        return [shipped, *([self.config_dir] if self.config_dir else [])]
+
+    def groups(self) -> dict[str, list[str]]:
+        """Each group and its choices."""
+        return self._groups
+
+    @cached_property  # Hydra reads all its sources again for each
+    def _groups(self) -> dict[str, list[str]]:
+        names = sorted(
+            {
+                path.name
+                for folder in self.folders()
+                for path in folder.iterdir()
+                if path.is_dir() and next(path.glob("*.yaml"), None)
+            }
+            - {"hydra"}
+        )
+        return {n: self.loader.get_group_options(n, ObjectType.CONFIG) for n in names}
+
+    def parse(self, overrides: Sequence[str]) -> list[Override]:
+        """The overrides as Hydra reads them; refuses its settings that would do nothing here."""
+        parser = OverridesParser.create(config_loader=self.loader)
+        parsed = []
+        for text in overrides:
+            try:
+                override = parser.parse_override(text)
+                override.config_loader = self.loader  # of which glob(…) asks the choices
+                parsed.append(override)
+            except HydraException as error:
+                raise UserError(_unreadable(text, error)) from error
+        for override in parsed:
+            key = override.key_or_group
+            if re.match(r"hydra\b", key) and not key.startswith(HYDRA_KEYS):
+                raise UserError(
+                    f"{key}: not used by attnkit, which makes the run folder itself\n"
+                    "  use run_dir=PATH; of Hydra's own settings, launcher and sweeper remain"
+                )
+            if not override.is_sweep_override() and key in self.groups():
+                self._check_choice(override)
+        return parsed
+
+    def _check_choice(self, override: Override) -> None:
+        value = override.value()
+        if not override.is_delete() and not isinstance(value, str | list | dict):
+            choices = ", ".join(self.groups()[override.key_or_group])
+            raise UserError(f"{override.input_line}: expected a choice or a mapping\n  {choices}")
+
+    # --- composing ---
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """Hydra's composition, its own node included. A key that no file has yet is added."""
+        config = self._accepted(overrides)
+        check_hydra(config, overrides)
+        if not isinstance(config._get_node("task")._value(), str):  # type: ignore[union-attr]
+            path = f"task/{OmegaConf.select(config, 'hydra.runtime.choices.task')}.yaml"
+            first = "a task's file begins with the line '# @package _global_' and names its task"
+            raise UserError(f"{self._broken_file() or path}: {first}")
+        return config
+
+    def _accepted(self, overrides: Sequence[str]) -> DictConfig:
+        texts = list(overrides)
+        for _ in range(len(texts) + 1):
+            try:
+                with self._translated(texts):
+                    return self.hydra.compose_config(
+                        CONFIG_NAME, texts, run_mode=RunMode.RUN, with_log_configuration=False
+                    )
+            except _NoSuchKey as error:
+                # Any argument of a constructor may be given, whether or not a file lists it;
+                # what is no argument is found by validate(), in one form with everything else.
+                # A group that the task has no choice in yet is appended likewise.
+                mark = "+" if error.key in self.groups() else "++"
+                texts = [f"{mark}{t}" if _key(t) == error.key else t for t in texts]
+        raise AssertionError("an override was refused twice")
+
+    def hydra_config(self, overrides: Sequence[str]) -> DictConfig:
+        """What Hydra's launchers and sweepers read; the task in it is nobody's."""
+        try:
+            with self._translated(overrides):
+                config = self.hydra.compose_config(
+                    CONFIG_NAME, list(overrides), RunMode.MULTIRUN, with_log_configuration=False
+                )
+        except _NoSuchKey as error:
+            node = error.key.rpartition(".")[0]
+            raise UserError(f"{error.key}: {node} has no such setting") from error
+        except UserError as error:  # of a wrong type, without a word of which
+            raise UserError(f"{' '.join(overrides)}: {str(error).lstrip(': ')}") from error
+        check_hydra(config, overrides)
+        return config
+
+    def files(self, overrides: Sequence[str]) -> list[Source]:
+        """The files of a composition, in the order they are merged; to word a message only."""
+        try:
+            result = self.loader.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
+        except Exception:
+            return []
+        files = []
+        for default in result.defaults:
+            paths = [folder / f"{default.config_path}.yaml" for folder in self.folders()]
+            if path := next(filter(Path.is_file, paths), None):
+                files.append(Source(path, default.package or ""))
+        return files
+
+    def overlay(self, base: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
+        """A saved configuration with the command line on top; groups are replaced as a whole."""
+        config = OmegaConf.create(dict(base))
+        parsed = self.parse(overrides)
+        groups = self.groups()
+        chosen = [o for o in parsed if o.key_or_group in groups]
+        for override in chosen:
+            key = override.key_or_group
+            if key == "task" and override.value() != base["task"]:
+                raise UserError(f"task={override.value()}: that run is of task {base['task']}")
+            if key == "experiment":
+                raise UserError(f"{override.input_line}: a saved run has its experiment already")
+        if any(o.key_or_group != "task" for o in chosen):
+            lines = [str(o.input_line) for o in chosen if o.key_or_group != "task"]
+            fresh = self.compose([f"task={base['task']}", *lines])
+            for override in chosen:
+                if override.key_or_group != "task":
+                    config[override.key_or_group] = fresh[override.key_or_group]
+        with self._translated(overrides):
+            for override in parsed:
+                if override in chosen:
+                    continue
+                if override.is_delete():
+                    parent, _, name = override.key_or_group.rpartition(".")
+                    node = OmegaConf.select(config, parent) if parent else config
+                    if node is not None:
+                        node.pop(name, None)
+                else:
+                    key, value = override.key_or_group, override.value()
+                    OmegaConf.update(config, key, value, merge=True, force_add=True)
+        return config
+
+    def plain(self, config: DictConfig, origins: Origins) -> dict[str, Any]:
+        """Everything resolved, as plain dicts and lists; nothing may be missing."""
+        try:
+            values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        except MissingMandatoryValue as error:
+            key = str(getattr(error, "full_key", "") or "")
+            where = origins.written(key)
+            message = f"{key}: a value is needed: {key}=…" + (f"\n  in {where}" if where else "")
+            raise UserError(message) from error
+        except OmegaConfBaseException as error:
+            raise UserError(_interpolation(error, config, origins)) from error
+        assert isinstance(values, dict)
+        return {str(k): v for k, v in values.items()}
+
+    @contextmanager
+    def _translated(self, overrides: Sequence[str]) -> Iterator[None]:
+        try:
+            yield
+        except MissingConfigException as error:
+            raise UserError(self._no_such_choice(error, overrides)) from error
+        except OverrideParseException as error:
+            raise UserError(_unreadable(error.override, error)) from error
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            where = (
+                f"{short(Path(mark.name))}:{mark.line + 1}:{mark.column + 1}" if mark else "YAML"
+            )
+            raise UserError(f"{where}: not valid YAML: {error.problem}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self._undecodable()}: not text in UTF-8 ({error.reason})") from error
+        except yaml.YAMLError as error:
+            where = self._broken_file() or "a configuration file"
+            raise UserError(f"{where}: not valid YAML: {_one_line(error)}") from error
+        except RecursionError as error:
+            where = self._broken_file() or " ".join(overrides)
+            raise UserError(
+                f"{where}: defaults that lead back to themselves, or too deep"
+            ) from error
+        except ValueError as error:
+            where = self._broken_file() or " ".join(overrides)
+            raise UserError(f"{where}: {_one_line(error)}") from error
+        except OSError as error:
+            if error.filename is None:  # Hydra's, for a file that is neither mapping nor list
+                where = self._broken_file() or "a configuration file"
+                raise UserError(f"{where}: expected a mapping") from error
+            raise UserError(f"{error.filename!s}: {error.strerror}") from error
+        except (HydraException, OmegaConfBaseException) as error:
+            text = str(error) if str(error) != "None" else str(error.__cause__)
+            if match := re.match(r"Could not override '([^']+)'", text):
+                raise _NoSuchKey(match[1].partition("@")[0]) from error
+            if text in ("str", "None") or ":" not in text:
+                text = f"{self._broken_file()}: {_one_line(error.__cause__ or error)}"
+            raise UserError(self._in_file(text)) from error
+
+    def _in_file(self, text: str) -> str:
+        """Hydra's `In 'task/mine': SomeError raised while composing config: …`, in short."""
+        found = re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?", text)
+        if not found:
+            return _one_line(text, 3)
+        paths = [folder / f"{found[1]}.yaml" for folder in reversed(self.folders())]
+        path = next(filter(Path.is_file, paths), paths[0])
+        rest = text[found.end() :].splitlines()
+        lines = [line for line in rest if not re.match(r"\s*(full_key:\s*$|object_type=)", line)]
+        return f"{short(path)}: {_one_line(chr(10).join(lines), 3)}"
+
+    def _broken_file(self) -> str:
+        """The first of her files that is no configuration by itself."""
+        for path in sorted(self.config_dir.glob("*/*.yaml")) if self.config_dir else []:
+            try:
+                content = yaml.safe_load(path.read_text(encoding="utf-8"))
+                defaults = content.get("defaults", [])
+                if any(not isinstance(line, str | dict) for line in defaults):
+                    return short(path)
+                OmegaConf.create(content)
+            except Exception:
+                return short(path)
+            names = [line if isinstance(line, str) else "".join(line.values()) for line in defaults]
+            if path.stem in names or isinstance(defaults, str | dict):
+                return short(path)
+        return ""
+
+    def _undecodable(self) -> str:
+        for folder in self.folders():
+            for path in sorted(folder.glob("**/*.yaml")):
+                try:
+                    path.read_text(encoding="utf-8")
+                except UnicodeDecodeError:
+                    return short(path)
+        return "a configuration file"
+
+    def _no_such_choice(self, error: MissingConfigException, overrides: Sequence[str]) -> str:
+        missing = error.missing_cfg_file or ""
+        group, _, choice = missing.rpartition("/")
+        choices = self.groups().get(group)
+        if choices is None:
+            return _one_line(error, 2)
+        close = get_close_matches(choice, choices, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        typed = next((o for o in overrides if o.lstrip("+") == f"{group}={choice}"), None)
+        message = f"{typed or f'{group}={choice}'}: {group} has no choice {choice!r}{hint}"
+        message += f"\n  choices: {', '.join(choices)}"
+        if typed is None and (where := self._mention(group, choice)):
+            message += f"\n  in {where}"
+        elif group == "task" and self.config_dir is None:
+            message += "\n  a task of your own needs --config-dir FOLDER, the one with task/ in it"
+        return message
+
+    def _mention(self, group: str, choice: str) -> str:
+        """The line of a defaults list that asks for a choice."""
+        pattern = re.compile(rf"(^|[\s/\[{{]){re.escape(group)}\s*:\s*{re.escape(choice)}\b")
+        for folder in reversed(self.folders()):
+            for path in sorted(folder.glob("*/*.yaml")):
+                for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+                    if pattern.search(line):
+                        return f"{short(path)}:{number}"
+        return ""
+
+
+class _NoSuchKey(Exception):
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def task_config(composed: DictConfig) -> DictConfig:
+    """A composition without Hydra's own node, open to new keys."""
+    HydraConfig.instance().set_config(composed)  # for ${hydra:…} in the user's files
+    config = composed.copy()
+    OmegaConf.set_readonly(config, False)
+    OmegaConf.set_struct(config, False)
+    config.pop("hydra", None)
+    return config
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]
+
+
+def _unreadable(text: str, error: Exception) -> str:
+    if "=" not in text and not text.startswith("~"):
+        return f"{text}: expected key=value or group=choice\n  --help shows what there is"
+    reason = _one_line(error)
+    return f"{text}: this value can't be read: {reason}\n  quote it: '{_key(text)}=\"…\"'"
+
+
+def _interpolation(error: OmegaConfBaseException, config: DictConfig, origins: Origins) -> str:
+    key = str(getattr(error, "full_key", "") or "")
+    where = origins.of(key)
+    tail = f"\n  in {where}" if where else ""
+    name = re.search(r"Interpolation key '([^']+)' not found", str(error))
+    if isinstance(error, InterpolationKeyError) and name:
+        close = get_close_matches(name[1], list(_keys(config)), n=1, cutoff=0.55)
+        hint = f"; did you mean ${{{close[0]}}}?" if close else ""
+        return f"{key}: ${{{name[1]}}} names no key{hint}{tail}"
+    if isinstance(error, GrammarParseError | InterpolationResolutionError):
+        return f"{key or 'interpolation'}: {_one_line(error)}{tail}"
+    return f"{key}: {_one_line(error)}{tail}" if key else _one_line(error, 2)
+
+
+def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for name in map(str, config):
+        yield f"{prefix}{name}"
+        node = config._get_node(name)
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
+            yield from _keys(node, f"{prefix}{name}.")
+
+
+def _one_line(error: object, lines: int = 1) -> str:
+    kept = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "\n  ".join(kept[:lines]) or type(error).__name__

@@ -1,0 +1,105 @@
+"""Whose code a configuration may name: attnkit's, its dependencies', and what the user allowed.
+
+Permission is given on the command line only, never by a file: `allow=[mypackage]`, or by
+`--config-dir FOLDER` for the modules and packages that lie directly in that folder.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import invalidate_caches
+from pathlib import Path
+from typing import Any
+
+from attnkit.launch.config import signatures
+from attnkit.launch.config.sources import Origins
+from attnkit.lightning.build import allowlist
+from attnkit.lightning.errors import UserError
+
+
+@dataclass(frozen=True)
+class Consent:
+    """Packages the user allowed, and the folder her own configurations and modules are in."""
+
+    packages: tuple[str, ...] = ()
+    folder: Path | None = None
+
+    def make_importable(self) -> None:
+        """Her folder (and with `allow`, the current one) on the module path, after all others."""
+        folders = [self.folder] if self.folder else []
+        folders += [Path.cwd()] if self.packages else []
+        for folder in folders:
+            if str(folder) not in sys.path:
+                sys.path.append(str(folder))
+        invalidate_caches()
+
+    def check(self, config: Mapping[str, Any], origins: Origins | None = None) -> tuple[str, ...]:
+        """The user's packages that this configuration names; all else that may not be is refused.
+
+        Nothing is imported; of what the name alone tells to be refused, the source is not read.
+        """
+        named = dict.fromkeys(self.packages)
+        for key, target in targets(config):
+            package = target.partition(".")[0]
+            if self._holds(package):
+                named[package] = None
+            problem = allowlist.objection(target, tuple(named)) or _wrong_kind(target)
+            if problem is None or (allowlist.is_unknown(package) and not _exists(package)):
+                continue  # there is no such package, which validate() says better
+            where = origins.of(key) if origins else ""
+            raise UserError(f"{key}: {problem}" + (f"\n  in {where}" if where else ""))
+        return tuple(named)
+
+    def _holds(self, package: str) -> bool:
+        """Whether a module or package lies directly in her folder (not in an environment there)."""
+        if self.folder is None or not allowlist.is_unknown(package):
+            return False
+        source = signatures.source_of(package)
+        if source is None:
+            return False
+        home = source.parent if source.name == "__init__.py" else source
+        return home.resolve().parent == self.folder.resolve()
+
+
+def _wrong_kind(target: str) -> str | None:
+    """Why a name of the allowed packages can't be built, as far as its source tells."""
+    if target.partition(".")[0] not in allowlist.PACKAGES:
+        return None
+    definition = signatures.definition_of(target)
+    if definition is None or definition in map(signatures.definition_of, allowlist.FUNCTIONS):
+        return None
+    name, is_class = definition
+    if is_class and allowlist.is_home(name.rpartition(".")[0]):
+        return None
+    kind = f"class, written in {name.rpartition('.')[0]}" if is_class else "function"
+    return f"{target} may not be built from a configuration: it is a {kind}"
+
+
+def _exists(package: str) -> bool:
+    return signatures.source_of(package) is not None
+
+
+def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The packages of `allow=[…]`, which no file may set."""
+    allow = config.get("allow") or []
+    if allow and not any(o.lstrip("+").startswith("allow=") for o in overrides):
+        raise UserError("allow: given by a file; packages are allowed on the command line only")
+    packages = tuple(map(str, allow)) if not isinstance(allow, str) else (allow,)
+    for package in packages:
+        if not package.isidentifier() or not allowlist.is_unknown(package):
+            raise UserError(f"allow: expected packages of your own, got {package!r}")
+    return packages
+
+
+def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every `_target_` of a configuration, with its key path."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            below = f"{key}.{name}" if key else str(name)
+            if name == "_target_" and isinstance(value, str):
+                yield below, value
+            else:
+                yield from targets(value, below)
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from targets(value, f"{key}.{index}")

@@ -1,0 +1,150 @@
+"""The keys every task understands; everything below them is the constructors' own.
+
+The dataclass is read like any other constructor (signatures.py), so that there is one check and one
+form of message for `seed=abc` and for `model.depth=abc`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+TARGET = f"{__name__}.Config"
+
+
+@dataclass
+class Config:
+    """What stands at the top of a configuration."""
+
+    task: str
+    """Name of the task; the run folder is outputs/<task>/<date_time>."""
+    run: Literal[
+        "train", "test", "predict", "inspect", "check", "bench", "export", "retry", "report"
+    ] = "train"
+    """train (then tests the best checkpoint); test, predict, inspect or export (all with ckpt=…);
+    check and bench try a training; retry and report are of a sweep (sweep=…)."""
+
+    module: dict[str, Any] | None = None
+    """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
+    model: dict[str, Any] | None = None
+    """The network. A null below it is filled in from the data."""
+    backbone: dict[str, Any] | None = None
+    """The network that `model` puts attention into, if it does."""
+    attention: dict[str, Any] | None = None
+    """What it puts there; a mapping without keys: nothing."""
+    encoder: dict[str, Any] | None = None
+    """The part of `model` that reads the input, if it has one."""
+    decoder: dict[str, Any] | None = None
+    """The part that writes the output."""
+    data: dict[str, Any] | None = None
+    """The LightningDataModule."""
+    predict: dict[str, Any] | None = None
+    """The LightningDataModule of run=predict; gets `images`. Without it, that is `data`."""
+    inspect: dict[str, Any] | None = None
+    """The callback that run=inspect gives the predictions to."""
+    export: dict[str, Any] | None = None
+    """What run=export gives the module to."""
+    optimizer: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    trainer: dict[str, Any] | None = None
+    """Arguments of lightning.Trainer, limit_batches, which is all its limit_*_batches,
+    timeout_seconds, how long a process waits for the others of its run, and oom_retry, whether it
+    tries again with half the batch when memory runs out."""
+    logger: dict[str, Any] | None = None
+    callbacks: dict[str, Any] | None = None
+
+    seed: int = 0
+    seeds: int = 1
+    """Number of runs, with seed, seed + 1, …, each in its own folder."""
+    splits: int | Literal["all"] | None = None
+    """Number of runs, with data.split=0, 1, …, each in its own folder."""
+    run_dir: str | Path | None = None
+    """Where to write: a new or an empty folder."""
+    resume: str | Path | None = None
+    """A run folder to go on in, or latest."""
+    sweep: str | Path | None = None
+    """The folder of a sweep, for run=retry and run=report."""
+    ckpt: str | Path | None = None
+    """A checkpoint, or a run folder (its best.ckpt)."""
+    images: str | Path | None = None
+    """For run=predict and run=inspect, where the task has `predict`: a folder or a file."""
+    compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False
+    """torch.compile of the model, with this mode."""
+    precision: str | int = 32
+    """As lightning.Trainer's: 32, bf16-mixed, 16-mixed, …"""
+    rank_logs: bool = False
+    """Also a log of every further process of a run: run_rank1.log, …"""
+    allow: list[str] | None = None
+    """Packages of your own that may be named; on the command line only."""
+    vars: dict[str, Any] | None = None
+    """Yours, for interpolations: dim: ${vars.dim}."""
+
+
+# What predicts, and needs a checkpoint and images.
+PREDICTING = ("predict", "inspect")
+
+# What starts from a checkpoint, and trains nothing.
+FROM_CHECKPOINT = ("test", *PREDICTING, "export")
+
+# What an export is not made of.
+NOT_EXPORTED = (
+    "trainer", "precision", "compile", "callbacks", "logger", "data", "predict", "inspect",
+    "optimizer", "scheduler",
+)  # fmt: skip
+
+# What is done with the folder of a sweep, and needs sweep=…
+OF_SWEEPS = ("retry", "report")
+
+# What tries a training instead of doing it: one configuration, one process.
+TRYING = ("check", "bench")
+
+# Nodes that are one object (`_target_` needed when not null), in the order they are reported.
+OBJECTS = (
+    "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
+    "export", "optimizer", "scheduler",
+)  # fmt: skip
+
+# Nodes that hold several objects by name.
+COLLECTIONS = ("logger", "callbacks")
+
+# Arguments of lightning.Trainer that have a place of their own.
+ELSEWHERE = {
+    "logger": "logger.<name>",
+    "callbacks": "callbacks.<name>",
+    "precision": "precision",
+    "default_root_dir": "run_dir",
+    "enable_checkpointing": "callbacks.checkpoint",
+}
+
+# Numbers that lightning.Trainer takes without a look, and fails on later or ignores.
+AT_LEAST = {
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "gradient_clip_val": 0,
+    "log_every_n_steps": 0,
+}
+
+# Trainer keys of attnkit's own.
+TRAINER_EXTRAS = {"limit_batches", "oom_retry", "timeout_seconds"}
+
+# Nodes in which a null is filled in from what the data module says of itself.
+FILLED = ("model", "module", "encoder", "decoder")
+
+# Nodes in which a null is still to be filled in when the configuration is checked.
+NULLABLE = (*FILLED, "predict")
+
+# Parts the module's constructor is given, when it takes them.
+PARTS = ("model", "optimizer", "scheduler")
+
+# Parts the model's constructor is given, when it takes them.
+MODEL_PARTS = ("backbone", "attention", "encoder", "decoder")
+
+# What may change in a run that is resumed: nothing that the model or its training depends on.
+RESUMABLE = (
+    "trainer.",
+    "callbacks.",
+    "logger.",
+    "data.num_workers",
+    "data.root",
+    "compile",
+    "rank_logs",
+)

@@ -1,0 +1,288 @@
+"""The constructor is the only schema: what a `_target_` takes, read from its source.
+
+A config node `{_target_: package.module.Class, key: value}` is right when the constructor of Class
+takes `key` and `value`. Importing the class to ask it would import torch (seconds) and run foreign
+code before it was allowed, so the source file is parsed instead. What cannot be read this way
+(compiled code, names made at run time) is `None` here and is left to the constructor itself.
+"""
+
+import ast
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+
+from attnkit.lightning.build.renamed import current
+
+MAX_HOPS = 12  # re-exports and base classes followed before giving up
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of a constructor: its annotation (None: anything goes) and where it stands."""
+
+    name: str
+    annotation: ast.expr | None
+    required: bool
+    module: "Module"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments a target takes; `open` means that it also takes names unknown here."""
+
+    parameters: dict[str, Parameter]
+    open: bool = False
+
+
+@dataclass(eq=False)
+class Module:
+    """One parsed source file."""
+
+    name: str
+    path: Path
+    names: dict[str, ast.AST] = field(default_factory=dict)
+    stars: list[ast.ImportFrom] = field(default_factory=list)
+    is_package: bool = False
+
+    def package(self, level: int) -> str:
+        """The package that a relative import of this level starts from."""
+        parts = self.name.split(".")
+        return ".".join(parts[: len(parts) - level + self.is_package])
+
+
+def signature_of(target: str) -> Signature | None:
+    """The signature of the class or function at a dotted path, or None where it can't be read."""
+    try:
+        found = _find(target)
+        return _signature(*found) if found else None
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def definition_of(target: str) -> tuple[str, bool] | None:
+    """The name under which a class or function is written, and whether it is a class."""
+    try:
+        found = _find(target)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    if found is None or not isinstance(found[0], ast.ClassDef | ast.FunctionDef):
+        return None
+    return f"{found[1].name}.{found[0].name}", isinstance(found[0], ast.ClassDef)
+
+
+def missing_part(target: str) -> tuple[str, str, list[str]] | None:
+    """Where a dotted path stops to exist: the part that does, the name it lacks, those it has.
+
+    None when that can't be told from the source.
+    """
+    parts = target.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module = _module(".".join(parts[:cut]))
+        if module is None:
+            continue
+        names = set(module.names)
+        beside = list(module.path.parent.iterdir()) if module.is_package else []
+        names |= {path.name.partition(".")[0] for path in beside}
+        if parts[cut] in names or "__getattr__" in names or module.stars:
+            return None
+        return module.name, parts[cut], sorted(n for n in names if not n.startswith("_"))
+    return None
+
+
+def source_of(target: str) -> Path | None:
+    """The file or package folder that provides the root of a dotted path."""
+    spec = _root(target.partition(".")[0])
+    if spec is None:
+        return None
+    if spec.origin and spec.has_location:
+        return Path(spec.origin)
+    return next((Path(p) for p in spec.submodule_search_locations or []), None)
+
+
+def forget() -> None:
+    """Drop what was read, for a process that runs several commands."""
+    _module.cache_clear()
+
+
+# --- finding a definition -------------------------------------------------------------------------
+
+
+def _root(name: str) -> ModuleSpec | None:
+    """Python's own finder, asked for a top-level name only: that imports nothing."""
+    try:
+        return find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+
+
+@lru_cache(maxsize=512)
+def _module(name: str) -> Module | None:
+    """Parse a module found by walking folders: only the root goes through Python's own finder."""
+    root, *rest = name.split(".")
+    spec = _root(root)
+    if spec is None:
+        return None
+    folders = [Path(p) for p in spec.submodule_search_locations or []]
+    path = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    for part in rest:
+        for folder in folders:
+            if (folder / part / "__init__.py").is_file():
+                path, folders = folder / part / "__init__.py", [folder / part]
+                break
+            if (folder / f"{part}.py").is_file():
+                path, folders = folder / f"{part}.py", []
+                break
+        else:
+            return None
+    if path is None:
+        return None
+    module = Module(name, path, is_package=path.name == "__init__.py")
+    body = ast.parse(path.read_bytes()).body
+    _collect(body, module.names)
+    module.stars = [n for n in body if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
+    return module
+
+
+def _collect(body: list[ast.stmt], names: dict[str, ast.AST]) -> None:
+    """Top-level definitions, also those inside `if` and `try` (TYPE_CHECKING, optional imports)."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names[node.name] = node
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if alias.name != "*":
+                    names[alias.asname or alias.name] = node
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    names[target.id] = node.value
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            names[node.target.id] = node.value
+        elif isinstance(node, ast.If):
+            _collect([*node.body, *node.orelse], names)
+        elif isinstance(node, ast.Try):
+            _collect([*node.body, *(s for h in node.handlers for s in h.body)], names)
+
+
+def _find(dotted: str) -> tuple[ast.AST, Module] | None:
+    """The definition at `package.module.Name[.attribute]`, following re-exports."""
+    parts = current(dotted).split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module = _module(".".join(parts[:cut]))
+        if module is None:
+            continue
+        found = lookup(parts[cut], module)
+        for part in parts[cut + 1 :]:
+            if found is None or not isinstance(found[0], ast.ClassDef):
+                return None
+            inner: dict[str, ast.AST] = {}
+            _collect(found[0].body, inner)
+            found = (inner[part], found[1]) if part in inner else None
+        return found
+    return None
+
+
+def lookup(name: str, module: Module, hops: int = 0) -> tuple[ast.AST, Module] | None:
+    """What a name in a module stands for: a definition and the module it is written in."""
+    node = module.names.get(name)
+    if hops > MAX_HOPS:
+        return None
+    if node is None:
+        sources = (_module(_source(module, star)) for star in module.stars)
+        found = (lookup(name, source, hops + 1) for source in sources if source)
+        return next((f for f in found if f), None)
+    if isinstance(node, ast.Name) and node.id != name:  # Alias = Other
+        return lookup(node.id, module, hops + 1)
+    if not isinstance(node, ast.ImportFrom):
+        return node, module
+    source = _source(module, node)
+    original = next(a.name for a in node.names if (a.asname or a.name) == name)
+    if source == module.name:
+        return None
+    target = _module(source)
+    return lookup(original, target, hops + 1) if target else None
+
+
+def _source(module: Module, node: ast.ImportFrom) -> str:
+    base = module.package(node.level) if node.level else ""
+    return ".".join(p for p in (base, node.module) if p)
+
+
+# --- reading a signature --------------------------------------------------------------------------
+
+
+def _signature(node: ast.AST, module: Module, hops: int = 0) -> Signature | None:
+    if isinstance(node, ast.FunctionDef):
+        decorators = {ast.unparse(d) for d in node.decorator_list}
+        return _arguments(node, module, bound="classmethod" in decorators)
+    if not isinstance(node, ast.ClassDef) or hops > MAX_HOPS:
+        return None
+    init = next(
+        (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
+    )
+    if init is None and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+        return _dataclass(node, module)
+    if init is None:
+        return _inherited(node, module, hops)
+    own = _arguments(init, module, bound=True)
+    if own.open and _passes_kwargs_on(init):
+        base = _inherited(node, module, hops)
+        if base is not None:
+            merged = {n: p for n, p in base.parameters.items() if n not in own.parameters}
+            optional = {
+                n: Parameter(n, p.annotation, False, p.module) for n, p in merged.items()
+            }  # the subclass may well pass them itself
+            return Signature({**own.parameters, **optional}, base.open)
+    return own
+
+
+def _inherited(node: ast.ClassDef, module: Module, hops: int) -> Signature | None:
+    """The first base class whose constructor can be read."""
+    for base in node.bases:
+        text = ast.unparse(base)
+        if text == "object":
+            return Signature({})
+        found = lookup(text, module) if "." not in text else None
+        if found is not None and (signature := _signature(*found, hops + 1)) is not None:
+            return signature
+    return None if node.bases else Signature({})
+
+
+def _arguments(function: ast.FunctionDef, module: Module, *, bound: bool) -> Signature:
+    args = function.args
+    positional = [*args.posonlyargs, *args.args]
+    first_default = len(positional) - len(args.defaults)
+    parameters = {
+        a.arg: Parameter(a.arg, a.annotation, i < first_default, module)
+        for i, a in enumerate(positional)
+        if not (bound and i == 0)
+    }
+    for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        parameters[a.arg] = Parameter(a.arg, a.annotation, default is None, module)
+    return Signature(parameters, open=args.kwarg is not None)
+
+
+def _dataclass(node: ast.ClassDef, module: Module) -> Signature:
+    fields = [
+        n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    ]
+    return Signature(
+        {
+            n.target.id: Parameter(n.target.id, n.annotation, n.value is None, module)
+            for n in fields
+            if isinstance(n.target, ast.Name) and "ClassVar" not in ast.unparse(n.annotation)
+        }
+    )
+
+
+def _passes_kwargs_on(init: ast.FunctionDef) -> bool:
+    """Whether `super().__init__(…, **kwargs)` is all that happens to the keyword arguments."""
+    kwargs = init.args.kwarg
+    return kwargs is not None and any(
+        isinstance(n, ast.Call)
+        and ast.unparse(n.func) == "super().__init__"
+        and any(k.arg is None and ast.unparse(k.value) == kwargs.arg for k in n.keywords)
+        for n in ast.walk(init)
+    )

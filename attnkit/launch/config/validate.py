@@ -1,0 +1,253 @@
+"""Every key of a configuration against the constructor it is meant for; no torch, nothing written.
+
+Problems are raised as `UserError` naming the key, what was given, what was expected, where it was
+written and the nearest right name.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from attnkit.launch.config import annotations, schema, signatures
+from attnkit.launch.config.signatures import Signature
+from attnkit.launch.config.sources import Origins
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import absolute
+
+TRAINER = "lightning.Trainer"
+MAX_SEEDS = 1000
+_DIRECTIVES = {"_target_", "_partial_", "_args_"}
+
+
+def validate(config: dict[str, Any], origins: Origins) -> None:
+    """Check the whole configuration, in place making relative paths absolute."""
+    top = signatures.signature_of(schema.TARGET)
+    if top is None:  # the package itself is incomplete
+        raise RuntimeError(f"{schema.TARGET} cannot be read")
+    _check_arguments("", config, top, origins, what="attnkit")
+    for key in schema.OBJECTS:
+        node = config.get(key)
+        if node:
+            if "_target_" not in node:
+                message = "missing: the class to build"
+                if key in schema.MODEL_PARTS:  # whose choice "none" is a mapping without a key
+                    message += f"; {key}=none has no options"
+                raise _problem(origins, f"{key}._target_", message, at=key)
+            _check_node(key, node, origins, given=_given(key, config))
+    for key in schema.COLLECTIONS:
+        for name, node in (config.get(key) or {}).items():
+            if node is None:  # switched off
+                continue
+            if not isinstance(node, dict) or "_target_" not in node:
+                hint = _nearest(name, [n for n in config[key] if n != name])
+                message = f"expected a mapping with _target_, got {_show(node)}{hint}"
+                raise _problem(origins, f"{key}.{name}", message)
+            _check_node(f"{key}.{name}", node, origins)
+    _check_trainer(config.get("trainer") or {}, config.get("precision"), origins)
+    predicts_images = config.get("run") in schema.PREDICTING and config.get("predict")
+    for key in ("module",) if predicts_images else ("module", "data"):
+        if not config.get(key):
+            raise _problem(origins, key, "missing: the task names no class for it", at="task")
+    _check_values(config, origins)
+    _check_parts(config, origins)
+
+
+def _check_values(config: dict[str, Any], origins: Origins) -> None:
+    if config.get("seeds", 1) < 1:
+        raise _problem(origins, "seeds", f"expected at least 1, got {config['seeds']}")
+    if config.get("seeds", 1) > MAX_SEEDS:
+        message = f"expected at most {MAX_SEEDS} runs, got {config['seeds']}"
+        raise _problem(origins, "seeds", message)
+    splits = config.get("splits")
+    if splits is not None and splits != "all" and not 1 <= splits <= MAX_SEEDS:
+        message = f"expected all, or 1 to {MAX_SEEDS} runs, got {splits}"
+        raise _problem(origins, "splits", message)
+    if not 0 <= config.get("seed", 0) < 2**32:
+        raise _problem(origins, "seed", f"expected 0 to 4294967295, got {config['seed']}")
+    for part in ("optimizer", "scheduler"):
+        for key, value in (config.get(part) or {}).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _problem(origins, f"{part}.{key}", f"expected a finite number, got {value}")
+    task = config.get("task", "")
+    if not task or Path(task).name != task or task.startswith("."):
+        raise _problem(origins, "task", f"expected a name for a folder, got {task!r}")
+
+
+def _check_parts(config: dict[str, Any], origins: Origins) -> None:
+    """What goes to the module goes there, and what to the model, or is not there at all."""
+    for whole, parts in (("module", schema.PARTS), ("model", schema.MODEL_PARTS)):
+        target = (config.get(whole) or {}).get("_target_")
+        signature = signatures.signature_of(target) if target else Signature({})
+        if signature is not None and not signature.open:
+            _check_taken(config, parts, target or whole, signature, origins)
+
+
+def _check_taken(
+    config: dict[str, Any],
+    parts: Iterable[str],
+    target: str,
+    signature: Signature,
+    origins: Origins,
+) -> None:
+    for part in parts:
+        if config.get(part) is None or part in signature.parameters:
+            continue
+        if origins.typed(part):
+            message = f"{target} takes no argument {part!r}, so this would do nothing"
+            raise _problem(origins, part, message)
+        config[part] = None
+
+
+def _given(key: str, config: Mapping[str, Any]) -> set[str]:
+    """Arguments that the launcher passes itself."""
+    if key in ("module", "model"):
+        parts = schema.PARTS if key == "module" else schema.MODEL_PARTS
+        return {part for part in parts if config.get(part)}
+    return {"images"} if key == "predict" else set()
+
+
+def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> None:
+    for key in node:
+        if key in schema.ELSEWHERE:
+            message = f"set elsewhere: {schema.ELSEWHERE[key]}"
+            raise _problem(origins, f"trainer.{key}", message)
+    for key, least in schema.AT_LEAST.items():
+        if isinstance(node.get(key), int | float) and node[key] < least:
+            message = f"expected at least {least}, got {node[key]}"
+            raise _problem(origins, f"trainer.{key}", message)
+    if node.get("max_epochs") == 0:
+        raise _problem(
+            origins, "trainer.max_epochs", "expected at least 1, or -1 for no end, got 0"
+        )
+    signature = signatures.signature_of(TRAINER)
+    limit = node.get("limit_batches")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
+        message = f"expected a number of batches or a fraction, got {_show(limit)}"
+        raise _problem(origins, "trainer.limit_batches", message)
+    if limit is not None and limit <= 0:
+        message = f"expected more than 0, got {limit}; leave it out for no limit"
+        raise _problem(origins, "trainer.limit_batches", message)
+    if not isinstance(node.get("oom_retry", True), bool):
+        message = f"expected true or false, got {_show(node['oom_retry'])}"
+        raise _problem(origins, "trainer.oom_retry", message)
+    if signature is not None:
+        rest = {k: v for k, v in node.items() if k not in schema.TRAINER_EXTRAS}
+        known = set(signature.parameters) - set(schema.ELSEWHERE) | schema.TRAINER_EXTRAS
+        _check_arguments("trainer", rest, signature, origins, what=TRAINER, names=known)
+        only = Signature({"precision": signature.parameters["precision"]})
+        _check_arguments("", {"precision": precision}, only, origins, what=TRAINER)
+
+
+def _check_node(
+    key: str, node: dict[str, Any], origins: Origins, given: Iterable[str] = ()
+) -> None:
+    """A node with `_target_`, and all such nodes below it."""
+    target = node["_target_"]
+    if not isinstance(target, str):
+        raise _problem(origins, f"{key}._target_", f"expected a dotted name, got {_show(target)}")
+    signature = signatures.signature_of(target)
+    if signature is None:
+        _check_exists(key, target, origins)
+    else:
+        arguments = {k: v for k, v in node.items() if k not in _DIRECTIVES}
+        _check_arguments(key, arguments, signature, origins, what=target)
+        if not node.get("_partial_") and "_args_" not in node:
+            missing = [
+                n
+                for n, p in signature.parameters.items()
+                if p.required and n not in node and n not in given
+            ]
+            # The optimizer's parameters and the scheduler's optimizer come from the module.
+            if missing and key not in ("optimizer", "scheduler"):
+                message = f"missing: {target} needs it"
+                raise _problem(origins, f"{key}.{missing[0]}", message, at=key)
+    for name, value in node.items():
+        _check_below(f"{key}.{name}", value, origins)
+
+
+def _check_below(key: str, value: Any, origins: Origins) -> None:
+    if isinstance(value, dict):
+        if "_target_" in value:
+            _check_node(key, value, origins)
+        else:
+            for name, item in value.items():
+                _check_below(f"{key}.{name}", item, origins)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_below(f"{key}.{index}", item, origins)
+
+
+def _check_exists(key: str, target: str, origins: Origins) -> None:
+    """A target that can't be read: is it a wrong name, or merely out of reach of the parser?"""
+    if "." not in target:
+        raise _problem(origins, f"{key}._target_", f"expected package.Class, got {target!r}")
+    if signatures.source_of(target) is None:
+        root = target.partition(".")[0]
+        message = f"no module named {root!r}; --config-dir tells where your own modules are"
+        raise _problem(origins, f"{key}._target_", message)
+    if missing := signatures.missing_part(target):
+        package, name, names = missing
+        message = f"{package} has no {name!r}{_nearest(name, names)}"
+        raise _problem(origins, f"{key}._target_", message)
+
+
+def _check_arguments(
+    key: str,
+    node: dict[str, Any],
+    signature: Signature,
+    origins: Origins,
+    *,
+    what: str,
+    names: Iterable[str] = (),
+) -> None:
+    prefix = f"{key}." if key else ""
+    for name, value in node.items():
+        parameter = signature.parameters.get(name)
+        if parameter is None:
+            if signature.open:
+                continue
+            known = sorted(names or signature.parameters)
+            if not key:
+                known.append("experiment")  # a group without a key of its own
+            hint = _nearest(str(name), known) or _some(known)
+            raise _problem(origins, f"{prefix}{name}", f"{what} has no such key{hint}")
+        if value is None and key in schema.NULLABLE:
+            continue
+        if not annotations.accepts(parameter, value):
+            hint = _nearest(value, annotations.choices(parameter)) if isinstance(value, str) else ""
+            message = f"expected {annotations.expected(parameter)}, got {_show(value)}{hint}"
+            raise _problem(origins, f"{prefix}{name}", message)
+        if isinstance(value, str) and annotations.takes_path(parameter) and _is_local(name, value):
+            node[name] = str(absolute(value))
+
+
+def _is_local(name: str, value: str) -> bool:
+    return "://" not in value and (name, value) != ("resume", "latest")
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def _problem(origins: Origins, key: str, message: str, at: str = "") -> UserError:
+    where = origins.of(key) or (origins.of(at) if at else "")
+    return UserError(f"{key}: {message}" + (f"\n  in {where}" if where else ""))
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = get_close_matches(str(name), list(names), n=1, cutoff=0.55)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    return f"; it has {shown}"
+
+
+def _show(value: Any) -> str:
+    kind = "mapping" if isinstance(value, Mapping) else type(value).__name__
+    text = repr(value) if not isinstance(value, Mapping) else "{" + ", ".join(map(str, value)) + "}"
+    return f"{text if len(text) <= 60 else text[:57] + '…'} ({kind})"

@@ -1,0 +1,1 @@
+"""One run: decided, built, carried out, its folder written."""

@@ -1,0 +1,284 @@
+"""What a command line asks for, decided and checked before anything is imported or written."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from attnkit.launch.config import schema
+from attnkit.launch.config.compose import Composer, task_config
+from attnkit.launch.config.permission import Consent, allowed_by
+from attnkit.launch.config.sources import Origins, Source
+from attnkit.launch.config.validate import validate
+from attnkit.launch.job import folder as folders
+from attnkit.launch.job.execute import Job
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import absolute
+
+# Keys that say what to do with a saved run; they are never taken over from it.
+CONTROLS = {
+    "run": "train",
+    "seeds": 1,
+    "splits": None,
+    "resume": None,
+    "sweep": None,
+    "ckpt": None,
+    "images": None,
+    "allow": None,
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line: the composition it gives, and where its keys were written."""
+
+    composer: Composer
+    overrides: Sequence[str]
+    config: DictConfig
+    origins: Origins
+    consent: Consent
+
+    @classmethod
+    def read(cls, composer: Composer, overrides: Sequence[str]) -> "Request":
+        for override in composer.parse(overrides):
+            if override.is_sweep_override():
+                raise UserError(
+                    f"{override.input_line}: several values\n"
+                    "  one run for each: add -m; one list: key=[a,b]; a text: 'key=\"a,b\"'"
+                )
+        config = task_config(composer.compose(overrides))
+        consent = Consent(allowed_by(overrides, config), composer.config_dir)
+        consent.make_importable()
+        origins = Origins(overrides, lambda: composer.files(overrides))
+        return cls(composer, overrides, config, origins, consent)
+
+    def typed(self, key: str) -> str:
+        """The override that sets exactly this key, if there is one."""
+        return next((o for o in self.overrides if o.lstrip("+").startswith(f"{key}=")), "")
+
+    def folder(self, *, sweep: bool = False) -> Path:
+        """The folder to write to; not made yet."""
+        missing = OmegaConf.is_missing(self.config, "task")
+        task = "task" if missing else Path(str(self.config["task"])).name
+        return folders.plan({"task": task, "run_dir": self.config.get("run_dir")}, sweep=sweep)
+
+    def on(self, saved: Path) -> "Request":
+        """The same on top of the configuration of a saved run."""
+        source = Source(saved / folders.CONFIG, "")
+        return replace(self, origins=Origins(self.overrides, lambda: [source]))
+
+    def plain(self, config: DictConfig, **values: Any) -> dict[str, Any]:
+        """The configuration with these values, resolved and checked."""
+        config = config.copy()
+        for key, value in values.items():
+            OmegaConf.update(config, key, value, force_add=True)
+        plain = self.composer.plain(config, self.origins)
+        self.consent.check(
+            plain, self.origins
+        )  # first of all: nothing of what is refused is even read
+        validate(plain, self.origins)
+        return plain
+
+
+def decide(request: Request, run_dir: Path | None = None) -> Job:
+    """The job a command line asks for; `run_dir` is where a trial of a sweep belongs.
+
+    Something may lie there: the log and the errors of attempts that came to nothing.
+    """
+    if run_dir is not None:
+        request.config["run_dir"] = str(run_dir)
+    config = request.config
+    if run_dir is not None and config.get("run") in schema.TRYING:
+        raise UserError(f"run={config['run']}: not with -m; one configuration at a time")
+    _check_contradictions(request)
+    if config.get("resume") is not None:
+        return _resumed(request)
+    if config.get("ckpt") is not None:
+        return _evaluation(request)
+    folder = run_dir or request.folder()
+    top = request.plain(config, run_dir=str(folder))
+    runs = [
+        request.plain(config, run_dir=str(folder / name), **values)
+        for name, values in _parts(top).items()
+    ]
+    return _job(request, folder, top, runs or [top])
+
+
+def _parts(top: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The folders of a job of several runs, one for each seed or split, and what differs there."""
+    splits = top.get("splits")
+    if splits is not None:
+        data = top.get("data") or {}
+        if splits == "all":
+            splits = data.get("num_splits")
+            if splits is None:
+                raise UserError(
+                    "splits=all: the data does not say how many it has (data.num_splits)\n"
+                    "  splits=N runs data.split=0 to N - 1"
+                )
+        elif data.get("num_splits") is not None and splits > data["num_splits"]:
+            raise UserError(f"splits={splits}: the data has {data['num_splits']}")
+        if "split" not in data:
+            raise UserError("splits: the data has no split to choose (data.split)")
+        return {f"split_{i}": {"data.split": i, "splits": None} for i in range(splits)}
+    if top["seeds"] > 1:
+        seeds = range(top["seed"], top["seed"] + top["seeds"])
+        return {f"seed_{seed}": {"seed": seed, "seeds": 1} for seed in seeds}
+    return {}
+
+
+def _job(
+    request: Request,
+    folder: Path,
+    top: dict[str, Any],
+    runs: list[dict[str, Any]],
+    **kwargs: Any,
+) -> Job:
+    consent = request.consent
+    packages = consent.check(top)
+    for config in (top, *runs):
+        config["allow"] = None  # permission is not for a file to give
+    paths = (str(consent.folder),) if consent.folder else ()
+    return Job(folder, top, runs, allow=packages, paths=paths, **kwargs)
+
+
+def _check_contradictions(request: Request) -> None:
+    config = request.config
+    run = config.get("run")
+    if run in schema.OF_SWEEPS:
+        raise UserError(f"run={run}: of a whole sweep, by itself: run={run} sweep=SWEEP_DIR")
+    if config.get("sweep") is not None:
+        of = ", ".join(schema.OF_SWEEPS)
+        raise UserError(f"sweep={config['sweep']}: only for run={of}; to go on: -m resume=")
+    if config.get("resume") is not None:
+        for key in ("run_dir", "ckpt", "images", "seed", "seeds", "splits"):
+            if typed := request.typed(key):
+                raise UserError(f"{typed}: not together with resume, which goes on in its folder")
+        if run in schema.FROM_CHECKPOINT:
+            raise UserError(f"run={run}: not together with resume; use ckpt={config['resume']}")
+        if run in schema.TRYING:
+            raise UserError(f"run={run}: not together with resume, which trains; leave it out")
+        return
+    if run in schema.FROM_CHECKPOINT:
+        if config.get("ckpt") is None:
+            raise UserError(f"run={run}: needs ckpt=PATH, a checkpoint or a run folder")
+        if config.get("seeds") != 1:
+            raise UserError(f"seeds={config['seeds']}: only for run=train; one ckpt, one {run}")
+        if config.get("splits") is not None:
+            raise UserError(f"splits={config['splits']}: only for run=train; one ckpt, one {run}")
+    elif config.get("ckpt") is not None:
+        others = ", ".join(schema.FROM_CHECKPOINT)
+        raise UserError(f"ckpt: only for run={others}; to train on: resume=RUN_DIR")
+    if run in schema.TRYING[1:] and (config.get("seeds") != 1 or config.get("splits") is not None):
+        raise UserError(f"run={run}: of one run; leave seeds and splits out")
+    if config.get("splits") is not None and config.get("seeds") != 1:
+        raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
+    if run not in schema.PREDICTING and config.get("images") is not None:
+        raise UserError(f"images: only for run=predict and run=inspect, this is run={run}")
+    images = config.get("images")
+    if images is not None and not absolute(str(images)).exists():
+        raise UserError(f"images: no file or folder {absolute(str(images))}")
+
+
+def _check_export(request: Request) -> None:
+    """What an export has no use for is refused rather than ignored."""
+    if request.config.get("run") != "export":
+        return
+    if not request.config.get("export"):
+        raise UserError("run=export: needs export, which is null; leave it as it is by default")
+    for override in request.overrides:
+        if re.split(r"[=.@/]", override.lstrip("+~"))[0] in schema.NOT_EXPORTED:
+            raise UserError(
+                f"{override}: does nothing in run=export, which writes what was trained\n"
+                "  on the CPU and in float32, whatever it was trained on"
+            )
+
+
+def _check_images(config: DictConfig) -> None:
+    """A task says in `predict` what reads images; without it, the data itself is predicted."""
+    if config.get("run") not in schema.PREDICTING:
+        return
+    if config["run"] == "inspect" and not config.get("inspect"):
+        raise UserError(
+            f"run=inspect: the task {config['task']} has nothing to inspect; run=predict"
+        )
+    images = config.get("images")
+    if config.get("predict") is None and images is not None:
+        raise UserError(f"images={images}: this task predicts its own data; leave it out")
+    if config.get("predict") is not None and images is None:
+        raise UserError(f"run={config['run']}: needs images=PATH, a folder or a file")
+
+
+def _evaluation(request: Request) -> Job:
+    """test or predict: the configuration of the run the checkpoint lies in, overrides on top."""
+    given = request.config
+    ckpt = folders.checkpoint(str(given["ckpt"]))
+    home = folders.run_of(ckpt)
+    if home is None:
+        _check_alone(request, ckpt)
+        folder = request.folder()
+        config = given.copy()
+    else:
+        saved = folders.load_config(home)
+        folder = folders.plan({"task": saved["task"], "run_dir": given.get("run_dir")})
+        saved = {**folders.relocate(saved, home, folder), **CONTROLS}
+        # A quick look at training is no reason to test or predict on a part of the images.
+        saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
+        if saved.get("export") is None:  # the run is older than it
+            saved["export"] = OmegaConf.to_container(given["export"], resolve=False)
+        config = request.composer.overlay(saved, request.overrides)
+        request = request.on(home)
+    _check_images(config)
+    _check_export(replace(request, config=config))
+    top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
+    if top["run"] == "export" and isinstance(top["export"].get("folder"), str):
+        folders.check_writable(absolute(top["export"]["folder"]), "export.folder")
+    return _job(request, folder, top, [top], alone=home is None)
+
+
+def _check_alone(request: Request, ckpt: Path) -> None:
+    """A checkpoint without its run folder is built as it was saved, whatever one asks for."""
+    for typed in request.overrides:
+        part = re.split(r"[.@=]", typed.lstrip("+~"), maxsplit=1)[0]
+        if part in ("module", "model", *schema.MODEL_PARTS):
+            raise UserError(
+                f"{typed}: can't change what {ckpt.name} holds\n"
+                "  in its run folder, with ckpt=RUN_DIR, it could"
+            )
+
+
+def _resumed(request: Request) -> Job:
+    """The same run in the same folder; only what the model does not depend on may change."""
+    folder = folders.to_resume(str(request.config["resume"]))
+    saved = folders.load_config(folder)
+    request = request.on(folder)
+    if saved.get("run") != "train":
+        raise UserError(f"resume: {folder} was a run={saved.get('run')}; nothing to go on with")
+    changes = [
+        o
+        for o in request.overrides
+        if not o.lstrip("+~").startswith(("resume=", "task=", "allow="))
+    ]
+    check_resumable(changes)
+    top = _overlaid(request, saved, changes)
+    parts = [folders.load_config(folder / name) for name in _parts(top)]
+    runs = [_overlaid(request, part, changes) for part in parts] or [top]
+    return _job(request, folder, top, runs, resumed=True, changes=tuple(changes))
+
+
+def check_resumable(changes: Sequence[str]) -> None:
+    """Refuse what may not change in a run that goes on."""
+    for change in changes:
+        key = change.partition("=")[0].lstrip("+~").partition("@")[0]
+        if not f"{key}.".startswith(schema.RESUMABLE):
+            raise UserError(
+                f"{change}: can't change in a run that goes on\n"
+                f"  may change: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"
+            )
+
+
+def _overlaid(request: Request, saved: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    return request.plain(request.composer.overlay(saved, changes))

@@ -1,0 +1,224 @@
+"""Run folders: where a run writes, what it left there, which one to go on in."""
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.files import absolute, refuse_url, replacing
+
+OUTPUTS = "outputs"
+CONFIG = "config.yaml"
+RESULTS = "results.json"
+CHECKPOINTS = "checkpoints"
+
+# What makes a run folder worth keeping when the run ends early.
+KEPT = ("*.ckpt", "metrics.csv", RESULTS, "predictions.csv")
+
+
+def plan(config: Mapping[str, Any], *, sweep: bool = False) -> Path:
+    """The folder a run will have; not made yet. A folder that holds something is refused."""
+    given = config.get("run_dir")
+    if given is None:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        name = f"sweep_{stamp}" if sweep else stamp
+        return _free(Path.cwd() / OUTPUTS / str(config["task"]) / name)
+    refuse_url(str(given), "run_dir")
+    if not str(given).strip():
+        raise UserError("run_dir=: expected a folder")
+    path = absolute(str(given))
+    check_writable(path, "run_dir")
+    if path.is_dir() and any(path.iterdir()):
+        hint = f"; to go on in it: {as_override('resume', path)}" if _trains(path) else ""
+        raise UserError(f"run_dir: {path} is not empty{hint}")
+    return path
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Refuse what is no folder and can't become one."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{key}: {path} is a file")
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(f"{key}: {nearest} can't be written to")
+
+
+def _trains(folder: Path) -> bool:
+    path = folder / CONFIG
+    return path.is_file() and "\nrun: train\n" in path.read_text(encoding="utf-8", errors="replace")
+
+
+def as_override(key: str, path: Path) -> str:
+    """`key=path` to be typed in a shell, quoted where the shell or Hydra needs it."""
+    text = str(path)
+    if re.fullmatch(r"[\w./+-]+", text):
+        return f"{key}={text}"
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return shlex.quote(f'{key}="{escaped}"')
+
+
+def create(path: Path, *, fresh: bool) -> Path:
+    """Make the folder; where another run took the name in this very second, the next one."""
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=not fresh)
+            return path
+        except FileExistsError:
+            path = _free(path)
+        except OSError as error:
+            raise UserError(f"{path}: can't be made: {error.strerror}") from error
+
+
+def _free(path: Path) -> Path:
+    number = 2
+    free = path
+    while free.exists():
+        free = path.with_name(f"{path.name}_{number}")
+        number += 1
+    return free
+
+
+def absent(path: Path) -> list[Path]:
+    """The folders that making this one makes, innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def is_bare(folder: Path) -> bool:
+    """Whether nothing but the configuration and the log is there."""
+    files = (path.name for path in folder.rglob("*") if path.is_file())
+    return all(name == CONFIG or name.endswith(".log") for name in files)
+
+
+def take_back(folder: Path, made: list[Path]) -> None:
+    """Remove what a refused command left in its folder, and those that were made for it.
+
+    Nothing is removed if there is something to keep.
+    """
+    if any(next(folder.rglob(name), None) for name in KEPT):
+        return
+    if folder.is_dir():
+        for inside in folder.iterdir():
+            if inside.is_dir() and not inside.is_symlink():
+                shutil.rmtree(inside, ignore_errors=True)
+            else:
+                inside.unlink(missing_ok=True)
+    if made:
+        made = [folder, *made[1:]]  # it may have had to take another name
+    for path in made:
+        with suppress(OSError):  # not empty: another run is in there
+            path.rmdir()
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML in which a list of plain values is one line."""
+
+
+def _on_one_line(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
+    is_plain = not any(isinstance(value, dict | list | tuple) for value in values)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=is_plain)
+
+
+_Dumper.add_representer(list, _on_one_line)
+_Dumper.add_representer(tuple, _on_one_line)
+
+
+def save_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.yaml, whole or not at all."""
+    # on one line, the ten thousand words of a vocabulary do not hide the rest
+    text = yaml.dump(
+        dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+    with replacing(folder / CONFIG) as file:
+        file.write(f"# Written by attnkit; every value the run used.\n{text}".encode())
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a run folder, its paths pointing there even if it was moved."""
+    path = folder / CONFIG
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can't be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {first_line(error)}") from error
+    if not isinstance(config, dict) or "task" not in config:
+        raise UserError(f"{path}: not the configuration of a run")
+    return relocate(config, Path(str(config.get("run_dir") or folder)), folder)
+
+
+def relocate(value: Any, old: Path, new: Path) -> Any:
+    """The same values with every path below `old` now below `new`."""
+    if isinstance(value, dict):
+        return {k: relocate(v, old, new) for k, v in value.items()}
+    if isinstance(value, list):
+        return [relocate(v, old, new) for v in value]
+    if isinstance(value, str) and (value == str(old) or value.startswith(f"{old}{os.sep}")):
+        return str(new) + value[len(str(old)) :]
+    return value
+
+
+def load_results(folder: Path) -> dict[str, float]:
+    """results.json, or nothing."""
+    try:
+        return json.loads((folder / RESULTS).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run came to its end: only then does results.json say how many seeds it sums up."""
+    return "num_seeds" in load_results(folder)
+
+
+def to_resume(given: str) -> Path:
+    """The run folder that `resume=` names."""
+    if given == "latest":
+        outputs = Path.cwd() / OUTPUTS
+        runs = [*outputs.glob(f"*/*/{CONFIG}"), *outputs.glob(f"*/sweep_*/*/{CONFIG}")]
+        runs = [p for p in runs if re.search(r"^run: train$", p.read_text("utf-8"), re.M)]
+        if not runs:
+            raise UserError(f"resume=latest: no run under {outputs}")
+        return max(runs, key=lambda p: p.stat().st_mtime).parent
+    refuse_url(given, "resume")
+    folder = absolute(given)
+    if not folder.is_dir():
+        raise UserError(f"resume: no folder {folder}")
+    if not (folder / CONFIG).is_file():
+        hint = f"; a sweep: -m {as_override('resume', folder)}" if _is_sweep(folder) else ""
+        raise UserError(f"resume: no run in {folder} (it has no {CONFIG}){hint}")
+    return folder
+
+
+def _is_sweep(folder: Path) -> bool:
+    return (folder / "sweep.json").is_file()
+
+
+def checkpoint(given: str) -> Path:
+    """The file that `ckpt=` names; of a run folder, its best."""
+    refuse_url(given, "ckpt")
+    path = absolute(given)
+    if path.is_dir():
+        inside = path / CHECKPOINTS / "best.ckpt"
+        if not inside.is_file():
+            hint = "; a sweep: give the folder of one of its trials" if _is_sweep(path) else ""
+            raise UserError(f"ckpt: no {CHECKPOINTS}/best.ckpt in {path}{hint}")
+        return inside
+    if not path.is_file():
+        raise UserError(f"ckpt: no file {path}")
+    return path
+
+
+def run_of(ckpt: Path) -> Path | None:
+    """The run folder a checkpoint lies in, if it still does."""
+    folder = ckpt.parent.parent
+    return folder if ckpt.parent.name == CHECKPOINTS and (folder / CONFIG).is_file() else None

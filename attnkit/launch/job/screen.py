@@ -1,0 +1,219 @@
+"""What a run says: a line at its start, one table at its end, and all of it in run.log."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import StringIO
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from attnkit.launch.config.schema import PREDICTING
+from attnkit.launch.job.folder import RESULTS
+from attnkit.launch.job.predictions import FILE as PREDICTIONS
+from attnkit.lightning.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from attnkit.launch.job.execute import Job
+    from attnkit.launch.job.work import Work
+
+LOG = "run.log"
+_log = logging.getLogger("attnkit.run")
+_MAX_ROWS = 20
+# Keeps what is said before there is a run.log, such as warnings while objects are built.
+_early = MemoryHandler(10_000, logging.CRITICAL + 1)
+
+# Warnings that no one can act on in a run that attnkit set up; run.log has them.
+_UNHELPFUL = re.compile(
+    r"does not have many workers|smaller than the logging interval|exists and is not empty"
+    r"|LeafSpec|deprecat|litlogger|when using `ckpt_path`|Checkpoint directory"
+    r"|destroy_process_group|lr_scheduler\.step|epoch parameter in `scheduler",
+    re.IGNORECASE,
+)
+
+
+def quiet(rank: int = 0) -> None:
+    """Only warnings of Lightning's on screen, each of Python's in one line; ranks beyond 0 none."""
+    for logger in _lightnings():
+        for handler in logger.handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.setLevel(logging.ERROR if rank else logging.WARNING)
+    warnings.showwarning = _keep_warning if rank else _show_warning
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+    _early.buffer.clear()  # of a run before, in this process, that was refused
+    _log.addHandler(_early)
+
+
+@contextmanager
+def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[None]:
+    """Everything that is said, Lightning's messages, all warnings and a traceback also to run.log.
+
+    Of the ranks beyond 0 only when they fail; with `own`, all of it to a file of their own.
+    """
+    file = logging.FileHandler(
+        folder / (f"run_rank{rank}.log" if rank and own else LOG), encoding="utf-8", delay=True
+    )
+    prefix = f"rank {rank}: " if rank and not own else ""
+    file.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%Y-%m-%d %H:%M:%S"))
+    handler: logging.Handler = file
+    if rank and not own:  # until an error comes, or for ever
+        handler = MemoryHandler(10_000, logging.ERROR, target=file, flushOnClose=False)
+    loggers = [_log, *_lightnings()]
+    for logger in loggers:
+        logger.addHandler(handler)
+    _log.removeHandler(_early)
+    _early.setTarget(handler)
+    _early.flush()
+    try:
+        yield
+    except (UserError, RunError) as error:
+        _log.error("%s", error)
+        raise
+    except Exception:
+        _log.exception("failed")
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+        _early.setTarget(None)
+        _log.addHandler(_early)
+        handler.close()
+        file.close()
+
+
+def _lightnings() -> list[logging.Logger]:
+    """Lightning's loggers that have a handler of their own."""
+    names = ("lightning", "lightning.pytorch", "lightning.fabric")
+    return [log for log in map(logging.getLogger, names) if log.handlers]
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
+) -> None:
+    _keep_warning(message, category, filename, lineno)
+    text = " ".join(str(message).split())
+    foreign = issubclass(category, DeprecationWarning | FutureWarning)
+    if not foreign and not _UNHELPFUL.search(text):
+        print_(f"[yellow]warning[/yellow] {escape(text[:400])}")
+
+
+def _keep_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
+) -> None:
+    text = " ".join(str(message).split())
+    _log.warning("%s %s:%d: %s", category.__name__, Path(filename).name, lineno, text)
+
+
+def print_(text: object) -> None:
+    """To the screen only."""
+    Console(soft_wrap=True, highlight=False).print(text)
+
+
+def print_table(table: Table) -> None:
+    """To the screen only; not squeezed where there is no screen."""
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def say(text: str) -> None:
+    """A line on screen and in run.log."""
+    print_(escape(text))
+    _log.info("%s", text)
+
+
+def show(table: Table) -> None:
+    """A table on screen and in run.log."""
+    print_table(table)
+    plain = StringIO()
+    Console(file=plain, width=120, color_system=None).print(table)
+    _log.info("%s", "\n" + plain.getvalue())
+
+
+def header(job: Job, work: Work) -> None:
+    """What runs, on what, and where it writes."""
+    run = job.config["run"]
+    device = work.trainer.strategy.root_device.type
+    processes = f" × {work.trainer.world_size} processes" if work.trainer.world_size > 1 else ""
+    model = f"{type(work.module).__name__}, {work.num_parameters:,} parameters"
+    again = ", going on" if job.resumed else ""
+    say(f"{job.config['task']} · {run}{again} · {model} · {device}{processes}")
+    say(f"in {job.folder}")
+    if job.changes:
+        say(f"changed: {' '.join(job.changes)}")
+
+
+def final(job: Job, results: Mapping[str, float]) -> None:
+    """The figures and where everything is."""
+    if job.config["run"] in PREDICTING:
+        show(predictions(job.folder))
+    table = Table(title=f"{job.config['task']} · {job.config['run']}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    several = results["num_seeds"] > 1
+    for name in sorted(results, key=_order):
+        if name.endswith("_std") or name == "num_seeds" or name.startswith("kernels/"):
+            continue
+        value = _number(name, results[name])
+        if several and f"{name}_std" in results:
+            value += f" ± {_number(name, results[f'{name}_std'])}"
+        table.add_row(name, value)
+    if several:
+        table.add_row("num_seeds", str(int(results["num_seeds"])))
+    kernels = sorted({n.rpartition("/")[2] for n in results if n.startswith("kernels/")})
+    if kernels:
+        table.add_row("attention kernels", ", ".join(kernels))
+    show(table)
+    for name, path in _paths(job).items():
+        say(f"  {name:<12} {path}")
+
+
+def predictions(folder: Path) -> Table:
+    """The first rows of predictions.csv."""
+    with (folder / PREDICTIONS).open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    title = f"predictions, the first {_MAX_ROWS} of {len(rows)}"
+    table = Table(title=title if len(rows) > _MAX_ROWS else "predictions", title_justify="left")
+    for name in reader.fieldnames or ["nothing"]:
+        table.add_column(name, overflow="fold")
+    for row in rows[:_MAX_ROWS]:
+        table.add_row(*(escape(cell or "") for cell in row.values()))
+    return table
+
+
+def _order(name: str) -> tuple[int, str]:
+    stages = ("test/", "val/", "train/")
+    return next((i for i, s in enumerate(stages) if name.startswith(s)), len(stages)), name
+
+
+def _number(name: str, value: float) -> str:
+    if name == "seconds":
+        return f"{value:.1f}"
+    if name.startswith("difference/"):
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4f}"
+
+
+def _paths(job: Job) -> dict[str, Path]:
+    folder = job.folder
+    known = {
+        "best": folder / "checkpoints" / "best.ckpt",
+        "bench": folder / "bench.md",
+        "curves": folder / "learning_curves.png",
+        "metrics": folder / "metrics.csv",
+        "predictions": folder / PREDICTIONS,
+        "inspect": folder / "inspect",
+        "export": Path((job.config.get("export") or {}).get("folder") or folder / "export"),
+        "results": folder / RESULTS,
+    }
+    return {name: path for name, path in known.items() if path.exists()} or {"run": folder}

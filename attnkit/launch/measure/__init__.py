@@ -1,0 +1,1 @@
+"""What a run would take (run=check) and how fast it is (run=bench)."""

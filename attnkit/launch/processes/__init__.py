@@ -1,0 +1,1 @@
+"""Several processes of one run: ranks, torchrun and srun, GPUs, locks."""

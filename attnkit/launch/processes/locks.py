@@ -1,0 +1,74 @@
+"""Locks that no crash leaves behind: the kernel frees them with the process that held them."""
+
+import errno
+import fcntl
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+_MISSING = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+_GLANCE = 0.2  # seconds of trying: `is_locked` in another process shares the lock for a moment
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether this process has the lock while the block runs; with `wait`, it always has.
+
+    A process that has the lock may take it again. The file says which process has it, and stays:
+    to remove it would let two have the lock. On a file system without locks a warning says so.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One object a path, which counts how often it was taken; it refuses to follow a link.
+    lock = FileLock(path, is_singleton=True, thread_local=False, mode=0o666)
+    try:
+        lock.acquire(timeout=-1 if wait else _GLANCE, poll_interval=0.02)
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        if error.errno not in _MISSING:
+            raise
+        warnings.warn(
+            f"{path.parent}: this file system has no locks; run one process at a time",
+            stacklevel=3,
+        )
+        yield True
+        return
+    try:
+        _sign(path)
+        yield True
+    finally:
+        lock.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process has the lock."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def holder(path: Path) -> str:
+    """Who has, or had, the lock."""
+    try:
+        return path.read_text(encoding="utf-8").strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+def _sign(path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
+    try:
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    finally:
+        os.close(file)

@@ -1,0 +1,149 @@
+"""One rank of a run: from the written config.yaml, without Hydra, so that nothing runs twice.
+
+`python -m attnkit.launch.processes.one_rank RUN_DIR`, as start_ranks.py starts it; or, under
+torchrun or srun, a process that follows rank 0.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnkit.launch.causes import is_peer_lost, is_timeout
+from attnkit.launch.errors import CRASHED, INTERRUPTED, TRACEBACK, WRONG_INPUT, fail, summary
+from attnkit.launch.job import folder as folders
+from attnkit.launch.job.out_of_memory import OutOfMemory
+from attnkit.launch.processes.start_ranks import Report
+from attnkit.launch.processes.torchrun import Launcher, leave_group
+from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
+from attnkit.lightning.errors import StoppedBySignal, UserError
+
+if TYPE_CHECKING:
+    from attnkit.launch.job.work import Work
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Be the rank that the environment says; what goes wrong is left for the command to say."""
+    parser = argparse.ArgumentParser(prog="attnkit.launch.processes.one_rank")
+    parser.add_argument("run_dir")
+    parser.add_argument("--log", required=True)
+    parser.add_argument("--allow", action="append", default=[])
+    parser.add_argument("--path", action="append", default=[])
+    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    args = parser.parse_args(argv)
+    end_with(args.parent)
+    rank = int(os.environ["LOCAL_RANK"])
+    try:
+        end_on_signals()  # one may have waited for this
+        report = _run(
+            rank, args.run_dir, log=args.log, allow=args.allow, path=args.path, alone=args.alone
+        )
+    except StoppedBySignal as error:  # before it began, or once more while it was ending
+        report = Report(error.code, "", signum=error.signum)
+    ignore_signals()
+    if report is None:
+        leave_group()
+        return 0
+    args.report.joinpath(str(rank)).write_text(json.dumps(asdict(report)), "utf-8")
+    return report.code
+
+
+def follow(launcher: Launcher) -> int:
+    """Run what rank 0 says, until it says how to end."""
+    try:
+        while "exit" not in (message := launcher.next()):
+            report = _run(launcher.rank, **message)
+            if report is None:
+                continue
+            code = launcher.ending() if report.peer_gone or report.signum is not None else None
+            if code is None and report.text:
+                print(f"attnkit: rank {launcher.rank}: {report.text}", file=sys.stderr)
+            return report.code if code is None else code
+    except StoppedBySignal as error:
+        return error.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if message["exit"] == 0:
+        leave_group()
+    return int(message["exit"])
+
+
+def end_with(parent: int) -> None:
+    """Watch the process that started this one; once it has gone, this one and its workers go."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        os._exit(CRASHED)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _run(
+    rank: int,
+    run_dir: str,
+    *,
+    log: str,
+    allow: Sequence[str],
+    path: Sequence[str],
+    alone: bool,
+) -> Report | None:
+    """One run; returns what went wrong."""
+    works: list[Work] = []
+
+    def run() -> None:
+        from attnkit.launch.job import screen as report
+        from attnkit.launch.job.work import Work
+        from attnkit.lightning.build.build import allowing
+        from attnkit.lightning.resume.signals import fork_apart
+
+        fork_apart()
+        sys.path.extend(p for p in path if p not in sys.path)
+        report.quiet(rank)
+        with allowing(*allow):
+            config = folders.load_config(Path(run_dir))
+            with report.logging_to(Path(log), rank, own=bool(config.get("rank_logs"))):
+                works.append(Work(config, alone=alone))
+                raise_received()
+                works[0].run()
+
+    return _reported(run, lambda: works[0].trainer.global_step if works else 0)
+
+
+def _reported(run: Callable[[], None], steps: Callable[[], int]) -> Report | None:
+    try:
+        try:
+            run()
+            return None
+        except Exception:
+            raise_received()
+            raise
+    except Exception as error:
+        code = WRONG_INPUT if isinstance(error, UserError) else CRASHED
+        if os.environ.get(TRACEBACK) == "1":
+            fail(error, code)
+        lost: dict[str, Any] = {}
+        if is_peer_lost(error):
+            lost["peer_silent" if is_timeout(error) else "peer_gone"] = True
+        lost["no_memory"] = isinstance(error, OutOfMemory)
+        return Report(code, summary(error), **lost)
+    except StoppedBySignal as error:
+        return Report(error.code, "", signum=error.signum, step=steps())
+    except KeyboardInterrupt:
+        return Report(INTERRUPTED, "", signum=signal.SIGINT, step=steps())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

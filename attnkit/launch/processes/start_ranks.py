@@ -1,0 +1,212 @@
+"""The ranks of a run, a process each: started together, told of signals, none left behind.
+
+The command itself is no rank. It starts them on the written configuration, passes signals on and
+says once which of them went wrong and how. (Where Lightning starts them, rank 0 is the parent of
+the others, and is killed without a word when one of them dies.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from attnkit.launch.errors import CRASHED, WRONG_INPUT
+from attnkit.launch.job.out_of_memory import OutOfMemory
+from attnkit.launch.processes.torchrun import VARIABLES
+from attnkit.launch.signals import STOPPING, Once, held_back
+from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
+
+GRACE = 3.0  # seconds the others have to end by themselves once a rank has failed
+PATIENCE = 10.0  # seconds all have to end after a second signal
+_POLL = 0.05
+
+
+class RanksStopped(StoppedBySignal):
+    """A signal has stopped all ranks, after so many steps."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(signum)
+        self.step = step
+
+
+@dataclass
+class Report:
+    """What a rank says of its end, if that was not as it should be."""
+
+    code: int
+    text: str
+    when: float = field(default_factory=time.time)
+    signum: int | None = None
+    step: int = 0
+    peer_gone: bool = False
+    """It only noticed that another rank had gone."""
+    peer_silent: bool = False
+    """It only waited for another rank in vain."""
+    no_memory: bool = False
+    """Its memory did not suffice for the batches of training."""
+
+
+def start(command: Sequence[str], count: int) -> None:
+    """Run the command once for each rank and wait; raises what went wrong in whichever rank.
+
+    Raises:
+        UserError, RunError: the failure of the rank that failed first; OutOfMemory too.
+        RanksStopped: a signal came, and every rank has ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="attnkit-") as folder, _kept_signals() as signals:
+        ranks = _Ranks(command, count, Path(folder))
+        try:
+            ranks.wait(signals)
+        finally:
+            ranks.kill()
+        ranks.judge(signals)
+
+
+class _Ranks:
+    def __init__(self, command: Sequence[str], count: int, folder: Path) -> None:
+        self.folder = folder
+        environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment |= {"NODE_RANK": "0", "WORLD_SIZE": str(count)}
+        arguments = [*command, f"--report={folder}", f"--parent={os.getpid()}"]
+        with held_back():
+            self.processes = [
+                subprocess.Popen(
+                    arguments,
+                    env={**environment, "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # the terminal's Ctrl-C is for the command alone
+                )
+                for rank in range(count)
+            ]
+        self.ended: dict[int, float] = {}
+        self.late: list[int] = []
+        """Ranks that did not end when the others had."""
+
+    def wait(self, signals: list[int]) -> None:
+        """Until every rank has ended, or one has failed and the others had time to notice."""
+        told = 0
+        deadline = float("inf")
+        while running := [r for r, p in enumerate(self.processes) if p.poll() is None]:
+            now = time.time()
+            self._note_ends(now)
+            while told < len(signals):
+                told += 1
+                if told > 1:
+                    deadline = min(deadline, now + PATIENCE)
+                self._send(signals[told - 1])
+            if any(self._has_failed(r) for r in self.ended):
+                deadline = min(deadline, now + GRACE)
+            if now > deadline:
+                self.late = running
+                return
+            time.sleep(_POLL)
+        self._note_ends(time.time())
+
+    def kill(self) -> None:
+        """Whatever is still there, a rank's own workers included."""
+        for process in self.processes:
+            with suppress(OSError):
+                if hasattr(os, "killpg"):
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.kill()
+            process.wait()
+
+    def judge(self, signals: list[int]) -> None:
+        """Raise what the run as a whole came to."""
+        reports = {r: self._report(r) for r in range(len(self.processes)) if r not in self.late}
+        failures = {r: report for r, report in reports.items() if report}
+        step = max((report.step for report in failures.values()), default=0)
+        stops = [r.signum for r in failures.values() if r.signum is not None]
+        own = {
+            rank: report
+            for rank, report in failures.items()
+            if report.signum is None and not report.peer_gone and not report.peer_silent
+        }
+        if not own and (signals or stops):
+            raise RanksStopped((signals or stops)[0], step)
+        if not failures:
+            return
+        rank, report = min((own or failures).items(), key=lambda item: item[1].when)
+        if report.peer_silent and self.late:
+            late = ", ".join(map(str, self.late))
+            raise RunError(
+                f"rank {late} does not answer: the other ranks waited for it in vain\n"
+                "  how long they wait: trainer.timeout_seconds"
+            )
+        if report.no_memory:
+            raise OutOfMemory(f"rank {rank}: {report.text}")
+        alike = [r for r in own.values() if r.text == report.text]
+        text = report.text if len(alike) > 1 else f"rank {rank}: {report.text}"
+        raise (UserError if report.code == WRONG_INPUT else RunError)(text)
+
+    def _send(self, signum: int) -> None:
+        for process in self.processes:
+            with suppress(OSError):
+                process.send_signal(signum)
+
+    def _note_ends(self, now: float) -> None:
+        for rank, process in enumerate(self.processes):
+            if process.poll() is not None:
+                self.ended.setdefault(rank, now)
+
+    def _has_failed(self, rank: int) -> bool:
+        """Failed, not stopped: who stops may still be waiting for a checkpoint to be written."""
+        report = self._report(rank)
+        return report is not None and report.signum is None
+
+    def _report(self, rank: int) -> Report | None:
+        """Its own, or what its end tells."""
+        code = self.processes[rank].returncode
+        if code == 0:
+            return None
+        with suppress(OSError, ValueError):
+            return Report(**json.loads((self.folder / str(rank)).read_text("utf-8")))
+        when = self.ended.get(rank, time.time())
+        if code > 0:
+            return Report(CRASHED, f"ended with exit code {code}", when)
+        if -code in STOPPING:
+            return Report(CRASHED, "", when, signum=-code)
+        text = f"killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            text += "\n  the system does so to what takes too much memory"
+        return Report(CRASHED, text, when)
+
+
+@contextmanager
+def _kept_signals() -> Iterator[list[int]]:
+    """Signals are kept here, not acted on; an echo of the last one is none."""
+    signals: list[int] = []
+    once = Once()
+
+    def keep(signum: int, _: FrameType | None) -> None:
+        if once.is_new():
+            signals.append(signum)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {s: signal.signal(s, keep) for s in STOPPING}
+    try:
+        yield signals
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Many runs: trials, their record, where they run, resuming and retrying."""

@@ -1,0 +1,262 @@
+"""The folder of a sweep: sweep.json names its trials, their own folders tell how far each is.
+
+`read_sweep` is for whoever wants to know; `write_sweep` and `add_trial` are for who runs them.
+Neither torch nor Hydra is needed for any of it.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from attnkit.launch.job import folder as folders
+from attnkit.launch.processes.locks import is_locked, locked
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import absolute, refuse_url, replacing
+
+FILE = "sweep.json"
+ERROR = "error.txt"
+PRUNED = "pruned.txt"
+VERSION = 1
+State = Literal["done", "failed", "pruned", "running", "interrupted", "waiting"]
+
+_NAMING = re.compile(r"[\w.+-]{1,30}")  # values short and plain enough for a folder name
+_LONGEST = 150  # characters of a folder's name
+# What a trial is not made of: where it runs, and what only a command line may permit.
+_FOREIGN = ("allow", "resume", "run_dir", "sweep")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial, as it was found."""
+
+    number: int
+    folder: Path
+    overrides: tuple[str, ...]
+    values: dict[str, str]
+    """Of the swept keys."""
+    state: State = "waiting"
+    results: dict[str, float] = field(default_factory=dict)
+    """Of a trial that is done."""
+    error: str = ""
+    """Of a trial that has failed, or why it was pruned."""
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that runs it."""
+        return self.folder.parent / f".{self.number}.lock"
+
+    @property
+    def errors(self) -> list[Path]:
+        """The errors of earlier attempts, which were run again."""
+        return sorted(self.folder.glob("error_*.txt"))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What sweep.json says, and how far the trials are.
+
+    `allow` and `config_dir` are on record only: permission is given on the command line.
+    """
+
+    folder: Path
+    command: tuple[str, ...]
+    """The overrides as they were typed."""
+    keys: tuple[str, ...]
+    """What differs between the trials."""
+    trials: tuple[Trial, ...] = ()
+    sweeper: str = "basic"
+    hydra: tuple[str, ...] = ()
+    """Hydra's own overrides among them: the launcher and its settings."""
+    config_dir: str | None = None
+    allow: tuple[str, ...] = ()
+    """The override that allowed packages, if there was one."""
+    working_dir: str = ""
+    """Where relative paths of the overrides start."""
+
+    def having(self, *states: State) -> list[Trial]:
+        """The trials in one of these states."""
+        return [trial for trial in self.trials if trial.state in states]
+
+
+def progress(folder: Path) -> State:
+    """How far a trial is, whether or not a process is at it."""
+    if (folder / ERROR).is_file():
+        return "failed"
+    if folders.is_finished(folder):
+        return "done"
+    if (folder / PRUNED).is_file():
+        return "pruned"
+    return "interrupted" if folder.is_dir() and any(folder.iterdir()) else "waiting"
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """What lies in the folder of a sweep.
+
+    Raises:
+        UserError: it has no sweep.json that can be read.
+    """
+    content = _load(folder)
+    keys = tuple(content["keys"])
+    trials = tuple(_found(folder, keys, record) for record in content["trials"])
+    return Sweep(
+        folder,
+        tuple(content["command"]),
+        keys,
+        trials,
+        content["sweeper"],
+        tuple(content["hydra"]),
+        content["config_dir"],
+        tuple(content["allow"]),
+        content["working_dir"],
+    )
+
+
+def write_sweep(sweep: Sweep) -> None:
+    """Write sweep.json, whole or not at all."""
+    content = {
+        "version": VERSION,
+        "sweeper": sweep.sweeper,
+        "command": sweep.command,
+        "keys": sweep.keys,
+        "hydra": sweep.hydra,
+        "config_dir": sweep.config_dir,
+        "allow": sweep.allow,
+        "working_dir": sweep.working_dir,
+        "trials": [_record(trial) for trial in sweep.trials],
+    }
+    _save(sweep.folder, content)
+
+
+def new_trial(folder: Path, keys: Sequence[str], number: int, overrides: Sequence[str]) -> Trial:
+    """A trial of this sweep; its folder's name is its number and, where they make one, its values.
+
+    Neither the folder nor a record of it is made.
+    """
+    values = _values(keys, overrides)
+    named = [f"{k.replace('/', '.')}={v}" for k, v in values.items() if _NAMING.fullmatch(v)]
+    name = "_".join([str(number), ",".join(named)]).rstrip("_")
+    name = name if len(name) <= _LONGEST else str(number)
+    return Trial(number, folder / name, tuple(overrides), values)
+
+
+def add_trial(folder: Path, overrides: Sequence[str]) -> Trial:
+    """Append a trial to a sweep whose trials are not known beforehand; any process may."""
+    with locked(folder / ".sweep.lock", wait=True):
+        content = _load(folder)
+        trial = new_trial(folder, content["keys"], len(content["trials"]), overrides)
+        content["trials"].append(_record(trial))
+        _save(folder, content)
+    return trial
+
+
+def change_trials(folder: Path, numbers: Sequence[int], changes: Sequence[str]) -> None:
+    """Append overrides to those of these trials."""
+    with locked(folder / ".sweep.lock", wait=True):
+        content = _load(folder)
+        for record in content["trials"]:
+            if record["number"] in numbers:
+                record["overrides"] += changes
+        _save(folder, content)
+
+
+def find_sweep(given: str, key: str) -> Path:
+    """The folder that `key=given` names, `latest` being the newest below outputs/."""
+    if given == "latest":
+        outputs = Path.cwd() / folders.OUTPUTS
+        found = list(outputs.glob(f"*/*/{FILE}"))
+        if not found:
+            raise UserError(f"{key}=latest: no sweep under {outputs}")
+        return max(found, key=lambda path: path.stat().st_mtime).parent
+    refuse_url(given, key)
+    folder = absolute(given)
+    if not folder.is_dir():
+        raise UserError(f"{key}: no folder {folder}")
+    if not (folder / FILE).is_file():
+        one = f"; one run: {folders.as_override('resume', folder)} without -m"
+        hint = one if key == "resume" and (folder / folders.CONFIG).is_file() else ""
+        if key == "sweep":
+            hint = "\n  it is the folder that attnkit -m made; the newest of them: sweep=latest"
+        raise UserError(f"{key}: no sweep in {folder} (it has no {FILE}){hint}")
+    return folder
+
+
+def key_of(override: str) -> str:
+    """The key or group that an override sets."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _values(keys: Sequence[str], overrides: Sequence[str]) -> dict[str, str]:
+    given = {key_of(o): o.partition("=")[2] for o in overrides}
+    return {key: given[key] for key in keys if key in given}
+
+
+def _record(trial: Trial) -> dict[str, Any]:
+    return {"number": trial.number, "folder": trial.folder.name, "overrides": trial.overrides}
+
+
+def _found(folder: Path, keys: Sequence[str], record: Mapping[str, Any]) -> Trial:
+    place = folder / record["folder"]
+    overrides = tuple(record["overrides"])
+    values = _values(keys, overrides)
+    trial = Trial(record["number"], place, overrides, values)
+    state: State = "running" if is_locked(trial.lock) else progress(place)
+    results = folders.load_results(place) if state == "done" else {}
+    said = {"failed": ERROR, "pruned": PRUNED}.get(state)
+    error = (place / said).read_text("utf-8").strip() if said else ""
+    return Trial(trial.number, place, overrides, values, state, results, error)
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
+        version = content["version"]
+        raise UserError(f"{path}: of version {version!r}, this attnkit reads version {VERSION}")
+    if problem := _problem(content):
+        raise UserError(f"{path}: not the record of a sweep: {problem}")
+    return content
+
+
+def _problem(content: Any) -> str:
+    """What is wrong with a sweep.json; it may be anybody's."""
+    if not isinstance(content, dict):
+        return "expected a mapping"
+    lists = ("command", "keys", "hydra", "allow")
+    for name in lists:
+        if not _is_texts(content.get(name)):
+            return f"{name}: expected texts"
+    if not isinstance(content.get("config_dir", 0), str | None):
+        return "config_dir: expected a folder or null"
+    for name in ("sweeper", "working_dir"):
+        if not isinstance(content.get(name), str):
+            return f"{name}: expected a text"
+    trials = content.get("trials")
+    if not isinstance(trials, list):
+        return "trials: expected a list"
+    for number, record in enumerate(trials):
+        place = record.get("folder") if isinstance(record, dict) else None
+        if not isinstance(place, str) or Path(place).name != place or place[:1] in ("", "."):
+            return f"trials.{number}.folder: expected a name"
+        if record.get("number") != number or not _is_texts(record.get("overrides")):
+            return f"trials.{number}: expected this number and its overrides"
+        for override in record["overrides"]:
+            if key_of(override) in _FOREIGN or re.match(r"hydra\b", key_of(override)):
+                return f"trials.{number}: {override} is not for a trial"
+    return ""
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _save(folder: Path, content: Mapping[str, Any]) -> None:
+    with replacing(folder / FILE) as file:
+        file.write(f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())

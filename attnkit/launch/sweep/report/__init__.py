@@ -1,0 +1,1 @@
+"""The table, the page and the pictures of a sweep."""

@@ -1,0 +1,149 @@
+"""`run=report sweep=DIR`, and the end of every sweep: one ranked table, pictures, the best command.
+
+Only files of the sweep's own folder are written; its trials are read. Neither torch nor Hydra is
+needed for it.
+"""
+
+import shlex
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attnkit.launch.errors import CRASHED, summary
+from attnkit.launch.job import folder as folders
+from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, key_of, read_sweep
+from attnkit.launch.sweep.report import pictures as sweep_plots
+from attnkit.launch.sweep.report import ranking, tradeoff
+from attnkit.launch.sweep.report.ranking import Metric, Row
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import replacing
+
+FILE = "report.md"
+
+
+def report(config: Mapping[str, Any], overrides: Sequence[str]) -> int:
+    """`run=report sweep=DIR`; returns the exit code."""
+    for override in overrides:
+        if key_of(override) not in ("run", "sweep"):
+            raise UserError(f"{override}: not for run=report, which reads what lies in sweep=PATH")
+    if config.get("sweep") is None:
+        raise UserError("run=report: needs sweep=PATH, the folder of a sweep, or sweep=latest")
+    finish(find_sweep(str(config["sweep"]), "sweep"))
+    return 0
+
+
+def finish(folder: Path) -> int:
+    """Report on a sweep, on screen and in files; returns the exit code the sweep has earned."""
+    sweep = read_sweep(folder)
+    metric = Metric.of(saved_config(sweep))
+    rows = ranking.ranked(sweep.trials, metric)
+    figures = ranking.figures_of(rows, metric)
+    shared = [o for o in sweep.command if key_of(o) not in sweep.keys and not _is_place(o)]
+    said = ranking.in_words(rows, shared)
+    ranking.show(rows, figures)
+    print(said)
+    ranking.save(folder / ranking.FILE, rows, figures)
+    table = f"{ranking.as_markdown(rows, figures)}\n\n{said}\n"
+    _save(folder / ranking.MARKDOWN, table)
+    print(f"  table  {folder / ranking.FILE}\n         {folder / ranking.MARKDOWN}")
+    if any(len(row.trials) > 1 for row in rows):
+        each = ranking.ranked(sweep.trials, metric, by_seed=True)
+        ranking.save(folder / ranking.EACH, each, figures)
+        print(f"         {folder / ranking.EACH}")
+    pictures = _draw(folder, rows, metric, figures)
+    for name in pictures:
+        print(f"  plot   {folder / name}")
+    best = best_trial(rows, metric)
+    _save(folder / FILE, _page(sweep, rows, metric, table, pictures, best))
+    print(f"  report {folder / FILE}")
+    if best:
+        print(f"the best run, trial {best.number}:\n  {command_of(sweep, best)}")
+    _say_what_is_left(sweep)
+    return CRASHED if sweep.having("failed", "interrupted", "waiting") else 0
+
+
+def best_trial(rows: Sequence[Row], metric: Metric) -> Trial | None:
+    """The best of the trials in the best row."""
+    if not rows or rows[0].rank is None:
+        return None
+    having = [trial for trial in rows[0].trials if metric.name in trial.results]
+    return min(having, key=lambda trial: (metric.order(trial.results), trial.number))
+
+
+def command_of(sweep: Sweep, trial: Trial) -> str:
+    """The command that runs this trial by itself, quoted for a POSIX shell."""
+    own = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
+    command = shlex.join(["attnkit", *own, *trial.overrides, *sweep.allow])
+    start = Path(sweep.working_dir)
+    elsewhere = start.is_dir() and start != Path.cwd()
+    place = f"cd {shlex.quote(sweep.working_dir)} && " if elsewhere else ""
+    return ranking.plain(f"{place}{command}")
+
+
+def saved_config(sweep: Sweep) -> Mapping[str, Any]:
+    """The configuration of a trial, for what all share; empty where none has begun."""
+    for trial in (*sweep.having("done"), *sweep.trials):
+        with suppress(UserError):  # not written yet, or broken
+            return folders.load_config(trial.folder)
+    return {}
+
+
+def _draw(folder: Path, rows: Sequence[Row], metric: Metric, figures: Sequence[str]) -> list[str]:
+    """The pictures that there was something for; one that goes wrong is a warning."""
+    cost = next((n for n in ("test/accuracy", *figures) if n in figures), "")
+    made = []
+    for name, draw in {tradeoff.FILE: None, **sweep_plots.PICTURES}.items():
+        path = folder / name
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of letters that a font lacks
+                drawn = draw(path, rows, metric) if draw else tradeoff.draw(path, rows, cost)
+        except Exception as error:
+            print(f"warning: {name} could not be drawn: {summary(error).splitlines()[0]}")
+            continue
+        if drawn:
+            made.append(name)
+    return made
+
+
+def _page(
+    sweep: Sweep,
+    rows: Sequence[Row],
+    metric: Metric,
+    table: str,
+    pictures: Sequence[str],
+    best: Trial | None,
+) -> str:
+    """report.md: all of it on one page."""
+    parts = [f"# {sweep.folder.name}", table.strip()]
+    if best:
+        value = f"{metric.name} {best.results[metric.name]:.6g}"
+        again = f"## The best run\n\nTrial {best.number}, {value}, once more:"
+        parts.append(f"{again}\n\n```bash\n{command_of(sweep, best)}\n```")
+    if pictures:
+        parts.append("\n\n".join(["## Pictures", *(f"![{n}]({n})" for n in pictures)]))
+    if failed := [row for row in rows if row.state == "failed"]:
+        lines = [f"- trial {row.numbers}: `{row.error.replace('`', chr(39))}`" for row in failed]
+        parts.append("\n".join(["## Errors", "", *lines]))
+    return "\n\n".join([*parts, ""])
+
+
+def _say_what_is_left(sweep: Sweep) -> None:
+    if failed := sweep.having("failed"):
+        again = folders.as_override("sweep", sweep.folder)
+        print(f"{len(failed)} failed; to run them again: attnkit run=retry {again}")
+    for state in ("running", "interrupted", "waiting"):
+        if those := sweep.having(state):
+            again = folders.as_override("resume", sweep.folder)
+            print(f"{len(those)} {state}; to go on: attnkit -m {again}")
+
+
+def _is_place(override: str) -> bool:
+    return key_of(override) == "run_dir" or key_of(override).startswith("hydra")
+
+
+def _save(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode())

@@ -1,0 +1,270 @@
+"""The trials of a sweep in one table, best first; those that differ only by seed are one row."""
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnkit.launch.sweep.record import Trial, key_of
+from attnkit.lightning.files import replacing
+
+FILE = "table.csv"
+MARKDOWN = "table.md"
+EACH = "trials.csv"
+COSTS = ("parameters", "multiply_adds", "step_seconds")
+SEED = "seed"
+_SHOWN_SEEDS = 6
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What trials are ranked by: the best value of what the checkpoint callback follows.
+
+    That is a metric of validation: choosing by the test metric would spoil it.
+    """
+
+    monitor: str = "val/loss"
+    maximize: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Metric":
+        """The metric of a trial with this configuration."""
+        checkpoint = (config.get("callbacks") or {}).get("checkpoint") or {}
+        monitor = checkpoint.get("monitor") or cls.monitor
+        return cls(str(monitor), checkpoint.get("mode") == "max")
+
+    @property
+    def name(self) -> str:
+        """Its name in results.json."""
+        return f"{self.monitor}_best"
+
+    def order(self, results: Mapping[str, float]) -> tuple[bool, float]:
+        """A key to sort by, best first and those without the metric last."""
+        missing = self.name not in results
+        return missing, 0.0 if missing else (-1 if self.maximize else 1) * results[self.name]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Trials that differ only by seed and are done, or one that is not."""
+
+    trials: tuple[Trial, ...]
+    results: dict[str, float] = field(default_factory=dict)
+    """As in results.json, over all of their seeds; `num_seeds` is how many have the metric."""
+    rank: int | None = None
+    """From 1; None where there is nothing to rank by."""
+
+    @property
+    def state(self) -> str:
+        """Of all its trials."""
+        return self.trials[0].state
+
+    @property
+    def error(self) -> str:
+        """Of a trial that has failed, in one line."""
+        return plain(" ".join(self.trials[0].error.split()))
+
+    @property
+    def numbers(self) -> str:
+        """Those of its trials."""
+        return " ".join(str(trial.number) for trial in self.trials)
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Of the swept keys; of the seeds all."""
+        values = dict(self.trials[0].values)
+        if SEED in values:
+            seeds = [trial.values[SEED] for trial in self.trials]
+            if len(seeds) > _SHOWN_SEEDS:
+                seeds = [seeds[0], "…", seeds[-1]]
+            values[SEED] = " ".join(seeds)
+        return values
+
+    @property
+    def label(self) -> str:
+        """What sets it apart: its values."""
+        values = [value for key, value in self.values.items() if key != SEED]
+        return plain(" ".join(values)) or self.numbers
+
+
+def ranked(trials: Sequence[Trial], metric: Metric, *, by_seed: bool = False) -> list[Row]:
+    """The rows, best first; what is not done comes last, by its state, and counts for nothing.
+
+    Args:
+        by_seed: a row for each trial, also where some differ only by seed.
+    """
+    groups: dict[tuple[Any, ...], list[Trial]] = {}
+    times: Counter[tuple[str, ...]] = Counter()
+    for trial in trials:
+        if trial.state == "done":
+            again = times[trial.overrides]  # the same seed once more is no other seed
+            times[trial.overrides] += 1
+            alone = trial.number if by_seed else None
+            same = tuple(o for o in trial.overrides if key_of(o) != SEED)
+            groups.setdefault((alone, again, same), []).append(trial)
+    rows = [Row(tuple(group), pooled([t.results for t in group], metric.name))
+            for group in groups.values()]  # fmt: skip
+    rows.sort(key=lambda row: (*metric.order(row.results), row.trials[0].number))
+    rows = [
+        Row(row.trials, row.results, rank if metric.name in row.results else None)
+        for rank, row in enumerate(rows, 1)
+    ]
+    states = ["failed", *sorted({t.state for t in trials} - {"done", "failed"})]
+    rest = [Row((t,)) for state in states for t in trials if t.state == state]
+    return rows + rest
+
+
+def pooled(parts: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+    """The results of several jobs as one: means and standard deviations over all of their seeds.
+
+    A job of n seeds gives its mean m and deviation s: the sum of squares about the mean M of all N
+    seeds is the sum of (n − 1) s² + n (m − M)², to be divided by N − 1. `num_seeds` counts the
+    seeds that have the `metric`.
+    """
+    parts = [{k: v for k, v in part.items() if isinstance(v, int | float)} for part in parts]
+    if len(parts) == 1:
+        return dict(parts[0])
+    results: dict[str, float] = {}
+    names = dict.fromkeys(name for part in parts for name in part)
+    for name in names:
+        having = [part for part in parts if name in part]
+        if name == "num_seeds" or f"{name.removesuffix('_std')}_std" == name in names:
+            continue
+        counts = [int(part.get("num_seeds", 1)) for part in having]
+        number = sum(counts)
+        mean = math.fsum(n * part[name] for n, part in zip(counts, having, strict=True)) / number
+        results[name] = mean
+        spread = f"{name}_std"
+        if number > 1 and all(n == 1 or spread in p for n, p in zip(counts, having, strict=True)):
+            squares = [
+                (n - 1) * part.get(spread, 0.0) ** 2 + n * (part[name] - mean) ** 2
+                for n, part in zip(counts, having, strict=True)
+            ]
+            results[spread] = math.sqrt(math.fsum(squares) / (number - 1))
+        if name == metric:
+            results["num_seeds"] = number
+    return results
+
+
+def figures_of(rows: Sequence[Row], metric: Metric) -> list[str]:
+    """The figures to show: the metric, those of the test, the costs."""
+    present = {name for row in rows for name in row.results}
+    tests = sorted(n for n in present if n.startswith("test/") and not n.endswith("_std"))
+    return [n for n in (metric.name, *tests, *COSTS, "seconds") if n in present]
+
+
+def save(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
+    """As CSV: rank, trial, values, n, figures with `_std` where n > 1, state, folder, error.
+
+    A row of several trials has no folder; `trials.csv` has those.
+    """
+    keys = keys_of(rows)
+    names = [name for figure in figures for name in (figure, *_spread_of(figure, rows))]
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["rank", "trial", *keys, "n", *names, "state", "folder", "error"])
+    for row in rows:
+        rank = "" if row.rank is None else row.rank
+        values = [row.values.get(key, "") for key in keys]
+        alone = row.results.get("num_seeds", 1) == 1  # the deviation of one value says nothing
+        numbers = [
+            "" if alone and name not in figures else row.results.get(name, "") for name in names
+        ]
+        folder = str(row.trials[0].folder) if len(row.trials) == 1 else ""
+        count = f"{row.results['num_seeds']:g}" if "num_seeds" in row.results else ""
+        writer.writerow([rank, row.numbers, *values, count, *numbers, row.state, folder, row.error])
+    with replacing(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def as_markdown(rows: Sequence[Row], figures: Sequence[str]) -> str:
+    """The table for people."""
+    keys = keys_of(rows)
+    lines = [
+        ["rank", "trial", *keys, "n", *figures],
+        ["---:", "---", *["---"] * len(keys), *["---:"] * (1 + len(figures))],
+    ]
+    lines += [_cells(row, keys, figures) for row in rows]
+    escaped = ([" ".join(c.split()).replace("|", "\\|") for c in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def in_words(rows: Sequence[Row], shared: Sequence[str]) -> str:
+    """What differs between the trials and what they share, so that a table says what was tuned."""
+    seeds = {int(row.results.get("num_seeds", 1)) for row in rows if row.state == "done"}
+    number = f"{min(seeds, default=1)}" + (f" to {max(seeds)}" if len(seeds) > 1 else "")
+    states = [row.state for row in rows if row.state != "done"]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    same = plain(" ".join(shared)) or "the defaults"
+    return (
+        f"What differs: {', '.join(keys_of(rows)) or 'nothing'}. Everything else is the same in "
+        f"all trials ({same}; seeds in each: {number}) and was not tuned for any of them. "
+        "Ranked by the best validation value; ± is the standard deviation "
+        f"over the n seeds.{f' Not counted: {counts}.' if counts else ''}"
+    )
+
+
+def show(rows: Sequence[Row], figures: Sequence[str]) -> None:
+    """The table on screen."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from attnkit.launch.job.screen import print_table
+
+    keys = keys_of(rows)
+    table = Table(title="trials, best first", title_justify="left")
+    columns = ["rank", "trial", *keys, "n", *(figures or ["state"])]
+    for name in columns:
+        table.add_column(
+            name, justify="left" if name in ("trial", *keys) else "right", overflow="fold"
+        )
+    for row in rows:
+        style = {"done": None, "failed": "red"}.get(row.state, "dim")
+        table.add_row(*map(escape, _cells(row, keys, figures or ["state"])), style=style)
+    print_table(table)
+
+
+def keys_of(rows: Sequence[Row]) -> list[str]:
+    """The swept keys."""
+    return list(dict.fromkeys(key for row in rows for key in row.trials[0].values))
+
+
+def plain(text: str) -> str:
+    """Without what a terminal obeys; a sweep.json may be anybody's."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _cells(row: Row, keys: Sequence[str], figures: Sequence[str]) -> list[str]:
+    """Rank, trial, values, n, and the figures; of a trial that is not done, its state."""
+    values = [plain(row.values.get(key, "")) for key in keys]
+    if row.state != "done":
+        return ["–", row.numbers, *values, "", row.state, *[""] * (len(figures) - 1)]
+    count = f"{row.results.get('num_seeds', 0):g}"
+    rank = "–" if row.rank is None else str(row.rank)
+    return [rank, row.numbers, *values, count, *(_number(row.results, n) for n in figures)]
+
+
+def _spread_of(figure: str, rows: Sequence[Row]) -> list[str]:
+    """The name of its standard deviation, if a row has one that is to be shown."""
+    name = f"{figure}_std"
+    several = any(row.results.get("num_seeds", 1) > 1 and name in row.results for row in rows)
+    return [name] if several and figure not in (*COSTS, "seconds") else []
+
+
+def _number(results: Mapping[str, float], name: str) -> str:
+    if name not in results:
+        return ""
+    if name in ("parameters", "multiply_adds"):
+        return f"{results[name]:,.0f}"
+    if name == "seconds":
+        return f"{results[name]:.1f}"
+    spread = results.get(f"{name}_std", 0.0)
+    value = results[name]
+    text = f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
+    several = results.get("num_seeds", 1) > 1 and name not in COSTS
+    deviation = f"{spread:.4f}" if "e" not in text else f"{spread:.1e}"
+    return f"{text} ± {deviation}" if several and f"{name}_std" in results else text

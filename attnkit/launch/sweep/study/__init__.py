@@ -1,0 +1,1 @@
+"""Sweeps whose trials Optuna chooses."""

@@ -1,0 +1,80 @@
+"""The callback that ends a trial of a study early, when the pruner finds it not worth going on."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+
+from attnkit.launch.sweep.record import PRUNED
+from attnkit.lightning.files import replacing
+
+
+class Pruning(Callback):
+    """Reports the metric to the study after each epoch and asks its pruner.
+
+    A trial that is pruned ends with `optuna.TrialPruned` and the file pruned.txt in its folder. One
+    that the study does not count as running, as when it is tried again, is left alone.
+
+    Args:
+        folder: of the run.
+        storage: a journal, or sqlite:///FILE.
+        study: name of the study in it.
+        sweep: which of the study's sweeps.
+        number: of the trial in the sweep.
+        monitor: the metric.
+        pruner: name of the pruner.
+        options: arguments of Optuna's class.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        storage: str,
+        study: str,
+        sweep: str,
+        number: int,
+        monitor: str,
+        pruner: str = "median",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        from attnkit.launch.sweep.study.store import find_trial, make_pruner, open_storage
+
+        self.folder, self.monitor = Path(folder), monitor
+        self.pruner = make_pruner(pruner, options)
+        self._storage = open_storage(storage)
+        self._study = study
+        self._trial = find_trial(self._storage, study, sweep, number)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report, and end the trial if the pruner says so; on every rank or on none."""
+        pruned = ""
+        if trainer.is_global_zero and self._trial is not None:
+            pruned = self._report(trainer)
+        if pruned := trainer.strategy.broadcast(pruned):
+            from optuna import TrialPruned
+
+            if trainer.is_global_zero:
+                with replacing(self.folder / PRUNED) as file:
+                    file.write(f"{pruned}\n".encode())
+            raise TrialPruned(pruned)
+
+    def _report(self, trainer: Trainer) -> str:
+        import optuna
+
+        assert self._trial is not None
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None or not math.isfinite(float(value)):
+            return ""
+        study = optuna.load_study(study_name=self._study, storage=self._storage, pruner=self.pruner)
+        trial = optuna.Trial(study, self._trial._trial_id)
+        epoch = trainer.current_epoch
+        frozen = self._storage.get_trial(self._trial._trial_id)
+        if frozen.state.is_finished():
+            return ""
+        if epoch not in frozen.intermediate_values:  # it is, where an epoch is trained once more
+            trial.report(float(value), epoch)
+        if not trial.should_prune():
+            return ""
+        return f"pruned after epoch {epoch + 1}: {self.monitor} {float(value):.5g}"

@@ -1,0 +1,283 @@
+"""The study of a sweep in its storage: Optuna's trials, and which of the sweep's each one is.
+
+What has become of a trial its own folder tells (sweep/record.py); the study is brought up to date
+from there, by whichever process comes next. So a process that was killed leaves nothing in the
+study that stays running for ever: its trial is gone on with, and told when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnkit.launch.processes.locks import locked
+from attnkit.launch.sweep.record import Sweep, Trial
+from attnkit.launch.sweep.study.settings import PRUNERS, SAMPLERS, Settings
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import absolute
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial, TrialState
+
+_SQLITE = "sqlite:///"
+_SWEEP, _NUMBER = "sweep", "number"  # user attributes: which trial of which sweep it is
+_LIMIT = "n_trials"  # of the study, since any process may raise it
+_NONE = (None, None)
+_ENDED = {"done": "COMPLETE", "failed": "FAIL", "pruned": "PRUNED"}
+
+
+class _Lock:
+    """Optuna's own locks stay for half a minute when their process is killed, the kernel's go."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.held = path, ExitStack()
+
+    def acquire(self) -> bool:
+        return self.held.enter_context(locked(self.path, wait=True))
+
+    def release(self) -> None:
+        self.held.close()
+
+
+def open_storage(url: str, *, make: bool = False) -> BaseStorage:
+    """The storage in a file: a journal, or of SQLite; made on request only."""
+    import optuna
+    from optuna.storages import JournalStorage, RDBStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    file = absolute(url.removeprefix(_SQLITE))
+    if not make and not (file.is_file() and file.stat().st_size):
+        raise UserError(f"no study in {file}")
+    try:
+        if url.startswith(_SQLITE):
+            # Seconds to wait for another process that writes.
+            return RDBStorage(
+                f"{_SQLITE}{file}",
+                engine_kwargs={"connect_args": {"timeout": 60}},
+                skip_table_creation=not make,
+            )
+        lock = _Lock(file.with_name(f".{file.name}.write.lock"))
+        return JournalStorage(JournalFileBackend(str(file), lock_obj=lock))  # type: ignore[arg-type]
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"hydra.sweeper.storage: {url}: no storage of Optuna's: {first}") from error
+
+
+@dataclass
+class Store:
+    """The study of a sweep.
+
+    Args:
+        settings: of the study.
+        folder: of the sweep.
+        monitor: the metric; its best value is the trial's, as in the table.
+        minimise: whether lower is better.
+        space: a distribution for each searched key.
+        identity: what trials of one study have in common.
+    """
+
+    settings: Settings
+    folder: Path
+    monitor: str
+    minimise: bool
+    space: dict[str, BaseDistribution]
+    identity: Sequence[str]
+
+    def __post_init__(self) -> None:
+        import optuna
+
+        self.file = self.settings.file(self.folder)
+        self.sweep = os.path.relpath(self.folder, self.file.parent)
+        with self.locked():
+            self.storage = open_storage(self.settings.url(self.folder), make=True)
+            self.study = optuna.create_study(
+                storage=self.storage,
+                pruner=optuna.pruners.NopPruner(),
+                study_name=self.settings.study_name,
+                direction="minimize" if self.minimise else "maximize",
+                load_if_exists=True,
+            )
+            self._check_same()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other process asks or tells meanwhile, in any sweep of this storage."""
+        with locked(self.file.with_name(f".{self.file.name}.lock"), wait=True):
+            yield
+
+    def _check_same(self) -> None:
+        """Trials of different searches have nothing to tell each other."""
+        from optuna.distributions import distribution_to_json
+        from optuna.study import StudyDirection
+
+        name = self.settings.study_name
+        mine = {
+            "identity": list(self.identity),
+            "monitor": self.monitor,
+            "space": {k: distribution_to_json(d) for k, d in self.space.items()},
+        }
+        theirs = self.study.user_attrs
+        minimises = self.study.direction == StudyDirection.MINIMIZE
+        if (not theirs and self.study.get_trials(deepcopy=False)) or minimises != self.minimise:
+            raise UserError(f"hydra.sweeper.study_name={name}: in this storage, of another kind")
+        for key, value in mine.items():
+            if theirs.get(key, value) != value:
+                raise UserError(
+                    f"hydra.sweeper.study_name={name}: in {self.file}\n"
+                    f"  is a study with another {key if key != 'identity' else 'command'}: "
+                    f"{' '.join(map(str, theirs[key]))[:200]}"
+                )
+            if key not in theirs:
+                self.study.set_user_attr(key, value)
+
+    # --- what there is ---
+
+    def of_sweep(self) -> dict[int, FrozenTrial]:
+        """The study's trials of this sweep by number, of each the newest."""
+        return {
+            t.user_attrs[_NUMBER]: t
+            for t in self.study.get_trials(deepcopy=False)
+            if t.user_attrs.get(_SWEEP) == self.sweep
+        }
+
+    def asked(self) -> int:
+        """How many trials the study has, whosever they are; tried again, it is the same one."""
+        trials = self.study.get_trials(deepcopy=False)
+        return len(
+            {(t.user_attrs.get(_SWEEP), t.user_attrs.get(_NUMBER)) for t in trials} - {_NONE}
+        )
+
+    def limit(self, number: int = 0, *, typed: bool = False) -> int:
+        """How many trials the study is to have; `number` counts where it was typed, or none is."""
+        known = self.study.user_attrs.get(_LIMIT)
+        if number and (typed or known is None):
+            self.study.set_user_attr(_LIMIT, number)
+            return number
+        return known or 0
+
+    def best(self) -> FrozenTrial | None:
+        """The trial with the best value, if one is complete."""
+        try:
+            return self.study.best_trial
+        except ValueError:
+            return None
+
+    def elsewhere(self) -> int:
+        """How many trials of other sweeps have not ended."""
+        from optuna.trial import TrialState
+
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return sum(t.user_attrs.get(_SWEEP, self.sweep) != self.sweep for t in running)
+
+    # --- asking and telling, under the lock ---
+
+    def ask(self, number: int) -> dict[str, Any]:
+        """What the next trial of the sweep has for values."""
+        from optuna.exceptions import ExperimentalWarning
+
+        self.study.sampler = make_sampler(self.settings, self.asked())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            trial = self.study.ask(self.space)
+        params = {key: trial.params[key] for key in self.space}
+        # Last: without them, what a killed process has begun to ask for is nobody's.
+        trial.set_user_attr(_SWEEP, self.sweep)
+        trial.set_user_attr(_NUMBER, number)
+        return params
+
+    def settle(self, sweep: Sweep) -> None:
+        """Tell the study what has become of the trials of the sweep."""
+        from optuna.trial import TrialState
+
+        known = self.of_sweep()
+        for begun in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if _NUMBER not in begun.user_attrs:
+                self.study.tell(begun.number, state=TrialState.FAIL)
+        for trial in sweep.trials:
+            mine = known.get(trial.number)
+            if trial.state not in _ENDED or mine is None:
+                continue
+            state = TrialState[_ENDED[trial.state]]
+            value = self.value(trial)
+            if state == TrialState.COMPLETE and value is None:
+                state = TrialState.FAIL
+            if mine.state == TrialState.RUNNING:
+                values = value if state == TrialState.COMPLETE else None
+                self.study.tell(mine.number, values, state)
+            elif mine.state != state:  # tried again: what is told is told
+                self._add(mine, state, value)
+
+    def _add(self, before: FrozenTrial, state: TrialState, value: float | None) -> None:
+        from optuna.trial import TrialState, create_trial
+
+        if state == TrialState.PRUNED:
+            value = before.intermediate_values.get(max(before.intermediate_values, default=-1))
+        self.study.add_trial(
+            create_trial(
+                state=state,
+                value=value,
+                params=before.params,
+                distributions=before.distributions,
+                user_attrs=before.user_attrs,
+                intermediate_values=before.intermediate_values,
+            )
+        )
+
+    def value(self, trial: Trial) -> float | None:
+        """The best value of the metric of a trial that is done."""
+        return trial.results.get(f"{self.monitor}_best")
+
+
+def make_sampler(settings: Settings, number: int) -> BaseSampler:
+    """A sampler for one trial, with a seed of its own.
+
+    So several processes, and one that goes on after a crash, draw different numbers, and a study of
+    one process is the same every time.
+    """
+    from optuna import samplers
+
+    seed = settings.seed
+    if settings.sampler != "qmc":  # whose sequence is one for all trials
+        seed = random.Random(f"{seed} {number}").getrandbits(32)
+    make = getattr(samplers, SAMPLERS[settings.sampler])
+    return _made("sampler", make, {"seed": seed, **(settings.sampler_options or {})})
+
+
+def make_pruner(name: str, options: Mapping[str, Any] | None) -> BasePruner:
+    """One of Optuna's pruners."""
+    from optuna import pruners
+
+    return _made("pruner", getattr(pruners, PRUNERS[name]), options or {})
+
+
+def _made(kind: str, make: Any, options: Mapping[str, Any]) -> Any:
+    from optuna.exceptions import ExperimentalWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        try:
+            return make(**options)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"hydra.sweeper.{kind}_options: {error}") from error
+
+
+def find_trial(storage: BaseStorage, study: str, sweep: str, number: int) -> FrozenTrial | None:
+    """The study's newest trial for one of a sweep."""
+    try:
+        trials = storage.get_all_trials(storage.get_study_id_from_name(study), deepcopy=False)
+    except KeyError as error:
+        raise UserError(f"no study {study} in its storage") from error
+    wanted = {_SWEEP: sweep, _NUMBER: number}
+    found = [t for t in trials if all(t.user_attrs.get(k) == v for k, v in wanted.items())]
+    return found[-1] if found else None

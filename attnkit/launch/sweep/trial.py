@@ -1,0 +1,169 @@
+"""One trial of a sweep: from its record to its end, under its lock, so that nothing runs twice.
+
+`python -m attnkit.launch.sweep.trial ORDER NUMBER` is a trial in a process of its own, as
+launch/sweep/launchers.py starts it.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from attnkit.launch.config.compose import Composer, quoted
+from attnkit.launch.errors import guarded, summary
+from attnkit.launch.job import folder as folders
+from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.execute import Job, execute
+from attnkit.launch.processes import gpus as devices
+from attnkit.launch.processes.locks import holder, locked
+from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
+from attnkit.launch.sweep.record import ERROR, PRUNED, Trial, key_of, progress, read_sweep
+from attnkit.lightning.files import replacing
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be done with the trials of a sweep; plain data, for other processes."""
+
+    sweep: str
+    config_dir: str | None = None
+    allow: tuple[str, ...] = ()
+    """Overrides that permit the user's packages."""
+    changes: tuple[str, ...] = ()
+    """Overrides for trials that are run again."""
+    retry: bool = False
+    """Run the trials that have failed; otherwise those that have not ended."""
+    attempts: Mapping[str, int] | None = None
+    """With `retry`: how often each had failed before, so that none is tried twice."""
+    devices: tuple[str, ...] = ()
+    """One for each trial, where several run at once."""
+    study: tuple[str, ...] = ()
+    """Overrides by which a trial reports to the study it belongs to."""
+
+    def wants(self, trial: Trial) -> bool:
+        """Whether this trial is still to be run."""
+        state = progress(trial.folder)
+        if self.retry:
+            before = (self.attempts or {}).get(str(trial.number))
+            return state == "failed" and before == len(trial.errors)
+        return state in ("interrupted", "waiting")
+
+
+def run_trial(order: Order, number: int) -> None:
+    """Run a trial unless somebody else does or did. Its error is a file in its folder."""
+    trial = read_sweep(Path(order.sweep)).trials[number]
+    with locked(trial.lock) as mine:
+        if not mine:
+            print(f"\ntrial {number}  is run by {holder(trial.lock)}", flush=True)
+            return
+        if not order.wants(trial):
+            return
+        values = " ".join(f"{k}={v}" for k, v in trial.values.items())
+        print(f"\ntrial {number}  {values}", flush=True)
+        try:
+            _set_aside_error(trial)
+            if not has_progress(trial.folder):
+                _clear(trial.folder)
+            job = job_of(order, trial)
+            with _own_device(order, trial, job):
+                execute(job)
+        except Exception as error:
+            raise_received()  # what a signal has broken off may fail in any way
+            if progress(trial.folder) == "pruned":
+                print((trial.folder / PRUNED).read_text("utf-8").strip(), flush=True)
+                return
+            save_error(trial.folder, summary(error))
+            print(f"attnkit: trial {number}: {summary(error)}", file=sys.stderr, flush=True)
+
+
+def job_of(order: Order, trial: Trial) -> Job:
+    """What is to be done: to go on from a checkpoint where there is one, else the whole of it."""
+    composer = Composer(Path(order.config_dir) if order.config_dir else None)
+    if has_progress(trial.folder):
+        resume = f"resume={quoted(str(trial.folder))}"
+        return decide(Request.read(composer, [resume, *order.changes, *order.allow]))
+    study = [*order.study, f"++callbacks.pruning.number={trial.number}"] if order.study else []
+    overrides = [*trial.overrides, *order.changes, *study, *order.allow]
+    return decide(Request.read(composer, overrides), trial.folder)
+
+
+def has_progress(folder: Path) -> bool:
+    """Whether there is something to go on from: a checkpoint, or a seed or split that is done."""
+    if not (folder / folders.CONFIG).is_file():
+        return False
+    parts = [folder, *(path for path in folder.iterdir() if path.is_dir())]
+    return any(folders.is_finished(part) for part in parts[1:]) or any(
+        next(part.glob(f"{folders.CHECKPOINTS}/*.ckpt"), None) for part in parts
+    )
+
+
+def save_error(folder: Path, text: str) -> None:
+    """Mark a trial as failed."""
+    folders.create(folder, fresh=False)
+    with replacing(folder / ERROR) as file:
+        file.write(f"{text}\n".encode())
+
+
+def _set_aside_error(trial: Trial) -> None:
+    """error.txt of the attempt before becomes error_1.txt, …"""
+    error = trial.folder / ERROR
+    if error.is_file():
+        error.rename(error.with_name(f"error_{len(trial.errors) + 1}.txt"))
+
+
+def _clear(folder: Path) -> None:
+    """Leave only the log and the errors of the attempts before."""
+    from attnkit.launch.job.screen import LOG
+
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOG and not path.match("error_*.txt"):
+            path.unlink()
+
+
+@contextmanager
+def _own_device(order: Order, trial: Trial, job: Job) -> Iterator[None]:
+    """A GPU that no other trial on this machine has, where this one wants one and named none."""
+    typed = map(key_of, (*trial.overrides, *order.changes))
+    chosen = "trainer.devices" in typed
+    if not order.devices or chosen or not devices.is_wanted(job.config.get("trainer") or {}):
+        yield
+        return
+    with devices.reserved(order.devices) as device:
+        os.environ[devices.VARIABLE] = device  # torch, which reads it, is not imported yet
+        print(f"on GPU {device}", flush=True)
+        yield
+
+
+def main(argv: list[str]) -> int:
+    """Be a trial in a process of its own."""
+    from attnkit.launch.processes.one_rank import end_with
+
+    given = json.loads(argv[0])
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    order = Order(**values)
+    end_with(os.getppid())
+
+    def run() -> int:
+        end_on_signals()
+        run_trial(order, int(argv[1]))
+        return 0
+
+    code = guarded(run)
+    ignore_signals()
+    return code
+
+
+def as_json(order: Order) -> str:
+    """The first argument of `main`."""
+    return json.dumps(asdict(order))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

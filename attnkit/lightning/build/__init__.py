@@ -1,0 +1,1 @@
+"""Objects from configuration, and which of them a file may name."""

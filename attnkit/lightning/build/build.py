@@ -1,0 +1,214 @@
+"""Objects from configuration: Hydra's `_target_` nodes with an allow-list, and without Hydra.
+
+Hydra's own `instantiate` calls whatever a file names (`torch.load`, `builtins.open`, …). Here the
+name is checked before anything is imported, what it leads to before that is called, and what it is
+called with. The tables are in allowlist.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from difflib import get_close_matches
+from importlib import import_module
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from attnkit.lightning.build import allowlist
+from attnkit.lightning.build.allowlist import FUNCTIONS, KINDS, PACKAGES
+from attnkit.lightning.build.renamed import current
+from attnkit.lightning.errors import RunError, UserError, first_line
+
+_allowed: ContextVar[tuple[str, ...]] = ContextVar("attnkit_allowed_packages", default=())
+
+
+@contextmanager
+def allowing(*packages: str) -> Iterator[None]:
+    """Inside this context, configurations and checkpoints may also name things from `packages`.
+
+    >>> with allowing("mypackage"):
+    ...     module = MyModule.load_from_checkpoint("best.ckpt")
+    """
+    token = _allowed.set((*_allowed.get(), *packages))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def build(node: Any, *, allow: Sequence[str] = (), at: str = "", **kwargs: Any) -> Any:
+    """Build what a configuration node describes.
+
+    A mapping with `_target_: package.Class` becomes `package.Class(**rest)`, with `_partial_: true`
+    a `functools.partial` of it and with `_args_` positional arguments, as in Hydra. Mappings and
+    lists are walked; plain values and objects are returned as they are.
+
+    Allowed are subclasses of `KINDS` that are written in `HOMES`, and the `FUNCTIONS` (see
+    allowlist.py), and anything that is written in a package of `allow` (or of `allowing`), which
+    only the user may name. A string is never looked up as a function.
+
+    Args:
+        node: plain values, mappings and lists, as read from YAML.
+        allow: further top-level packages, the user's own.
+        at: the key path of `node`, for messages.
+        kwargs: arguments of the outermost target, over those of the node.
+
+    Raises:
+        UserError: with the key path and the target, for a refused or missing target and for an
+            error of its constructor (chained). Of the user's own classes, only TypeError,
+            ValueError and RuntimeError are taken to be about the arguments.
+    """
+    trusted = (*allow, *_allowed.get())
+    if kwargs:
+        if not _is_target(node):
+            raise UserError(f"{at or 'config'}: arguments were given, but there is no _target_")
+        node = {**node, **kwargs}
+    return _build(node, trusted, at)
+
+
+def _build(node: Any, trusted: tuple[str, ...], at: str) -> Any:
+    if isinstance(node, Mapping):
+        built = {
+            key: _build(value, trusted, f"{at}.{key}" if at else str(key))
+            for key, value in node.items()
+        }
+        return _call(built, trusted, at) if "_target_" in node else built
+    if isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
+        built_list = [_build(value, trusted, f"{at}[{i}]") for i, value in enumerate(node)]
+        return tuple(built_list) if isinstance(node, tuple) else built_list
+    return node
+
+
+def _call(arguments: dict[str, Any], trusted: tuple[str, ...], at: str) -> Any:
+    target = arguments.pop("_target_")
+    partial = arguments.pop("_partial_", False)
+    positional = arguments.pop("_args_", [])
+    where = f"{at}._target_" if at else "_target_"
+    for key in arguments:
+        if str(key).startswith("_") and str(key).endswith("_"):
+            raise UserError(f"{at}.{key}: not known; known are _target_, _partial_ and _args_")
+    if not isinstance(positional, (list, tuple)):
+        raise UserError(f"{at}._args_: expected a list, got {type(positional).__name__}")
+    called = find(target, trusted, where)
+    foreign = called.__module__.partition(".")[0] in PACKAGES
+    if foreign and (problem := _refused_argument(called, positional, arguments)):
+        raise UserError(f"{at or 'config'}: {target}: {problem}")
+    if partial:
+        return functools.partial(called, *positional, **arguments)
+    try:
+        return called(*positional, **arguments)
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        if not foreign and not isinstance(error, (TypeError, ValueError, RuntimeError)):
+            raise
+        named = not isinstance(error, (TypeError, ValueError))
+        said = first_line(error, named=named)
+        raise UserError(f"{at or 'config'}: {target}: {said}") from error
+
+
+def find(target: Any, trusted: Sequence[str] = (), where: str = "_target_") -> Any:
+    """The class or function a `_target_` names, if it may be called; else a `UserError`."""
+    trusted = allowlist.own(trusted)
+    if problem := allowlist.objection(target, trusted):
+        raise UserError(f"{where}: {problem}")
+    found = _walk(current(target), trusted, where)
+    if not callable(found):
+        raise UserError(f"{where}: {target} is a {type(found).__name__}, expected a class")
+    home = str(getattr(found, "__module__", None))
+    if home.partition(".")[0] in trusted or _is_listed(found):
+        return found
+    if inspect.isclass(found) and allowlist.is_home(home) and issubclass(found, _kinds()):
+        if allowlist.runs_code(found):
+            raise UserError(
+                f"{where}: {target} may not be built from a configuration: "
+                "it makes code of what it is given"
+            )
+        return found
+    raise UserError(
+        f"{where}: {target} may not be built from a configuration; may be: a module, optimizer,\n"
+        "  scheduler, callback, logger, data module, metric or transform class, or one of\n"
+        f"  {', '.join(FUNCTIONS)}"
+    )
+
+
+def _walk(target: str, trusted: tuple[str, ...], where: str) -> Any:
+    """Follow the dotted name, importing submodules, but never leaving the allowed places."""
+    package, *parts = target.split(".")
+    found = _imported(package, target, where, None)
+    name = package
+    for part in parts:
+        name = f"{name}.{part}"
+        at = name if name == target else f"{target}: {name}"
+        if isinstance(found, ModuleType):
+            # Not getattr: a module's own __getattr__ may import what was not allowed.
+            lazy = found.__name__.partition(".")[0] in ("attnkit", *trusted)
+            if part not in vars(found) and not (lazy and hasattr(found, part)):
+                found = _imported(name, at, where, found)
+                continue
+            found = getattr(found, part)
+            if isinstance(found, ModuleType) and not _may_enter(found.__name__, trusted):
+                raise UserError(f"{where}: {at} leads out of the allowed packages")
+        elif inspect.isclass(found) and hasattr(found, part):
+            found = getattr(found, part)
+        else:
+            raise UserError(f"{where}: {at} does not exist{_nearest(part, found)}")
+    return found
+
+
+def _imported(name: str, at: str, where: str, parent: ModuleType | None) -> ModuleType:
+    part = name.rpartition(".")[2]
+    if name.count(".") and not hasattr(parent, "__path__"):
+        raise UserError(f"{where}: {at} does not exist{_nearest(part, parent)}")
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and error.name != name and not name.startswith(f"{error.name}."):
+            raise UserError(f"{where}: {at} needs {error.name}: not installed") from error
+        raise UserError(f"{where}: {at} does not exist{_nearest(part, parent)}") from None
+
+
+def _may_enter(module: str, trusted: tuple[str, ...]) -> bool:
+    return module.partition(".")[0] in trusted or allowlist.is_place(module)
+
+
+@functools.cache
+def _kinds() -> tuple[type, ...]:
+    kinds = []
+    for name in KINDS:
+        module, _, cls = name.rpartition(".")
+        kinds.append(getattr(import_module(module), cls))
+    return tuple(kinds)
+
+
+def _is_listed(found: Any) -> bool:
+    # By what the name leads to, not by the name: a function may have several public ones.
+    if not isinstance(found, (FunctionType, MethodType)):
+        return False
+    package = found.__module__.partition(".")[0]
+    names = (name for name in FUNCTIONS if name.partition(".")[0] == package)
+    return any(found == _walk(name, (), name) for name in names)
+
+
+def _refused_argument(
+    called: Any, positional: Sequence[Any], arguments: Mapping[str, Any]
+) -> str | None:
+    try:
+        bound = inspect.signature(called).bind_partial(*positional, **arguments)
+    except (TypeError, ValueError):  # the call itself will say so
+        given = dict(arguments)
+    else:
+        given = {**bound.arguments, **bound.kwargs}
+    return allowlist.refused_argument(called.__name__, given)
+
+
+def _is_target(node: Any) -> bool:
+    return isinstance(node, Mapping) and "_target_" in node
+
+
+def _nearest(name: str, within: Any) -> str:
+    close = get_close_matches(name, dir(within), n=1) if within is not None else []
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,1 @@
+"""Trained modules as safe weights, torch.export and ONNX programs."""

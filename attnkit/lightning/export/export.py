@@ -1,0 +1,137 @@
+"""A trained module written for use elsewhere: safe weights, and programs that need no attnkit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from lightning import LightningModule
+
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.export.exported import CONFIG, WEIGHTS, load, write_config, write_weights
+from attnkit.lightning.export.program import Program, write_onnx, write_torch_export
+
+__all__ = ["Export", "Format", "Written"]
+
+Format = Literal["safetensors", "torch_export", "onnx"]
+_WRITERS: dict[str, tuple[str, Callable[..., float]]] = {
+    "torch_export": (".pt2", write_torch_export),
+    "onnx": (".onnx", write_onnx),
+}
+
+
+@dataclass
+class Written:
+    """What an export gave."""
+
+    files: list[Path] = field(default_factory=list)
+    differences: dict[str, float] = field(default_factory=dict)
+    """By the file of each program: its outputs' largest difference from the module's, over the
+    largest of these or 1."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By format: why it was left out, in a line."""
+
+
+class Export:
+    """Writes a trained module to a folder.
+
+        weights.safetensors, config.json   for `attnkit.load`; always
+        model.pt2                          for `torch.export.load`
+        model.onnx                         for onnxruntime and others; needs the extra `onnx`
+
+    The programs are those of the module's method `programs()`, each with its named sizes (the
+    batch, the nodes of a graph) left open. What was written is read again and compared with the
+    module: weights exactly, programs to 1e-5. In the file is the module as it is in evaluation, on
+    the CPU, in the precision of its weights.
+
+    Args:
+        folder: where to; made as needed.
+        formats: "safetensors", "torch_export", "onnx"; asked for by name, one that the module does
+            not allow is an error. None: all that it allows, and why not the others.
+
+    >>> Export("exported")(module).left_out
+    {}
+    """
+
+    def __init__(self, folder: str | Path, formats: Sequence[Format] | None = None) -> None:
+        for name in formats or ():
+            if name not in get_args(Format):
+                known = ", ".join(get_args(Format))
+                raise ValueError(f"formats: expected some of {known}, got {name!r}")
+        self.folder = Path(folder)
+        self.formats = formats
+
+    def __call__(self, module: LightningModule) -> Written:
+        """Write the module; it is left in evaluation mode.
+
+        Raises:
+            UserError: it cannot be built again from its hyper-parameters, or a format that was
+                asked for is not to be had.
+        """
+        module.eval()
+        written = Written()
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            raise UserError(f"export: {self.folder} is not empty")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        digest = write_weights(module, self.folder / WEIGHTS)
+        described = self._write_programs(module, written)
+        facts: Mapping[str, Any] = getattr(module, "facts", dict)()
+        write_config(module, self.folder / CONFIG, digest, **facts, programs=described)
+        _check_again(module, self.folder)
+        written.files[:0] = [self.folder / WEIGHTS, self.folder / CONFIG]
+        return written
+
+    def _write_programs(self, module: LightningModule, written: Written) -> dict[str, Any]:
+        wanted = [name for name in _WRITERS if self.formats is None or name in self.formats]
+        programs: Mapping[str, Program] = getattr(module, "programs", dict)() if wanted else {}
+        described: dict[str, Any] = {}
+        traced: dict[str, Any] = {}
+        for kind in wanted:
+            suffix, write = _WRITERS[kind]
+            paths = {name: self.folder / f"{name}{suffix}" for name in programs}
+            try:
+                if not programs:
+                    raise UserError(f"{type(module).__name__} describes no programs()")
+                for name, program in programs.items():
+                    if name not in traced:
+                        traced[name] = program.trace()
+                    apart = write(program, traced[name], paths[name])
+                    written.differences[paths[name].name] = apart
+            except Exception as error:  # exporters raise about anything
+                for path in paths.values():
+                    path.unlink(missing_ok=True)
+                    written.differences.pop(path.name, None)
+                self._leave_out(kind, error, written)
+                continue
+            written.files += paths.values()
+            for name, program in programs.items():
+                node = described.setdefault(name, {"files": {}, **program.describe()})
+                node["files"][kind] = paths[name].name
+        return described
+
+    def _leave_out(self, kind: str, error: Exception, written: Written) -> None:
+        cause = str(error) if isinstance(error, UserError) else _cause(error)
+        if self.formats is not None:
+            lead = "" if cause.startswith(f"{kind}:") else f"{kind}: "
+            raise UserError(f"export: {lead}{cause}") from error
+        written.left_out[kind] = " ".join(cause.removeprefix(f"{kind}: ").split())
+
+
+def _check_again(module: LightningModule, folder: Path) -> None:
+    """What was written gives the module back; a class that drops arguments would not."""
+    again = load(folder).state_dict()
+    for name, tensor in module.state_dict().items():
+        if not torch.equal(again[name], tensor.cpu().to(again[name].dtype)):
+            raise UserError(f"export: {name} is not what it was once it is loaded again")
+
+
+def _cause(error: Exception) -> str:
+    """The innermost error that says something, in a line."""
+    said = error
+    while said.__cause__ is not None and str(said.__cause__).strip():
+        said = said.__cause__  # type: ignore[assignment]
+    lines = [line.strip() for line in str(said).splitlines() if line.strip()]
+    return f"{type(said).__name__}: {(lines or ['no message'])[0][:200]}"

@@ -1,0 +1,260 @@
+"""A trained module as a folder without code: config.json, which says how to build it, and weights.
+
+    config.json           class and arguments, inputs and outputs, versions
+    weights.safetensors   tensors and nothing else
+
+The class and all that its arguments name are checked as in any configuration (see build.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor
+
+from attnkit.lightning.build.build import build, find
+from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.files import refuse_url, replacing
+from attnkit.lightning.modules.module import untrained
+from attnkit.lightning.resume.checkpoints import CheckpointError
+
+__all__ = ["CONFIG", "WEIGHTS", "load", "write_config", "write_weights"]
+
+CONFIG = "config.json"
+WEIGHTS = "weights.safetensors"
+FORMAT = "attnkit.export"
+VERSION = 1
+_PACKAGES = ("attnkit", "torch", "torchvision", "lightning", "timm", "torch-geometric")
+_TRAINING = ("optimizer", "scheduler")  # arguments that a trained module has no use for
+
+
+def load(path: Any, device: torch.device | str = "cpu") -> LightningModule:
+    """The trained module of a folder that `run=export` wrote, in evaluation mode.
+
+    Needs no Hydra, no Trainer and no network. Nothing in the folder is run: weights are tensors,
+    and config.json may only name what any configuration may; name packages of your own with
+    `attnkit.lightning.allowing("mypackage")`. Only config.json and weights.safetensors are read.
+
+        module = attnkit.load("RUN_DIR")
+        module(images)                  ImageClassification: logits of uint8 or float images
+        module.classify(images)         names and probabilities
+        module.caption(images)          ImageCaptioning: sentences
+        module.classify(graph)          NodeClassification
+
+    Args:
+        path: the folder, the run folder with `export/` in it, or its weights file.
+        device: where the weights go.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or of a newer format, names what may not be
+            built, or the weights are not those of the module.
+    """
+    folder = _folder(path)
+    config = _read_config(folder / CONFIG)
+    weights = folder / WEIGHTS
+    state = _read_weights(weights, config["weights"])
+    module = _build(config["module"], folder / CONFIG)
+    _check_fits(module, state, weights)
+    module.load_state_dict(state)
+    return module.to(device).eval()
+
+
+def write_weights(module: LightningModule, path: Path) -> str:
+    """Write all tensors of `state_dict()`; the SHA-256 of the file. Tied ones stand twice."""
+    from safetensors.torch import save
+
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in module.state_dict().items()
+    }
+    data = save(tensors)
+    with replacing(path) as file:
+        file.write(data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_config(module: LightningModule, path: Path, digest: str, **facts: Any) -> None:
+    """Write config.json, with these facts besides.
+
+    Raises:
+        UserError: the module cannot be built again from its hyper-parameters.
+    """
+    config = {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "module": {"_target_": _name_of(type(module)), **_arguments(module)},
+        "weights": {"file": WEIGHTS, "sha256": digest},
+        **facts,
+        "versions": _versions(),
+    }
+    try:
+        text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"export: hyper-parameters: expected plain data: {error}") from error
+    with replacing(path) as file:
+        file.write(f"{text}\n".encode())
+
+
+def _arguments(module: LightningModule) -> dict[str, Any]:
+    """Its hyper-parameters; the defaults of attnkit's classes written out, lest a later version
+    has others."""
+    given = dict(module.hparams)
+    missing = [
+        name
+        for name, parameter in inspect.signature(type(module)).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in given
+    ]
+    if missing:
+        raise UserError(
+            f"export: {type(module).__name__} can't be built again: it has no hyper-parameter "
+            f"{', '.join(missing)}\n  save_hyperparameters() keeps plain arguments; give the model "
+            "as a configuration"
+        )
+    return {
+        name: value if name in _TRAINING else _with_defaults(value) for name, value in given.items()
+    }
+
+
+def _with_defaults(node: Any) -> Any:
+    if isinstance(node, list | tuple):
+        return [_with_defaults(value) for value in node]
+    if not isinstance(node, Mapping):
+        return node
+    node = {key: _with_defaults(value) for key, value in node.items()}
+    target = node.get("_target_")
+    if isinstance(target, str) and target.startswith("attnkit.") and "_args_" not in node:
+        for name, parameter in inspect.signature(find(target)).parameters.items():
+            default = parameter.default
+            if isinstance(default, tuple):
+                default = list(default)
+            if default is None or isinstance(default, bool | int | float | str | list):
+                node.setdefault(name, default)
+    return node
+
+
+def _name_of(cls: type) -> str:
+    """The shortest dotted name under which a class can be imported."""
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        raise UserError(f"export: {cls.__qualname__} can't be imported; put it into a module")
+    package = ""
+    for part in cls.__module__.split("."):
+        package = f"{package}.{part}" if package else part
+        if getattr(sys.modules.get(package), cls.__qualname__, None) is cls:
+            return f"{package}.{cls.__qualname__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _folder(path: Any) -> Path:
+    try:
+        refuse_url(path, "export")
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
+    given = Path(path).expanduser()
+    if not given.exists():
+        raise CheckpointError(f"{given}: no such file or folder")
+    if given.is_file():
+        if given.name != WEIGHTS:
+            hint = "; export it: attnkit run=export ckpt=FILE" if given.suffix == ".ckpt" else ""
+            raise CheckpointError(f"{given}: expected a folder or its {WEIGHTS}{hint}")
+        given = given.parent
+    if not (given / CONFIG).is_file() and (given / "export" / CONFIG).is_file():
+        given = given / "export"
+    if not (given / CONFIG).is_file():
+        is_run = (given / "checkpoints").is_dir()
+        hint = f"; of a run: attnkit run=export ckpt={given}" if is_run else ""
+        raise CheckpointError(f"{given}: no export: it has no {CONFIG}{hint}")
+    return given
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: no intact export: {first_line(error, named=True)}"
+        ) from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not written by attnkit's export (format {FORMAT!r})")
+    version = config.get("format_version")
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{path}: format_version: expected 1 or more, got {version!r}")
+    if version > VERSION:
+        raise CheckpointError(
+            f"{path}: format {version} is newer than this attnkit, which reads {VERSION}\n"
+            "  pip install --upgrade attnkit"
+        )
+    for key, inside in (("module", "_target_"), ("weights", "sha256")):
+        node = config.get(key)
+        if not isinstance(node, dict) or not isinstance(node.get(inside), str):
+            raise CheckpointError(f"{path}: {key}: expected a mapping with {inside}")
+    return config
+
+
+def _read_weights(path: Path, node: Mapping[str, Any]) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load as tensors_of
+
+    try:
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != node["sha256"]:
+            raise CheckpointError(f"{path}: no intact export: not the weights that were saved")
+        return tensors_of(data)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: no safetensors: {first_line(error, named=True)}") from error
+
+
+def _build(node: Mapping[str, Any], path: Path) -> LightningModule:
+    arguments = {key: untrained(value) for key, value in node.items()}
+    target = arguments.pop("_target_")
+    if bad := next((key for key in arguments if key.startswith("_")), None):
+        raise CheckpointError(f"{path}: module.{bad}: not known")
+    try:
+        make = build({"_target_": target, "_partial_": True}, at="module").func
+        if not (isinstance(make, type) and issubclass(make, LightningModule)):
+            raise UserError(f"module._target_: {target} is no LightningModule")
+        return make(**arguments)
+    except UserError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except Exception as error:  # a constructor given anything may raise anything
+        raise CheckpointError(
+            f"{path}: module: {target}: {first_line(error, named=True)}"
+        ) from error
+
+
+def _check_fits(module: LightningModule, state: Mapping[str, Tensor], path: Path) -> None:
+    wanted = module.state_dict()
+    problems = [f"{name} is missing" for name in wanted if name not in state]
+    problems += [f"{name} is not of the module" for name in state if name not in wanted]
+    problems += [
+        f"{name} is {list(state[name].shape)}, expected {list(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 2} more" if len(problems) > 2 else ""
+        raise CheckpointError(
+            f"{path}: not the weights of {type(module).__name__}\n  {'; '.join(problems[:2])}{more}"
+        )

@@ -1,0 +1,138 @@
+"""What tasks that give each sample one of several classes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassConfusionMatrix,
+    MulticlassStatScores,
+)
+
+from attnkit.lightning.callbacks.class_report import ClassScore, class_scores, show_class_scores
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.modules.module import TaskModule
+
+MAX_CONFUSION_CLASSES = 1000
+
+
+class ClassificationModule(TaskModule):
+    """A `TaskModule` with the losses and metrics of classification; the subclass writes the steps.
+
+    Logged at the end of an epoch, each the exact mean over its samples, under any number of
+    processes: `train/loss`, `val/loss`, `val/accuracy`, `test/loss`, `test/accuracy`, and what a
+    subclass adds in `metrics()`.
+
+    A test ends with a table of precision, recall and F1 of each class on screen; they stay in
+    `class_scores`, and the confusion matrix (true × predicted, up to 1,000 classes) in `confusion`.
+    The callback `ClassReport` writes both to a folder.
+
+    Args:
+        model: see `TaskModule`.
+        optimizer: see `TaskModule`.
+        scheduler: see `TaskModule`.
+        num_classes: at least 2.
+        class_names: for tables and pictures; "0", "1", … unless given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        *,
+        num_classes: int,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, scheduler)
+        if num_classes < 2:
+            raise ValueError(f"num_classes: expected 2 or more, got {num_classes}")
+        if class_names is not None and len(class_names) != num_classes:
+            raise ValueError(
+                f"class_names: expected {num_classes} (num_classes), got {len(class_names)}"
+            )
+        self.num_classes = num_classes
+        self.class_names = list(class_names or map(str, range(num_classes)))
+
+        self.train_loss = _mean()
+        self.val_metrics = nn.ModuleDict({"loss": _mean(), **self.metrics()})
+        self.test_metrics = nn.ModuleDict({"loss": _mean(), **self.metrics()})
+        options: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
+        self.test_scores = MulticlassStatScores(average=None, **options)
+        self.test_confusion = (
+            MulticlassConfusionMatrix(**options) if num_classes <= MAX_CONFUSION_CLASSES else None
+        )
+        self.class_scores: list[ClassScore] = []
+        self.confusion: Tensor | None = None
+
+    def metrics(self) -> dict[str, Metric]:
+        """New metrics of logits [samples, num_classes] and labels, by the name they are logged by.
+
+        Made once for validation and once for the test; `loss` comes by itself.
+        """
+        options: dict[str, Any] = {"num_classes": self.num_classes, "validate_args": False}
+        return {"accuracy": MulticlassAccuracy(average="micro", **options)}
+
+    def log_train_loss(self, losses: Tensor) -> None:
+        """Log `train/loss`, the mean over the epoch of the losses [samples] of its batches."""
+        self.train_loss.update(losses.detach())
+        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+
+    def evaluate(self, stage: str, logits: Tensor, labels: Tensor) -> None:
+        """Count a batch in the metrics of `stage`, "val" or "test".
+
+        Args:
+            stage: which metrics.
+            logits: [samples, num_classes].
+            labels: [samples].
+        """
+        logits = logits.float()
+        for name, module in (self.val_metrics if stage == "val" else self.test_metrics).items():
+            metric = cast(Metric, module)
+            if name == "loss":
+                metric.update(functional.cross_entropy(logits, labels, reduction="none"))
+            else:
+                metric.update(logits, labels)
+            self.log(f"{stage}/{name}", metric, prog_bar=name == "accuracy")
+        if stage == "test":
+            predicted = logits.argmax(dim=1)
+            self.test_scores.update(predicted, labels)
+            if self.test_confusion is not None:
+                self.test_confusion.update(predicted, labels)
+
+    def setup(self, stage: str) -> None:
+        names = getattr(getattr(self.trainer, "datamodule", None), "class_names", None)
+        if names and self.hparams.get("class_names") and list(names) != self.class_names:
+            differing = next(
+                (pair for pair in zip(self.class_names, names, strict=False) if pair[0] != pair[1]),
+                (f"{len(self.class_names)} classes", f"{len(names)}"),
+            )
+            raise UserError(
+                "data: its classes are not those that the module was made for: "
+                f"expected {differing[0]}, got {differing[1]}"
+            )
+
+    def on_test_epoch_end(self) -> None:
+        # Every process takes part in the sums.
+        self.class_scores = class_scores(self.test_scores.compute(), self.class_names)
+        self.test_scores.reset()
+        if self.test_confusion is not None:
+            self.confusion = self.test_confusion.compute().cpu()
+            self.test_confusion.reset()
+
+    def on_test_end(self) -> None:
+        if self.trainer.is_global_zero:
+            show_class_scores(self.class_scores)
+
+
+def _mean() -> MeanMetric:
+    # A NaN must show in the result, and looking for one would stop the GPU at every step. With
+    # "disable", torchmetrics 1.9 also ignores the weights of its values: give it one per sample.
+    return MeanMetric(nan_strategy="disable")

@@ -1,0 +1,231 @@
+"""The LightningModule that attnkit's tasks, and users' own, extend."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from lightning import LightningModule
+from lightning.pytorch.core.mixins import HyperparametersMixin
+from lightning.pytorch.utilities.parsing import collect_init_args
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from attnkit.lightning.build.build import build
+from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.modules.optim import parameter_groups, warmup_cosine
+from attnkit.lightning.resume.checkpoints import load
+
+if TYPE_CHECKING:
+    from attnkit.lightning.export.program import Program
+
+
+class TaskModule(LightningModule):
+    """A model, its optimizer and its schedule; the subclass writes `training_step` and the rest.
+
+    Every argument of the subclass's own constructor becomes a hyper-parameter if it is plain (dict,
+    list, str, number, bool, None), and nothing else does: checkpoints always load with
+    `weights_only=True`. With `model` given as a configuration, `load_from_checkpoint(path)` alone
+    builds the module again; a model given as an object has to be passed again, as usual with
+    Lightning, and so does a callable optimizer or scheduler if training is to go on.
+
+    Args:
+        model: the network, or its configuration (`{"_target_": "attnkit.ViT", …}`).
+        optimizer: a callable of parameter groups (`functools.partial(torch.optim.SGD, lr=0.1)`), a
+            configuration of one, or None: AdamW with learning rate 1e-3 and weight decay 0.05.
+            Norms, biases and the model's `no_weight_decay()` are never decayed.
+        scheduler: a callable of the optimizer, a configuration of one, or None: `warmup_cosine`.
+            It is stepped after every optimizer step; if it takes `total_steps`, it is given the
+            number of optimizer steps in the run.
+
+    Example:
+        >>> class Classifier(TaskModule):
+        ...     def __init__(self, model, num_classes: int, **kwargs):
+        ...         super().__init__(model, **kwargs)
+        ...     def training_step(self, batch, batch_idx):
+        ...         images, labels = batch
+        ...         return cross_entropy(self.model(images), labels)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._save_plain_hyperparameters(sys._getframe())
+
+        # Her own package needs no permission: her class of it is running already.
+        self._own_package = type(self).__module__.partition(".")[0]
+        if isinstance(model, Mapping):
+            model = self._build(model, "model")
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "model: expected an nn.Module or a mapping with _target_, "
+                f"got {type(model).__name__}"
+            )
+        self.model = model
+        self._optimizer = self._factory(optimizer, "optimizer")
+        self._scheduler = self._factory(scheduler, "scheduler")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._make_optimizer()
+        scheduler = self._make_scheduler(optimizer)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def programs(self) -> dict[str, Program]:
+        """What `Export` writes as exported programs, by their names; a subclass says."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """What users of the programs must know besides, as plain data: classes, words, …"""
+        return {}
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: Any, *, weights_only: bool | None = True, **kwargs: Any
+    ) -> Any:
+        """Lightning's `load_from_checkpoint`, of an intact file; weights only unless told not to.
+
+        Nothing in the file is run, and what its hyper-parameters name is checked as in any
+        configuration.
+
+        Raises:
+            CheckpointError: the file is a URL, not there, not intact, or holds code.
+            UserError: it names what may not be built, or the arguments that were objects in
+                training and must be passed again.
+        """
+        if weights_only is False:
+            raise UserError("weights_only=False would run code that the file holds")
+        name = "the checkpoint"
+        if not isinstance(checkpoint_path, (io.IOBase, io.BytesIO)):
+            name = os.fspath(checkpoint_path)
+            load(name, mmap=True)
+        try:
+            return super().load_from_checkpoint(
+                checkpoint_path, weights_only=weights_only, **{"_instantiator": None, **kwargs}
+            )
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+        except TypeError as error:
+            missing = re.findall(r"'(\w+)'", str(error)) if "missing" in str(error) else []
+            if not missing:
+                raise
+            again = ", ".join(f"{name}=…" for name in missing)
+            raise UserError(
+                f"{name} does not hold {', '.join(missing)}: "
+                f"given as an object in training, not as a configuration\n"
+                f"pass it again: {cls.__name__}.load_from_checkpoint(path, {again})"
+            ) from error
+
+    def _save_plain_hyperparameters(self, frame: FrameType) -> None:
+        # Lightning finds the arguments of every subclass's __init__ by walking up from this frame.
+        given: dict[str, Any] = {}
+        for arguments in collect_init_args(frame, [], classes=(HyperparametersMixin,)):
+            given.update(arguments)
+        plain = {name: untrained(_plain(value)) for name, value in given.items()}
+        objects = [name for name, value in plain.items() if value is _NOT_PLAIN]
+        self.save_hyperparameters(ignore=objects, frame=frame, logger=False)
+        self.hparams.update({name: plain[name] for name in self.hparams})
+
+    def _build(self, node: Mapping[str, Any], at: str) -> Any:
+        return build(node, allow=(self._own_package,), at=at)
+
+    def _factory(self, given: Any, at: str) -> Callable[..., Any] | None:
+        """A callable that makes the optimizer or scheduler; built now, so errors come at once."""
+        if isinstance(given, Mapping):
+            if "_target_" not in given:
+                raise UserError(f"{at}: expected a _target_, got the keys {', '.join(given)}")
+            return self._build({**given, "_partial_": True}, at)
+        if given is not None and not callable(given):
+            raise TypeError(f"{at}: expected a callable, a mapping or None, got {given!r}")
+        return given
+
+    def _make_optimizer(self) -> Optimizer:
+        groups = parameter_groups(self)
+        if not groups:
+            raise UserError("optimizer: the module has no parameter that requires a gradient")
+        if self._optimizer is None:
+            return AdamW(groups, lr=1e-3, weight_decay=0.05)
+        return _called(self._optimizer, "optimizer", groups)
+
+    def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        make = self._scheduler or warmup_cosine
+        arguments = {}
+        parameters = inspect.signature(make).parameters
+        bound = getattr(make, "keywords", {})
+        if "total_steps" in parameters and bound.get("total_steps") is None:
+            try:
+                total_steps = self.trainer.estimated_stepping_batches
+            except ValueError as error:
+                raise UserError(f"trainer: {str(error).partition('. ')[0]}") from error
+            if math.isinf(total_steps):
+                raise UserError(
+                    "scheduler: it needs the number of steps; set trainer.max_epochs or max_steps"
+                )
+            if total_steps < 1:
+                raise UserError("data: no training batches: nothing to train on")
+            arguments["total_steps"] = int(total_steps)
+        scheduler = _called(make, "scheduler", optimizer, **arguments)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UserError(
+                "scheduler: ReduceLROnPlateau follows a metric, not steps; "
+                "override configure_optimizers to use it"
+            )
+        return scheduler
+
+
+def _called(make: Callable[..., Any], at: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return make(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        name = getattr(getattr(make, "func", make), "__qualname__", repr(make))
+        raise UserError(f"{at}: {name}: {first_line(error)}") from error
+
+
+def untrained(node: Any) -> Any:
+    """A configuration that asks for no pretrained weights, for what a checkpoint is loaded into.
+
+    Otherwise they would be downloaded again, to be overwritten at once.
+    """
+    if isinstance(node, list):
+        return [untrained(value) for value in node]
+    if not isinstance(node, Mapping):
+        return node
+    plain = {key: untrained(value) for key, value in node.items()}
+    if "_target_" in plain and plain.get("pretrained"):
+        plain["pretrained"] = False
+    return plain
+
+
+_NOT_PLAIN = object()
+
+
+def _plain(value: Any) -> Any:
+    """`value` as plain data (a path as a string), or `_NOT_PLAIN` if it holds anything else."""
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        items = {key: _plain(item) for key, item in value.items()}
+        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items.values()) else items
+    if isinstance(value, (list, tuple)):
+        values = [_plain(item) for item in value]
+        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in values) else values
+    return _NOT_PLAIN

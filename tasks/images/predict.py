@@ -1,0 +1,126 @@
+"""Images to predict: a folder or a file, prepared as the training images were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.resume.sampler import UnpaddedSampler, as_it_is
+from attnkit.tasks.image_classification.data import check_fits_module
+from attnkit.tasks.images.decode import (
+    UndecodableImageError,
+    read_image,
+    to_channels,
+)
+from attnkit.tasks.images.folder import list_images, say
+
+
+class ImagePaths(Dataset):
+    """Image files, fetched by the batch; a file that cannot be decoded is named and left out.
+
+    A batch is uint8 images [batch, channels, size, size] and the list of their paths; shorter than
+    asked for by the files left out, and empty if there is nothing else.
+    """
+
+    def __init__(self, paths: Sequence[str], image_size: int, in_channels: int) -> None:
+        self.paths = list(paths)
+        self.image_size = image_size
+        self.in_channels = in_channels
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitems__(self, numbers: Sequence[int]) -> tuple[Tensor, list[str]]:
+        images, paths = [], []
+        for number in numbers:
+            path = self.paths[number]
+            try:
+                images.append(read_image(path, self.image_size))
+                paths.append(path)
+            except UndecodableImageError as error:
+                say(f"left out: {path} ({error})")
+        if not images:
+            side = self.image_size
+            return torch.empty((0, self.in_channels, side, side), dtype=torch.uint8), []
+        return to_channels(torch.stack(images), self.in_channels), paths
+
+    def __getitem__(self, number: int) -> tuple[Tensor, list[str]]:
+        return self.__getitems__([number])
+
+
+class PredictData(LightningDataModule):
+    """The images under a folder (at any depth) or one image file, for `Trainer.predict`.
+
+    Args:
+        images: the folder or file.
+        image_size: side in pixels; `module.image_size` of the trained module.
+        in_channels: 1 (grey) or 3 (RGB); `module.in_channels`.
+        batch_size: images per step and process.
+        num_workers: processes that decode.
+
+    Raises:
+        ValueError: `images` is neither a folder nor a file, or another argument is out of range.
+        UserError: in `setup`, if the folder holds no images, or the module in the trainer was made
+            for images of another size or number of channels.
+    """
+
+    def __init__(
+        self,
+        images: str | Path,
+        *,
+        image_size: int,
+        in_channels: int = 3,
+        batch_size: int = 64,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        # There may be fewer images than processes.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.images = Path(images).expanduser().absolute()
+        if not self.images.exists():
+            raise ValueError(f"images: no such file or folder: {images}")
+        if image_size is None or image_size < 2:
+            raise ValueError(
+                f"image_size: expected the side the model was trained on, got {image_size}"
+            )
+        if in_channels not in (1, 3):
+            raise ValueError(f"in_channels: expected 1 or 3, got {in_channels}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
+        if num_workers < 0:
+            raise ValueError(f"num_workers: expected 0 or more, got {num_workers}")
+        self.image_size = image_size
+        self.in_channels = in_channels
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.paths: list[str] = []
+
+    def setup(self, stage: str | None = None) -> None:
+        check_fits_module(self)
+        self.paths = list_images(self.images) if self.images.is_dir() else [str(self.images)]
+        if not self.paths:
+            raise UserError(f"images: no image files under {self.images}")
+
+    def images_at(self, paths: Sequence[str]) -> ImagePaths:
+        """The set that batches come from; for subclasses whose batches have another form."""
+        return ImagePaths(paths, self.image_size, self.in_channels)
+
+    def predict_dataloader(self) -> EVAL_DATALOADERS:
+        dataset = self.images_at(self.paths)
+        rank, world = (
+            (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        )
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            sampler=UnpaddedSampler(dataset, world, rank),
+            num_workers=self.num_workers,
+            collate_fn=as_it_is,
+        )

@@ -1,0 +1,140 @@
+"""Sets of labelled images."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from attnkit.lightning.errors import RunError
+from attnkit.tasks.images.decode import (
+    UndecodableImageError,
+    pixel_sums,
+    read_image,
+    to_channels,
+)
+
+_CHUNK = 4096
+
+
+class ImageSet(Dataset, ABC):
+    """Images and labels that are fetched by the batch.
+
+    A DataLoader calls `__getitems__` with all the numbers of a batch; what it returns is the
+    batch: uint8 images [batch, channels, size, size] and int64 labels [batch].
+    """
+
+    labels: Tensor
+    size: int
+    channels: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([number])
+        return images[0], labels[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = torch.as_tensor(numbers)
+        return self.fetch(rows), self.labels.index_select(0, rows)
+
+    @abstractmethod
+    def fetch(self, rows: Tensor) -> Tensor:
+        """The images with these numbers, uint8 [batch, channels, size, size]."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> ImageSet:
+        """The part of the set with these numbers."""
+
+    @abstractmethod
+    def sums(self) -> Tensor:
+        """Sums of pixels and of squared pixels over the set, int64 [2, channels]."""
+
+    def mean_and_std(self) -> tuple[list[float], list[float]]:
+        """Per channel, of pixels scaled to [0, 1]; exact."""
+        first, second = self.sums().double() / (len(self) * self.size**2)
+        std = (second - first.square()).clamp_min(0).sqrt()
+        # A constant channel must not be divided by zero.
+        std = std.clamp_min(1.0)
+        return [x / 255 for x in first.tolist()], [x / 255 for x in std.tolist()]
+
+
+class MemoryImages(ImageSet):
+    """Images held as one uint8 tensor; a batch is one `index_select`.
+
+    Args:
+        images: uint8 [images, channels, size, size].
+        labels: integers [images].
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor | Sequence[int]) -> None:
+        self.images = images
+        self.labels = torch.as_tensor(labels, dtype=torch.int64)
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[-1] != images.shape[-2]:
+            raise ValueError(
+                "images: expected square uint8 images [images, channels, size, size], "
+                f"got {images.dtype} {list(images.shape)}"
+            )
+        if self.labels.shape != images.shape[:1]:
+            raise ValueError(
+                f"labels: expected {len(images)} of them, got shape {list(self.labels.shape)}"
+            )
+        self.channels, self.size = images.shape[1], images.shape[2]
+        self.rows = torch.arange(len(images))
+
+    def fetch(self, rows: Tensor) -> Tensor:
+        return self.images.index_select(0, self.rows.index_select(0, rows))
+
+    def select(self, rows: Tensor) -> MemoryImages:
+        # The parts share the pixels: splitting takes no memory.
+        part = copy(self)
+        part.rows, part.labels = self.rows[rows], self.labels[rows]
+        return part
+
+    def sums(self) -> Tensor:
+        total = torch.zeros((2, self.channels), dtype=torch.int64)
+        for rows in torch.arange(len(self)).split(_CHUNK):
+            total += pixel_sums(self.fetch(rows)).sum(dim=0)
+        return total
+
+
+class FileImages(ImageSet):
+    """Images decoded when they are asked for, in the workers of the DataLoader.
+
+    Args:
+        paths: the files, known to be decodable.
+        labels: integers [images].
+        size: side of the images in pixels.
+        channels: 1 (grey) or 3.
+        pixel_sums: int64 [images, 2, channels], from `decode_files`.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], labels: Tensor, size: int, channels: int, pixel_sums: Tensor
+    ) -> None:
+        self.paths = list(paths)
+        self.labels = labels
+        self.size = size
+        self.channels = channels
+        self.pixel_sums = pixel_sums
+
+    def fetch(self, rows: Tensor) -> Tensor:
+        return to_channels(torch.stack([self._read(row) for row in rows.tolist()]), self.channels)
+
+    def _read(self, row: int) -> Tensor:
+        try:
+            return read_image(self.paths[row], self.size)
+        except UndecodableImageError as error:
+            raise RunError(f"{self.paths[row]} changed while in use: {error}") from error
+
+    def select(self, rows: Tensor) -> FileImages:
+        paths = [self.paths[row] for row in rows.tolist()]
+        return FileImages(paths, self.labels[rows], self.size, self.channels, self.pixel_sums[rows])
+
+    def sums(self) -> Tensor:
+        return self.pixel_sums.sum(dim=0)

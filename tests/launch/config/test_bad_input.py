@@ -1,0 +1,278 @@
+"""Wrong input: exit code 2, at most three lines, what and where it is, nothing created."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHIPPED = [
+    # choices, groups and keys
+    ("model=vit_tinny", "model has no choice 'vit_tinny'; did you mean vit_tiny?"),
+    ("task=vitt", "task has no choice 'vitt'; did you mean vit?"),
+    ("modle=vit", "modle: attnkit has no such key; did you mean mod"),
+    ("experimnt=x", "experimnt: attnkit has no such key; did you mean experiment?"),
+    ("sede=3", "sede: attnkit has no such key; did you mean seed"),
+    ("model.depht=3", "model.depht: attnkit.ViT has no such key; did you mean depth?"),
+    ("+model.depht=3", "did you mean depth?"),
+    ("module.label_smothing=0.1", "did you mean label_smoothing?"),
+    ("data.batchsize=3", "data.batchsize: attnkit.tasks.image_classification.DigitsData"),
+    ("data.root=/tmp", "data.root: attnkit.tasks.image_classification.DigitsData has no such key"),
+    ("optimizer.learning_rate=1", "optimizer.learning_rate: torch.optim.AdamW has no such key"),
+    ("trainer.max_epohcs=3", "lightning.Trainer has no such key; did you mean max_epochs?"),
+    ("callbacks.curves.pth=x", "callbacks.curves.pth: attnkit.lightning.LearningCurves"),
+    ("callbacks.kernel.verbose=true", "callbacks.kernel: expected a mapping with _target_"),
+    ("callbacks.kernel.verbose=true", "did you mean kernels?"),
+    # values
+    ("model.depth=abc", "model.depth: expected int, got 'abc' (str)"),
+    ("model.dim=1.5", "model.dim: expected int, got 1.5 (float)"),
+    ("model.positions=learnt", "did you mean learned?"),
+    ("model.score=cosin", "'cosin' (str); did you mean cosine?"),
+    ("model.score=3", "model.score: expected Literal['scaled_dot', 'dot', 'cosine', "),
+    ("trainer.max_epochs=1.5", "trainer.max_epochs: expected Optional[int], got 1.5 (float)"),
+    ("trainer.limit_batches=few", "trainer.limit_batches: expected a number of batches"),
+    ("trainer.limit_batches=0", "trainer.limit_batches: expected more than 0, got 0"),
+    ("optimizer.lr=big", "optimizer.lr: expected float | Tensor, got 'big' (str)"),
+    ("optimizer.betas=[0.9]", "optimizer.betas: expected tuple["),
+    ("run=trian", "got 'trian' (str); did you mean train?"),
+    ("run=bench seeds=2", "run=bench: of one run; leave seeds and splits out"),
+    ("precision=bf17-mixd", "did you mean bf16-mixed?"),
+    ("seed=-1", "seed: expected 0 to 4294967295, got -1"),
+    ("seeds=0", "seeds: expected at least 1, got 0"),
+    ("splits=0", "splits: expected all, or 1 to 1000 runs, got 0"),
+    ("splits=every", "splits"),
+    ("splits=all", "splits=all: the data does not say how many it has (data.num_splits)"),
+    ("task=graph data=heterophilous data.root={folder} splits=20", "splits=20: the data has 10"),
+    ("splits=2 seeds=2", "splits: not together with seeds"),
+    ("compile=fastest", "compile: expected bool | Literal["),
+    ("data.batch_size=null", "data.batch_size: expected int, got None"),
+    # targets
+    ("optimizer._target_=torch.optim.AdamWW", "torch.optim has no 'AdamWW'; did you mean AdamW?"),
+    ("model._target_=attnkit.models.vitt.ViT", "attnkit.models has no 'vitt'; did you mean vit?"),
+    ("model._target_=nowhere_at_all.ViT", "no module named 'nowhere_at_all'; --config-dir"),
+    ("model._target_=yaml.safe_load", "model._target_: yaml.safe_load is outside the allowed pack"),
+    ("model._target_=3", "model._target_: expected a dotted name, got 3 (int)"),
+    # what can't be read, what is missing
+    ("model.depth", "model.depth: expected key=value or group=choice"),
+    ("model.depth=[1", "model.depth=[1: this value can't be read"),
+    ("model.dim=${dimm}", "model.dim: ${dimm} names no key"),
+    ("optimizer.lr=${optimizer.weight_decy}", "did you mean ${optimizer.weight_decay}?"),
+    ("data=image_folder", "data.root: a value is needed: data.root=…"),
+    ("data=image_folder data.root=/nope", "data: attnkit.tasks.image_classification.ImageFolder"),
+    ("data=image_folder data.root=/nope", "root: no such folder: /nope"),
+    ("run=test ckpt=/nope.ckpt", "ckpt: no file /nope.ckpt"),
+    ("run=predict ckpt={file} images=/nope", "images: no file or folder /nope"),
+    ("resume=/nope", "resume: no folder /nope"),
+    ("resume={folder}", "resume: no run in {folder} (it has no config.yaml)"),
+    ("resume=latest", "resume=latest: no run under"),
+    ("--config-dir /nope", "--config-dir: no folder /nope"),
+    # what contradicts itself
+    ("run=test", "run=test: needs ckpt=PATH"),
+    ("run=predict ckpt={file}", "run=predict: needs images=PATH"),
+    ("run=inspect ckpt={file} images={file}", "run=inspect: the task vit has nothing to inspect"),
+    ("task=channel attention=none attention.reduction=3", "attention=none has no options"),
+    ("ckpt={file}", "ckpt: only for run=test, predict, inspect, export"),
+    ("images={file}", "images: only for run=predict and run=inspect, this is run=train"),
+    ("resume={folder} run_dir=x", "run_dir=x: not together with resume"),
+    ("run=test ckpt={file} seeds=2", "seeds=2: only for run=train"),
+    ("run_dir={file}", "run_dir: {file} is a file"),
+    ("run_dir={folder}", "run_dir: {folder} is not empty"),
+    ("run=test ckpt=a/1_model.depth=2", "/a/1_model.depth=2"),
+    ("optimizer.lr=0.1,0.2", "optimizer.lr=0.1,0.2: several values"),
+    ("trainer.logger=false", "trainer.logger: set elsewhere: logger.<name>"),
+    ("hydra.run.dir=x", "hydra.run.dir: not used by attnkit"),
+    ("-m resume=latest", "resume=latest: no sweep under"),
+    ("-m model.depth=2,x", "model.depth: expected int, got 'x' (str)"),
+    ("-m run_dir=a,b", "run_dir=a,b: one for all trials"),
+    ("--mutlirun", "did you mean --multirun?"),
+    # no choice, no number, too many
+    ("callbacks=3", "callbacks=3: expected a choice or a mapping"),
+    ("model=null", "model=null: expected a choice or a mapping"),
+    ("task=null", "task=null: expected a choice or a mapping"),
+    ("seeds=1000000000", "seeds: expected at most 1000 runs"),
+    ("seed=4294967296", "seed: expected 0 to 4294967295"),
+    ("seed=1e3", "seed: expected int, got 1000.0 (float)"),
+    ("data.batch_size=100000000000000000000", "data.batch_size: expected int"),
+    ("optimizer.lr=inf", "optimizer.lr: expected a finite number, got inf"),
+    ("trainer.max_epochs=0", "trainer.max_epochs: expected at least 1"),
+    ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches: expected at least 1"),
+    ("trainer.check_val_every_n_epoch=0", "check_val_every_n_epoch: expected at least 1, got 0"),
+    ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val: expected at least 0, got -1"),
+    ("callbacks.curves.path=3", "callbacks.curves.path: expected str | os.PathLike[str] | None"),
+    ("callbacks.checkpoint=3", "callbacks.checkpoint: expected a mapping with _target_, got 3"),
+    ("trainer.callbacks=[]", "trainer.callbacks: set elsewhere: callbacks.<name>"),
+    ("run_dir=", "run_dir=: expected a folder"),
+    ("resume={folder} seeds=2", "seeds=2: not together with resume"),
+    ("resume={folder} seed=2", "seed=2: not together with resume"),
+    ("resume={folder} run=test", "run=test: not together with resume"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), SHIPPED)
+def test_wrong_command(attnkit, tmp_path, command, message):
+    folder = tmp_path / "full"
+    file = folder / "file.ckpt"
+    folder.mkdir()
+    file.write_text("not a checkpoint")
+    names = {"folder": str(folder), "file": str(file)}
+    filled = command
+    for name, path in names.items():
+        filled = filled.replace(f"{{{name}}}", path)
+        message = message.replace(f"{{{name}}}", path)
+    _check(attnkit(*filled.split(" ")), message)
+    assert os.listdir(".") == []
+    assert os.listdir(folder) == ["file.ckpt"]
+
+
+FILES = {
+    # her YAML: Hydra itself would accept most of these
+    "unknown key": ("trainer:\n  max_epohcs: 3", "trainer.max_epohcs", "wrong.yaml:5"),
+    "unknown top key": ("trainr: {max_epochs: 3}", "did you mean trainer?", "wrong.yaml:4"),
+    "unknown argument": ("module:\n  widht: 3", "did you mean width?", "wrong.yaml:5"),
+    "wrong type": ("module:\n  width: wide", "module.width: expected int", "wrong.yaml:5"),
+    "interpolation": (
+        "module:\n  width: ${vars.wdth}",
+        "${vars.wdth} names no key",
+        "wrong.yaml:5",
+    ),
+    "missing value": ("data:\n  samples: ???", "data.samples: a value is needed", "wrong.yaml:5"),
+    "tabs": ("trainer:\n\tmax_epochs: 3", "not valid YAML", "wrong.yaml:5:1"),
+    "brackets": ("vars: [1, 2", "not valid YAML", "wrong.yaml:"),
+    "given twice": ("seed: 1\nseed: 2", "not valid YAML: found duplicate key seed", "wrong.yaml:5"),
+    "no such class": ("module:\n  _target_: mine_of_the_tests.Main", "did you mean Mine?", ":5"),
+    "argument of the data": ("data:\n  smples: 3", "did you mean samples?", "wrong.yaml:5"),
+    "allow in a file": ("allow: [os]", "allow: given by a file", ""),
+    "callback without target": ("callbacks: {mine: {x: 1}}", "callbacks.mine: expected a", ":4"),
+    "circle": ("vars: {a: '${vars.b}', b: '${vars.a}'}", "Recursive interpolation", "wrong.yaml:4"),
+    "half an interpolation": ("vars: {a: '${'}", "wrong.yaml: ", ""),
+    "no such resolver": (
+        "vars: {a: '${foo:1}'}",
+        "vars.a: Unsupported interpolation type foo",
+        ":4",
+    ),
+    "huge": ("module: {width: 99999999999999999999999}", "module.width: expected int", ":4"),
+    "negative": ("module: {width: -3}", "module: mine_of_the_tests.Mine: ", ""),
+    "list for a number": ("module: {lr: [1]}", "module.lr: expected float, got [1] (list)", ":4"),
+    "list for a module": ("module: [1]", "wrong.yaml: Cannot merge", ""),
+    "number for a module": ("module: 3", "module: expected dict", "wrong.yaml:4"),
+    "word for a trainer": ("trainer: fast", "trainer: expected dict", "wrong.yaml:4"),
+    "no data": ("data: null", "data: missing", "wrong.yaml:4"),
+    "date": ("module: {width: 2024-01-01}", "got '2024-01-01' (str)", "wrong.yaml:4"),
+    "yes": ("module: {width: yes}", "module.width: expected int, got True (bool)", ":4"),
+    "no space": ("module: {width:3}", "did you mean width?", "wrong.yaml:4"),
+    "number as a key": ("module: {1: 2}", "module.1: mine_of_the_tests.Mine has no such", ":4"),
+    "number as a target": ("module: {_target_: 3}", "module._target_: expected a dotted", ":4"),
+    "null as a target": ("module: {_target_: null}", "module._target_: expected a dotted", ":4"),
+    "hydra's directive": ("module: {_convert_: all}", "module._convert_: ", "wrong.yaml:4"),
+    "two documents": ("---\ntask: x", "not valid YAML", "wrong.yaml:4:1"),
+    "indentation": ("module:\n  width: 3\n lr: 2", "not valid YAML", "wrong.yaml:6:2"),
+    "merge": ("module: {<<: [1]}", "not valid YAML: expected a mapping for merging", ":4:15"),
+    "nothing printed": ("vars: \x00", "wrong.yaml: not valid YAML", ""),
+    "too deep": (f"vars: {'[' * 300}{']' * 300}", "or too deep", "wrong.yaml"),
+    "environment": ("vars: {a: '${oc.env:NOT_SET}'}", "'NOT_SET' not found", "wrong.yaml:4"),
+    "defaults of itself": ("defaults: [wrong, _self_]", "lead back to themselves", "wrong.yaml"),
+    "defaults as a text": ("defaults: mine", "must be a list (got str)", "wrong.yaml"),
+    "defaults as a mapping": ("defaults: {data: digits}", "must be a list", "wrong.yaml"),
+    "number in defaults": ("defaults: [3]", "Unsupported type in defaults : int", "wrong.yaml"),
+    "group that is none": ("defaults: [/datta: digits]", "Could not find 'datta/digits'", "wrong"),
+    "no such default": ("defaults: [/model: vitt]", "did you mean vit?", "wrong.yaml:4"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_wrong_file(attnkit, hers, tmp_path, case):
+    text, message, where = FILES[case]
+    (tmp_path / "task").mkdir()
+    body = "" if "defaults" in text else "defaults: [mine, _self_]"
+    (tmp_path / "task" / "mine.yaml").write_text((hers / "task" / "mine.yaml").read_text())
+    (tmp_path / "task" / "wrong.yaml").write_text(
+        f"# @package _global_\n{body}\ntask: mine\n{text}\n"
+    )
+    (tmp_path / "mine_of_the_tests.py").write_text((hers / "mine_of_the_tests.py").read_text())
+    done = attnkit("--config-dir", tmp_path, "task=wrong")
+    _check(done, message)
+    assert where in done.err
+    assert os.listdir(".") == []
+
+
+WHOLE = {
+    "empty": "",
+    "a comment": "# @package _global_\n",
+    "a list": "- a\n- b\n",
+    "a word": "hello",
+    "a number": "3",
+    "no package": "task: mine\nmodule: {_target_: mine_of_the_tests.Mine, width: 3}\n",
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_file_that_is_no_task(attnkit, tmp_path, case):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "wrong.yaml").write_text(WHOLE[case])
+    done = attnkit("--config-dir", tmp_path, "task=wrong")
+    _check(done, "task: a value is needed" if case == "a comment" else "wrong.yaml: ")
+    assert os.listdir(".") == []
+
+
+def test_file_that_is_no_text(attnkit, tmp_path):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "wrong.yaml").write_bytes(b"# @package _global_\ntask: \xff\xfe\n")
+    done = attnkit("--config-dir", tmp_path, "task=wrong")
+    _check(done, "not text in UTF-8")
+    assert "wrong.yaml" in done.err
+
+
+def test_constructor_has_the_last_word(mine):
+    _check(mine("data.samples=1"), "samples: expected 2 or more, got 1")
+    assert os.listdir(".") == []
+
+
+def test_part_the_module_does_not_take(mine):
+    _check(mine("optimizer=sgd"), "takes no argument 'optimizer', so this would do nothing")
+
+
+def test_her_module_needs_consent(attnkit, hers, monkeypatch):
+    monkeypatch.syspath_prepend(hers)  # as `python -m` does with the current folder
+    target = "module={_target_: mine_of_the_tests.Mine, width: 3}"
+    _check(attnkit(target), "is outside the allowed packages")
+    assert "allow=[mine_of_the_tests]" in attnkit(target).err
+
+
+def test_traceback_on_request(attnkit, monkeypatch):
+    monkeypatch.setenv("ATTNKIT_TRACEBACK", "1")
+    done = attnkit("model.depth=abc")
+    assert done.code == 2
+    assert "Traceback" in done.err
+
+
+def test_no_torch_before_the_work_begins():
+    """Help, configuration, completion and every wrong setting: one process for all of them."""
+    commands = [
+        ["--help"],
+        ["--version"],
+        ["--cfg", "job"],
+        ["--cfg", "job", "--resolve", "model=vit_tiny", "data=cifar10"],
+        ["--shell-completion", "query=bash"],
+        *(c.split(" ") for c, _ in SHIPPED if "data.root=/nope" not in c),
+    ]
+    code = (
+        "import os, sys\n"
+        "from attnkit.launch.main import main\n"
+        "os.environ['COMP_LINE'] = 'attnkit model='\n"
+        f"codes = [main(c) for c in {commands!r}]\n"
+        "heavy = {'torch', 'lightning', 'numpy', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert codes[:5] == [0] * 5 and set(codes[5:]) == {2}, codes\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "model=vit_tiny" in done.stdout  # completion
+    assert "callbacks" in done.stdout
+
+
+def _check(done, message):
+    assert done.code == 2, done
+    assert message in done.err
+    assert len(done.err.splitlines()) <= 3
+    assert "Traceback" not in done.err
+    assert done.out == ""

@@ -1,0 +1,114 @@
+"""Shipped tasks, stopped at a step and resumed from the command line."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnkit.lightning.resume.checkpoints import load
+
+# Everything that draws random numbers is on; 24 batches, 12 steps.
+COMMON = [
+    "callbacks=ema", "callbacks.ema.decay=0.9", "callbacks.curves=null", "trainer.max_epochs=4",
+    "trainer.limit_batches=6", "trainer.accumulate_grad_batches=2",
+]  # fmt: skip
+JOB = [
+    *COMMON,
+    "task=vit", "model.dim=24", "model.depth=1", "model.num_heads=2", "model.dropout_p=0.2",
+    "model.patch_dropout=0.2", "module.mixup=0.4", "module.cutmix=0.4", "data.batch_size=16",
+    "callbacks.classes=null",
+]  # fmt: skip
+CAPTIONS = [
+    *COMMON, "task=captioning", "encoder.dim=16", "encoder.stages=[[8],[8],[16]]",
+    "decoder=lstm_hard", "decoder.dim=16", "decoder.dropout_p=0.2", "module.method=sample",
+    "data.image_size=24", "data.num_train=48", "data.num_val=6", "data.num_test=6",
+    "data.batch_size=4", "logger.tensorboard=null",
+]  # fmt: skip
+
+
+def saved(folder):
+    checkpoint = load(Path(folder) / "checkpoints" / "last.ckpt")
+    keys = ("state_dict", "current_model_state", "averaging_state")
+    return {f"{key}.{k}": v for key in keys for k, v in checkpoint[key].items()}
+
+
+def rows(folder):
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return [
+            {k: v for k, v in row.items() if k != "train/samples_per_second"}
+            for row in csv.DictReader(file)
+        ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.mark.parametrize("trainer", ["cpu", "cpu_ddp"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(n, marks=() if n == 14 else pytest.mark.slow) for n in range(24)]
+)
+def test_stopped_and_resumed_is_the_same(attnkit, hers, whole, trainer, workers, stop):
+    if (trainer, workers) == ("cpu_ddp", 0) and stop % 6 != 2:
+        pytest.skip("two processes: four stops are enough")
+    if (trainer, workers) == ("cpu_ddp", 2):
+        pytest.skip("tests/lightning/resume/test_resume.py has it")
+    reference = whole / trainer  # one for both: workers change nothing
+    job = [*JOB, f"trainer={trainer}"]
+    _check_resumed(attnkit, hers, job, [f"data.num_workers={workers}"], stop, reference)
+
+
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("cpu_ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(n, marks=() if n == 14 else pytest.mark.slow) for n in (1, 14, 23)]
+)
+def test_captioning_stopped_and_resumed_is_the_same(attnkit, hers, whole, trainer, stop):
+    """With hard attention, which draws a position for each word, and sentences that are drawn."""
+    job = [*CAPTIONS, f"trainer={trainer}"]
+    _check_resumed(attnkit, hers, job, [], stop, whole / f"captions_{trainer}")
+
+
+def _check_resumed(attnkit, hers, job, more, stop, reference):
+    if not reference.exists():
+        done = attnkit(*job, f"run_dir={reference}")
+        assert done.code == 0, done.err
+    stopper = ["+callbacks.killer._target_=mine_of_the_tests.StopAt"]
+    stopper += [f"+callbacks.killer.batch={stop}"]
+    done = attnkit("--config-dir", hers, *job, *more, *stopper, "run_dir=here")
+    assert done.code == 143, done.err
+    assert f"attnkit resume={Path('here').absolute()}" in done.err
+    assert (
+        not (Path("here") / "results.json").exists()
+        or "num_seeds" not in (Path("here") / "results.json").read_text()
+    )
+    done = attnkit("--config-dir", hers, "resume=here")
+    assert done.code == 0, done.err
+    expected, found = saved(reference), saved("here")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert rows("here") == rows(reference)
+
+
+def test_a_broken_newest_checkpoint_is_named_and_the_one_before_used(attnkit, hers):
+    stopper = ["+callbacks.killer._target_=mine_of_the_tests.StopAt", "+callbacks.killer.batch=14"]
+    done = attnkit("--config-dir", hers, *JOB, "trainer=cpu", *stopper, "run_dir=here")
+    assert done.code == 143, done.err
+    last = Path("here/checkpoints/last.ckpt")
+    data = bytearray(last.read_bytes())
+    data[len(data) // 2] ^= 1
+    last.write_bytes(data)
+    done = attnkit("--config-dir", hers, "resume=here", "callbacks.killer=null")
+    assert done.code == 0, done.err
+    text = Path("here/run.log").read_text()
+    assert f"{last.absolute()}: no intact checkpoint" in text
+    assert f"going on from {Path('here/checkpoints/best.ckpt').absolute()}" in text
+    assert load(last)["global_step"] == 12
+
+    for path in Path("here/checkpoints").iterdir():
+        path.write_bytes(b"")
+    done = attnkit("--config-dir", hers, "resume=here", "trainer.max_epochs=5")
+    assert done.code == 2
+    assert "no intact checkpoint" in done.err

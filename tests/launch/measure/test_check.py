@@ -1,0 +1,213 @@
+"""run=check against the job itself, and that it leaves nothing behind."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+from torch_geometric.utils import add_remaining_self_loops
+
+from attnkit.launch.config.compose import Composer
+from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.work import Work
+from attnkit.launch.measure import stopwatch
+from attnkit.launch.measure.check import check
+from attnkit.tasks.node_classification import DigitsGraphData
+
+VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "trainer.max_epochs=3")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(stopwatch, "ENOUGH", 0.3)
+
+
+def figures_of(*argv):
+    return check(decide(Request.read(Composer(None), ["run=check", *argv])))
+
+
+def files(*folders):
+    return {path: path.stat().st_mtime_ns for f in folders for path in [f, *f.rglob("*")]}
+
+
+def test_the_figures_are_those_of_the_job(attnkit):
+    """Everything that no clock decides; the rest is in docs/benchmarks.md."""
+    found = figures_of(*VIT, "data.batch_size=200")
+    assert attnkit(*VIT, "data.batch_size=200", "run_dir=run").code == 0
+    results = json.loads(Path("run/results.json").read_text())
+    assert found["parameters"] == results["parameters"]
+    assert found["multiply_adds"] == results["multiply_adds"]
+    assert found["epochs"] * found["batches"] == results["steps"]
+    assert found["trainable_parameters"] == results["parameters"]
+
+
+def test_multiply_adds_of_a_dense_model_are_torchs():
+    """By the module's example, and, without one, by a step of training."""
+    config = decide(Request.read(Composer(None), list(VIT))).runs[0]
+    module = Work(config).module.eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(*[torch.zeros_like(module.example_input_array)])
+    expected = counter.get_total_flops() // 2
+    assert expected > 0
+    assert figures_of(*VIT)["multiply_adds"] == expected
+    assert figures_of(*VIT, "callbacks.cost=null")["multiply_adds"] == expected
+
+
+def test_multiply_adds_of_a_graph_are_those_counted_by_hand():
+    """Of each head and edge, self-loops too: its score, its weight in their sum, its value."""
+    found = figures_of("task=graph", "trainer=cpu", "trainer.max_epochs=1")
+    data = DigitsGraphData()
+    data.setup("fit")
+    (graph,) = data.train_dataloader()
+    edges = add_remaining_self_loops(graph.edge_index, num_nodes=graph.num_nodes)[0].shape[1]
+    layers = (64, 8, 8), (64, 1, 10)  # channels in, heads, channels of a head
+    assert found["multiply_adds"] == sum(
+        graph.num_nodes * 2 * channels * heads * head_dim + edges * heads * (2 * head_dim + 1)
+        for channels, heads, head_dim in layers
+    )
+
+
+def test_nothing_is_left_behind_in_a_folder_that_can_not_be_written(tmp_path, monkeypatch, attnkit):
+    here, temporary, home = (tmp_path / name for name in ("read_only", "tmp", "home"))
+    for folder in (here, temporary, home):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    elsewhere = tmp_path / "elsewhere"
+    here.chmod(0o555)
+    before = files(here, home, tmp_path)
+    done = attnkit("run=check", *VIT, f"callbacks.curves.path={elsewhere}/curves.png")
+    after = files(here, home, tmp_path)
+    here.chmod(0o755)
+    assert done.code == 0, done.err
+    assert before.keys() == after.keys()
+    assert not list(temporary.iterdir())
+
+
+def test_the_table(attnkit):
+    done = attnkit("run=check", *VIT, "seeds=2", "trainer.max_epochs=5", "trainer.limit_batches=3")
+    assert done.code == 0, done.err
+    rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", done.out))
+    assert rows["epochs × batches"] == "5 × 3, 2 runs"
+    assert rows["kernel of model.blocks.1.attention"] == "flash"
+    assert rows["parameters"] == rows["trained"]
+    assert re.fullmatch(r"[\d,]+ MiB of the process", rows["peak memory"])
+    assert re.fullmatch(r"\d+ (s|min)", rows["time of the whole job"])
+    assert not list(Path().iterdir())
+
+
+def test_a_task_of_ones_own_and_no_end(mine, hers):
+    """Neither an example nor an end: said, not guessed."""
+    before = files(hers)
+    done = mine("run=check", "trainer.max_epochs=-1", "trainer=cpu_ddp")
+    assert done.code == 0, done.err
+    said = " ".join(re.findall(r"not known +│ (.*?) +│", done.out))
+    assert "the time: neither trainer.max_epochs nor max_steps ends it" in said
+    assert "what 2 processes wait for each other" in said
+    assert "no attention ran" in done.out
+    assert "multiply-adds of a sample" in done.out
+    assert before.keys() == files(hers).keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        ("-m seed=0,1", 2, "run=check: not with -m; one configuration at a time"),
+        ("resume={folder}", 2, "run=check: not together with resume, which trains"),
+        ("ckpt={file}", 2, "ckpt: only for run=test, predict, inspect, export"),
+        ("data.batch_size=0", 2, "batch_size"),
+        ("model.num_heads=7", 2, "num_heads"),
+        ("trainer=gpu", 2, "trainer: "),
+    ],
+)
+def test_wrong_input(attnkit, tmp_path, argv, code, message):
+    (tmp_path / "file").write_text("")
+    given = argv.format(folder=tmp_path, file=tmp_path / "file").split()
+    done = attnkit("run=check", "task=vit", *given)
+    if "gpu" in argv and torch.cuda.is_available():
+        return
+    assert done.code == code
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) <= 3
+    assert not list(Path().iterdir())
+
+
+class Clocked(LightningModule):
+    """On whose clock a step takes 2 s, an epoch's end 7, a batch of validation 3, of a test 5."""
+
+    def __init__(self, now):
+        super().__init__()
+        self.now, self.net = now, torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, index):
+        self.now[0] += 2
+        return self.net(batch[0]).sum()
+
+    def on_train_epoch_end(self):
+        self.now[0] += 7
+
+    def validation_step(self, batch, index):
+        self.now[0] += 3
+
+    def test_step(self, batch, index):
+        self.now[0] += 5
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("batches", [3, 100], ids=["short", "cut"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_epochs": 6},
+        {"max_epochs": 6, "check_val_every_n_epoch": 2},
+        {"max_epochs": 6, "val_check_interval": 0.25, "limit_val_batches": 2},
+        {"max_epochs": 1},
+        {"max_epochs": -1, "max_steps": 300, "limit_train_batches": 0.5, "min_epochs": 3},
+    ],
+    ids=str,
+)
+def test_the_time_is_that_of_the_whole(monkeypatch, batches, given):
+    if batches == 3 and ("val_check_interval" in given or "max_steps" in given):
+        pytest.skip("a part of so few batches is none")
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def seconds(*callbacks, **arguments):
+        now[0] = 0.0
+        module = Clocked(now)
+        loaders = [DataLoader(TensorDataset(torch.ones(n, 1))) for n in (batches, 9, 12)]
+        trainer = Trainer(
+            **arguments, callbacks=list(callbacks), accelerator="cpu", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )  # fmt: skip
+        trainer.fit_loop.min_epochs = 0
+        trainer.fit(module, *loaders[:2])
+        trainer.test(module, loaders[2], verbose=False)
+        return now[0], trainer
+
+    whole, _ = seconds(**given)
+    watch = stopwatch.Stopwatch()
+    with watch.cutting():
+        part, trainer = seconds(
+            watch, **{**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+        )
+    assert watch.seconds(trainer, part, given, 1) == pytest.approx(whole)
+    assert part < whole or given["max_epochs"] == 1
+
+
+def test_other_processes_times_are_shared_out():
+    """Half the batches for each of two, rounded up; epochs by steps where these end it."""
+    watch = stopwatch.Stopwatch()
+    watch.full = {"train": [7.0], "validate": [3.0, 4.0], "test": []}
+    assert watch.batches("train", 2) == 4
+    assert watch.batches("validate") == 7
+    assert watch.batches("test") == 0

@@ -1,0 +1,266 @@
+"""Sweeps that are killed, resumed and retried: every trial runs once, whatever happens."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from attnkit.launch.config.compose import Composer, readable
+from attnkit.launch.processes import gpus as devices
+from attnkit.launch.processes.locks import is_locked, locked
+from attnkit.launch.sweep import record as trials
+from attnkit.launch.sweep.start import _combinations
+from attnkit.lightning import UserError
+
+# --- the record -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record(tmp_path):
+    """A sweep of five trials, one in each state but running."""
+    made = [
+        trials.new_trial(tmp_path, ["model.depth"], number, [f"model.depth={number}"])
+        for number in range(4)
+    ]
+    trials.write_sweep(
+        trials.Sweep(tmp_path, ("model.depth=0,1,2,3",), ("model.depth",), tuple(made))
+    )
+    for trial in made[:3]:
+        trial.folder.mkdir()
+    (made[0].folder / "results.json").write_text('{"num_seeds": 1, "val/loss_best": 0.5}')
+    (made[1].folder / "error.txt").write_text("went wrong\n")
+    (made[2].folder / "config.yaml").write_text("task: vit\n")
+    return tmp_path
+
+
+def test_each_state_is_found(record, found):
+    sweep = trials.read_sweep(record)
+    assert found.states(record) == ["done", "failed", "interrupted", "waiting"]
+    assert sweep.trials[0].results["val/loss_best"] == 0.5
+    assert sweep.trials[1].error == "went wrong"
+    assert sweep.trials[3].folder == record / "3_model.depth=3"
+    assert sweep.trials[3].values == {"model.depth": "3"}
+    with locked(sweep.trials[2].lock) as mine:
+        assert mine
+        assert found.states(record)[2] == "running"
+        with locked(sweep.trials[2].lock) as again:
+            assert not again
+    assert found.states(record)[2] == "interrupted"
+    # the results of one seed are not those of the job
+    (record / "3_model.depth=3" / "seed_0").mkdir(parents=True)
+    (record / "3_model.depth=3" / "seed_0" / "results.json").write_text('{"num_seeds": 1}')
+    assert found.states(record)[3] == "interrupted"
+
+
+def test_trials_are_appended_by_many_at_once(record):
+    with ThreadPoolExecutor(8) as pool:
+        added = pool.map(lambda n: trials.add_trial(record, [f"model.depth={n}"]), range(20, 40))
+    assert sorted(trial.number for trial in added) == list(range(4, 24))
+    there = trials.read_sweep(record).trials
+    assert [trial.number for trial in there] == list(range(24))
+    assert {trial.values["model.depth"] for trial in there[4:]} == {str(n) for n in range(20, 40)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "of version 2, this attnkit reads version 1"),
+        ({"keys": "x"}, "keys: expected texts"),
+        ({"trials": [{"number": 0, "folder": "../x", "overrides": []}]}, "folder: expected a name"),
+        ({"trials": [{"number": 0, "folder": "", "overrides": []}]}, "folder: expected a name"),
+        ({"trials": [{"number": 1, "folder": "x", "overrides": []}]}, "expected this number"),
+        ({"trials": [{"number": 0, "folder": "x", "overrides": ["+allow=[os]"]}]}, "is not for"),
+        ({"trials": [{"number": 0, "folder": "x", "overrides": ["hydra.job.x=1"]}]}, "is not for"),
+    ],
+)
+def test_a_record_of_a_strangers(record, change, message):
+    content = json.loads((record / "sweep.json").read_text())
+    (record / "sweep.json").write_text(json.dumps({**content, **change}))
+    with pytest.raises(UserError, match=re.escape(message)):
+        trials.read_sweep(record)
+
+
+def test_a_lock_goes_with_its_process(tmp_path):
+    pid = os.fork()
+    if not pid:
+        with locked(tmp_path / "lock"):
+            (tmp_path / "has").touch()
+            time.sleep(60)
+    while not (tmp_path / "has").exists():
+        time.sleep(0.01)
+    assert is_locked(tmp_path / "lock")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert not is_locked(tmp_path / "lock")
+
+
+# --- resume and retry -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def halted(mine):
+    """A sweep that Ctrl-C ended in its third trial."""
+    done = mine(
+        "-m", "module.interrupt_at=null,1", "module.fail_at=null,0", "trainer.max_epochs=2",
+        "callbacks.curves=null", "callbacks.cost=null", "logger.tensorboard=null", "run_dir=sweep",
+    )  # fmt: skip
+    assert done.code == 130, done.err
+    return done
+
+
+def test_resume_and_retry(halted, attnkit, found, hers):
+    assert "the trials after it were not started" in halted.err
+    again = f"attnkit -m resume={Path('sweep').absolute()} --config-dir {hers}"
+    assert f"to go on: {again}" in halted.err
+    assert found.states("sweep") == ["done", "failed", "interrupted", "waiting"]
+
+    # given where a run is wanted
+    for argv, message in (
+        (["resume=sweep"], f"a sweep: -m resume={Path('sweep').absolute()}"),
+        (["run=export", "ckpt=sweep"], "a sweep: give the folder of one of its trials"),
+    ):
+        done = attnkit(*argv)
+        assert done.code == 2
+        assert message in done.err
+
+    # what is not given again, and what can't change
+    for argv, message in (
+        (["resume=sweep"], f"was started with {hers}; give it again"),
+        (["resume=sweep", "module.lr=3"], "module.lr=3: can't change in a sweep that goes on"),
+        (["resume=sweep", "seed=1,2"], "seed=1,2: can't change in a sweep that goes on"),
+        (["resume=sweep/0_x"], "no folder"),
+        (["resume=nowhere"], "resume: no folder"),
+        (["resume=."], "no sweep in"),
+    ):
+        done = attnkit("-m", *argv)
+        assert (done.code, len(done.err.strip().splitlines()) <= 3) == (2, True), done.err
+        assert message in done.err
+
+    # the third would interrupt again: the cause is removed, as somebody who edits a file would
+    third = trials.read_sweep(Path("sweep")).trials[2].folder / "config.yaml"
+    third.write_text(third.read_text().replace("interrupt_at: 1", "interrupt_at: null"))
+    content = Path("sweep/sweep.json").read_text()
+    edited = content.replace('"module.interrupt_at=1"', '"module.interrupt_at=null"')
+    Path("sweep/sweep.json").write_text(edited)
+    before = {path: path.stat().st_mtime_ns for path in Path("sweep").glob("[01]_*/*")}
+    with locked(trials.read_sweep(Path("sweep")).trials[3].lock):  # as if another process ran it
+        done = attnkit("--config-dir", hers, "-m", "resume=sweep")
+        assert done.code == 1, done.err
+        assert "1 of 4 trials" in done.out
+        assert "1 running; to go on: attnkit -m resume=" in done.out
+        assert found.states("sweep") == ["done", "failed", "done", "running"]
+    done = attnkit("--config-dir", hers, "-m", "resume=sweep")
+    assert "1 of 4 trials" in done.out
+    assert found.states("sweep") == ["done", "failed", "done", "failed"]
+    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+    assert [row["trial"] for row in found.rows("sweep")] == ["0", "2", "1", "3"]
+    ended = trials.read_sweep(Path("sweep")).trials
+    starts = [["train"], ["train"], ["train", "train, going on"], ["train"]]
+    assert [found.starts(trial) for trial in ended] == starts
+    assert found.steps(ended[2]) == found.steps(ended[0])
+
+    # nothing is left to go on with: only the table
+    done = attnkit("--config-dir", hers, "-m", "resume=sweep")
+    assert "0 of 4 trials" in done.out
+    assert [found.starts(trial) for trial in ended] == starts
+
+    # changes that a run which goes on may have, and the error before is kept
+    done = attnkit("--config-dir", hers, "run=retry", "sweep=sweep", "trainer.max_epochs=1")
+    assert done.code == 1
+    again = trials.read_sweep(Path("sweep")).trials
+    assert [len(found.starts(trial)) for trial in again] == [1, 2, 2, 2]
+    assert [len(trial.errors) for trial in again] == [0, 1, 0, 1]
+    assert again[1].overrides[-1] == "trainer.max_epochs=1"
+    assert len(found.rows("sweep")) == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("run=retry", "run=retry: needs sweep=PATH"),
+        ("run=retry sweep=nowhere", "sweep: no folder"),
+        ("run=retry sweep=latest", "sweep=latest: no sweep under"),
+        ("run=retry sweep=. model.depth=3", "model.depth=3: can't change in a run that goes on"),
+        ("sweep=x", "only for run=retry"),
+        ("-m run=retry sweep=x seed=1,2", "run=retry: of a whole sweep, by itself"),
+        ("-m seed=1,2 hydra/launcher=slurm", "there is none of this name"),
+        ("-m seed=1,2 hydra/sweeper=other", "attnkit makes the combinations itself"),
+        ("-m optimizer.lr=interval(1e-4,1e-2)", "let Optuna choose: hydra/sweeper=optuna"),
+        ("-m optimizer=glob(zz*)", "a glob(…) that no choice of its group fits"),
+        ("seed=1 hydra/sweeper=optuna", "hydra/sweeper=optuna: only with -m"),
+        ("seed=1 hydra/launcher=joblib", "hydra/launcher=joblib: only with -m"),
+        (
+            "-m optimizer=muon optimizer.momentun=1,2",
+            "attnkit.lightning.muon has no such key; did you mean momentum?",
+        ),
+    ],
+)
+def test_wrong_commands(attnkit, command, message):
+    done = attnkit(*command.split())
+    assert done.code == 2
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) <= 3
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_glob_takes_the_choices_of_a_group():
+    found = _combinations(Composer(None), ["optimizer=glob(ad*)", "seed=1,2"])
+    assert found == [[f"optimizer={o}", f"seed={s}"] for o in ("adam", "adamw") for s in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("ckpt=s/1_model.depth=2", "ckpt='s/1_model.depth=2'"),
+        ("resume=s/0_a=b_c=d", "resume='s/0_a=b_c=d'"),
+        ("ckpt=s/run", "ckpt=s/run"),
+        ('ckpt="s/a=b"', 'ckpt="s/a=b"'),
+        ("ckpt='a=b','c=d'", "ckpt='a=b','c=d'"),
+        ("model.x=a=b", "model.x=a=b"),
+    ],
+)
+def test_paths_of_trials_are_readable_as_they_are_typed(typed, read):
+    assert readable(typed) == read
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+LISTED = """\
+GPU 0: NVIDIA A100 (UUID: GPU-0a1b)
+  MIG 1g.5gb Device 0: (UUID: MIG-c2d3)
+  MIG 1g.5gb Device 1: (UUID: MIG-e4f5)
+GPU 1: NVIDIA A100 (UUID: GPU-6a7b)
+"""
+
+
+def test_the_names_of_devices(monkeypatch):
+    assert devices.listed(LISTED) == ("MIG-c2d3", "MIG-e4f5", "GPU-6a7b")
+    for given, expected in (("0,1", ("0", "1")), ("", ()), ("3, GPU-1,-1,2", ("3", "GPU-1"))):
+        monkeypatch.setenv(devices.VARIABLE, given)
+        assert devices.visible() == expected
+
+
+def test_no_two_have_a_device(tmp_path):
+    """Six at once, two devices: never more than two, and never the same."""
+    held, seen, guard = set(), [], threading.Lock()
+
+    def use(_):
+        with devices.reserved(("0", "1"), tmp_path) as device:
+            with guard:
+                assert device not in held
+                held.add(device)
+                seen.append(device)
+            time.sleep(0.05)
+            with guard:
+                held.remove(device)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(use, range(6)))
+    assert len(seen) == 6
+    assert set(seen) == {"0", "1"}

@@ -1,0 +1,351 @@
+"""Reports of sweeps, against figures that numpy computes from the same files."""
+
+import csv
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnkit.launch.processes.locks import locked
+from attnkit.launch.sweep import record as trials
+from attnkit.launch.sweep.report import page as sweep_report
+from attnkit.launch.sweep.report import parallel, plotting, ranking
+from attnkit.launch.sweep.report import pictures as sweep_plots
+
+LEARNING_RATES = ("1e-3", "1e-2", "0.1", "1.0")
+SEEDS = (0, 1, 2)
+FAILED = (4, 11)  # one seed of the second, one of the last
+CONFIG = "task: vit\nrun: train\ncallbacks:\n  checkpoint: {monitor: val/accuracy, mode: max}\n"
+FILES = {
+    "table.csv", "table.md", "trials.csv", "report.md", "parameters.png", "parallel.png",
+    "curves.png",
+}  # fmt: skip
+
+
+def sweep_by_hand(folder, combinations, curves, *, failed=(), seeds=1, command=()):
+    """A sweep as attnkit leaves it: `curves[number]` is the validation accuracy by epoch.
+
+    A trial without a curve is waiting.
+    """
+    folder.mkdir()
+    keys = tuple(combinations[0])
+    made = [
+        trials.new_trial(
+            folder, keys, number, [*command, *(f"{k}={v}" for k, v in combination.items())]
+        )
+        for number, combination in enumerate(combinations)
+    ]
+    trials.write_sweep(
+        trials.Sweep(folder, (*command, "x=…"), keys, tuple(made), working_dir=os.getcwd())
+    )
+    for trial, curve in zip(made, curves, strict=True):
+        if curve is None:
+            continue
+        trial.folder.mkdir()
+        (trial.folder / "config.yaml").write_text(CONFIG)
+        rows = [f"{e},{e * 9 + 8},,{value}" for e, value in enumerate(curve)]
+        metrics = "\n".join(["epoch,step,train/loss,val/accuracy", *rows, "0,8,0.5,", ""])
+        (trial.folder / "metrics.csv").write_text(metrics)
+        if trial.number in failed:
+            (trial.folder / "error.txt").write_text("the loss is nan\n  a lower | optimizer.lr\n")
+            continue
+        results = {
+            "val/accuracy_best": max(curve), "val/accuracy_best_std": 0.01 * (seeds > 1),
+            "test/accuracy": curve[-1], "test/accuracy_std": 0.02 * (seeds > 1),
+            "parameters": 7000, "seconds": 2.5 + trial.number, "num_seeds": seeds,
+        }  # fmt: skip
+        (trial.folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+def curve_of(number):
+    return list(np.random.default_rng(number).uniform(0.2, 0.9, 5))
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Twelve trials, two of them failed, with `run=report`'s output and what was there before."""
+    combinations = [
+        {"seed": str(seed), "model.score": "dot" if lr == "0.1" else "cosine", "optimizer.lr": lr}
+        for lr in LEARNING_RATES
+        for seed in SEEDS
+    ]
+    folder = sweep_by_hand(
+        tmp_path_factory.mktemp("study") / "it's a sweep",
+        combinations,
+        [curve_of(number) for number in range(12)],
+        failed=FAILED,
+        command=("task=vit", "data.root='/a b'"),
+    )
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+    folders = {p: p.stat().st_mtime_ns for p in folder.iterdir() if p.is_dir()}
+    code = (
+        "import sys\nfrom attnkit.launch.main import main\n"
+        f"code = main(['run=report', 'sweep=\"' + {str(folder)!r} + '\"'])\n"
+        "heavy = {'torch', 'lightning'} & set(sys.modules)\nassert not heavy, heavy\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder, done.stdout, {**before, **folders}
+
+
+def by_hand(folder):
+    """(mean, deviation, n, test mean, learning rate, numbers) of each setting, best first."""
+    found = {}
+    for path in folder.glob("*/results.json"):
+        number, _, values = path.parent.name.partition("_")
+        results = json.loads(path.read_text())
+        figures = (int(number), results["val/accuracy_best"], results["test/accuracy"])
+        found.setdefault(values.rpartition("optimizer.lr=")[2], []).append(figures)
+    rows = []
+    for lr, figures in found.items():
+        numbers, best, test = np.array(sorted(figures)).T
+        deviation = best.std(ddof=1)
+        trial = " ".join(str(int(n)) for n in numbers)
+        rows.append((best.mean(), deviation, len(best), test.mean(), lr, trial))
+    return sorted(rows, reverse=True)
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_is_one_made_by_hand(study):
+    folder, _, _ = study
+    rows, expected = read(folder / "table.csv"), by_hand(folder)
+    assert sorted(n for *_, n, _, _, _ in expected) == [2, 2, 3, 3]
+    assert [row["rank"] for row in rows] == ["1", "2", "3", "4", "", ""]
+    assert [row["state"] for row in rows] == ["done"] * 4 + ["failed"] * 2
+    assert [row["trial"] for row in rows[4:]] == ["4", "11"]
+    assert all(row["error"] == "the loss is nan a lower | optimizer.lr" for row in rows[4:])
+    for row, (mean, deviation, n, test, lr, numbers) in zip(rows[:4], expected, strict=True):
+        assert (row["optimizer.lr"], row["trial"], row["n"]) == (lr, numbers, str(n))
+        assert float(row["val/accuracy_best"]) == pytest.approx(mean, rel=1e-12)
+        assert float(row["val/accuracy_best_std"]) == pytest.approx(deviation, rel=1e-12)
+        assert float(row["test/accuracy"]) == pytest.approx(test, rel=1e-12)
+        assert float(row["parameters"]) == 7000
+
+    each = read(folder / "trials.csv")
+    values = [float(row["val/accuracy_best"]) for row in each[:10]]
+    assert values == sorted((max(curve_of(n)) for n in set(range(12)) - set(FAILED)), reverse=True)
+    assert {row["trial"] for row in each} == {str(n) for n in range(12)}
+    assert all(Path(row["folder"]).is_dir() for row in each)
+
+
+def test_the_page_and_the_screen(study):
+    folder, screen, _ = study
+    mean, deviation, n, *_ = by_hand(folder)[0]
+    page = (folder / "report.md").read_text()
+    for text in (screen, page, (folder / "table.md").read_text()):
+        assert f"{mean:.4f} ± {deviation:.4f}" in text
+        assert "Not counted: 2 failed." in " ".join(text.split())
+        assert f"seeds in each: 2 to {n}" in text
+    assert "- trial 4: `the loss is nan a lower | optimizer.lr`" in page
+    assert all(f"]({name})" in page for name in FILES if name.endswith(".png"))
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len(lines) == 2 + 4 + 2
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert "2 failed; to run them again: attnkit run=retry 'sweep=" in screen
+
+
+def test_the_command_of_the_best_run(study):
+    folder, screen, _ = study
+    best = by_hand(folder)[0]
+    numbers = [int(number) for number in best[-1].split()]
+    number = max(numbers, key=lambda n: max(curve_of(n)))
+    seed = SEEDS[number % len(SEEDS)]
+    score = "dot" if best[-2] == "0.1" else "cosine"
+    own = f"seed={seed} model.score={score} optimizer.lr={best[-2]}".split()
+    (line,) = [line for line in screen.splitlines() if line.startswith("  attnkit ")]
+    assert shlex.split(line) == ["attnkit", "task=vit", "data.root='/a b'", *own]
+    assert f"```bash\n{line.strip()}\n```" in (folder / "report.md").read_text()
+    assert f"the best run, trial {number}:" in screen
+
+
+def test_nothing_else_is_touched(study):
+    folder, _, before = study
+    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+    made = {p.name for p in folder.rglob("*") if p.is_file()} - {p.name for p in before}
+    assert made == FILES
+    for name in made:
+        if name.endswith(".png"):
+            assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def rows(study):
+    sweep = trials.read_sweep(study[0])
+    return ranking.ranked(sweep.trials, ranking.Metric("val/accuracy", True))
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The last figure, instead of a file."""
+    figures = []
+    for module in (sweep_plots, parallel):
+        monkeypatch.setattr(module, "save", lambda figure, path: figures.append(figure))
+    return lambda: figures[-1].axes
+
+
+def test_what_the_pictures_show(study, rows, drawn):
+    metric = ranking.Metric("val/accuracy", True)
+    assert sweep_plots.draw_parameters(Path("x"), rows, metric)
+    scores, rates = drawn()
+    assert (scores.get_xlabel(), rates.get_xlabel()) == ("model.score", "optimizer.lr")
+    assert (scores.get_xscale(), rates.get_xscale()) == ("linear", "log")
+    *points, line = rates.get_lines()
+    shown = sorted((x, y) for point in points for x, y in point.get_xydata())
+    ended = set(range(12)) - set(FAILED)
+    assert shown == sorted((float(LEARNING_RATES[n // 3]), max(curve_of(n))) for n in ended)
+    means = sorted((float(lr), mean) for mean, *_, lr, _ in by_hand(study[0]))
+    np.testing.assert_allclose(sorted(map(tuple, line.get_xydata())), means, rtol=1e-12)
+
+    assert sweep_plots.draw_curves(Path("x"), rows, metric)
+    (axes,) = drawn()
+    lines = {tuple(line.get_ydata()) for line in axes.get_lines()}
+    assert lines == {tuple(curve_of(n)) for n in range(12)}
+    assert all(list(line.get_xdata()) == [1, 2, 3, 4, 5] for line in axes.get_lines())
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    first = by_hand(study[0])[0][-2]
+    assert len(names) == 5
+    assert names[0].startswith("1: ")
+    assert names[0].endswith(f" {first}")
+    assert names[-1] == "not counted"
+
+    assert parallel.draw_parallel(Path("x"), rows, metric)
+    (axes,) = drawn()
+    curves = [line.get_ydata() for line in axes.get_lines() if len(line.get_ydata()) == 3]
+    assert sorted(curve[-1] for curve in curves)[0] == 0
+    (best,) = [curve for curve in curves if curve[-1] == 1]
+    assert best[1] == pytest.approx(LEARNING_RATES.index(first) / 3)
+
+
+def test_few_and_many_trials_are_readable(tmp_path, monkeypatch, drawn):
+    """Legends for few, a bar of ranks for many; a diverged run does not set the scale."""
+    lrs = [f"{x:.6f}" for x in np.random.default_rng(0).uniform(1e-4, 1e-1, 50)]
+    combinations = [{"optimizer.lr": lr, "model.depth": str(n % 4)} for n, lr in enumerate(lrs)]
+    curves = [curve_of(n) for n in range(49)] + [[1e9, 2e9]]
+    metric = ranking.Metric("val/accuracy", True)
+    for number in (2, 50):
+        folder = sweep_by_hand(
+            tmp_path / str(number), combinations[-number:], curves[-number:], failed={number - 1}
+        )
+        found = ranking.ranked(trials.read_sweep(folder).trials, metric)
+        assert sweep_plots.draw_curves(Path("x"), found, metric)
+        axes, *bar = drawn()
+        assert axes.get_ylim()[1] < 2
+        assert len(axes.get_legend().get_texts()) == (2 if number == 2 else 1)
+        assert [b.get_ylabel() for b in bar] == ([] if number == 2 else ["rank"])
+        # of one trial that is done there is nothing to compare
+        assert sweep_plots.draw_parameters(Path("x"), found, metric) == (number == 50)
+        if number == 50:
+            rates, depths = drawn()
+            assert len(rates.get_lines()[-1].get_xdata()) < 10
+            assert list(depths.get_lines()[-1].get_xdata()) == [0, 1, 2, 3]
+
+
+def test_seeds_of_seeds_are_pooled():
+    """Jobs of 3 and 2 seeds: as if all five values were there."""
+    parts = [np.array([0.5, 0.7, 0.75]), np.array([0.2, 0.9])]
+    results = [
+        {"val/x_best": p.mean(), "val/x_best_std": p.std(ddof=1), "num_seeds": len(p)}
+        for p in parts
+    ]
+    pooled = ranking.pooled(results, "val/x_best")
+    values = np.concatenate(parts)
+    assert pooled["num_seeds"] == 5
+    assert pooled["val/x_best"] == pytest.approx(values.mean(), rel=1e-12)
+    assert pooled["val/x_best_std"] == pytest.approx(values.std(ddof=1), rel=1e-12)
+
+
+def test_the_same_seed_twice_is_not_two_seeds(tmp_path):
+    twice = [{"seed": "1", "model.depth": "2"}] * 2 + [{"seed": "2", "model.depth": "2"}]
+    folder = sweep_by_hand(tmp_path / "sweep", twice, [curve_of(n) for n in range(3)])
+    rows = ranking.ranked(trials.read_sweep(folder).trials, ranking.Metric("val/accuracy", True))
+    assert sorted((row.numbers, row.results["num_seeds"]) for row in rows) == [("0 2", 2), ("1", 1)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "order", "numeric", "log"),
+    [
+        (["1e-1", "1e-3"], ("1e-3", "1e-1"), True, True),
+        (["8", "1", "12"], ("1", "8", "12"), True, False),
+        (["0", "100"], ("0", "100"), True, False),
+        (["null", "0.1"], ("null", "0.1"), False, False),
+        (["true", "false"], ("true", "false"), False, False),
+        (["inf", "1"], ("inf", "1"), False, False),
+    ],
+)
+def test_scales(texts, order, numeric, log):
+    scale = plotting.Scale.of(texts)
+    assert (scale.texts, scale.numeric, scale.log) == (order, numeric, log)
+    assert (scale.share(order[0]), scale.share(order[-1])) == (0, 1)
+
+
+def test_while_it_runs(tmp_path, attnkit, monkeypatch):
+    """Every state is listed and only what is done counts; a picture that fails is a warning."""
+    folder = sweep_by_hand(
+        tmp_path / "sweep",
+        [{"optimizer.lr": lr} for lr in LEARNING_RATES],
+        [curve_of(0), curve_of(1), curve_of(2), None],
+    )
+    for number in (1, 2):
+        (next(folder.glob(f"{number}_*")) / "results.json").unlink()
+
+    def broken(*_):
+        raise ValueError("no such colour")
+
+    monkeypatch.setitem(sweep_plots.PICTURES, "parameters.png", broken)
+    with locked(trials.read_sweep(folder).trials[1].lock):
+        done = attnkit("run=report", f"sweep={folder}")
+    assert (done.code, done.err) == (0, "")
+    assert "warning: parameters.png could not be drawn: ValueError: no such colour" in done.out
+    states = [(row["trial"], row["rank"], row["state"]) for row in read(folder / "table.csv")]
+    expected = [("0", "1", "done"), ("2", "", "interrupted"), ("1", "", "running")]
+    assert states == [*expected, ("3", "", "waiting")]
+    assert "1 running; to go on" in done.out
+    assert "![curves.png](curves.png)" in (folder / "report.md").read_text()
+    assert "parameters.png" not in (folder / "report.md").read_text()
+    assert not (folder / "trials.csv").exists()
+
+    (next(folder.glob("0_*")) / "results.json").unlink()  # nothing is done yet
+    done = attnkit("run=report", f"sweep={folder}")
+    assert (done.code, done.err) == (0, "")
+    assert "the best run" not in done.out
+
+
+def test_the_command_from_another_folder(tmp_path):
+    (tmp_path / "where it's from").mkdir()
+    trial = trials.Trial(0, tmp_path, ("data.root=pictures", "seed=1"), {})
+    sweep = trials.Sweep(
+        tmp_path, (), (), (trial,), config_dir="/my folder", allow=("allow=[mine]",),
+        working_dir=str(tmp_path / "where it's from"),
+    )  # fmt: skip
+    place, _, command = sweep_report.command_of(sweep, trial).partition(" && ")
+    assert shlex.split(place) == ["cd", sweep.working_dir]
+    own = ["attnkit", "--config-dir", "/my folder", "data.root=pictures", "seed=1", "allow=[mine]"]
+    assert shlex.split(command) == own
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "lines"),
+    [
+        ("run=report sweep=.", "(it has no sweep.json)", 2),
+        ("run=report sweep=nowhere", "sweep: no folder", 1),
+        ("run=report sweep=latest", "sweep=latest: no sweep under", 1),
+        ("run=report", "run=report: needs sweep=PATH", 1),
+        ("run=report sweep=. seed=3", "seed=3: not for run=report", 1),
+        ("-m run=report sweep=x seed=1,2", "run=report: of a whole sweep, by itself", 2),
+    ],
+)
+def test_wrong_commands(attnkit, command, message, lines):
+    done = attnkit(*command.split())
+    assert (done.code, len(done.err.strip().splitlines())) == (2, lines), done.err
+    assert message in done.err
+    assert list(Path.cwd().iterdir()) == []

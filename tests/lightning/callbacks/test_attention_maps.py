@@ -1,0 +1,217 @@
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.image import imread
+from torch import nn
+from torch.nn import functional as F
+
+from attnkit import MultiHeadAttention, ViT, capture_attention
+from attnkit.lightning import AttentionMaps
+from attnkit.lightning.callbacks.attention_maps import draw_attention, find_grid
+
+
+class Bright(nn.Module):
+    """Its tokens are the means of 7 x 7 patches; each looks at the brightest."""
+
+    def __init__(self, num_prefix_tokens: int = 0) -> None:
+        super().__init__()
+        self.num_prefix_tokens = num_prefix_tokens
+        self.attention = MultiHeadAttention(1, num_heads=1)
+        with torch.no_grad():  # queries are 1, keys are ten times the brightness
+            self.attention.in_proj.weight.copy_(torch.tensor([[0.0], [10.0], [1.0]]))
+            self.attention.in_proj.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))
+
+    def forward(self, images):
+        patches = F.avg_pool2d(images.mean(1, keepdim=True), 7).flatten(2).transpose(1, 2)
+        return self.attention(F.pad(patches, (0, 0, self.num_prefix_tokens, 0)))
+
+
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1, 3])
+@pytest.mark.parametrize("rollout", [False, True])
+def test_the_map_lies_over_the_image_as_the_patches_do(num_prefix_tokens, rollout):
+    image = torch.zeros(3, 21, 35)  # 3 x 5 patches
+    image[:, 7:14, 21:28] = 1.0
+    model = Bright(num_prefix_tokens)
+    weights = AttentionMaps(rollout=rollout).attention_map(model, image)
+    assert weights.shape == (3, 5)
+    expected = torch.ones(3, 5)
+    expected[1, 3] = torch.e**10
+    expected = expected / (expected.sum() + num_prefix_tokens)
+    if rollout:  # (weights + identity) / 2; without a class token the mean over queries
+        expected = expected / 2 + (0 if num_prefix_tokens else 1 / 30)
+    torch.testing.assert_close(weights, expected)
+
+
+class Tokens(nn.Module):
+    """Two blocks with a class token, the last one for all tokens or for that token only."""
+
+    def __init__(self, last_row_only: bool) -> None:
+        super().__init__()
+        self.num_prefix_tokens = 1
+        self.last_row_only = last_row_only
+        self.embed = nn.Conv2d(1, 6, 2, stride=2)
+        self.class_token = nn.Parameter(torch.randn(1, 1, 6))
+        self.first = MultiHeadAttention(6, num_heads=3)
+        self.last = MultiHeadAttention(6, num_heads=3)
+
+    def forward(self, images):
+        tokens = self.embed(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], 1)
+        tokens = tokens + self.first(tokens)
+        return self.last(tokens[:, :1], tokens) if self.last_row_only else self.last(tokens)[:, :1]
+
+
+def test_rollout_is_the_product_of_the_layers():
+    image = torch.randn(1, 6, 10)
+    model = Tokens(last_row_only=False)
+    images = image[None]
+    tokens = model.embed(images).flatten(2).transpose(1, 2)
+    tokens = torch.cat([model.class_token, tokens], 1)
+    first = model.first.attention_weights(tokens)[0].mean(0)
+    last = model.last.attention_weights(tokens + model.first(tokens))[0].mean(0)
+    eye = torch.eye(16)
+    expected = ((last + eye) / 2 @ (first + eye) / 2)[0, 1:].reshape(3, 5)
+    torch.testing.assert_close(
+        AttentionMaps(rollout=True).attention_map(model, image), expected.detach()
+    )
+    torch.testing.assert_close(
+        AttentionMaps().attention_map(model, image), last[0, 1:].reshape(3, 5).detach()
+    )
+    torch.testing.assert_close(
+        AttentionMaps(layer="first").attention_map(model, image),
+        first[0, 1:].reshape(3, 5).detach(),
+    )
+
+
+@pytest.mark.parametrize("rollout", [False, True])
+def test_a_last_block_for_the_class_token_only_gives_the_same(rollout):
+    image = torch.randn(1, 6, 10)
+    model, short = Tokens(False), Tokens(True)
+    short.load_state_dict(model.state_dict())
+    maps = AttentionMaps(rollout=rollout)
+    torch.testing.assert_close(maps.attention_map(short, image), maps.attention_map(model, image))
+
+
+@pytest.mark.parametrize("rollout", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_registers": 2},
+        {"pooling": "mean"},
+        {"pooling": "attention"},
+        {"pooling": "mean", "num_registers": 2},
+        {"pooling": "mean", "positions": "rotary2d"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_our_vit(options, rollout):
+    maps = AttentionMaps(rollout=rollout)
+    weights = maps.attention_map(make_vit(**options), torch.randn(3, 6, 10))
+    assert weights.shape == (3, 5)
+    assert (weights > 0).all()
+    assert weights.sum() <= 1.0001
+
+
+def make_vit(**options):
+    options = {"dim": 12, "depth": 2, "num_heads": 3, "num_classes": 3, **options}
+    return ViT(image_size=(6, 10), patch_size=2, **options).eval()
+
+
+def test_registers_are_no_class_token():
+    image = torch.randn(3, 6, 10)
+    vit = make_vit(pooling="mean", num_registers=2)
+    with capture_attention(vit, layers=-1) as captured:
+        vit(image[None])
+    (weights,) = captured["blocks.1.attention"]
+    expected = weights[0].mean(0).mean(0)[2:].reshape(3, 5)  # over heads and over queries
+    torch.testing.assert_close(AttentionMaps().attention_map(vit, image), expected)
+
+
+def test_attention_pooling_beside_a_class_token():
+    image = torch.randn(3, 6, 10)
+    vit = make_vit(pooling="attention", class_token=True)
+    assert AttentionMaps().attention_map(vit, image).shape == (3, 5)
+    with pytest.raises(ValueError, match="rollout: the layers have different tokens, 16 and 15"):
+        AttentionMaps(rollout=True).attention_map(vit, image)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "prefix", "expected"),
+    [
+        (196, (224, 224), range(9), (0, (14, 14))),
+        (197, (224, 224), range(9), (1, (14, 14))),
+        (201, (224, 224), range(9), (5, (14, 14))),
+        (201, (224, 224), [5], (5, (14, 14))),
+        (15, (21, 35), range(9), (0, (3, 5))),
+        (16, (21, 35), range(9), (1, (3, 5))),
+        (16, (35, 21), range(9), (1, (5, 3))),
+        (7, (2, 14), range(9), (0, (1, 7))),
+    ],
+)
+def test_find_grid(tokens, size, prefix, expected):
+    assert find_grid(tokens, *size, prefix) == expected
+
+
+def test_tokens_that_are_no_grid():
+    message = "197 tokens are no grid over an image of 224 x 280 after 0 or 2 prefix tokens"
+    with pytest.raises(ValueError, match=message):
+        find_grid(197, 224, 280, [0, 2])
+
+
+def test_the_picture():
+    images = torch.zeros(2, 1, 6, 10)
+    images[1, :, 2:4, 6:8] = 5.0  # not in [0, 1]: stretched
+    weights = torch.zeros(3, 5)
+    weights[1, 3] = 0.1
+    pixels = draw_attention(images, [weights, weights], height=12, gap=2)
+    assert pixels.shape == (12 + 2 + 12, 20 + 2 + 20, 3)
+    assert (pixels[12:14] == 255).all()  # the gaps are white
+    assert (pixels[:, 20:22] == 255).all()
+    bright = pixels[:12, 22:] == 255
+    assert bright[4:8, 12:16].all()
+    assert bright.sum() == 3 * 4 * 4
+    heat = pixels[14:, :20].sum(-1)  # the first image is black, under the map
+    assert heat.argmax() // 20 in (5, 6)
+    assert heat.argmax() % 20 in (13, 14)
+
+
+def test_draws_in_a_plain_trainer(small_net, loader, make_trainer, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    maps = AttentionMaps(num_images=3, every_n_epochs=2)
+    trainer = make_trainer(callbacks=[maps], logger=logger, max_epochs=4)
+    module = small_net()
+    trainer.fit(module, loader, loader)
+    trainer.test(module, loader, verbose=False)
+
+    files = sorted(path.name for path in (tmp_path / "attention_maps").iterdir())
+    assert files == ["epoch=000.png", "epoch=002.png", "test.png"]
+    picture = imread(tmp_path / "attention_maps" / "epoch=002.png")
+    assert picture.shape == (2 * 192 + 6, 3 * 192 + 2 * 6, 3)
+    assert len(EventAccumulator(str(tmp_path)).Reload().Images("val/attention")) == 2
+
+
+def test_training_is_the_same_with_it(small_net, loader, make_trainer):
+    weights = []
+    for callbacks in ([], [AttentionMaps()]):
+        torch.manual_seed(3)
+        module = small_net()
+        make_trainer(callbacks=callbacks).fit(module, loader, loader)
+        weights.append(module.attention.in_proj.weight)
+    assert torch.equal(*weights)
+
+
+def test_a_model_without_attention_fails_before_training(small_net, loader, make_trainer):
+    module = small_net()
+    module.attention = nn.Identity()
+    trainer = make_trainer(callbacks=[AttentionMaps()])
+    with pytest.raises(ValueError, match="has no module with attention weights"):
+        trainer.fit(module, loader, loader)
+    assert trainer.global_step == 0
+
+
+def test_refuses():
+    with pytest.raises(ValueError, match="expected at least 1, got 0 and 1"):
+        AttentionMaps(num_images=0)

@@ -1,0 +1,68 @@
+import pytest
+import torch
+from lightning import Callback
+from matplotlib.image import imread
+
+from attnkit.lightning import LearningCurves, Throughput
+from attnkit.lightning.callbacks.learning_curves import draw_curves
+
+
+class Notes(Callback):
+    """What validation gave, for comparison."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.losses.append(trainer.callback_metrics["val/loss"].item())
+
+
+def test_notes_and_draws(small_net, loader, make_trainer, tmp_path):
+    path = tmp_path / "pictures" / "curves.png"
+    curves, notes = LearningCurves(path), Notes()
+    trainer = make_trainer(max_epochs=3, callbacks=[Throughput(), curves, notes])
+    trainer.fit(small_net(), loader, loader)
+    assert curves.history.keys() == {"train/loss", "val/loss", "val/accuracy"}
+    assert curves.history["val/loss"] == list(zip([1, 2, 3], notes.losses, strict=True))
+    assert [epoch for epoch, _ in curves.history["train/loss"]] == [1, 2, 3]
+    assert len({value for _, value in curves.history["train/loss"]}) == 3
+    assert imread(path).shape == (450, 1260, 4)
+    assert [file.name for file in path.parent.iterdir()] == ["curves.png"]
+
+
+def test_validation_within_the_epoch(small_net, digits, make_trainer, tmp_path):
+    loader = torch.utils.data.DataLoader(digits, batch_size=14)
+    curves = LearningCurves(tmp_path / "curves.png")
+    make_trainer(callbacks=[curves], val_check_interval=2).fit(small_net(), loader, loader)
+    assert [epoch for epoch, _ in curves.history["val/loss"]] == [0.5, 1, 1.5, 2]
+
+
+def test_drawn_when_training_fails(small_net, loader, make_trainer, tmp_path):
+    class Failing(small_net):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        make_trainer(callbacks=[LearningCurves(tmp_path / "c.png")]).fit(Failing(), loader, loader)
+    assert (tmp_path / "c.png").exists()
+
+
+def test_a_resumed_run_has_the_whole_picture(small_net, loader, make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[LearningCurves()])
+    trainer.fit(small_net(), loader, loader)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    curves = LearningCurves()
+    trainer = make_trainer(callbacks=[curves], max_epochs=3)
+    trainer.fit(small_net(), loader, loader, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert [epoch for epoch, _ in curves.history["val/loss"]] == [1, 2, 3]
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_loss_comes_first_and_stages_share_a_panel():
+    points = [(1.0, 0.5), (2.0, 0.25)]
+    names = ["val/accuracy", "val/loss", "train/loss", "val/b", "val/c"]
+    figure = draw_curves(dict.fromkeys(names, points))
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "accuracy", "b", "c"]
+    assert [line.get_label() for line in figure.axes[0].lines] == ["train", "val"]
