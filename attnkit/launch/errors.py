@@ -1,16 +1,30 @@
-"""How a command ends when something is wrong: at most three lines and an exit code."""
+"""How a command ends when something is wrong: at most three lines and an exit code.
+
+Some libraries hide what an error comes from: data workers, other ranks, the disk, allocators.
+"""
 
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from attnkit.launch.causes import cause, place
 from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
+
+_KILLED = re.compile(r"DataLoader worker \(pid.*?(is killed by signal: .*?\.|exited unexpectedly)")
+_IN_WORKER = re.compile(r"^Caught \S+ in (DataLoader worker|pin memory thread)")
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>\S+)')
+_PEER = re.compile(r"gloo/|ProcessGroup|NCCL|Connection closed by peer|Connection reset by peer")
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|(CUDA|HIP|MPS|XPU)\b.*out of memory|_(STATUS_)?ALLOC_FAILED"
+)
+_WAITED = re.compile(r"[Tt]imed? ?out|[Tt]imeout")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -63,3 +77,93 @@ def summary(error: BaseException) -> str:
         f"{type(error).__name__}: {first[:500]}\n  in {place(error)}\n"
         f"  {TRACEBACK}=1 in the environment shows the whole traceback"
     )
+
+
+# --- what an error comes from ---------------------------------------------------------------------
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether a process only says that another one has gone or does not answer."""
+    named = any(cls.__name__ == "DistError" for cls in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and bool(_PEER.search(str(error))))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Of a lost peer: whether it was waited for in vain, rather than seen to go."""
+    return bool(_WAITED.search(str(error)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator had no more: torch's on any device, or Python's."""
+    if isinstance(error, MemoryError):
+        return True
+    named = any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def of_allocator(error: BaseException) -> str:
+    """What it said, in one line."""
+    said = re.sub(r"^\[enforce fail at .*?(?=DefaultCPUAllocator)", "", str(error).strip())
+    return " ".join(said.split())[:200] or type(error).__name__
+
+
+def cause(error: BaseException) -> str:
+    """One or two lines for an error whose own message does not say it, or nothing."""
+    text = str(error)
+    killed = _KILLED.search(text)
+    if killed or _is_worker_gone(error):
+        said = killed[0].rstrip(".") if killed else "a DataLoader worker has ended"
+        return f"{said}\n  the system kills what takes too much memory; fewer workers take less"
+    if _IN_WORKER.search(text):
+        return _of_worker(text)
+    if isinstance(error, UserError | RunError):
+        return ""
+    if is_out_of_memory(error):
+        return f"out of memory in {place(error)}\n  {of_allocator(error)}"
+    if isinstance(error, OSError) and error.strerror:
+        path = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{path}, in {place(error)}"
+    if is_peer_lost(error):
+        how = "does not answer" if is_timeout(error) else "has ended"
+        said = re.sub(r"\[[^\]]*\](:\d+)?", "", _first(text)).split(". ")[0].strip()
+        return f"another process of this run {how} ({said})"
+    return ""
+
+
+def _is_worker_gone(error: BaseException) -> bool:
+    """Whether a batch was on its way from a worker that is no more."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return isinstance(error, ConnectionError | EOFError) and any(
+        Path(file).parts[-3:-1] == ("utils", "data") for file in files
+    )
+
+
+def place(error: BaseException) -> str:
+    """The innermost frame outside the installed libraries: the user's code or attnkit's."""
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    return _own(frames)
+
+
+def _of_worker(text: str) -> str:
+    """torch puts the traceback of a worker into the message; its end is the error itself."""
+    lines = text.splitlines()
+    last = max((i for i, line in enumerate(lines) if _FRAME.match(line)), default=0)
+    end = next((i for i in range(last + 1, len(lines)) if lines[i][:1].strip()), len(lines) - 1)
+    message = "\n".join(lines[end:])
+    name, _, said = message.partition(": ")
+    if name.rpartition(".")[2] in (UserError.__name__, RunError.__name__):
+        return said
+    frames = [(m["file"], int(m["line"]), m["name"]) for m in map(_FRAME.match, lines) if m]
+    return f"{_first(message)}\n  in {_own(frames)}, a DataLoader worker"
+
+
+def _own(frames: Sequence[tuple[str, int | None, str]]) -> str:
+    own = [f for f in frames if "site-packages" not in f[0] and "<" not in f[0]]
+    if not frames:
+        return "?"
+    file, line, name = (own or frames)[-1]
+    return f"{Path(file).name}:{line} ({name})"
+
+
+def _first(text: str) -> str:
+    return next((line.strip()[:500] for line in text.splitlines() if line.strip()), "no message")

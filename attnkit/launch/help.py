@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from attnkit.launch.job.kinds import KINDS
+
 TEMPLATE = """\
 attnkit: train, test and use attention models. Settings are key=value, parts are group=choice.
 
@@ -26,7 +28,7 @@ Groups and their choices
 {groups}
 
 Keys of every task
-  run=train|check|bench|test|predict|inspect|export|retry|report   what to do
+  run={kinds}   what to do
   seed=0  seeds=1              seeds=N: N runs, mean and spread
   splits=all                   the same over the fixed splits of the data
   trainer.max_epochs=N         how long
@@ -56,4 +58,4 @@ def text(groups: Mapping[str, Sequence[str]]) -> str:
     """The help, with the groups and choices of all folders."""
     width = max(map(len, groups), default=0)
     lines = [f"  {name:<{width}}  {', '.join(choices)}" for name, choices in groups.items()]
-    return TEMPLATE.format(groups="\n".join(lines))
+    return TEMPLATE.format(groups="\n".join(lines), kinds="|".join(KINDS))

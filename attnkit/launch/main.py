@@ -63,21 +63,14 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
 
         return sweep(composer, args.overrides)
 
-    from attnkit.launch.job.decide import Request, decide
-    from attnkit.launch.job.execute import execute
+    from attnkit.launch.job.decide import Request
+    from attnkit.launch.job.kinds import named
 
     _refuse(args.overrides, ("hydra/sweeper", "hydra.sweeper"))
     request = Request.read(composer, args.overrides)
-    if request.config.get("run") == "retry":
-        from attnkit.launch.sweep.resume import retry
-
-        return retry(request)
-    _refuse(args.overrides, ("hydra/launcher", "hydra.launcher"))
-    if request.config.get("run") == "report":
-        from attnkit.launch.sweep.report.page import report
-
-        return report(request.config, args.overrides)
-    return execute(decide(request), launcher).code
+    if "sweep" not in request.kind.needs:
+        _refuse(args.overrides, ("hydra/launcher", "hydra.launcher"))
+    return named(request.kind.command)(request, launcher)
 
 
 def _refuse(overrides: Sequence[str], of_sweeps: tuple[str, ...]) -> None:

@@ -17,11 +17,8 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
-    run: Literal[
-        "train", "test", "predict", "inspect", "check", "bench", "export", "retry", "report"
-    ] = "train"
-    """train (then tests the best checkpoint); test, predict, inspect or export (all with ckpt=…);
-    check and bench try a training; retry and report are of a sweep (sweep=…)."""
+    run: str = "train"
+    """What to do: one of `KINDS` (launch/job/kinds.py)."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
@@ -78,24 +75,6 @@ class Config:
     vars: dict[str, Any] | None = None
     """Yours, for interpolations: dim: ${vars.dim}."""
 
-
-# What predicts, and needs a checkpoint and images.
-PREDICTING = ("predict", "inspect")
-
-# What starts from a checkpoint, and trains nothing.
-FROM_CHECKPOINT = ("test", *PREDICTING, "export")
-
-# What an export is not made of.
-NOT_EXPORTED = (
-    "trainer", "precision", "compile", "callbacks", "logger", "data", "predict", "inspect",
-    "optimizer", "scheduler",
-)  # fmt: skip
-
-# What is done with the folder of a sweep, and needs sweep=…
-OF_SWEEPS = ("retry", "report")
-
-# What tries a training instead of doing it: one configuration, one process.
-TRYING = ("check", "bench")
 
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (

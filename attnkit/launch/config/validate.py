@@ -46,7 +46,7 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
                 raise _problem(origins, f"{key}.{name}", message)
             _check_node(f"{key}.{name}", node, origins)
     _check_trainer(config.get("trainer") or {}, config.get("precision"), origins)
-    predicts_images = config.get("run") in schema.PREDICTING and config.get("predict")
+    predicts_images = config.get("images") is not None
     for key in ("module",) if predicts_images else ("module", "data"):
         if not config.get(key):
             raise _problem(origins, key, "missing: the task names no class for it", at="task")

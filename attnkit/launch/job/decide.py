@@ -1,8 +1,8 @@
 """What a command line asks for, decided and checked before anything is imported or written."""
 
-import re
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from attnkit.launch.config.permission import Consent, allowed_by
 from attnkit.launch.config.sources import Origins, Source
 from attnkit.launch.config.validate import validate
 from attnkit.launch.job import folder as folders
-from attnkit.launch.job.execute import Job
+from attnkit.launch.job.job import Job
+from attnkit.launch.job.kinds import Kind, kind_of, users_of
+from attnkit.launch.processes.locks import holder, is_locked
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
@@ -59,6 +61,17 @@ class Request:
         """The override that sets exactly this key, if there is one."""
         return next((o for o in self.overrides if o.lstrip("+").startswith(f"{key}=")), "")
 
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.config.get("run"))
+
+    @property
+    def permission(self) -> tuple[str, ...]:
+        """The words of the command line that permit code, for commands that are to follow."""
+        own = self.composer.config_dir
+        folder = ("--config-dir", str(own)) if own else ()
+        return (*folder, *(o for o in self.overrides if o.lstrip("+").startswith("allow=")))
+
     def folder(self, *, sweep: bool = False) -> Path:
         """The folder to write to; not made yet."""
         missing = OmegaConf.is_missing(self.config, "task")
@@ -90,21 +103,79 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     """
     if run_dir is not None:
         request.config["run_dir"] = str(run_dir)
-    config = request.config
-    if run_dir is not None and config.get("run") in schema.TRYING:
-        raise UserError(f"run={config['run']}: not with -m; one configuration at a time")
-    _check_contradictions(request)
+    config, kind = request.config, request.kind
+    if run_dir is not None and not kind.in_sweeps:
+        raise UserError(f"run={kind.name}: not with -m; one configuration at a time")
     if config.get("resume") is not None:
         return _resumed(request)
-    if config.get("ckpt") is not None:
+    check_uses(request)
+    if "ckpt" in kind.needs:
         return _evaluation(request)
+    fresh = run_dir is None and config.get("run_dir") is None
     folder = run_dir or request.folder()
     top = request.plain(config, run_dir=str(folder))
     runs = [
         request.plain(config, run_dir=str(folder / name), **values)
         for name, values in _parts(top).items()
     ]
-    return _job(request, folder, top, runs or [top])
+    return _job(request, folder, top, runs or [top], fresh=fresh)
+
+
+def command_line(*overrides: str, permission: Sequence[str] = ()) -> str:
+    """A command to be pasted into a POSIX shell; `overrides` are quoted already."""
+    return " ".join(["attnkit", *overrides, *map(shlex.quote, permission)])
+
+
+def check_uses(request: Request) -> None:
+    """Refuse what the kind of run does not use, or misses.
+
+    Raises:
+        UserError: naming the override as it was typed.
+    """
+    kind, config = request.kind, request.config
+    for key in kind.needs:
+        if config.get(key) is None and key not in ("inspect", "export"):
+            raise UserError(f"run={kind.name}: needs {key}={_WANTED[key]}")
+    for typed in request.overrides:
+        key = key_of(typed)
+        top, _, inner = key.partition(".")
+        if not kind.reads(top) and top in schema_keys():
+            raise UserError(f"{typed}: does nothing in run={kind.name}{_instead(kind, top)}")
+        if top == "trainer" and inner in kind.leaves:
+            raise UserError(f"{typed}: does nothing in run={kind.name}, which does not train")
+    if config.get("splits") is not None and config.get("seeds") != 1:
+        raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
+    images = config.get("images")
+    if images is not None and not absolute(str(images)).exists():
+        raise UserError(f"images: no file or folder {absolute(str(images))}")
+
+
+_WANTED = {
+    "ckpt": "PATH, a checkpoint or a run folder",
+    "images": "PATH, a folder or a file",
+    "sweep": "PATH, the folder of a sweep, or sweep=latest",
+}
+_INSTEAD = {
+    "ckpt": "to train on: resume=RUN_DIR",
+    "sweep": "to go on with a sweep: -m resume=SWEEP_DIR",
+}
+
+
+def _instead(kind: Kind, key: str) -> str:
+    """Which kinds of run use a key, and what may have been meant."""
+    line = f"; only in run={', '.join(users_of(key))}" if users_of(key) else ""
+    return line + (f"\n  {_INSTEAD[key]}" if key in _INSTEAD else "")
+
+
+def schema_keys() -> set[str]:
+    """The keys at the top of every configuration; of others validate() says that there are none."""
+    return {field.name for field in fields(schema.Config)}
+
+
+def key_of(override: str) -> str:
+    """The key or group that an override sets, with dots."""
+    key = override.partition("=")[0].lstrip("+~").partition("@")[0]
+    return key.replace("/", ".")
 
 
 def _parts(top: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -142,70 +213,31 @@ def _job(
     for config in (top, *runs):
         config["allow"] = None  # permission is not for a file to give
     paths = (str(consent.folder),) if consent.folder else ()
+    kwargs |= {"typed": tuple(request.overrides), "permission": request.permission}
     return Job(folder, top, runs, allow=packages, paths=paths, **kwargs)
 
 
-def _check_contradictions(request: Request) -> None:
+def _check_parts_of(kind: Kind, request: Request) -> None:
+    """What the task must say of this kind of run: what reads images, inspects or exports.
+
+    Without `predict`, the data itself is predicted.
+    """
     config = request.config
-    run = config.get("run")
-    if run in schema.OF_SWEEPS:
-        raise UserError(f"run={run}: of a whole sweep, by itself: run={run} sweep=SWEEP_DIR")
-    if config.get("sweep") is not None:
-        of = ", ".join(schema.OF_SWEEPS)
-        raise UserError(f"sweep={config['sweep']}: only for run={of}; to go on: -m resume=")
-    if config.get("resume") is not None:
-        for key in ("run_dir", "ckpt", "images", "seed", "seeds", "splits"):
-            if typed := request.typed(key):
-                raise UserError(f"{typed}: not together with resume, which goes on in its folder")
-        if run in schema.FROM_CHECKPOINT:
-            raise UserError(f"run={run}: not together with resume; use ckpt={config['resume']}")
-        if run in schema.TRYING:
-            raise UserError(f"run={run}: not together with resume, which trains; leave it out")
-        return
-    if run in schema.FROM_CHECKPOINT:
-        if config.get("ckpt") is None:
-            raise UserError(f"run={run}: needs ckpt=PATH, a checkpoint or a run folder")
-        if config.get("seeds") != 1:
-            raise UserError(f"seeds={config['seeds']}: only for run=train; one ckpt, one {run}")
-        if config.get("splits") is not None:
-            raise UserError(f"splits={config['splits']}: only for run=train; one ckpt, one {run}")
-    elif config.get("ckpt") is not None:
-        others = ", ".join(schema.FROM_CHECKPOINT)
-        raise UserError(f"ckpt: only for run={others}; to train on: resume=RUN_DIR")
-    if run in schema.TRYING[1:] and (config.get("seeds") != 1 or config.get("splits") is not None):
-        raise UserError(f"run={run}: of one run; leave seeds and splits out")
-    if config.get("splits") is not None and config.get("seeds") != 1:
-        raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
-    if run not in schema.PREDICTING and config.get("images") is not None:
-        raise UserError(f"images: only for run=predict and run=inspect, this is run={run}")
-    images = config.get("images")
-    if images is not None and not absolute(str(images)).exists():
-        raise UserError(f"images: no file or folder {absolute(str(images))}")
-
-
-def _check_export(request: Request) -> None:
-    """What an export has no use for is refused rather than ignored."""
-    if request.config.get("run") != "export":
-        return
-    if not request.config.get("export"):
-        raise UserError("run=export: needs export, which is null; leave it as it is by default")
-    for override in request.overrides:
-        if re.split(r"[=.@/]", override.lstrip("+~"))[0] in schema.NOT_EXPORTED:
-            raise UserError(
-                f"{override}: does nothing in run=export, which writes what was trained\n"
-                "  on the CPU and in float32, whatever it was trained on"
-            )
-
-
-def _check_images(config: DictConfig) -> None:
-    """A task says in `predict` what reads images; without it, the data itself is predicted."""
-    if config.get("run") not in schema.PREDICTING:
-        return
-    if config["run"] == "inspect" and not config.get("inspect"):
+    if "inspect" in kind.needs and not config.get("inspect"):
         raise UserError(
             f"run=inspect: the task {config['task']} has nothing to inspect; run=predict"
         )
+    if "export" in kind.needs and not config.get("export"):
+        raise UserError("run=export: needs export, which is null; leave it as it is by default")
+    if "images" not in kind.uses:
+        return
     images = config.get("images")
+    for typed in request.overrides if config.get("predict") is not None else ():
+        if key_of(typed).partition(".")[0] == "data":
+            raise UserError(
+                f"{typed}: does nothing in run={kind.name}, which reads images=…\n"
+                "  of those: predict.batch_size, predict.num_workers, …"
+            )
     if config.get("predict") is None and images is not None:
         raise UserError(f"images={images}: this task predicts its own data; leave it out")
     if config.get("predict") is not None and images is None:
@@ -231,18 +263,19 @@ def _evaluation(request: Request) -> Job:
             saved["export"] = OmegaConf.to_container(given["export"], resolve=False)
         config = request.composer.overlay(saved, request.overrides)
         request = request.on(home)
-    _check_images(config)
-    _check_export(replace(request, config=config))
+    request = replace(request, config=config)
+    _check_parts_of(request.kind, request)
     top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
-    if top["run"] == "export" and isinstance(top["export"].get("folder"), str):
+    if "export" in request.kind.needs and isinstance(top["export"].get("folder"), str):
         folders.check_writable(absolute(top["export"]["folder"]), "export.folder")
-    return _job(request, folder, top, [top], alone=home is None)
+    fresh = given.get("run_dir") is None
+    return _job(request, folder, top, [top], fresh=fresh, alone=home is None)
 
 
 def _check_alone(request: Request, ckpt: Path) -> None:
     """A checkpoint without its run folder is built as it was saved, whatever one asks for."""
     for typed in request.overrides:
-        part = re.split(r"[.@=]", typed.lstrip("+~"), maxsplit=1)[0]
+        part = key_of(typed).partition(".")[0]
         if part in ("module", "model", *schema.MODEL_PARTS):
             raise UserError(
                 f"{typed}: can't change what {ckpt.name} holds\n"
@@ -252,16 +285,23 @@ def _check_alone(request: Request, ckpt: Path) -> None:
 
 def _resumed(request: Request) -> Job:
     """The same run in the same folder; only what the model does not depend on may change."""
+    if request.kind.name != "train":
+        name = request.kind.name
+        instead = f"; ckpt={request.config['resume']}" if "ckpt" in request.kind.needs else ""
+        raise UserError(f"run={name}: not together with resume, which trains{instead}")
+    for key in ("run_dir", "ckpt", "images", "sweep", "seed", "seeds", "splits"):
+        if typed := request.typed(key):
+            raise UserError(f"{typed}: not together with resume, which goes on in its folder")
     folder = folders.to_resume(str(request.config["resume"]))
+    if is_locked(folder / folders.LOCK):
+        raise UserError(f"resume: {folder} is in use by {holder(folder / folders.LOCK)}")
     saved = folders.load_config(folder)
     request = request.on(folder)
     if saved.get("run") != "train":
         raise UserError(f"resume: {folder} was a run={saved.get('run')}; nothing to go on with")
-    changes = [
-        o
-        for o in request.overrides
-        if not o.lstrip("+~").startswith(("resume=", "task=", "allow="))
-    ]
+    if (typed := request.typed("task")) and request.config["task"] != saved["task"]:
+        raise UserError(f"{typed}: the run in {folder} is of task {saved['task']}")
+    changes = [o for o in request.overrides if key_of(o) not in ("resume", "run", "task", "allow")]
     check_resumable(changes)
     top = _overlaid(request, saved, changes)
     parts = [folders.load_config(folder / name) for name in _parts(top)]
@@ -272,8 +312,7 @@ def _resumed(request: Request) -> Job:
 def check_resumable(changes: Sequence[str]) -> None:
     """Refuse what may not change in a run that goes on."""
     for change in changes:
-        key = change.partition("=")[0].lstrip("+~").partition("@")[0]
-        if not f"{key}.".startswith(schema.RESUMABLE):
+        if not f"{key_of(change)}.".startswith(schema.RESUMABLE):
             raise UserError(
                 f"{change}: can't change in a run that goes on\n"
                 f"  may change: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"

@@ -1,4 +1,7 @@
-"""Run folders: where a run writes, what it left there, which one to go on in."""
+"""Run folders: where a run writes, what it left there, which one to go on in.
+
+The only writer of config.yaml, of state.json and, beside the callback `ResultsFile`, results.json.
+"""
 
 import json
 import math
@@ -20,7 +23,10 @@ from attnkit.lightning.files import absolute, refuse_url, replacing
 OUTPUTS = "outputs"
 CONFIG = "config.yaml"
 RESULTS = "results.json"
+STATE = "state.json"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"  # held by the process that runs it
+RUNNING, STOPPED, FAILED, DONE = "running", "stopped", "failed", "done"
 
 # What makes a run folder worth keeping when the run ends early.
 KEPT = ("*.ckpt", "metrics.csv", RESULTS, "predictions.csv")
@@ -38,7 +44,7 @@ def plan(config: Mapping[str, Any], *, sweep: bool = False) -> Path:
         raise UserError("run_dir=: expected a folder")
     path = absolute(str(given))
     check_writable(path, "run_dir")
-    if path.is_dir() and any(path.iterdir()):
+    if not is_empty(path):
         hint = f"; to go on in it: {as_override('resume', path)}" if _trains(path) else ""
         raise UserError(f"run_dir: {path} is not empty{hint}")
     return path
@@ -68,12 +74,14 @@ def as_override(key: str, path: Path) -> str:
 
 
 def create(path: Path, *, fresh: bool) -> Path:
-    """Make the folder; where another run took the name in this very second, the next one."""
+    """Make the folder; with `fresh` a new one, of the next free name if this is taken by now."""
     while True:
         try:
             path.mkdir(parents=True, exist_ok=not fresh)
             return path
         except FileExistsError:
+            if not fresh:
+                raise UserError(f"{path}: expected a folder, this is a file") from None
             path = _free(path)
         except OSError as error:
             raise UserError(f"{path}: can't be made: {error.strerror}") from error
@@ -93,10 +101,15 @@ def absent(path: Path) -> list[Path]:
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
+def is_empty(folder: Path) -> bool:
+    """Whether nothing is there, or nothing but a lock."""
+    return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
+
+
 def is_bare(folder: Path) -> bool:
-    """Whether nothing but the configuration and the log is there."""
+    """Whether nothing but the configuration, the state and the log is there."""
     files = (path.name for path in folder.rglob("*") if path.is_file())
-    return all(name == CONFIG or name.endswith(".log") for name in files)
+    return all(name in (CONFIG, LOCK, STATE) or name.endswith(".log") for name in files)
 
 
 def take_back(folder: Path, made: list[Path]) -> None:
@@ -169,15 +182,42 @@ def relocate(value: Any, old: Path, new: Path) -> Any:
 
 def load_results(folder: Path) -> dict[str, float]:
     """results.json, or nothing."""
+    return _load_json(folder / RESULTS)
+
+
+def save_results(folder: Path, results: Mapping[str, float]) -> None:
+    """Write results.json, whole or not at all."""
+    _save_json(folder / RESULTS, dict(sorted(results.items())))
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """state.json: `state`, and of a run that is done `ended_by`, `epochs` and `steps`."""
+    if state := _load_json(folder / STATE):
+        return state
+    results = load_results(folder)  # of a run from before there was a state.json
+    return {**results, "state": DONE, "ended_by": "max_epochs"} if "num_seeds" in results else {}
+
+
+def save_state(folder: Path, state: str, **facts: Any) -> None:
+    """Write state.json, whole or not at all."""
+    _save_json(folder / STATE, {"state": state, **facts})
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run came to its end, and its results are there."""
+    return load_state(folder).get("state") == DONE and (folder / RESULTS).is_file()
+
+
+def _load_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / RESULTS).read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether a run came to its end: only then does results.json say how many seeds it sums up."""
-    return "num_seeds" in load_results(folder)
+def _save_json(path: Path, content: Mapping[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode())
 
 
 def to_resume(given: str) -> Path:
@@ -185,7 +225,7 @@ def to_resume(given: str) -> Path:
     if given == "latest":
         outputs = Path.cwd() / OUTPUTS
         runs = [*outputs.glob(f"*/*/{CONFIG}"), *outputs.glob(f"*/sweep_*/*/{CONFIG}")]
-        runs = [p for p in runs if re.search(r"^run: train$", p.read_text("utf-8"), re.M)]
+        runs = [p for p in runs if _trains(p.parent)]
         if not runs:
             raise UserError(f"resume=latest: no run under {outputs}")
         return max(runs, key=lambda p: p.stat().st_mtime).parent

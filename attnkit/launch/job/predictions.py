@@ -1,4 +1,4 @@
-"""What `run=predict` leaves: predictions.csv, in the order of the images."""
+"""`run=predict`: predictions.csv, in the order of the images."""
 
 from __future__ import annotations
 
@@ -7,11 +7,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnkit.lightning.errors import UserError
+
 if TYPE_CHECKING:
     from lightning import Trainer
 
+    from attnkit.launch.job.session import Session
+
 FILE = "predictions.csv"
 Row = dict[str, str]
+
+
+def predict(session: Session) -> dict[str, float] | None:
+    """Predict with the checkpoint; leaves predictions.csv."""
+    session.make_predict_data(session.make_module())
+    trainer = session.make_trainer()
+    if not session.begin():
+        return None
+    batches = session.loaded(trainer.predict, ckpt_path=session.ckpt)
+    rows = gathered(rows_of(batches or []), trainer)
+    if not rows:
+        images = session.config["images"]
+        nothing = f"images: nothing in {images}" if images else "data: nothing"
+        raise UserError(f"{nothing} could be predicted")
+    if trainer.is_global_zero:
+        save_predictions(session.folder, rows)
+    return {"predictions": len(rows)}
 
 
 def rows_of(batches: Sequence[Any]) -> list[Row]:

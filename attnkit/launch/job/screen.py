@@ -17,25 +17,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnkit.launch.config.schema import PREDICTING
 from attnkit.launch.job.folder import RESULTS
 from attnkit.launch.job.predictions import FILE as PREDICTIONS
 from attnkit.lightning.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.execute import Job
-    from attnkit.launch.job.work import Work
+    from attnkit.launch.job.job import Job
+    from attnkit.launch.job.session import Session
 
 LOG = "run.log"
 _log = logging.getLogger("attnkit.run")
 _MAX_ROWS = 20
-# Keeps what is said before there is a run.log, such as warnings while objects are built.
-_early = MemoryHandler(10_000, logging.CRITICAL + 1)
 
 # Warnings that no one can act on in a run that attnkit set up; run.log has them.
 _UNHELPFUL = re.compile(
     r"does not have many workers|smaller than the logging interval|exists and is not empty"
-    r"|LeafSpec|deprecat|litlogger|when using `ckpt_path`|Checkpoint directory"
+    r"|LeafSpec|litlogger|when using `ckpt_path`|Checkpoint directory"
     r"|destroy_process_group|lr_scheduler\.step|epoch parameter in `scheduler",
     re.IGNORECASE,
 )
@@ -50,8 +47,6 @@ def quiet(rank: int = 0) -> None:
     warnings.showwarning = _keep_warning if rank else _show_warning
     _log.setLevel(logging.INFO)
     _log.propagate = False
-    _early.buffer.clear()  # of a run before, in this process, that was refused
-    _log.addHandler(_early)
 
 
 @contextmanager
@@ -71,9 +66,6 @@ def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[No
     loggers = [_log, *_lightnings()]
     for logger in loggers:
         logger.addHandler(handler)
-    _log.removeHandler(_early)
-    _early.setTarget(handler)
-    _early.flush()
     try:
         yield
     except (UserError, RunError) as error:
@@ -85,8 +77,6 @@ def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[No
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-        _early.setTarget(None)
-        _log.addHandler(_early)
         handler.close()
         file.close()
 
@@ -102,8 +92,9 @@ def _show_warning(
 ) -> None:
     _keep_warning(message, category, filename, lineno)
     text = " ".join(str(message).split())
-    foreign = issubclass(category, DeprecationWarning | FutureWarning)
-    if not foreign and not _UNHELPFUL.search(text):
+    old = issubclass(category, DeprecationWarning | FutureWarning) or "deprecat" in text.lower()
+    of_library = old and "site-packages" in filename  # the user's own she can act on
+    if not of_library and not _UNHELPFUL.search(text):
         print_(f"[yellow]warning[/yellow] {escape(text[:400])}")
 
 
@@ -139,12 +130,14 @@ def show(table: Table) -> None:
     _log.info("%s", "\n" + plain.getvalue())
 
 
-def header(job: Job, work: Work) -> None:
+def header(job: Job, session: Session) -> None:
     """What runs, on what, and where it writes."""
     run = job.config["run"]
-    device = work.trainer.strategy.root_device.type
-    processes = f" × {work.trainer.world_size} processes" if work.trainer.world_size > 1 else ""
-    model = f"{type(work.module).__name__}, {work.num_parameters:,} parameters"
+    device = session.trainer.strategy.root_device.type
+    processes = (
+        f" × {session.trainer.world_size} processes" if session.trainer.world_size > 1 else ""
+    )
+    model = f"{type(session.module).__name__}, {session.num_parameters:,} parameters"
     again = ", going on" if job.resumed else ""
     say(f"{job.config['task']} · {run}{again} · {model} · {device}{processes}")
     say(f"in {job.folder}")
@@ -154,7 +147,7 @@ def header(job: Job, work: Work) -> None:
 
 def final(job: Job, results: Mapping[str, float]) -> None:
     """The figures and where everything is."""
-    if job.config["run"] in PREDICTING:
+    if job.kind.stage == "predict":
         show(predictions(job.folder))
     table = Table(title=f"{job.config['task']} · {job.config['run']}", title_justify="left")
     table.add_column("figure")

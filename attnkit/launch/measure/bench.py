@@ -17,7 +17,8 @@ from torch import Tensor
 from attnkit.core.backends import BACKENDS, UnsupportedError
 from attnkit.core.multiply_adds import count_multiply_adds
 from attnkit.core.products import plain_linear
-from attnkit.launch.causes import is_out_of_memory
+from attnkit.launch.errors import is_out_of_memory
+from attnkit.launch.job.session import Session
 from attnkit.launch.measure.step import step_of
 from attnkit.lightning.callbacks.throughput import num_samples, wait_for_device
 from attnkit.lightning.errors import UserError, first_line
@@ -101,6 +102,21 @@ def units(batch: Any) -> dict[str, int]:
     if isinstance(batch, Mapping) and isinstance(batch.get("words"), Tensor):
         counts["words"] = int((batch["words"] != 0).sum())  # 0 is padding
     return counts or {"samples": num_samples(batch)}
+
+
+def work(session: Session) -> dict[str, float] | None:
+    """Time steps of training and the kernels; leaves bench.md."""
+    data = session.make_data()
+    module = session.make_module()
+    trainer = session.make_trainer()
+    trainer.profiler = Clock()  # type: ignore[attr-defined]
+    if trainer.world_size > 1:
+        raise UserError("run=bench: one process; trainer.devices=1 trainer.strategy=auto")
+    if not session.begin():
+        return None
+    figures, table = bench(trainer, module, data)
+    (session.folder / FILE).write_text(table, encoding="utf-8")
+    return figures
 
 
 def bench(

@@ -21,8 +21,11 @@ from attnkit.core.multiply_adds import count_multiply_adds
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom
 from attnkit.launch.job import screen as report
-from attnkit.launch.job.execute import Job
-from attnkit.launch.job.work import Work
+from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.job import Job
+from attnkit.launch.job.kinds import KINDS
+from attnkit.launch.job.objects import make_trainer
+from attnkit.launch.job.session import Session
 from attnkit.launch.measure.step import step_of
 from attnkit.launch.measure.stopwatch import Stopwatch
 from attnkit.launch.processes.torchrun import Launcher
@@ -35,6 +38,12 @@ from attnkit.lightning.errors import RunError, UserError
 # Loggers that write into the run folder and nowhere else.
 _LOCAL = ("CSVLogger", "MetricsCSV", "TensorBoardLogger")
 _MB = 2**20
+
+
+def command(request: Request, launcher: Launcher | None = None) -> int:
+    """`run=check`; returns the exit code."""
+    check(decide(request), launcher)
+    return 0
 
 
 def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
@@ -75,25 +84,24 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
     config, unknown = _moved(job.runs[0], folder)
     given = config["trainer"] or {}
     config["trainer"] = {**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
-    work = Work(config, alone=False)
-    world = work.trainer.world_size
+    world = make_trainer(config, KINDS["train"]).world_size
     if world > 1:
         one = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
-        work.move({**config, "trainer": {**config["trainer"], **one}})
+        config["trainer"] = {**config["trainer"], **one}
         unknown.append(f"what {world} processes wait for each other; measured is one of them alone")
-    trainer, module = work.trainer, work.module
-    trainer.fit_loop.min_epochs = 0
-    trainer.fit_loop.epoch_loop.min_steps = None
     watch = Stopwatch()
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    kernels = next((c for c in callbacks if isinstance(c, KernelRecord)), None)
-    if kernels is None:
-        kernels = KernelRecord(verbose=False)
-        callbacks.append(kernels)
-    callbacks.append(watch)
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    kernels = KernelRecord(verbose=False)
+
+    def begin(session: Session) -> bool:
+        trainer = session.trainer
+        trainer.fit_loop.min_epochs = 0
+        trainer.fit_loop.epoch_loop.min_steps = None
+        trainer.callbacks += [kernels, watch]  # type: ignore[attr-defined]
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+        return True
+
+    work = Session(config, begin=begin)
     try:
         with watch.cutting():
             work.run()
@@ -103,6 +111,8 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
             f"out of memory with batches of {batch}\n  {error}\n"
             f"  training would try again with half of it, at most {oom.MOST} times"
         ) from None
+    trainer, module = work.trainer, work.module
+    device = trainer.strategy.root_device
     own = [p.numel() for p in module.parameters() if p.requires_grad]
     figures: dict[str, float] = {
         "parameters": work.num_parameters,
@@ -172,7 +182,7 @@ def _is_graph(batch: Any) -> bool:
     return hasattr(batch, "edge_index")
 
 
-def _unknown(work: Work, figures: Mapping[str, float]) -> list[str]:
+def _unknown(work: Session, figures: Mapping[str, float]) -> list[str]:
     """What a few steps can't tell."""
     callbacks: list[Any] = work.trainer.callbacks  # type: ignore[attr-defined]
     unknown = []

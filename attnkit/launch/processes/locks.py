@@ -12,6 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 _MISSING = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+_held: set[Path] = set()  # by this process
 _GLANCE = 0.2  # seconds of trying: `is_locked` in another process shares the lock for a moment
 
 
@@ -39,15 +40,22 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
         )
         yield True
         return
+    again = path in _held
+    _held.add(path)
     try:
-        _sign(path)
+        if not again:
+            _sign(path)
         yield True
     finally:
+        if not again:
+            _held.discard(path)
         lock.release()
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process has the lock."""
+    """Whether another process has the lock."""
+    if path in _held:
+        return False
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -17,8 +17,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnkit.launch.causes import is_peer_lost, is_timeout
-from attnkit.launch.errors import CRASHED, INTERRUPTED, TRACEBACK, WRONG_INPUT, fail, summary
+from attnkit.launch.errors import (
+    CRASHED,
+    INTERRUPTED,
+    TRACEBACK,
+    WRONG_INPUT,
+    fail,
+    is_peer_lost,
+    is_timeout,
+    summary,
+)
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.out_of_memory import OutOfMemory
 from attnkit.launch.processes.start_ranks import Report
@@ -27,7 +35,7 @@ from attnkit.launch.signals import end_on_signals, ignore_signals, raise_receive
 from attnkit.lightning.errors import StoppedBySignal, UserError
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.work import Work
+    from attnkit.launch.job.session import Session
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,11 +109,11 @@ def _run(
     alone: bool,
 ) -> Report | None:
     """One run; returns what went wrong."""
-    works: list[Work] = []
+    works: list[Session] = []
 
     def run() -> None:
         from attnkit.launch.job import screen as report
-        from attnkit.launch.job.work import Work
+        from attnkit.launch.job.session import Session
         from attnkit.lightning.build.build import allowing
         from attnkit.lightning.resume.signals import fork_apart
 
@@ -115,11 +123,13 @@ def _run(
         with allowing(*allow):
             config = folders.load_config(Path(run_dir))
             with report.logging_to(Path(log), rank, own=bool(config.get("rank_logs"))):
-                works.append(Work(config, alone=alone))
+                works.append(Session(config, alone=alone))
                 raise_received()
                 works[0].run()
 
-    return _reported(run, lambda: works[0].trainer.global_step if works else 0)
+    return _reported(
+        run, lambda: works[0].trainer.global_step if works and hasattr(works[0], "trainer") else 0
+    )
 
 
 def _reported(run: Callable[[], None], steps: Callable[[], int]) -> Report | None:

@@ -46,8 +46,8 @@ def resume(composer: Composer, overrides: Sequence[str]) -> int:
     return _run(composer, sweep, overrides)
 
 
-def retry(request: Request) -> int:
-    """Run the failed trials of a sweep again; returns the exit code."""
+def retry(request: Request, launcher: object = None) -> int:
+    """`run=retry sweep=DIR`: run the failed trials of a sweep again; returns the exit code."""
     if request.config.get("sweep") is None:
         raise UserError("run=retry: needs sweep=PATH, the folder of a sweep, or sweep=latest")
     changes = [

@@ -18,7 +18,8 @@ from attnkit.launch.config.compose import Composer, quoted
 from attnkit.launch.errors import guarded, summary
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.decide import Request, decide
-from attnkit.launch.job.execute import Job, execute
+from attnkit.launch.job.execute import execute
+from attnkit.launch.job.job import Job
 from attnkit.launch.processes import gpus as devices
 from attnkit.launch.processes.locks import holder, locked
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received

@@ -284,16 +284,17 @@ def test_paths_are_quoted_where_they_must_be():
         assert OverridesParser.create().parse_override(word).value() == path
 
 
-def test_what_is_said_before_there_is_a_folder_is_in_its_log(tmp_path, capfd):
-    """As PyG's deprecation warnings are, which come while it is imported."""
+@pytest.mark.parametrize(
+    ("file", "shown"), [("/x/site-packages/lib.py", False), ("/x/hers.py", True)]
+)
+@pytest.mark.parametrize("category", [FutureWarning, DeprecationWarning, UserWarning])
+def test_deprecations_are_shown_if_they_are_her_own(tmp_path, capfd, file, shown, category):
+    """Those of libraries nobody here can act on; run.log has them all."""
     report.quiet()
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        warnings.warn(f"an old way, {name}", FutureWarning, stacklevel=1)
-        with report.logging_to(tmp_path / name):
-            warnings.warn(f"within, {name}", FutureWarning, stacklevel=1)
-    for name, other in (("first", "second"), ("second", "first")):
-        log = (tmp_path / name / "run.log").read_text()
-        assert log.index(f"an old way, {name}") < log.index(f"within, {name}")
-        assert other not in log
-    assert capfd.readouterr() == ("", "")
+    with report.logging_to(tmp_path), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn_explicit("this way is deprecated", category, file, 7)
+    assert (
+        f"{category.__name__} {Path(file).name}:7: this way" in (tmp_path / "run.log").read_text()
+    )
+    assert ("this way is deprecated" in capfd.readouterr().out) is shown

@@ -13,6 +13,7 @@ from typing import Any
 
 from attnkit.launch.errors import CRASHED, summary
 from attnkit.launch.job import folder as folders
+from attnkit.launch.job.decide import Request
 from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, key_of, read_sweep
 from attnkit.launch.sweep.report import pictures as sweep_plots
 from attnkit.launch.sweep.report import ranking, tradeoff
@@ -23,9 +24,10 @@ from attnkit.lightning.files import replacing
 FILE = "report.md"
 
 
-def report(config: Mapping[str, Any], overrides: Sequence[str]) -> int:
+def report(request: Request, launcher: object = None) -> int:
     """`run=report sweep=DIR`; returns the exit code."""
-    for override in overrides:
+    config = request.config
+    for override in request.overrides:
         if key_of(override) not in ("run", "sweep"):
             raise UserError(f"{override}: not for run=report, which reads what lies in sweep=PATH")
     if config.get("sweep") is None:

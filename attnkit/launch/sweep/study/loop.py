@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Override
 from attnkit.launch.config.compose import Composer, quoted
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.decide import Request, decide
-from attnkit.launch.job.execute import Job
+from attnkit.launch.job.job import Job
 from attnkit.launch.sweep.launchers import BASIC, Launch
 from attnkit.launch.sweep.record import Sweep, add_trial, key_of, read_sweep, write_sweep
 from attnkit.launch.sweep.start import order_of, run_trials, sorted_out

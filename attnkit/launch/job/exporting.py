@@ -1,0 +1,32 @@
+"""`run=export`: safe weights, torch.export and ONNX programs of a trained module."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from attnkit.launch.job import objects, screen
+from attnkit.launch.job.session import Session
+from attnkit.lightning.build.build import build
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.export.export import Export
+from attnkit.lightning.resume import checkpoints
+
+
+def export(session: Session) -> dict[str, float] | None:
+    """Write the weights and programs of the checkpoint's module."""
+    module = session.make_module()
+    session.make_trainer()
+    if not session.begin():
+        return None
+    if session.ckpt is not None:
+        checkpoint = checkpoints.load(session.ckpt)
+        module.on_load_checkpoint(checkpoint)
+        objects.loaded(partial(module.load_state_dict, checkpoint["state_dict"]), session.ckpt)
+    writer = build(session.config["export"], at="export")
+    if not isinstance(writer, Export):
+        raise UserError(f"export: {session.config['export']['_target_']} is no Export")
+    written = writer(module)
+    for name, why in written.left_out.items():
+        screen.say(f"{name}: left out: {why}")
+    figures = {f"difference/{name}": apart for name, apart in written.differences.items()}
+    return {**figures, "parameters": session.num_parameters}

@@ -1,0 +1,174 @@
+"""The kinds of run: for each value of `run=` what it needs, what it uses and what it does.
+
+A new kind is one entry of `KINDS`. What a kind does not use is refused when it is typed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from attnkit.lightning.errors import UserError
+
+_ALWAYS = frozenset({"run", "task", "experiment", "allow", "vars"})
+_MODEL = frozenset({"module", "model", "backbone", "attention", "encoder", "decoder"})
+_OBJECTS = _MODEL | {"data", "trainer", "callbacks", "run_dir", "seed", "compile", "precision"}
+_TRAINING = _OBJECTS | {
+    "optimizer", "scheduler", "logger", "seeds", "splits", "resume", "rank_logs",
+}  # fmt: skip
+
+# Arguments of the trainer that only training reads.
+_FIT = frozenset({
+    "accumulate_grad_batches", "check_val_every_n_epoch", "gradient_clip_algorithm",
+    "gradient_clip_val", "limit_train_batches", "limit_val_batches", "log_every_n_steps",
+    "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "num_sanity_val_steps",
+    "oom_retry", "overfit_batches", "reload_dataloaders_every_n_epochs", "val_check_interval",
+})  # fmt: skip
+_UNTIMED = (_FIT - {"accumulate_grad_batches", "gradient_clip_algorithm", "gradient_clip_val",
+                    "max_steps", "limit_train_batches", "overfit_batches"}) | {
+    "limit_test_batches", "limit_predict_batches",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of run.
+
+    Args:
+        name: the value of `run=`.
+        says: what it does, in a line.
+        uses: the top-level keys of the configuration it reads, beside those all kinds read.
+        work: dotted name of the function that does it, given a `Session` (job/session.py), and
+            returns the figures for results.json.
+        command: dotted name of the function that carries the command line out, given a `Request`
+            (job/decide.py) and the launcher of ranks or None, and returns the exit code.
+        stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
+        needs: keys that must be given.
+        leaves: arguments of the trainer it does not read.
+        in_sweeps: whether `-m` runs several of them.
+    """
+
+    name: str
+    says: str
+    uses: frozenset[str]
+    work: str = ""
+    command: str = "attnkit.launch.job.execute.command"
+    stage: str = ""
+    needs: tuple[str, ...] = ()
+    leaves: frozenset[str] = frozenset()
+    in_sweeps: bool = True
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains a run to its end, which may be resumed."""
+        return self.stage == "fit"
+
+    def reads(self, key: str) -> bool:
+        """Whether a top-level key means something to it."""
+        return key in self.uses or key in _ALWAYS
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            "train",
+            "train, then test the best checkpoint",
+            _TRAINING,
+            work="attnkit.launch.job.training.train",
+            stage="fit",
+            leaves=frozenset({"limit_predict_batches"}),
+        ),
+        Kind(
+            "check",
+            "its cost, time and memory, before it starts; leaves nothing",
+            _TRAINING - {"resume"},  # it is given the command of the training
+            command="attnkit.launch.measure.check.command",
+            in_sweeps=False,
+        ),
+        Kind(
+            "bench",
+            "its speed, and which attention kernel wins on this machine",
+            _OBJECTS | {"optimizer", "scheduler"},
+            work="attnkit.launch.measure.bench.work",
+            leaves=_UNTIMED,
+            in_sweeps=False,
+        ),
+        Kind(
+            "test",
+            "test again; the configuration of the run is known",
+            _OBJECTS | {"logger", "ckpt", "rank_logs"},
+            work="attnkit.launch.job.training.test",
+            stage="test",
+            needs=("ckpt",),
+            leaves=_FIT | {"limit_predict_batches"},
+        ),
+        Kind(
+            "predict",
+            "label a folder or a file; writes a CSV",
+            _OBJECTS | {"predict", "ckpt", "images", "rank_logs"},
+            work="attnkit.launch.job.predictions.predict",
+            stage="predict",
+            needs=("ckpt",),
+            leaves=_FIT | {"limit_test_batches"},
+        ),
+        Kind(
+            "inspect",
+            "of captions: where it looked at each word",
+            _OBJECTS | {"predict", "inspect", "ckpt", "images", "rank_logs"},
+            work="attnkit.launch.job.predictions.predict",
+            stage="predict",
+            needs=("ckpt", "inspect"),
+            leaves=_FIT | {"limit_test_batches"},
+        ),
+        Kind(
+            "export",
+            "safe weights, torch.export, ONNX",
+            _MODEL | {"export", "ckpt", "run_dir"},
+            work="attnkit.launch.job.exporting.export",
+            needs=("ckpt", "export"),
+        ),
+        Kind(
+            "retry",
+            "run the failed trials of a sweep again",
+            # further keys are changes to the trials, which it checks itself
+            _TRAINING | {"sweep"},
+            command="attnkit.launch.sweep.resume.retry",
+            needs=("sweep",),
+            in_sweeps=False,
+        ),
+        Kind(
+            "report",
+            "the table, the plots and the best run of a sweep, so far",
+            frozenset({"sweep"}),
+            command="attnkit.launch.sweep.report.page.report",
+            needs=("sweep",),
+            in_sweeps=False,
+        ),
+    )
+}
+
+
+def kind_of(name: Any) -> Kind:
+    """The kind of run of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in KINDS:
+        close = get_close_matches(str(name), KINDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"run: expected one of {', '.join(KINDS)}, got {name!r}{hint}")
+    return KINDS[name]
+
+
+def users_of(key: str) -> list[str]:
+    """The kinds of run that read a top-level key."""
+    return [kind.name for kind in KINDS.values() if key in kind.uses]
+
+
+def named(dotted: str) -> Callable[..., Any]:
+    """The function that a kind names; imported only now, since most need torch."""
+    module, _, name = dotted.rpartition(".")
+    return getattr(import_module(module), name)

@@ -1,0 +1,83 @@
+"""`run=train` and `run=test`: data, module, trainer, and what is done with them, in this order."""
+
+from __future__ import annotations
+
+from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from attnkit.launch.errors import is_out_of_memory, of_allocator
+from attnkit.launch.job import out_of_memory
+from attnkit.launch.job.session import Session
+
+
+def train(session: Session) -> dict[str, float] | None:
+    """Train from the newest checkpoint or from the start, then test the best one."""
+    data = session.make_data()
+    module = session.make_module()
+    trainer = session.make_trainer()
+    if not session.begin():
+        return None
+    _fit(session)
+    figures = session.metrics()
+    figures |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
+    figures |= {"parameters": session.num_parameters}
+    session.ended_by = ended_by(trainer)
+    best = None
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.monitor:
+            best = callback.best_model_path or None
+            if callback.best_model_score is not None:
+                figures[f"{callback.monitor}_best"] = float(callback.best_model_score)
+    if _has_test(module, data):
+        session.loaded(trainer.test, ckpt_path=best, verbose=False)
+        figures |= session.metrics()
+    return figures
+
+
+def test(session: Session) -> dict[str, float] | None:
+    """Test the checkpoint."""
+    session.make_data()
+    session.make_module()
+    trainer = session.make_trainer()
+    if not session.begin():
+        return None
+    session.loaded(trainer.test, ckpt_path=session.ckpt, verbose=False)
+    return session.metrics()
+
+
+def ended_by(trainer: Trainer) -> str:
+    """What ended a training: the argument of the trainer that did, or else a callback."""
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return "max_steps"
+    if 0 < (trainer.max_epochs or -1) <= trainer.current_epoch:
+        return "max_epochs"
+    return "callback"
+
+
+def _fit(session: Session) -> None:
+    for error in session.broken:
+        rank_zero_warn(f"{error}; going on from {session.start}")
+    try:
+        session.loaded(session.trainer.fit, ckpt_path=session.start)
+    except Exception as error:
+        if not is_out_of_memory(error) or not _may_shrink(session):
+            raise
+        raise out_of_memory.OutOfMemory(of_allocator(error)) from error
+    if session.trainer.interrupted:
+        raise KeyboardInterrupt
+
+
+def _may_shrink(session: Session) -> bool:
+    """Whether smaller batches can be accumulated; not by a module that steps itself."""
+    callbacks = session.trainer.callbacks  # type: ignore[attr-defined]
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
+    wanted = out_of_memory.wanted(session.config)
+    return wanted and session.module.automatic_optimization and not scheduled
+
+
+def _has_test(module: LightningModule, data: LightningDataModule) -> bool:
+    return (
+        type(module).test_step is not LightningModule.test_step
+        and type(data).test_dataloader is not LightningDataModule.test_dataloader
+    )
