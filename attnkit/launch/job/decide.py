@@ -97,10 +97,7 @@ class Request:
 
 
 def decide(request: Request, run_dir: Path | None = None) -> Job:
-    """The job a command line asks for; `run_dir` is where a trial of a sweep belongs.
-
-    Something may lie there: the log and the errors of attempts that came to nothing.
-    """
+    """The job a command line asks for; `run_dir` is where a trial of a sweep belongs."""
     if run_dir is not None:
         request.config["run_dir"] = str(run_dir)
     config, kind = request.config, request.kind
@@ -118,7 +115,7 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
         request.plain(config, run_dir=str(folder / name), **values)
         for name, values in _parts(top).items()
     ]
-    return _job(request, folder, top, runs or [top], fresh=fresh)
+    return _job(request, folder, top, runs or [top], fresh=fresh, trial=run_dir is not None)
 
 
 def command_line(*overrides: str, permission: Sequence[str] = ()) -> str:
@@ -213,8 +210,18 @@ def _job(
     for config in (top, *runs):
         config["allow"] = None  # permission is not for a file to give
     paths = (str(consent.folder),) if consent.folder else ()
-    kwargs |= {"typed": tuple(request.overrides), "permission": request.permission}
+    kwargs |= {"callbacks": _callbacks(request, top), "permission": request.permission}
     return Job(folder, top, runs, allow=packages, paths=paths, **kwargs)
+
+
+def _callbacks(request: Request, config: Mapping[str, Any]) -> frozenset[str]:
+    """Those whose settings were typed, or that a typed choice of the group adds."""
+    keys = [key_of(override).split(".") for override in request.overrides]
+    names = {key[1] for key in keys if key[0] == "callbacks" and len(key) > 1}
+    if ["callbacks"] in keys:
+        usual = request.composer.compose([f"task={config['task']}"])
+        names |= set(config.get("callbacks") or {}) - set(usual["callbacks"])
+    return frozenset(names)
 
 
 def _check_parts_of(kind: Kind, request: Request) -> None:

@@ -60,7 +60,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
 def _run_folder(job: Job) -> Iterator[None]:
     """The folder, held against other processes; taken back where nothing came of the command."""
     made = folders.absent(job.folder)
-    kept = job.resumed or not folders.is_empty(job.folder)
+    kept = job.resumed or (job.trial and not folders.is_empty(job.folder))
     folder = folders.create(job.folder, fresh=job.fresh)
     if folder != job.folder:  # another command took the name in the meantime
         job.config = folders.relocate(job.config, job.folder, folder)
@@ -152,7 +152,7 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
 
     session: Session | None = None
     try:
-        session = Session(config, alone=job.alone, typed=_callbacks(job), begin=begin)
+        session = Session(config, alone=job.alone, callbacks=job.callbacks, begin=begin)
         raise_received()
         session.run()
         if ranks:
@@ -200,11 +200,6 @@ def _write_down(job: Job, session: Session) -> None:
     if not job.begun:
         screen.header(job, session)
     job.begun = True
-
-
-def _callbacks(job: Job) -> tuple[str, ...]:
-    """The names of callbacks that were set on the command line."""
-    return tuple(o.split("=")[0].split(".")[1] for o in job.typed if o.startswith("callbacks."))
 
 
 def _to_go_on(job: Job) -> str:

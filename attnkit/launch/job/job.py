@@ -16,8 +16,10 @@ class Job:
     runs: list[dict[str, Any]]
     fresh: bool = False
     """The folder's name is ours to choose: if it is taken, another one will do."""
-    typed: tuple[str, ...] = ()
-    """The overrides as they were typed."""
+    trial: bool = False
+    """Of a sweep: the folder may hold the log and the errors of attempts that came to nothing."""
+    callbacks: frozenset[str] = frozenset()
+    """Names of callbacks that were asked for on the command line."""
     permission: tuple[str, ...] = ()
     """The words of the command line that permit code: --config-dir and allow=."""
     allow: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -163,12 +163,12 @@ def loaded(
 # --- trainer --------------------------------------------------------------------------------------
 
 
-def make_trainer(config: Mapping[str, Any], kind: Kind, typed: Iterable[str] = ()) -> Trainer:
+def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] = ()) -> Trainer:
     """What `trainer`, `callbacks` and `logger` describe, as far as this kind of run uses them.
 
     Args:
-        typed: names of callbacks that were set on the command line; one that takes no part in this
-            kind of run is refused.
+        asked: names of callbacks that were asked for on the command line; one that takes no part in
+            this kind of run is refused.
 
     Raises:
         UserError: one of them is wrong.
@@ -185,12 +185,10 @@ def make_trainer(config: Mapping[str, Any], kind: Kind, typed: Iterable[str] = (
         arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
     named = _built(Callback, "callbacks", config.get("callbacks"))
     idle = [name for name, callback in named.items() if not takes_part(type(callback), kind.stage)]
-    for name in set(typed) & set(idle):
+    for name in (name for name in idle if name in asked):
         target = config["callbacks"][name]["_target_"]
-        raise UserError(
-            f"callbacks.{name}: {target} does nothing in run={kind.name}\n"
-            f"  it has no hook of {kind.stage or 'it'}; leave it out"
-        )
+        reason = f": it has no hook of {kind.stage}" if kind.stage else ""
+        raise UserError(f"callbacks.{name}: {target} does nothing in run={kind.name}{reason}")
     callbacks = [callback for name, callback in named.items() if name not in idle]
     if "inspect" in kind.uses:
         callbacks += _built(Callback, "", {"inspect": config["inspect"]}).values()

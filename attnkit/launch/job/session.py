@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Session:
     Args:
         config: resolved. Nulls of `model` and `module` that the data decides are filled in.
         alone: the checkpoint to test or predict with is all there is; `config` knows no sizes.
-        typed: names of callbacks that were set on the command line.
+        callbacks: names of those that were asked for on the command line.
         begin: called when all objects are built and nothing is written yet. Returns whether this
             process goes on; False where others do the work.
     """
@@ -43,7 +43,7 @@ class Session:
         config: dict[str, Any],
         *,
         alone: bool = False,
-        typed: tuple[str, ...] = (),
+        callbacks: Collection[str] = (),
         begin: Callable[[Session], bool] = lambda session: True,
     ) -> None:
         self.config = config
@@ -51,7 +51,7 @@ class Session:
         self.folder = Path(config["run_dir"])
         self.alone = alone
         self.ended_by = ""
-        self._typed = typed
+        self._asked = callbacks
         self._begin = begin
         self._started = time.perf_counter()
         self._seed()
@@ -87,7 +87,7 @@ class Session:
 
     def make_trainer(self) -> Trainer:
         """The trainer, with the callbacks and loggers that take part."""
-        self.trainer = objects.make_trainer(self.config, self.kind, self._typed)
+        self.trainer = objects.make_trainer(self.config, self.kind, self._asked)
         return self.trainer
 
     def begin(self) -> bool:

@@ -197,13 +197,6 @@ def test_ctrl_c_says_how_to_go_on(mine, hers):
     assert not Path("sweep/1_module.interrupt_at=null").exists()
 
 
-def test_run_folders_never_collide(tmp_path):
-    planned = [folders.plan({"task": "mine"}) for _ in range(3)]
-    made = [folders.create(path, fresh=True) for path in planned]
-    assert len(set(made)) == 3
-    assert all(path.is_dir() for path in made)
-
-
 def test_new_arguments_and_short_keys(mine):
     done = mine(
         "run_dir=run", "module.lr=0.2", "trainer.limit_batches=2", "trainer.deterministic=true",

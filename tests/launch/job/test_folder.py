@@ -1,0 +1,198 @@
+"""Run folders: one command each, held while it runs, and what their state says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnkit.launch.config.compose import Composer
+from attnkit.launch.job import folder as folders
+from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.execute import execute
+from attnkit.lightning import UserError
+from attnkit.lightning.resume import checkpoints
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from attnkit.launch.processes.locks import locked
+with locked(Path(sys.argv[1])) as mine:
+    print(mine, flush=True)
+    time.sleep(600)
+"""
+
+
+def job_of(hers, *overrides):
+    composer = Composer(hers)
+    return decide(Request.read(composer, ["task=mine", "trainer.max_epochs=1", *overrides]))
+
+
+def test_commands_of_one_second_have_a_folder_each(hers):
+    """Decided at the same time, as when a shell or a SLURM array starts them together."""
+    jobs = [job_of(hers, f"seed={seed}") for seed in range(3)]
+    stamp = jobs[0].folder
+    for job in jobs:
+        job.config = folders.relocate(job.config, job.folder, stamp)
+        job.runs = [folders.relocate(config, job.folder, stamp) for config in job.runs]
+        job.folder = stamp
+    found = [execute(job).folder for job in jobs]
+    assert found == [stamp, Path(f"{stamp}_2"), Path(f"{stamp}_3")]
+    for seed, folder in enumerate(found):
+        config = folders.load_config(folder)
+        assert (config["seed"], config["run_dir"]) == (seed, str(folder))
+        assert config["callbacks"]["last"]["dirpath"] == f"{folder}/checkpoints"
+        assert (folder / "checkpoints" / "last.ckpt").is_file()
+    losses = {folders.load_results(folder)["test/loss"] for folder in found}
+    assert len(losses) == 3
+
+
+def test_a_folder_asked_for_twice_at_once_is_given_once(hers):
+    first, second = (job_of(hers, "run_dir=run") for _ in range(2))
+    execute(first)
+    before = (Path("run") / "config.yaml").read_bytes()
+    with pytest.raises(UserError, match="run is not empty: another command"):
+        execute(second)
+    assert (Path("run") / "config.yaml").read_bytes() == before
+
+
+def test_a_refused_command_leaves_no_folder(mine):
+    assert mine("module.width=-3").code != 0
+    assert mine("data.samples=1", "run_dir=a/b").code == 2
+    assert not Path("outputs").exists()
+    assert not Path("a").exists()
+
+
+@pytest.fixture
+def held_by_another():
+    """Hold a lock in a process of its own; returns its number."""
+    processes = []
+
+    def hold(lock: Path) -> int:
+        process = subprocess.Popen([sys.executable, "-c", HOLD, lock], stdout=subprocess.PIPE)
+        processes.append(process)
+        assert process.stdout.readline() == b"True\n"
+        return process.pid
+
+    yield hold
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_living_run_is_not_resumed(mine, held_by_another):
+    assert mine("run_dir=run", "trainer.max_epochs=1").code == 0
+    number = held_by_another(Path("run/.lock").absolute())
+    before = (Path("run") / "run.log").read_bytes()
+    done = mine("resume=run", "trainer.max_epochs=2")
+    assert done.code == 2
+    (line,) = done.err.strip().splitlines()
+    assert f"resume: {Path('run').absolute()} is in use by process {number} on" in line
+    assert (Path("run") / "run.log").read_bytes() == before
+
+
+def test_a_run_that_is_taken_between_decision_and_start(hers, mine, held_by_another):
+    assert mine("run_dir=run", "trainer.max_epochs=1").code == 0
+    request = Request.read(Composer(hers), ["resume=run", "trainer.max_epochs=2"])
+    job = decide(request)
+    number = held_by_another(Path("run/.lock").absolute())
+    with pytest.raises(UserError, match=f"resume: .* in use by process {number}"):
+        execute(job)
+
+
+def test_latest_never_goes_on_beside_a_living_run(start, hers):
+    """The real thing: a training under way, and its own folder resumed beside it."""
+    own = ("--config-dir", hers, "task=mine", "data.samples=20000", "trainer.max_epochs=500")
+    running = start(*own)
+    log = "outputs/mine/*/metrics.csv"
+    running.when(lambda: next(Path.cwd().glob(log), None))
+    second = start("--config-dir", hers, "resume=latest").done()
+    assert second.code == 2
+    assert f"is in use by process {running.process.pid} on" in second.out
+    assert len(list(Path("outputs/mine").iterdir())) == 1
+    assert running.process.poll() is None
+
+
+# --- how a run ends -------------------------------------------------------------------------------
+
+STOP = (
+    "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,"
+    "monitor:val/loss,stopping_threshold:1e9}"
+)
+
+
+def figures(folder="run"):
+    results = folders.load_results(Path(folder))
+    return results["epochs"], results["steps"]
+
+
+def test_early_stopping_ends_a_run(mine):
+    assert mine("run_dir=run", "trainer.max_epochs=9", STOP).code == 0
+    assert figures() == (1, 5)
+    assert json.loads(Path("run/state.json").read_text())["ended_by"] == "callback"
+    for more in ((), ("trainer.max_epochs=12",)):
+        done = mine("resume=run", *more)
+        assert done.code == 0
+        assert "finished already" in done.out
+        assert "a callback ended it" in done.out
+        assert figures() == (1, 5)
+    done = mine("resume=run", "callbacks.early=null", "trainer.max_epochs=3")
+    assert done.code == 0, done.err
+    assert figures() == (3, 15)
+
+
+def test_max_steps_ends_a_run(mine):
+    assert mine("run_dir=run", "trainer.max_epochs=9", "trainer.max_steps=7").code == 0
+    assert figures()[1] == 7
+    assert folders.load_state(Path("run"))["ended_by"] == "max_steps"
+    assert "finished already" in mine("resume=run").out
+    assert figures()[1] == 7
+    assert mine("resume=run", "trainer.max_steps=11").code == 0
+    assert figures()[1] == 11
+
+
+def test_what_a_state_says_on_the_way(mine):
+    assert mine("run_dir=run", "module.fail_at=1").code == 1
+    assert folders.load_state(Path("run"))["state"] == "failed"
+    assert mine("run_dir=stopped", "module.interrupt_at=1").code == 130
+    assert folders.load_state(Path("stopped"))["state"] == "stopped"
+    assert mine("run_dir=seeds", "module.interrupt_at=1", "seeds=2").code == 130
+    assert folders.load_state(Path("seeds"))["state"] == "stopped"
+    assert folders.load_state(Path("seeds/seed_0"))["state"] == "stopped"
+
+
+def test_seconds_count_what_came_before(mine):
+    """The checkpoint says how long it took to come there."""
+    assert mine("run_dir=run", "trainer.max_epochs=1").code == 0
+    path = Path("run/checkpoints/last.ckpt")
+    content = checkpoints.load(path)
+    content["callbacks"]["ResultsFile"]["seconds"] = 5000.0
+    checkpoints.save(content, path)
+    assert mine("resume=run", "trainer.max_epochs=2").code == 0
+    assert folders.load_results(Path("run"))["seconds"] > 5000
+
+
+def test_seconds_of_seeds_add_up(mine):
+    assert mine("run_dir=run", "trainer.max_epochs=1", "seeds=2").code == 0
+    parts = [folders.load_results(Path(f"run/seed_{seed}"))["seconds"] for seed in range(2)]
+    assert folders.load_results(Path("run"))["seconds"] == pytest.approx(sum(parts), abs=0.02)
+
+
+def test_spreads_are_not_spread_again(mine):
+    """A run that goes on has the spreads of its first end in its results already."""
+    assert mine("run_dir=run", "trainer.max_epochs=1").code == 0
+    assert mine("resume=run", "trainer.max_epochs=2").code == 0
+    names = folders.load_results(Path("run"))
+    assert "test/loss_std" in names
+    assert not [name for name in names if name.endswith("_std_std")]
+
+
+def test_a_run_of_before_there_was_a_state(mine):
+    assert mine("run_dir=run", "trainer.max_epochs=1").code == 0
+    Path("run/state.json").unlink()
+    assert folders.is_finished(Path("run"))
+    assert "finished already" in mine("resume=run").out
+    assert mine("resume=run", "trainer.max_epochs=2").code == 0
+    assert figures()[0] == 2
+    assert folders.load_state(Path("run"))["epochs"] == 2

@@ -1,0 +1,213 @@
+"""Every kind of run uses what is typed, or refuses it; and a kind of one's own is one entry."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from attnkit.launch.config import schema
+from attnkit.launch.job import objects
+from attnkit.launch.job.kinds import KINDS, Kind
+from attnkit.lightning.build import build as building
+
+SMALL = ("model.dim=16", "model.depth=1", "model.num_heads=1", "trainer.limit_batches=2")
+# A changed key of each group and of each key at the top, as it is typed, for a Vision Transformer.
+CHANGED = {
+    "module": "module.label_smoothing=0.25",
+    "model": "model.dropout_p=0.25",
+    "backbone": "backbone=resnet",
+    "attention": "attention=se",
+    "encoder": "encoder=cnn",
+    "decoder": "decoder=lstm",
+    "data": "data.batch_size=17",
+    "predict": "predict.batch_size=19",
+    "inspect": "+inspect._target_=attnkit.tasks.captioning.WordMaps",
+    "export": "export.formats=[safetensors]",
+    "optimizer": "optimizer.lr=0.0625",
+    "scheduler": "scheduler.warmup_fraction=0.25",
+    "trainer": "trainer.deterministic=true",
+    "logger": "logger.tensorboard.name=mine",
+    "callbacks": "callbacks.progress.refresh_rate=7",
+    "seed": "seed=3",
+    "seeds": "seeds=2",
+    "splits": "splits=2",
+    "run_dir": "run_dir=another",
+    "resume": "resume=trained",
+    "sweep": "sweep=latest",
+    "ckpt": "ckpt=trained",
+    "images": "images=trained/learning_curves.png",
+    "compile": "compile=true",
+    "precision": "precision=bf16-mixed",
+    "rank_logs": "rank_logs=true",
+}
+FREE = {"run", "task", "allow", "vars"}
+RUNS = [k for k in KINDS.values() if k.work or k.name == "check"]
+
+
+def test_every_key_is_looked_at():
+    keys = {field.name for field in dataclasses.fields(schema.Config)}
+    assert keys == set(CHANGED) | FREE
+    for kind in KINDS.values():
+        assert kind.uses <= keys, kind.name
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run folder `trained` in a folder of its own."""
+    from attnkit.launch.main import main
+
+    folder = tmp_path_factory.mktemp("kinds")
+    code = main([*("task=vit", *SMALL, "trainer.max_epochs=1"), f"run_dir={folder / 'trained'}"])
+    assert code == 0
+    return folder
+
+
+def command_of(kind: Kind) -> list[str]:
+    return [f"run={kind.name}", *(f"{CHANGED[key]}" for key in kind.needs if key == "ckpt")]
+
+
+@pytest.mark.parametrize("kind", RUNS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("key", CHANGED)
+def test_what_a_kind_does_not_use_is_refused(attnkit, trained, monkeypatch, kind, key):
+    if kind.reads(key):
+        return
+    monkeypatch.chdir(trained)
+    before = sorted(trained.rglob("*"))
+    task = ["task=vit"] if "ckpt" not in kind.needs else []
+    done = attnkit(*task, *command_of(kind), CHANGED[key])
+    assert done.code == 2
+    refused = f"{CHANGED[key]}: does nothing in run={kind.name}"
+    if key == "resume":
+        refused = f"run={kind.name}: not together with resume"
+    assert refused in done.err
+    assert len(done.err.strip().splitlines()) <= 3
+    assert sorted(trained.rglob("*")) == before
+
+
+# What a run of this task and data may have besides, but not together with the rest.
+ALONE = {"seeds", "splits", "resume", "inspect", "backbone", "attention", "encoder", "decoder"}
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in RUNS if k.name not in ("inspect",)], ids=lambda kind: kind.name
+)
+def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kind):
+    """All at once; what is built and what the trainer is given is looked at as it passes by."""
+    monkeypatch.chdir(trained)
+    seen = []
+    call, trainer = building._call, objects.Trainer
+
+    def noting_call(arguments, *rest):
+        seen.append({**arguments})
+        return call(arguments, *rest)
+
+    def noting_trainer(**arguments):
+        seen.append(arguments)
+        return trainer(**arguments)
+
+    monkeypatch.setattr(building, "_call", noting_call)
+    monkeypatch.setattr(objects, "Trainer", noting_trainer)
+    from_checkpoint = "ckpt" in kind.needs
+    keys = [k for k in CHANGED if k in kind.uses and k not in ALONE | {"compile"}]
+    if from_checkpoint:
+        keys.remove("model")  # of the checkpoint, whose weights would not care about dropout
+    if kind.stage == "predict":
+        keys.remove("data")  # the images are the data
+    if kind.name == "bench":
+        keys.remove("callbacks")  # of which only averages of weights take part
+    here = {**CHANGED, "run_dir": f"run_dir={kind.name}"}
+    start = [f"run={kind.name}"] if from_checkpoint else ["task=vit", f"run={kind.name}", *SMALL]
+    if kind.name in ("train", "check"):
+        start.append("trainer.max_epochs=1")
+    done = attnkit(*start, *(here[key] for key in keys))
+    assert done.code == 0, done.err
+    for key in set(keys) - {"run_dir", "ckpt", "images", "seed", "precision", "rank_logs"}:
+        name, _, value = CHANGED[key].partition("=")
+        name, value = name.rpartition(".")[2], yaml.safe_load(value)
+        assert any(arguments.get(name) == value for arguments in seen), key
+    if "precision" in keys:
+        assert any(arguments.get("precision") == "bf16-mixed" for arguments in seen)
+    assert Path(kind.name).is_dir() is (kind.name != "check")
+
+
+def test_data_of_a_prediction_of_images_is_refused(attnkit, trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    done = attnkit("run=predict", "ckpt=trained", CHANGED["images"], "data.batch_size=256")
+    assert done.code == 2
+    assert "data.batch_size=256: does nothing in run=predict, which reads images=" in done.err
+    assert "predict.batch_size" in done.err
+
+
+@pytest.mark.parametrize("kind", ["test", "predict", "bench"])
+@pytest.mark.parametrize("key", ["max_epochs=9", "val_check_interval=0.5", "oom_retry=false"])
+def test_arguments_of_training_are_refused_elsewhere(attnkit, trained, monkeypatch, kind, key):
+    monkeypatch.chdir(trained)
+    needs = ["ckpt=trained"] if kind != "bench" else ["task=vit"]
+    needs += [CHANGED["images"]] if kind == "predict" else []
+    done = attnkit(f"run={kind}", *needs, f"trainer.{key}")
+    assert done.code == 2
+    assert f"trainer.{key}: does nothing in run={kind}" in done.err
+
+
+EARLY = "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/loss}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "callback"),
+    [
+        ("test", "callbacks.curves.path=x.png"),
+        ("test", EARLY),
+        ("predict", "callbacks.checkpoint.monitor=val/loss"),
+        ("bench", "callbacks=attention_maps"),
+        ("predict", "callbacks=attention_maps"),
+    ],
+)  # fmt: skip
+def test_callbacks_that_take_no_part_are_refused(attnkit, trained, monkeypatch, kind, callback):
+    monkeypatch.chdir(trained)
+    before = sorted(trained.rglob("*"))
+    needs = ["ckpt=trained"] if kind != "bench" else ["task=vit", *SMALL]
+    needs += [CHANGED["images"]] if kind == "predict" else []
+    done = attnkit(f"run={kind}", *needs, callback)
+    assert done.code == 2
+    assert f"does nothing in run={kind}" in done.err
+    assert sorted(trained.rglob("*")) == before
+
+
+def test_another_task_is_refused_in_a_resumed_run(attnkit, trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    done = attnkit("resume=trained", "task=captioning")
+    assert done.code == 2
+    assert "task=captioning: the run in" in done.err
+    assert "is of task vit" in done.err
+
+
+GREETING = """\
+def work(session):
+    data, module = session.make_data(), session.make_module()
+    trainer = session.make_trainer()
+    if not session.begin():
+        return None
+    (session.folder / "greeting.txt").write_text(f"hello {type(module).__name__}")
+    return {"greetings": 1}
+"""
+
+
+def test_a_kind_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
+    (tmp_path / "greeting_of_the_tests.py").write_text(GREETING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "greeting_of_the_tests", raising=False)
+    greet = Kind(
+        "greet",
+        "says hello",
+        frozenset({"module", "data", "trainer", "run_dir"}),
+        work="greeting_of_the_tests.work",
+    )
+    monkeypatch.setitem(KINDS, greet.name, greet)
+    done = mine("run=greet", "run_dir=here")
+    assert done.code == 0, done.err
+    assert Path("here/greeting.txt").read_text() == "hello Mine"
+    assert "greetings" in done.out
+    assert "seed=1: does nothing in run=greet" in mine("run=greet", "seed=1").err
+    assert "|greet" in mine("--help").out
