@@ -6,7 +6,10 @@ import sys
 def main() -> int:
     """Run the command line; returns the exit code."""
     from attnkit.launch.errors import guarded
+    from attnkit.launch.processes.openmp import limit_spinning
     from attnkit.launch.signals import end_on_signals, ignore_signals
+
+    limit_spinning()
 
     def launch() -> int:
         end_on_signals()

@@ -291,3 +291,27 @@ def test_deprecations_are_shown_if_they_are_her_own(tmp_path, capfd, file, shown
         f"{category.__name__} {Path(file).name}:7: this way" in (tmp_path / "run.log").read_text()
     )
     assert ("this way is deprecated" in capfd.readouterr().out) is shown
+
+
+def test_the_command_to_go_on_works_when_pasted(attnkit, hers):
+    """Whatever permitted the code of the run: a folder with a space in its name, and allow=."""
+    own = Path("her own/task")
+    own.mkdir(parents=True)
+    shutil.copy(hers / "task" / "mine.yaml", own)
+    shutil.copy(hers / "mine_of_the_tests.py", ".")
+    permission = ("--config-dir", "her own", "allow=[mine_of_the_tests]")
+    done = attnkit(*permission, "task=mine", "run_dir=a run", "module.interrupt_at=1")
+    assert done.code == 130
+    (command,) = [
+        line.partition("to go on: ")[2] for line in done.err.splitlines() if "go on" in line
+    ]
+    words = shlex.split(command)
+    assert words[0] == "attnkit"
+    assert "mine_of_the_tests" in attnkit(*[w for w in words[1:] if "allow" not in w]).err
+    again = attnkit(*words[1:])
+    assert again.code == 130, again.err  # it goes on to where it is interrupted, and is again
+    config = yaml.safe_load(Path("a run/config.yaml").read_text())
+    config["module"]["interrupt_at"] = None
+    Path("a run/config.yaml").write_text(yaml.safe_dump(config))
+    assert attnkit(*words[1:]).code == 0
+    assert epochs_of(Path("a run")) == [0, 1]
