@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -284,6 +285,15 @@ def test_constructor_has_the_last_word(mine):
 
 def test_part_the_module_does_not_take(mine):
     _check(mine("optimizer=sgd"), "takes no argument 'optimizer', so this would do nothing")
+
+
+def test_module_that_changes_between_two_commands_is_read_again(attnkit, hers, tmp_path):
+    shutil.copytree(hers, tmp_path / "copy")
+    command = ("--config-dir", tmp_path / "copy", "task=mine", "module.depth=wide")
+    _check(attnkit(*command), "Mine has no such key")
+    module = tmp_path / "copy" / "mine_of_the_tests.py"
+    module.write_text(module.read_text().replace("width: int,", "width: int, depth: int = 3,"))
+    _check(attnkit(*command), "module.depth: expected int, got 'wide' (str)")
 
 
 def test_her_module_needs_consent(attnkit, hers, monkeypatch):
