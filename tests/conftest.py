@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
+# Before torch is imported; subprocesses inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
@@ -17,8 +19,12 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY.parent / "shared" / "data"
 
+LONG = ("launch", "", "lightning", "tasks")  # folders of tests/, those with long tests first
+
 
 def pytest_collection_modifyitems(items):
+    """Long files first, so that at the end no process waits for another; skip what cannot run."""
+    items.sort(key=lambda item: _place(item.path))
     no_data = pytest.mark.skip(reason=f"needs the maintainers' data folder, {DATA}")
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
@@ -26,6 +32,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(no_data)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+def _place(path: Path) -> int:
+    folder = path.relative_to(Path(__file__).parent).parts[0]
+    folder = "" if folder == path.name else folder
+    return LONG.index(folder) if folder in LONG else len(LONG)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,7 @@
-"""Every shipped configuration of every group composes, checks, trains two batches and predicts."""
+"""Every shipped configuration of every group composes and trains two batches.
+
+Every task and model is checked and predicted with, too.
+"""
 
 import json
 from pathlib import Path
@@ -6,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 from attnkit.launch.main import main
@@ -15,38 +17,54 @@ from attnkit.tasks.image_classification import CIFAR10Data, MemoryImages
 CONF = Path(__file__).resolve().parent.parent / "conf"
 FILES = sorted(p.relative_to(CONF) for p in CONF.glob("*/*.yaml"))
 ELSEWHERE = {Path("trainer/cpu_ddp.yaml")}  # takes its steps in launch/test_vit.py
-GRAPHS = {
-    "dictionary_lookup",
-    "digits_graph",
-    "gat",
-    "gat_sep",
-    "gatv2",
-    "graph",
-    "graph_transformer",
-    "heterophilous",
-    "planetoid",
-    "pyg",
-}
-CNNS = {"channel", "cnn", "spatial"}
-CAPTIONS = {
-    "caption_csv",
-    "captioner",
-    "captioning",
-    "coco_captions",
-    "karpathy",
-    "looks",
-    "scenes",
-}
+# Checked, trained, and predicted with: every task and model but the largest.
+WHOLE = [
+    "task=vit model=vit data=digits trainer=cpu logger=default",
+    "task=vit model=vit_tiny optimizer=adamw callbacks=attention_maps trainer=cpu",
+    "task=vit model=vit_small optimizer=sgd scheduler=constant trainer=cpu",
+    "task=spatial model=cnn backbone=resnet attention=spatial callbacks=ema trainer=auto",
+    "task=channel attention=channel data=image_folder optimizer=adam trainer=cpu",
+    "task=captioning model=captioner data=scenes callbacks=looks trainer=cpu",
+    "task=graph model=gat data=planetoid optimizer=adamw trainer=cpu",
+    "task=graph model=gat_sep data=heterophilous scheduler=warmup_cosine trainer=cpu",
+    "task=graph model=gatv2 data=digits_graph callbacks=default trainer=cpu",
+    "task=graph model=graph_transformer data=pyg optimizer=muon trainer=cpu",
+]
+# Trained, the rest of the groups: a file that needs no run of its own goes with another's.
+TRAINED = [
+    "task=vit experiment=digits_quick logger=wandb trainer=cpu",
+    *(f"task=vit trainer={trainer}" for trainer in ("gpu", "ddp", "fsdp")),
+    "task=spatial backbone=timm attention=se data=cifar10 trainer=cpu",
+    *(
+        f"task=spatial attention={attention} trainer=cpu"
+        for attention in (
+            "axial",
+            "bam",
+            "cbam",
+            "context",
+            "coordinate",
+            "criss_cross",
+            "danet",
+            "eca",
+            "none",
+            "scse",
+            "transposed",
+            "window",
+            "xca",
+        )
+    ),
+    "task=captioning encoder=cnn decoder=transformer data=caption_csv trainer=cpu",
+    "task=captioning encoder=timm decoder=lstm data=coco_captions trainer=cpu",
+    "task=captioning encoder=vit decoder=lstm_hard data=karpathy trainer=cpu",
+    "task=graph data=dictionary_lookup experiment=dictionary_lookup trainer=cpu",
+    pytest.param("task=vit model=vit_base trainer=cpu", marks=pytest.mark.slow),
+]
 QUICK = (
     "trainer.max_epochs=1", "trainer.limit_batches=2", "data.batch_size=3", "callbacks.last=null",
     "callbacks.curves=null", "logger.tensorboard=null",
 )  # fmt: skip
-
-
 # Attention that is none of torch's, or none.
 WITHOUT_KERNELS = {"bam", "cbam", "coordinate", "eca", "none", "scse", "se"}
-# What has nothing to predict.
-UNPREDICTED = {"dictionary_lookup"}
 
 
 def test_there_are_configurations():
@@ -62,97 +80,95 @@ def test_says_what_it_is(path):
     assert len(first) > 20
 
 
-def _cases():
-    """Of all, training; of tasks and most models, check and prediction too; of all with -m slow."""
-    for path in FILES:
-        if path not in ELSEWHERE:
-            quick = path.parent.name in ("task", "model") and path.stem != "vit_base"
-            yield pytest.param(path, True, id=f"{path}", marks=[] if quick else pytest.mark.slow)
-            if not quick:
-                yield pytest.param(path, False, id=f"{path}-trains")
+def _chosen(run):
+    """The choices of a run, by their groups."""
+    return dict(choice.split("=") for choice in run.split(" "))
 
 
-def test_every_configuration_is_a_case():
-    assert {case.values[0] for case in _cases() if case.values[1]} == set(FILES) - ELSEWHERE
+def test_every_configuration_is_trained():
+    runs = WHOLE + [getattr(run, "values", [run])[0] for run in TRAINED]
+    chosen = {
+        Path(group, f"{choice}.yaml") for run in runs for group, choice in _chosen(run).items()
+    }
+    assert chosen == set(FILES) - ELSEWHERE
 
 
-@pytest.mark.parametrize(("path", "whole"), list(_cases()))
-def test_checks_trains_and_predicts(path, whole, graph_files, tmp_path, monkeypatch, capfd):
-    group, choice = path.parent.name, path.stem
-    monkeypatch.chdir(tmp_path)
-    command = [f"{group}={choice}", *QUICK]
-    if group != "trainer":
-        command.append("trainer=cpu")
-    if (group, choice) == ("logger", "wandb"):
-        pytest.importorskip("wandb.sdk")  # not the folder of that name
-        command.append("logger.wandb.offline=true")
-    used = {choice, *_defaults(yaml.safe_load((CONF / path).read_text()) or {})}
-    if used & GRAPHS:
-        command.append("task=graph")
-    elif used & CAPTIONS or group in ("encoder", "decoder"):
-        command += ["task=captioning", f"{group}={choice}", "encoder.dim=16", "decoder.dim=16"]
-        if choice == "timm":
-            command.append("encoder.name=test_resnet")
-        if group == "data" and choice != "scenes":
-            command += _captions(choice, tmp_path / "captions")
-        else:
-            command += ["data.num_train=9", "data.num_val=3", "data.num_test=3"]
-    elif used & CNNS or group in ("attention", "backbone"):
-        command += ["task=spatial", f"{group}={choice}", "backbone.num_blocks=1"]
-        if choice == "timm":
-            command[-1] = "backbone.name=test_resnet"
-    elif group != "model":
-        command += ["model.dim=24", "model.depth=1"]
-    if "planetoid" in used:
-        graph_files.write_planetoid(tmp_path / "graph", "Cora", isolated=())
-        command.append(f"data.root={tmp_path / 'graph'}")
-    if "heterophilous" in used:
-        np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
-        command.append(f"data.root={tmp_path}")
-    if "image_folder" in used:
-        command.append(f"data.root={_images(tmp_path / 'images')}")
-    if "cifar10" in used:  # 170 MB that are not here: random images of its size instead
-        monkeypatch.setattr(CIFAR10Data, "load", _random_images)
-        monkeypatch.setattr(CIFAR10Data, "prepare_data", lambda self: None)
-
+@pytest.mark.parametrize("run", WHOLE)
+def test_checks_trains_and_predicts(run, arranged, tmp_path, capfd):
+    command = arranged(run)
     before = set(tmp_path.rglob("*"))
-    run = tmp_path / "run"
-    code = main(["run=check", *command] if whole else [*command, f"run_dir={run}"])
-    assert not whole or set(tmp_path.rglob("*")) == before
-    if group == "trainer" and choice in ("gpu", "ddp", "fsdp") and not torch.cuda.is_available():
-        assert code == 2
-        assert "trainer: " in capfd.readouterr().err
-        assert not run.exists()
-        return
-    assert code == 0, capfd.readouterr().err
-    if whole:
-        said = capfd.readouterr().out
-        assert "multiply-adds of a sample" in said
-        assert ("kernel of" in said) == (not used & WITHOUT_KERNELS)
-        assert main([*command, f"run_dir={run}"]) == 0, capfd.readouterr().err
-    results = json.loads((run / "results.json").read_text())
-    assert results["steps"] == 2
-    figure = "test/bleu1" if "task=captioning" in command else "test/accuracy"
-    assert 0 <= results[figure] <= 1
-
-    if not whole:
-        return
-    predict = ["run=predict", f"ckpt={run}", f"run_dir={tmp_path / 'predicted'}"]
+    assert main(["run=check", *command]) == 0, capfd.readouterr().err
+    assert set(tmp_path.rglob("*")) == before
+    said = capfd.readouterr().out
+    assert "multiply-adds of a sample" in said
+    assert ("kernel of" in said) == (not set(_chosen(run).values()) & WITHOUT_KERNELS)
+    _trains(command, tmp_path / "run", capfd)
+    predict = ["run=predict", f"ckpt={tmp_path / 'run'}", f"run_dir={tmp_path / 'predicted'}"]
     if "task=graph" not in command:
         predict.append(f"images={_pictures(tmp_path / 'pictures')}")
-    if used & UNPREDICTED:
-        assert main(predict) == 2
-        assert "has no predict_dataloader" in capfd.readouterr().err
-        return
     assert main(predict) == 0, capfd.readouterr().err
     rows = (tmp_path / "predicted" / "predictions.csv").read_text().splitlines()
     assert len(rows) > 2
 
 
-def _defaults(config):
-    return [
-        v for line in config.get("defaults", []) if isinstance(line, dict) for v in line.values()
-    ]
+@pytest.mark.parametrize("run", TRAINED)
+def test_trains(run, arranged, tmp_path, capfd):
+    trainer = _chosen(run)["trainer"]
+    if trainer in ("gpu", "ddp", "fsdp") and not torch.cuda.is_available():
+        assert main([*arranged(run), f"run_dir={tmp_path / 'run'}"]) == 2
+        assert "trainer: " in capfd.readouterr().err
+        assert not (tmp_path / "run").exists()
+        return
+    _trains(arranged(run), tmp_path / "run", capfd)
+
+
+def _trains(command, run, capfd):
+    assert main([*command, f"run_dir={run}"]) == 0, capfd.readouterr().err
+    results = json.loads((run / "results.json").read_text())
+    assert results["steps"] == 2
+    figure = "test/bleu1" if "task=captioning" in command else "test/accuracy"
+    assert 0 <= results[figure] <= 1
+
+
+@pytest.fixture
+def arranged(graph_files, tmp_path, monkeypatch):
+    """Makes the command of a run: small, and on data that are made up."""
+    monkeypatch.chdir(tmp_path)
+    return lambda run: _arranged(run, graph_files, tmp_path, monkeypatch)
+
+
+def _arranged(run, graph_files, tmp_path, monkeypatch):
+    chosen = _chosen(run)
+    data = chosen.get("data")
+    command = [*run.split(" "), *QUICK]
+    if chosen.get("logger") == "wandb":
+        pytest.importorskip("wandb.sdk")  # not the folder of that name
+        command.append("logger.wandb.offline=true")
+    if chosen["task"] == "captioning":
+        command += ["encoder.dim=16", "decoder.dim=16"]
+        if chosen.get("encoder") == "timm":
+            command.append("encoder.name=test_resnet")
+        if data == "scenes":
+            command += ["data.num_train=9", "data.num_val=3", "data.num_test=3"]
+        else:
+            command += _captions(data, tmp_path / "captions")
+    elif chosen["task"] in ("spatial", "channel"):
+        timm = chosen.get("backbone") == "timm"
+        command.append("backbone.name=test_resnet" if timm else "backbone.num_blocks=1")
+    elif chosen["task"] == "vit" and "model" not in chosen:
+        command += ["model.dim=24", "model.depth=1"]
+    if data == "planetoid":
+        graph_files.write_planetoid(tmp_path / "graph", "Cora", isolated=())
+        command.append(f"data.root={tmp_path / 'graph'}")
+    if data == "heterophilous":
+        np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
+        command.append(f"data.root={tmp_path}")
+    if data == "image_folder":
+        command.append(f"data.root={_images(tmp_path / 'images')}")
+    if data == "cifar10":  # 170 MB that are not here: random images of its size instead
+        monkeypatch.setattr(CIFAR10Data, "load", _random_images)
+        monkeypatch.setattr(CIFAR10Data, "prepare_data", lambda self: None)
+    return command
 
 
 def _pictures(root):

@@ -1,10 +1,12 @@
-"""Who may call torch's attention, and who may import Hydra.
+"""Who calls torch's attention, who imports Hydra, no circle of imports, no crowded folder.
 
 That imports run downward is checked by import-linter, in test_house.
 """
 
 import ast
 import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ import pytest
 ATTENTION = {"scaled_dot_product_attention", "flex_attention", "varlen_attn"}
 CONFIGURATION = {"hydra", "omegaconf"}
 KERNELS = Path("core/edges_kernels.py")
+LARGEST_FOLDER = 16
+STILL_LARGER = {"core", "layers", "models"}  # to be divided next
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +120,70 @@ def test_checks_need_only_torch_and_core(trees):
             }
             seen |= {".".join(module.split(".")[:2]) for module in ours}
     assert seen == {"attnkit.checks", "attnkit.core"}
+
+
+def modules_of(trees: dict[Path, ast.Module]) -> dict[str, ast.Module]:
+    """The syntax trees by the name under which a module is imported."""
+    return {
+        ".".join(("attnkit", *path.with_suffix("").parts)).removesuffix(".__init__"): tree
+        for path, tree in trees.items()
+    }
+
+
+def imported_by(name: str, tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
+    """The modules of ours that one imports when it runs, in functions too."""
+    typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in typing:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(full if full in modules else str(node.module) for full in names)
+    return (found & modules.keys()) - {name}
+
+
+def circle_in(modules: dict[str, ast.Module]) -> list[str]:
+    """Modules of which each imports the one before, the first being the last; empty without one."""
+    graph = {name: imported_by(name, tree, modules) for name, tree in modules.items()}
+    assert sum(map(len, graph.values())) >= len(modules) / 2, "hardly anything is imported"
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_circle_of_imports(trees):
+    assert circle_in(modules_of(trees)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import a.z", True),
+        ("from a import z", True),
+        ("def f():\n    from a.z import name", True),
+        ("if TYPE_CHECKING:\n    from a.z import name", False),
+        ("text = 'from a import z'", False),
+    ],
+)
+def test_circle_is_found(code, found):
+    modules = {"a.y": ast.parse(code), "a.z": ast.parse("from a.y import name")}
+    assert set(circle_in(modules)) == ({"a.y", "a.z"} if found else set())
+
+
+def test_no_folder_is_crowded(trees):
+    sizes = Counter(path.parent.as_posix() for path in trees if path.name != "__init__.py")
+    assert sizes["launch/config"], "no such folder: this test looks in the wrong place"
+    crowded = {folder for folder, size in sizes.items() if size > LARGEST_FOLDER}
+    assert crowded == STILL_LARGER

@@ -2,13 +2,17 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+
+from attnkit.launch.main import main
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", (ROOT / "README.md").read_text(),
@@ -18,7 +22,9 @@ SNIPPETS = [code for language, name, code in BLOCKS if language == "python" and 
 COMMANDS = [
     line for language, _, code in BLOCKS if language == "bash" for line in code.splitlines()
 ]
+# Installing is what CI does before these tests.
 SET_UP = re.compile(r"git clone \S+( \S+)* && cd \S+|pip install -e \S+ && pytest")
+RUN = [c.removeprefix("pip install -e . && ") for c in COMMANDS if not SET_UP.fullmatch(c)]
 
 
 @pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
@@ -61,19 +67,55 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not SET_UP.fullmatch(c)])
-def test_commands(command, folder):
-    """In the order of the README, in one folder: later ones use what earlier ones left."""
-    # installing is what CI does before this test
-    command = command.removeprefix("pip install -e . && ")
+@pytest.fixture
+def in_this_process(monkeypatch, capfd):
+    """Run a command of attnkit without starting Python again."""
+
+    def run(command, folder):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        code = main(shlex.split(command.removeprefix("python -m attnkit ")))
+        return subprocess.CompletedProcess(command, code, *capfd.readouterr())
+
+    return run
+
+
+def in_its_own(command, folder):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
+    return subprocess.run(
         command, shell=True, cwd=folder, env={**os.environ, "PATH": path},
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
+
+
+def shortened(command):
+    """The command for a few batches of each epoch, and for one epoch where it names no number."""
+    if "task=" in command and "limit_batches" not in command:
+        command += " trainer.limit_batches=5"
+        if "max_epochs" not in command:
+            command += " trainer.max_epochs=1"
+    return command
+
+
+def _check(done):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_commands_shortened(command, folder, in_this_process):
+    """In the order of the README, in one folder: later ones use what earlier ones left."""
+    run = in_its_own if command in (RUN[0], RUN[-1]) else in_this_process
+    _check(run(shortened(command), folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
+def test_commands(command, folder):
+    """As they stand there."""
+    _check(in_its_own(command, folder))
 
 
 def test_pictures_and_links_are_there():

@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
 from attnkit.core.graph import Edges
 from attnkit.core.inputs import Inputs
-from attnkit.core.mask_algebra import And, Not, Or
-from attnkit.core.masks import Mask
+from attnkit.core.masks import And, Mask, Not, Or
 from attnkit.core.record import note_kernel
 from attnkit.core.sparse_masks import Blocks, Packed, Window, Window2d
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from attnkit.core.autocast import autocast_dtype
 from attnkit.core.graph import EdgeFeatures, Edges
-from attnkit.core.mask_algebra import parts
-from attnkit.core.masks import Causal, Mask, Padding, as_4d, as_mask, check_broadcastable
+from attnkit.core.masks import Causal, Mask, Padding, as_4d, as_mask, check_broadcastable, parts
 from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
 from attnkit.core.scores import ScaledDot, Score, as_score
 

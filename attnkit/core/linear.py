@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from attnkit.core.autocast import no_autocast
 from attnkit.core.backend import Backend, empty_reasons
 from attnkit.core.inputs import Inputs
-from attnkit.core.mask_algebra import parts
-from attnkit.core.masks import Causal, Padding
+from attnkit.core.masks import Causal, Padding, parts
 from attnkit.core.normalizers import Linear
 from attnkit.core.record import note_kernel
 from attnkit.core.segments import in_chunks, in_segments, segment_size

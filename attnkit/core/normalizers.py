@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from attnkit.core.mask_algebra import parts
-from attnkit.core.masks import Causal, Padding
+from attnkit.core.masks import Causal, Padding, parts
 from attnkit.core.score import check_positive, moved
 from attnkit.core.scores import ScaledDot
 

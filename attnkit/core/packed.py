@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from attnkit.core.backend import Backend, dot_product_reasons, empty_reasons
 from attnkit.core.inputs import Inputs
-from attnkit.core.mask_algebra import parts
-from attnkit.core.masks import Mask
+from attnkit.core.masks import Mask, parts
 from attnkit.core.normalizers import Linear, Softmax
 from attnkit.core.record import note_kernel
 from attnkit.core.sparse_masks import Packed

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.inputs import cast_bias
-from attnkit.core.mask_algebra import parts
-from attnkit.core.masks import Causal, Mask
+from attnkit.core.masks import Causal, Mask, parts
 from attnkit.core.sparse_masks import Window, Window2d
 
 __all__ = ["Chunk", "Strip", "Terms", "grid_of", "strips"]

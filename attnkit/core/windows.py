@@ -20,8 +20,7 @@ from attnkit.core.backend import (
     refuse_second_derivative,
 )
 from attnkit.core.inputs import Inputs
-from attnkit.core.mask_algebra import parts
-from attnkit.core.masks import Mask
+from attnkit.core.masks import Mask, parts
 from attnkit.core.record import note_kernel
 from attnkit.core.sparse_masks import Packed, Window2d
 from attnkit.core.strips import Terms, grid_of, strips

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from attnkit.launch.config import signatures
 from attnkit.launch.errors import guarded
 from attnkit.launch.processes.torchrun import Launcher, launched
 from attnkit.lightning.errors import UserError
@@ -30,7 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str], launcher: Launcher | None) -> int:
-    signatures.forget()
     args = _parser().parse_intermixed_args(argv)
     if args.version:
         from attnkit import __version__

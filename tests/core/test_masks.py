@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from attnkit.core.mask_algebra import And
-from attnkit.core.masks import Causal, Dense, Padding, as_mask
+from attnkit.core.masks import And, Causal, Dense, Padding, as_mask
 
 CPU = torch.device("cpu")
 

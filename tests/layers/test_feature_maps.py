@@ -84,12 +84,8 @@ def test_an_identity_start_can_be_left(name):
         optimiser.zero_grad()
         net(x).square().sum().backward()
         optimiser.step()
-    # keys' biases add the same to all scores, and ReLUs may be off
-    moved = {
-        key for key, value in attention.named_parameters() if not torch.equal(value, start[key])
-    }
-    assert len(moved) >= 0.6 * len(start), sorted(set(start) - moved)
-    assert name == "channel" or any("gamma" not in key for key in moved)  # γ is all it has
+    still = {key for key, value in attention.named_parameters() if torch.equal(value, start[key])}
+    assert not still
 
 
 @pytest.mark.parametrize("name", ["spatial", "window", "channel", "xca", "danet", "context"])

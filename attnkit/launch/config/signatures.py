@@ -101,11 +101,6 @@ def source_of(target: str) -> Path | None:
     return next((Path(p) for p in spec.submodule_search_locations or []), None)
 
 
-def forget() -> None:
-    """Drop what was read, for a process that runs several commands."""
-    _module.cache_clear()
-
-
 # --- finding a definition -------------------------------------------------------------------------
 
 
@@ -117,9 +112,8 @@ def _root(name: str) -> ModuleSpec | None:
         return None
 
 
-@lru_cache(maxsize=512)
 def _module(name: str) -> Module | None:
-    """Parse a module found by walking folders: only the root goes through Python's own finder."""
+    """A module found by walking folders: only the root goes through Python's own finder."""
     root, *rest = name.split(".")
     spec = _root(root)
     if spec is None:
@@ -136,8 +130,12 @@ def _module(name: str) -> Module | None:
                 break
         else:
             return None
-    if path is None:
-        return None
+    return _parsed(name, path, path.stat().st_mtime_ns) if path else None
+
+
+@lru_cache(maxsize=512)
+def _parsed(name: str, path: Path, changed: int) -> Module:
+    """The module, read once for each state of its file: a process may run several commands."""
     module = Module(name, path, is_package=path.name == "__init__.py")
     body = ast.parse(path.read_bytes()).body
     _collect(body, module.names)

@@ -177,6 +177,7 @@ STRINGS = [
 
 # Named above, and allowed; imported before the watch begins, as all HOMES are.
 ALLOWED_MODULES = (
+    "attnkit.lightning.callbacks.progress",
     "attnkit.lightning.files",
     "attnkit.lightning.modules.module",
     "attnkit.tasks.image_classification",

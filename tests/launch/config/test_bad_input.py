@@ -1,10 +1,23 @@
 """Wrong input: exit code 2, at most three lines, what and where it is, nothing created."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
 
 SHIPPED = [
     # choices, groups and keys
@@ -58,8 +71,6 @@ SHIPPED = [
     ("model.dim=${dimm}", "model.dim: ${dimm} names no key"),
     ("optimizer.lr=${optimizer.weight_decy}", "did you mean ${optimizer.weight_decay}?"),
     ("data=image_folder", "data.root: a value is needed: data.root=…"),
-    ("data=image_folder data.root=/nope", "data: attnkit.tasks.image_classification.ImageFolder"),
-    ("data=image_folder data.root=/nope", "root: no such folder: /nope"),
     ("run=test ckpt=/nope.ckpt", "ckpt: no file /nope.ckpt"),
     ("run=predict ckpt={file} images=/nope", "images: no file or folder /nope"),
     ("resume=/nope", "resume: no folder /nope"),
@@ -108,20 +119,65 @@ SHIPPED = [
 ]
 
 
+QUESTIONS = {
+    "--help": "callbacks",
+    "--version": "attnkit ",
+    "--cfg job": "task: ",
+    "--cfg job --resolve model=vit_tiny data=cifar10": "dim: 192",
+    "--shell-completion query=bash": "model=vit_tiny",
+}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """A folder that holds a file."""
+    folder = tmp_path_factory.mktemp("full")
+    (folder / "file.ckpt").write_text("not a checkpoint")
+    return folder
+
+
+def _filled(text, full):
+    return text.replace("{folder}", str(full)).replace("{file}", str(full / "file.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def ends(full, tmp_path_factory):
+    """How each command ends, all of them run in one process that needs no torch."""
+    commands = [*QUESTIONS, *(command for command, _ in SHIPPED)]
+    here = tmp_path_factory.mktemp("here")
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("without_torch.py")],
+        input=json.dumps([_filled(command, full).split(" ") for command in commands]),
+        env={**os.environ, "COMP_LINE": "attnkit model="},
+        cwd=here, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert list(full.iterdir()) == [full / "file.ckpt"]
+    return dict(zip(commands, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize(("command", "answer"), QUESTIONS.items())
+def test_question_that_needs_no_torch(ends, command, answer):
+    end = ends[command]
+    assert end["code"] == 0, end
+    assert answer in end["out"]
+    assert end["heavy"] == []
+    assert end["left"] == []
+
+
 @pytest.mark.parametrize(("command", "message"), SHIPPED)
-def test_wrong_command(attnkit, tmp_path, command, message):
-    folder = tmp_path / "full"
-    file = folder / "file.ckpt"
-    folder.mkdir()
-    file.write_text("not a checkpoint")
-    names = {"folder": str(folder), "file": str(file)}
-    filled = command
-    for name, path in names.items():
-        filled = filled.replace(f"{{{name}}}", path)
-        message = message.replace(f"{{{name}}}", path)
-    _check(attnkit(*filled.split(" ")), message)
+def test_wrong_command(ends, full, command, message):
+    end = ends[command]
+    _check(Done(end["code"], end["out"], end["err"]), _filled(message, full))
+    assert end["heavy"] == []
+    assert end["left"] == []
+
+
+@pytest.mark.parametrize("message", ["data: attnkit.tasks.image_cl", "root: no such folder: /nope"])
+def test_wrong_folder_that_the_data_refuses(attnkit, message):
+    _check(attnkit("data=image_folder", "data.root=/nope"), message)
     assert os.listdir(".") == []
-    assert os.listdir(folder) == ["file.ckpt"]
 
 
 FILES = {
@@ -231,6 +287,15 @@ def test_part_the_module_does_not_take(mine):
     _check(mine("optimizer=sgd"), "takes no argument 'optimizer', so this would do nothing")
 
 
+def test_module_that_changes_between_two_commands_is_read_again(attnkit, hers, tmp_path):
+    shutil.copytree(hers, tmp_path / "copy")
+    command = ("--config-dir", tmp_path / "copy", "task=mine", "module.depth=wide")
+    _check(attnkit(*command), "Mine has no such key")
+    module = tmp_path / "copy" / "mine_of_the_tests.py"
+    module.write_text(module.read_text().replace("width: int,", "width: int, depth: int = 3,"))
+    _check(attnkit(*command), "module.depth: expected int, got 'wide' (str)")
+
+
 def test_her_module_needs_consent(attnkit, hers, monkeypatch):
     monkeypatch.syspath_prepend(hers)  # as `python -m` does with the current folder
     target = "module={_target_: mine_of_the_tests.Mine, width: 3}"
@@ -243,31 +308,6 @@ def test_traceback_on_request(attnkit, monkeypatch):
     done = attnkit("model.depth=abc")
     assert done.code == 2
     assert "Traceback" in done.err
-
-
-def test_no_torch_before_the_work_begins():
-    """Help, configuration, completion and every wrong setting: one process for all of them."""
-    commands = [
-        ["--help"],
-        ["--version"],
-        ["--cfg", "job"],
-        ["--cfg", "job", "--resolve", "model=vit_tiny", "data=cifar10"],
-        ["--shell-completion", "query=bash"],
-        *(c.split(" ") for c, _ in SHIPPED if "data.root=/nope" not in c),
-    ]
-    code = (
-        "import os, sys\n"
-        "from attnkit.launch.main import main\n"
-        "os.environ['COMP_LINE'] = 'attnkit model='\n"
-        f"codes = [main(c) for c in {commands!r}]\n"
-        "heavy = {'torch', 'lightning', 'numpy', 'rich'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-        "assert codes[:5] == [0] * 5 and set(codes[5:]) == {2}, codes\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "model=vit_tiny" in done.stdout  # completion
-    assert "callbacks" in done.stdout
 
 
 def _check(done, message):

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+SMALL = (
+    "model.dim=24", "model.depth=1", "trainer.accelerator=cpu", "trainer.limit_batches=2",
+    "trainer.max_epochs=1", "callbacks.curves=null",
+)  # fmt: skip
 # What only a constructor or the start of a run can see, with what it is blamed on.
 STARTED = [
     ("trainer.devices=0", "trainer: "),
@@ -48,12 +52,20 @@ STARTED = [
 
 
 @pytest.mark.parametrize(("command", "message"), STARTED)
-@pytest.mark.parametrize("place", [[], ["run_dir=made/here"]])
-def test_wrong_start(attnkit, command, message, place):
-    done = attnkit(
-        "model.dim=24", "model.depth=1", "trainer.accelerator=cpu", "trainer.limit_batches=2",
-        "trainer.max_epochs=1", "callbacks.curves=null", command, *place,
-    )  # fmt: skip
+def test_wrong_start(attnkit, command, message):
+    _check(attnkit(*SMALL, command), message)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("data.batch_size=0", "batch_size"), ("trainer.val_check_interval=100000", "`val_check_")],
+    ids=["built", "started"],
+)
+def test_wrong_start_in_a_folder_to_be_made(attnkit, command, message):
+    _check(attnkit(*SMALL, command, "run_dir=made/here"), message)
+
+
+def _check(done, message):
     assert done.code == 2, done
     assert message in done.err
     assert len(done.err.strip().splitlines()) <= 3
