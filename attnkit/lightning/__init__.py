@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.finite import FiniteLoss
     from attnkit.lightning.callbacks.kernel_record import KernelRecord
     from attnkit.lightning.callbacks.learning_curves import LearningCurves
+    from attnkit.lightning.callbacks.predictions import PredictionsFile
     from attnkit.lightning.callbacks.progress import Progress
     from attnkit.lightning.callbacks.results_file import ResultsFile
     from attnkit.lightning.callbacks.throughput import Throughput
@@ -51,6 +52,7 @@ _TABLE = {
     "KernelRecord": "callbacks.kernel_record",
     "LearningCurves": "callbacks.learning_curves",
     "MetricsCSV": "loggers.metrics_csv",
+    "PredictionsFile": "callbacks.predictions",
     "Program": "export.program",
     "Progress": "callbacks.progress",
     "ResultsFile": "callbacks.results_file",
@@ -84,6 +86,7 @@ __all__ = [
     "KernelRecord",
     "LearningCurves",
     "MetricsCSV",
+    "PredictionsFile",
     "Program",
     "Progress",
     "ResultsFile",
