@@ -17,8 +17,7 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import written_beside
 from attnkit.tasks.captioning.grammar import attribute_of, words_of_objects
 from attnkit.tasks.captioning.scenes import Scene
-from attnkit.tasks.captioning.tokenizer import END, PAD, Tokenizer
-from attnkit.tasks.captioning.words import words_of
+from attnkit.tasks.captioning.tokenizer import END, PAD, Tokenizer, words_of
 
 NAMING = {"noun": "kind", "colour": "colour"}
 

@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
 from attnkit.lightning import ClassificationModule
+from attnkit.lightning.arguments import at_least, shares_below_1
 from attnkit.lightning.export.program import Program
 from attnkit.tasks.images.decode import PREPARED
 
@@ -71,11 +72,8 @@ class ImageClassification(ClassificationModule):
                 raise ValueError(f"{name}: expected {in_channels} (in_channels) numbers, {value}")
         if not all(0 < value < math.inf for value in std):
             raise ValueError(f"std: expected positive numbers, got {std}")
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing: expected in [0, 1), got {label_smoothing}")
-        for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
-            if alpha < 0:
-                raise ValueError(f"{name}: expected 0 or more, got {alpha}")
+        shares_below_1(label_smoothing=label_smoothing)
+        at_least(0, mixup=mixup, cutmix=cutmix)
         self.image_size = image_size
         self.in_channels = in_channels
         if image_size is not None:
