@@ -72,39 +72,7 @@ _TABLE = {
     "warmup_cosine": "modules.optim",
 }
 
-__all__ = [
-    "EMA",
-    "AttentionMaps",
-    "CheckpointError",
-    "ClassReport",
-    "ClassificationModule",
-    "Cost",
-    "ExactAccumulation",
-    "ExactResume",
-    "Export",
-    "FiniteLoss",
-    "KernelRecord",
-    "LearningCurves",
-    "MetricsCSV",
-    "PredictionsFile",
-    "Program",
-    "Progress",
-    "ResultsFile",
-    "ResumableSampler",
-    "RunError",
-    "SafeCheckpoints",
-    "SaveOnSignal",
-    "StoppedBySignal",
-    "TaskModule",
-    "Throughput",
-    "UserError",
-    "VerifiedCheckpointIO",
-    "WandbRun",
-    "allowing",
-    "muon",
-    "parameter_groups",
-    "warmup_cosine",
-]
+__all__ = [*_TABLE]
 
 
 def __getattr__(name: str):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +37,14 @@ def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(beside, final)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table, whole or not there; folders are made as needed."""
+    with written_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import distributed
 from torch.utils.data import DistributedSampler
 
-from attnkit.lightning.files import written_beside
+from attnkit.lightning.files import write_csv
 
 # Number of the dataloader, of the sample in its data, and of the row among those of that number.
 Key = tuple[int, int, int]
@@ -84,13 +83,8 @@ class PredictionsFile(BasePredictionWriter):
         self.num_rows = len(rows)
         if trainer.is_global_zero:
             assert self.path is not None
-            with (
-                written_beside(self.path) as part,
-                part.open("w", newline="", encoding="utf-8") as file,
-            ):
-                writer = csv.DictWriter(file, names)
-                writer.writeheader()
-                writer.writerows(row for _, row in sorted(rows, key=lambda pair: pair[0]))
+            rows.sort(key=lambda pair: pair[0])
+            write_csv(self.path, names, ([row.get(name) for name in names] for _, row in rows))
         self._rows = []
 
     def _gathered(self, trainer: Trainer) -> tuple[list[str], list[tuple[Key, Row]]]:
