@@ -8,9 +8,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from attnkit.lightning.errors import UserError
+
+if TYPE_CHECKING:
+    from lightning import Trainer
 
 _URL = re.compile(r"[A-Za-z][\w+.-]+::?//?|[\w+.-]+::", re.ASCII)  # also fsspec's zip::https://…
 
@@ -37,6 +40,12 @@ def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(beside, final)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def in_log_folder(trainer: Trainer, given: str | os.PathLike[str] | None, name: str) -> Path:
+    """What a callback was told, or `name` in the log folder, which all ranks find together."""
+    folder = trainer.log_dir or trainer.default_root_dir
+    return Path(given or Path(folder) / name).absolute()
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from attnkit.core.weights import capture_attention
 from attnkit.lightning.arguments import at_least
-from attnkit.lightning.files import written_beside
+from attnkit.lightning.files import in_log_folder, written_beside
 
 MAX_PREFIX_TOKENS = 16  # class and register tokens tried for a model that does not say
 
@@ -78,9 +78,7 @@ class AttentionMaps(Callback):
         self.folder: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # All ranks take part in finding the log folder.
-        folder = trainer.log_dir or trainer.default_root_dir
-        self.folder = Path(self._given_folder or Path(folder) / "attention_maps").absolute()
+        self.folder = in_log_folder(trainer, self._given_folder, "attention_maps")
 
     def on_validation_batch_end(
         self,

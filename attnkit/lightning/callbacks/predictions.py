@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import distributed
 from torch.utils.data import DistributedSampler
 
-from attnkit.lightning.files import write_csv
+from attnkit.lightning.files import in_log_folder, write_csv
 
 # Number of the dataloader, of the sample in its data, and of the row among those of that number.
 Key = tuple[int, int, int]
@@ -42,9 +42,7 @@ class PredictionsFile(BasePredictionWriter):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        # All ranks take part in finding the log folder.
-        folder = trainer.log_dir or trainer.default_root_dir
-        self.path = Path(self._given_path or Path(folder) / "predictions.csv").absolute()
+        self.path = in_log_folder(trainer, self._given_path, "predictions.csv")
         self._names: dict[str, None] = {}
         self._rows: list[tuple[Key, Row]] = []
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from lightning import LightningModule
 
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.export.exported import CONFIG, WEIGHTS, load, write_config, write_weights
 from attnkit.lightning.export.program import Program, write_onnx, write_torch_export
 
@@ -150,5 +150,4 @@ def _cause(error: Exception) -> str:
     said = error
     while said.__cause__ is not None and str(said.__cause__).strip():
         said = said.__cause__  # type: ignore[assignment]
-    lines = [line.strip() for line in str(said).splitlines() if line.strip()]
-    return f"{type(said).__name__}: {(lines or ['no message'])[0][:200]}"
+    return first_line(said, named=True)
