@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 import torch
+from attnkit.launch.job.work import Work
 from lightning import LightningModule
 
 import attnkit
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.decide import Request, decide
-from attnkit.launch.job.work import Work
 from attnkit.lightning import Export
 
 ROOT = Path(__file__).resolve().parent.parent

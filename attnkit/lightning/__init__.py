@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.finite import FiniteLoss
     from attnkit.lightning.callbacks.kernel_record import KernelRecord
     from attnkit.lightning.callbacks.learning_curves import LearningCurves
+    from attnkit.lightning.callbacks.predictions import PredictionsFile
     from attnkit.lightning.callbacks.progress import Progress
     from attnkit.lightning.callbacks.results_file import ResultsFile
     from attnkit.lightning.callbacks.throughput import Throughput
@@ -51,6 +52,7 @@ _TABLE = {
     "KernelRecord": "callbacks.kernel_record",
     "LearningCurves": "callbacks.learning_curves",
     "MetricsCSV": "loggers.metrics_csv",
+    "PredictionsFile": "callbacks.predictions",
     "Program": "export.program",
     "Progress": "callbacks.progress",
     "ResultsFile": "callbacks.results_file",
@@ -70,38 +72,7 @@ _TABLE = {
     "warmup_cosine": "modules.optim",
 }
 
-__all__ = [
-    "EMA",
-    "AttentionMaps",
-    "CheckpointError",
-    "ClassReport",
-    "ClassificationModule",
-    "Cost",
-    "ExactAccumulation",
-    "ExactResume",
-    "Export",
-    "FiniteLoss",
-    "KernelRecord",
-    "LearningCurves",
-    "MetricsCSV",
-    "Program",
-    "Progress",
-    "ResultsFile",
-    "ResumableSampler",
-    "RunError",
-    "SafeCheckpoints",
-    "SaveOnSignal",
-    "StoppedBySignal",
-    "TaskModule",
-    "Throughput",
-    "UserError",
-    "VerifiedCheckpointIO",
-    "WandbRun",
-    "allowing",
-    "muon",
-    "parameter_groups",
-    "warmup_cosine",
-]
+__all__ = [*_TABLE]
 
 
 def __getattr__(name: str):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from attnkit.lightning.errors import UserError
+
+if TYPE_CHECKING:
+    from lightning import Trainer
 
 _URL = re.compile(r"[A-Za-z][\w+.-]+::?//?|[\w+.-]+::", re.ASCII)  # also fsspec's zip::https://…
 
@@ -36,6 +40,20 @@ def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(beside, final)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def in_log_folder(trainer: Trainer, given: str | os.PathLike[str] | None, name: str) -> Path:
+    """What a callback was told, or `name` in the log folder, which all ranks find together."""
+    folder = trainer.log_dir or trainer.default_root_dir
+    return Path(given or Path(folder) / name).absolute()
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table, whole or not there; folders are made as needed."""
+    with written_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
 
 
 @contextmanager

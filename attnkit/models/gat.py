@@ -43,7 +43,8 @@ class GAT(nn.Module):
         hidden_channels: channels between layers, all heads together.
         num_classes: logits.
         num_layers: attention layers.
-        heads: of each layer, a divisor of `hidden_channels`.
+        heads: of each layer but the last, a divisor of `hidden_channels`; with residual blocks of
+            each layer.
         out_heads: of the last layer; None: 1. Residual blocks have none.
         score: "gat", "gatv2", or any other score of `GraphAttention`.
         dropout_p: of the layers' inputs; with residual blocks, after the first linear layer and in
@@ -60,7 +61,8 @@ class GAT(nn.Module):
         backend: the attention kernel, as in `attnkit.attend`.
 
     Raises:
-        ValueError: sizes that do not divide, unknown choices, options that do not go together.
+        ValueError: sizes that do not divide, unknown choices, options that do not go together, such
+            as `heads`, `norm` or `activation` of a single layer without residual blocks.
     """
 
     takes_edges = True
@@ -92,7 +94,15 @@ class GAT(nn.Module):
             raise ValueError(
                 f"num_layers and heads: expected at least 1, got {num_layers} and {heads}"
             )
-        if hidden_channels % heads:
+        unused = {"heads": (heads, 8), "norm": (norm, None), "activation": (activation, "elu")}
+        if num_layers == 1 and mlp_ratio is None:
+            for name, (value, default) in unused.items():
+                if value != default:
+                    raise ValueError(
+                        f"{name}: is of the layers before the last, and num_layers is 1: "
+                        f"expected {default!r}, the default, got {value!r}"
+                    )
+        elif hidden_channels % heads:
             raise ValueError(f"heads: {heads} does not divide hidden_channels {hidden_channels}")
         if mlp_ratio is None and separate_self:
             raise ValueError("separate_self: needs an mlp_ratio, whose MLPs mix what is separate")

@@ -24,9 +24,9 @@ from attnkit.tasks.captioning.tokenizer import (
     Tokenizer,
     WordTokenizer,
     load_tokenizer,
+    words_of,
 )
 from attnkit.tasks.captioning.word_maps import WordMaps
-from attnkit.tasks.captioning.words import words_of
 
 __all__ = [
     "EVERYTHING",

@@ -6,8 +6,9 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from attnkit.lightning.arguments import existing
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.captioning.files import CaptionFilesData, Entries, Entry, existing
+from attnkit.tasks.captioning.files import CaptionFilesData, Entries, Entry
 from attnkit.tasks.images.folder import SPELLINGS
 
 _SPLIT_OF = {spelling: split for split, spellings in SPELLINGS.items() for spelling in spellings}

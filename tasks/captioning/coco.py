@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from attnkit.lightning.arguments import existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.captioning.files import (
     CaptionFilesData,
     Entries,
     Entry,
-    existing,
     items_of,
     read_json,
     value_of,

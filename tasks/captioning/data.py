@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-from lightning import LightningDataModule
-from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
-from torch.utils.data import DataLoader, DistributedSampler
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 
+from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import EpochSampler, UnpaddedSampler, as_it_is
-from attnkit.lightning.resume.signals import outlast_signals
+from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.captioning.sets import CaptionSet
 from attnkit.tasks.captioning.tokenizer import (
     BPETokenizer,
@@ -23,13 +20,12 @@ from attnkit.tasks.captioning.tokenizer import (
     WordTokenizer,
     load_tokenizer,
 )
-from attnkit.tasks.image_classification.data import check_fits_module
-from attnkit.tasks.images.sets import FileImages
+from attnkit.tasks.images.data import SplitImages, check_fits_module, with_train
 
 MAX_DEFAULT_WORDS = 32
 
 
-class CaptionDataModule(LightningDataModule, ABC):
+class CaptionDataModule(SplitImages):
     """Captioned images in up to three splits; a subclass says in `load()` where they come from.
 
     A batch is the dict of `CaptionSet`: `image` uint8 [batch, 3, image_size, image_size], `words`
@@ -42,74 +38,43 @@ class CaptionDataModule(LightningDataModule, ABC):
     reads its own part: training images are repeated to make the parts equal, others never are.
 
     Args:
-        image_size: side in pixels; None: the `image_size` of the module in the trainer if it has
-            one, else what fits the images.
-        batch_size: images per step and process.
-        num_workers: processes that load; None: none for images in memory, else one per core up
-            to 8 and shared between the processes of this machine.
         max_words: length of `words`, start and end included; longer captions lose their end. None:
             the longest training caption, but 32 at most.
         min_count: how often a word must occur in the training captions to get a number.
         tokenizer: "words", or "bpe", which needs the extra `bpe`.
         bpe_size: with "bpe", how many numbers; None: 8,000.
-        val_fraction: share of the training images that becomes the missing validation split.
-        test_fraction: the same for the test split.
-        seed: of all that is random here: the splits, the order and the captions drawn.
+        **options: `image_size`, `batch_size`, `num_workers`, `val_fraction`, `test_fraction` and
+            `seed`, as in `SplitImages`.
 
     Raises:
         ValueError: an argument out of range.
         UserError: in `setup`, if there is nothing to learn from.
     """
 
+    shuffled = EpochSampler
     test_splits: tuple[str, ...] = ("test",)
 
     def __init__(
         self,
         *,
-        image_size: int | None = None,
-        batch_size: int = 64,
-        num_workers: int | None = None,
         max_words: int | None = None,
         min_count: int = 5,
         tokenizer: Literal["words", "bpe"] = "words",
         bpe_size: int | None = None,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.1,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        for name, value, least in (
-            ("image_size", image_size, 2),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("max_words", max_words, 3),
-            ("min_count", min_count, 1),
-            ("bpe_size", bpe_size, 260),
-            ("seed", seed, 0),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{name}: expected {least} or more, got {value}")
-        if tokenizer not in ("words", "bpe"):
-            raise ValueError(f"tokenizer: expected words or bpe, got {tokenizer!r}")
+        super().__init__(**options)
+        at_least(3, max_words=max_words)
+        at_least(1, min_count=min_count)
+        at_least(260, bpe_size=bpe_size)
+        one_of(("words", "bpe"), tokenizer=tokenizer)
         if bpe_size is not None and tokenizer != "bpe":
             raise ValueError("bpe_size: is of tokenizer=bpe, which is not asked for")
-        if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
-            raise ValueError(
-                "val_fraction, test_fraction: expected above 0 and a sum below 1, "
-                f"got {val_fraction} + {test_fraction}"
-            )
-        self.image_size = image_size
         self.in_channels = 3
-        self.batch_size = batch_size
-        self.num_workers = num_workers
         self.max_words = max_words
         self.min_count = min_count
         self.tokenizer_kind = tokenizer
         self.bpe_size = bpe_size
-        self.val_fraction = val_fraction
-        self.test_fraction = test_fraction
-        self.seed = seed
-        self.sets: dict[str, CaptionSet] = {}
         self._tokenizer: Tokenizer | None = None
 
     @abstractmethod
@@ -124,7 +89,7 @@ class CaptionDataModule(LightningDataModule, ABC):
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not self.sets:
             self.image_size = self.image_size or getattr(module, "image_size", None)
-            self.sets = self._with_missing_splits(dict(self.load()))
+            self.sets = self._with_missing_splits(with_train(self.load()))
             self.image_size = self.sets["train"].images.size
         check_fits_module(self)
         vocabulary = getattr(module, "vocabulary", None)
@@ -162,14 +127,8 @@ class CaptionDataModule(LightningDataModule, ABC):
             "std": std,
         }
 
-    def train_dataloader(self) -> TRAIN_DATALOADERS:
-        return self._loader("train")
-
-    def val_dataloader(self) -> EVAL_DATALOADERS:
-        return self._loader("val")
-
     def test_dataloader(self) -> EVAL_DATALOADERS:
-        loaders = {split: self._loader(split) for split in self.test_splits}
+        loaders = {split: self.loader(split) for split in self.test_splits}
         return loaders if len(loaders) > 1 else loaders[self.test_splits[0]]
 
     def _learned_tokenizer(self, train: CaptionSet) -> Tokenizer:
@@ -190,14 +149,12 @@ class CaptionDataModule(LightningDataModule, ABC):
 
     def _with_missing_splits(self, sets: dict[str, CaptionSet]) -> dict[str, CaptionSet]:
         names = ("train", "val", *self.test_splits)
-        if "train" not in sets:
-            raise UserError(f"data: no train split, only {', '.join(sets) or 'nothing'}")
         fractions = {"val": self.val_fraction, "test": self.test_fraction}
         train, missing = sets["train"], [name for name in names if name not in sets]
         counts = [round(fractions[name] * len(train)) for name in missing]
         if missing and (not all(counts) or sum(counts) >= len(train)):
             raise UserError(
-                f"data: {len(train)} training images are too few to take a {missing[0]} split of"
+                f"data: {len(train)} training images are too few to take a {missing[0]} split"
             )
         if missing:
             generator = torch.Generator().manual_seed(self.seed)
@@ -209,36 +166,3 @@ class CaptionDataModule(LightningDataModule, ABC):
             if not len(sets[name]):
                 raise UserError(f"data: no images for {name}")
         return {name: sets[name] for name in names}
-
-    def _loader(self, split: str) -> DataLoader:
-        images = self.sets[split]
-        trainer = self.trainer
-        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        if len(images) < world:
-            raise UserError(f"data: {len(images)} {split} images are too few for {world} processes")
-        # Lightning leaves distributed samplers alone, and gives them the epoch.
-        sampler: DistributedSampler = (
-            EpochSampler(images, world, rank, seed=self.seed)
-            if split == "train"
-            else UnpaddedSampler(images, world, rank)
-        )
-        workers = self._workers(images)
-        return DataLoader(
-            images,
-            batch_size=self.batch_size,
-            sampler=sampler,
-            num_workers=workers,
-            collate_fn=as_it_is,
-            pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
-            persistent_workers=workers > 0,
-            generator=torch.Generator().manual_seed(self.seed),
-            worker_init_fn=outlast_signals,
-        )
-
-    def _workers(self, images: CaptionSet) -> int:
-        if self.num_workers is not None:
-            return self.num_workers
-        if not isinstance(images.images, FileImages):
-            return 0
-        local = self.trainer.num_devices if self.trainer else 1
-        return max(1, min(8, (os.cpu_count() or 1) // local))

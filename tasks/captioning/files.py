@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.sets import CaptionSet
-from attnkit.tasks.image_classification.image_folder import check_files, median_side, memory_bytes
-from attnkit.tasks.images.decode import decode_files
-from attnkit.tasks.images.folder import report_failures, say_once
-from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
+from attnkit.tasks.images.data import with_train
+from attnkit.tasks.images.folder import say_once
+from attnkit.tasks.images.scan import fit_in_memory, median_side, read_images
 from attnkit.tasks.images.sizes import default_image_size
 
 _MAX_NAMED = 10
@@ -84,8 +82,7 @@ class CaptionFilesData(CaptionDataModule):
         self, *, skip_corrupt: bool = False, memory_gb: float | None = None, **options: Any
     ) -> None:
         super().__init__(**options)
-        if memory_gb is not None and memory_gb < 0:
-            raise ValueError(f"memory_gb: expected 0 or more, got {memory_gb}")
+        at_least(0, memory_gb=memory_gb)
         self.skip_corrupt = skip_corrupt
         self.memory_gb = memory_gb
 
@@ -96,41 +93,25 @@ class CaptionFilesData(CaptionDataModule):
     def load(self) -> Mapping[str, CaptionSet]:
         found = self.entries()
         self._report(found.problems)
-        if "train" not in found.splits:
-            raise UserError(f"data: no train split, only {', '.join(found.splits) or 'nothing'}")
-        train = [entry.path for entry in found.splits["train"]]
+        splits = with_train(found.splits)
+        train = [entry.path for entry in splits["train"]]
         size = self.image_size or default_image_size(median_side(train))
-        count = sum(map(len, found.splits.values()))
-        keep = count * 3 * size**2 <= memory_bytes(self.memory_gb, self.trainer)
+        count = sum(map(len, splits.values()))
+        keep = fit_in_memory(count, size, self.memory_gb, self.trainer)
         return {
             split: self._caption_set(split, entries, size, keep=keep)
-            for split, entries in found.splits.items()
+            for split, entries in splits.items()
         }
 
     def _caption_set(
         self, split: str, entries: list[Entry], size: int, *, keep: bool
     ) -> CaptionSet:
         paths = [entry.path for entry in entries]
-        read = decode_files if keep else check_files
-        pixels = read(paths, size, 3, keep=keep, title=f"{split} images")
-        report_failures(
-            {paths[number]: reason for number, reason in pixels.failures.items()},
-            split,
-            len(paths),
-            given=split != "train",
-            skip_corrupt=self.skip_corrupt,
-        )
-        labels = torch.zeros(len(paths), dtype=torch.int64)
-        images: ImageSet = (
-            FileImages(paths, labels, size, 3, pixels.sums)
-            if pixels.images is None
-            else MemoryImages(pixels.images, labels)
+        images, good = read_images(
+            split, paths, [0] * len(paths), size, 3, keep=keep, skip_corrupt=self.skip_corrupt
         )
         others = {"id": [entry.id for entry in entries], "path": paths}
-        found = CaptionSet(images, [entry.captions for entry in entries], others)
-        good = torch.ones(len(paths), dtype=torch.bool)
-        good[list(pixels.failures)] = False
-        return found if good.all() else found.select(good.nonzero().flatten())
+        return CaptionSet(images, [entry.captions for entry in entries], others).select(good)
 
     def _report(self, problems: list[str]) -> None:
         """Name what is wrong, and stop unless it may be left out."""
@@ -143,21 +124,6 @@ class CaptionFilesData(CaptionDataModule):
             say_once(f"left out: {line}")
         if len(problems) > _MAX_NAMED:
             say_once(f"left out: {len(problems) - _MAX_NAMED} more")
-
-
-def existing(name: str, given: str | Path | None, *, folder: bool) -> Path:
-    """An argument's file or folder, as an absolute path.
-
-    Raises:
-        ValueError: there is none.
-    """
-    kind = "folder" if folder else "file"
-    if given is None:
-        raise ValueError(f"{name}: expected a {kind}, got nothing")
-    path = Path(given).expanduser().absolute()
-    if not (path.is_dir() if folder else path.is_file()):
-        raise ValueError(f"{name}: no such {kind}: {given}")
-    return path
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

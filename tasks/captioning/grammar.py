@@ -23,7 +23,7 @@ from attnkit.tasks.captioning.scenes import (
     Thing,
     choose,
 )
-from attnkit.tasks.captioning.words import words_of
+from attnkit.tasks.captioning.tokenizer import words_of
 
 CAPTIONS = 5
 OBJECTS_COLOURS_RELATION = ("kind", "colour", "relation")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -14,11 +13,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import written_beside
+from attnkit.lightning.files import write_csv
 from attnkit.tasks.captioning.grammar import attribute_of, words_of_objects
 from attnkit.tasks.captioning.scenes import Scene
-from attnkit.tasks.captioning.tokenizer import END, PAD, Tokenizer
-from attnkit.tasks.captioning.words import words_of
+from attnkit.tasks.captioning.tokenizer import END, PAD, Tokenizer, words_of
 
 NAMING = {"noun": "kind", "colour": "colour"}
 
@@ -230,8 +228,4 @@ class WordLooks(Callback):
             return
         if not trainer.is_global_zero:
             return
-        path = self.folder / "looks.csv"
-        with written_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("test", *Look._fields))
-            writer.writerows(self._rows)
+        write_csv(self.folder / "looks.csv", ("test", *Look._fields), self._rows)

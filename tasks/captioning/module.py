@@ -20,9 +20,10 @@ from attnkit.models.word_decoder import num_words
 from attnkit.tasks.captioning.grammar import EVERYTHING, OBJECTS_COLOURS_RELATION, is_right
 from attnkit.tasks.captioning.programs import captioning_programs
 from attnkit.tasks.captioning.tokenizer import load_tokenizer
+from attnkit.tasks.images.module import NormalizesImages
 
 
-class ImageCaptioning(TaskModule):
+class ImageCaptioning(NormalizesImages, TaskModule):
     """A sentence for each image: teacher forcing to train, decoding and caption metrics to judge.
 
     Normalises inside and holds its vocabulary, so that a checkpoint is all one needs to caption.
@@ -51,8 +52,6 @@ class ImageCaptioning(TaskModule):
     """
 
     model: Captioner
-    mean: Tensor
-    std: Tensor
 
     def __init__(
         self,
@@ -80,8 +79,7 @@ class ImageCaptioning(TaskModule):
         self._check_fits_model(max_words, image_size)
         self.vocabulary = vocabulary
         self.max_words = max_words
-        self.image_size = image_size
-        self.in_channels = in_channels
+        self.expect_images(image_size, in_channels, mean, std)
         self.decoding: dict[str, Any] = {
             "method": method,
             "num_beams": num_beams,
@@ -93,8 +91,6 @@ class ImageCaptioning(TaskModule):
         checked_options(**self.decoding)
         self.return_weights = False
         self.said: Sentences | None = None
-        self.register_buffer("mean", torch.tensor(list(mean)).view(-1, 1, 1))
-        self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))
         # such a mean ignores weights, so that it is given one value for each sample or word
         self.train_loss = MeanMetric(nan_strategy="disable")
         self.val_loss = MeanMetric(nan_strategy="disable")
@@ -126,12 +122,6 @@ class ImageCaptioning(TaskModule):
         """Of each word the logits of the next; images uint8 or float from 0 to 1."""
         return self.model(self.normalized(images), words)
 
-    def normalized(self, images: Tensor) -> Tensor:
-        """(pixel - mean) / std, of uint8 pixels divided by 255 or floats taken as they are."""
-        if not images.is_floating_point():
-            images = images.to(self.mean.dtype) / 255
-        return (images - self.mean) / self.std
-
     def caption(self, images: Tensor, **decoding: Any) -> list[str]:
         """The sentences that the model says of images; options as in `Captioner.generate`."""
         return self._texts(self._say(images, **decoding))
@@ -144,13 +134,7 @@ class ImageCaptioning(TaskModule):
         return {
             "vocabulary": self.vocabulary,
             "max_words": self.max_words,
-            "preprocessing": {
-                "image_size": self.image_size,
-                "in_channels": self.in_channels,
-                "mean": self.mean.flatten().tolist(),
-                "std": self.std.flatten().tolist(),
-                "inside": "the programs normalise: give them pixels",
-            },
+            "preprocessing": self.preprocessing(),
         }
 
     def metrics(self) -> dict[str, Metric]:

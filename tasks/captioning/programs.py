@@ -36,7 +36,7 @@ class _Encoder(nn.Module):
 def captioning_programs(module: ImageCaptioning) -> dict[str, Program]:
     """`encoder`, images to a memory, and `decoder`, of each word the logits of the next."""
     decoder, (rows, columns) = module.model.decoder, module.model.grid
-    pixels = (module.in_channels, module.image_size, module.image_size)
+    pixels = (module.in_channels, *module.model.encoder.image_size)
     memory = (rows * columns, decoder.memory_dim)
     number, size = decoder.max_words, decoder.vocabulary_size
     is_memory = f"the image at {rows} x {columns} positions, row by row"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnkit.lightning.arguments import at_least
 from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.drawing import draw
@@ -58,11 +59,8 @@ class ScenesData(CaptionDataModule):
             if name in options:
                 raise TypeError(f"{name}: scenes are made, not split; see num_val and num_test")
         super().__init__(image_size=image_size, min_count=min_count, **options)
-        for name, count in (("num_train", num_train), ("num_val", num_val), ("num_test", num_test)):
-            if count < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {count}")
-        if image_size is not None and image_size < 24:
-            raise ValueError(f"image_size: expected 24 or more pixels, got {image_size}")
+        at_least(1, num_train=num_train, num_val=num_val, num_test=num_test)
+        at_least(24, image_size=image_size)
         self.counts = {
             "train": num_train,
             "val": num_val,

@@ -56,6 +56,10 @@ class CaptionSet(Dataset):
             raise ValueError(f"captions: image {self.captions.index([])} has none")
         self._drawn: tuple[tuple[int, int], Tensor] | None = None
 
+    @property
+    def reads_files(self) -> bool:
+        return self.images.reads_files
+
     def __len__(self) -> int:
         return len(self.captions)
 
@@ -63,7 +67,7 @@ class CaptionSet(Dataset):
         return self.__getitems__([number])
 
     def __getitems__(self, numbers: Sequence[int | tuple[int, int]]) -> dict[str, Any]:
-        pairs = [(None, n) if isinstance(n, int) else n for n in numbers]
+        pairs = [n if isinstance(n, tuple) else (None, int(n)) for n in numbers]
         plain = [number for _, number in pairs]
         rows = torch.tensor(plain)
         words = [

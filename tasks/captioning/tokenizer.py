@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.captioning.words import words_of
 
 PAD, START, END, UNKNOWN = range(4)
 SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")
+
+
+_WORD = re.compile(r"\w+(?:['’-]\w+)*")
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a caption in lower case, without punctuation; "dog's" and "t-shirt" are one."""
+    return _WORD.findall(text.lower())
 
 
 class Tokenizer(ABC):
@@ -61,8 +70,7 @@ class WordTokenizer(Tokenizer):
     @classmethod
     def build(cls, captions: Iterable[str], min_count: int = 1) -> WordTokenizer:
         """Of the words that occur `min_count` times or more; the most frequent come first."""
-        if min_count < 1:
-            raise ValueError(f"min_count: expected 1 or more, got {min_count}")
+        at_least(1, min_count=min_count)
         counts = Counter(word for caption in captions for word in words_of(caption))
         kept = (word for word, count in counts.items() if count >= min_count)
         return cls(sorted(kept, key=lambda word: (-counts[word], word)))
@@ -108,8 +116,7 @@ class BPETokenizer(Tokenizer):
     @classmethod
     def build(cls, captions: Iterable[str], size: int = 8000, min_count: int = 2) -> BPETokenizer:
         """Learned from captions; a pair is merged if it occurs `min_count` times or more."""
-        if size < len(SPECIALS) + 256:
-            raise ValueError(f"size: expected {len(SPECIALS) + 256} or more, got {size}")
+        at_least(len(SPECIALS) + 256, size=size)
         library = _library()
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.normalizer = library.normalizers.Sequence(

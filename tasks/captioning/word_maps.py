@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import written_beside
+from attnkit.lightning.files import in_log_folder, written_beside
 from attnkit.models.word_decoder import END, PAD
 
 COLUMNS = 6
@@ -43,9 +43,7 @@ class WordMaps(Callback):
         self.pages = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # All ranks take part in finding the log folder.
-        folder = trainer.log_dir or trainer.default_root_dir
-        self.folder = Path(self._given_folder or Path(folder) / "word_maps").absolute()
+        self.folder = in_log_folder(trainer, self._given_folder, "word_maps")
         _module(pl_module).return_weights = stage == "predict"
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

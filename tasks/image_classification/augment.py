@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.transforms import v2
+
+from attnkit.lightning.arguments import at_least, shares, shares_below_1
 
 
 class Augment(nn.Module):
@@ -47,19 +52,11 @@ class Augment(nn.Module):
         group_size: int = 8,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("horizontal_flip", horizontal_flip),
-            ("erase_probability", erase_probability),
-            ("translate", translate),
-            ("scale", scale),
-        ):
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name}: expected a number from 0 to 1, got {value}")
-        for name, value in (("crop_padding", crop_padding), ("rotate_degrees", rotate_degrees)):
-            if value < 0:
-                raise ValueError(f"{name}: expected 0 or more, got {value}")
-        if scale == 1:
-            raise ValueError("scale: expected less than 1, got 1")
+        shares(horizontal_flip=horizontal_flip, erase_probability=erase_probability)
+        shares(translate=translate)
+        shares_below_1(scale=scale)
+        at_least(0, crop_padding=crop_padding, rotate_degrees=rotate_degrees)
+        at_least(1, randaugment_num_ops=randaugment_num_ops, group_size=group_size)
         if crop_min_area is not None and not 0 < crop_min_area <= 1:
             raise ValueError(f"crop_min_area: expected in (0, 1] or None, got {crop_min_area}")
         if randaugment_magnitude is not None and not 0 <= randaugment_magnitude <= 30:
@@ -68,10 +65,6 @@ class Augment(nn.Module):
             )
         if randaugment_num_ops is not None and randaugment_magnitude is None:
             raise ValueError("randaugment_num_ops: needs randaugment_magnitude, which is None")
-        if randaugment_num_ops is not None and randaugment_num_ops < 1:
-            raise ValueError(f"randaugment_num_ops: expected 1 or more, got {randaugment_num_ops}")
-        if group_size < 1:
-            raise ValueError(f"group_size: expected 1 or more, got {group_size}")
         self.horizontal_flip = horizontal_flip
         self.crop_padding = crop_padding
         self.rotate_degrees = rotate_degrees
@@ -142,3 +135,10 @@ class Augment(nn.Module):
         )
         moved = functional.grid_sample(images.float(), grid, align_corners=False)
         return moved.round().to(torch.uint8)
+
+
+def shipped_augment(name: str) -> Augment:
+    """The augmentation in conf/data/<name>.yaml, which is also that of `augment="default"`."""
+    text = files("attnkit.conf").joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
+    node = yaml.safe_load(text)["augment"]
+    return Augment(**{key: value for key, value in node.items() if key != "_target_"})

@@ -6,18 +6,16 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 from torchvision.datasets import CIFAR10
 
+from attnkit.lightning.arguments import existing
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import cache_folder
-from attnkit.tasks.image_classification.augment import Augment
-from attnkit.tasks.image_classification.data import (
-    AugmentArgument,
-    ImageDataModule,
-)
+from attnkit.tasks.image_classification.augment import Augment, shipped_augment
+from attnkit.tasks.image_classification.data import ImageDataModule
 from attnkit.tasks.images.sets import ImageSet, MemoryImages
 
 
@@ -40,33 +38,18 @@ class CIFAR10Data(ImageDataModule):
         self,
         root: str | Path | None = None,
         *,
-        image_size: int | None = None,
-        in_channels: int | None = None,
         batch_size: int = 128,
-        num_workers: int | None = None,
-        val_fraction: float = 0.1,
-        seed: int = 0,
-        augment: AugmentArgument = "default",
-        drop_last: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            image_size=image_size,
-            in_channels=in_channels,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            val_fraction=val_fraction,
-            seed=seed,
-            augment=augment,
-            drop_last=drop_last,
-        )
-        self.root = None if root is None else Path(root).expanduser().absolute()
-        if self.root is not None and not self.root.is_dir():
-            raise ValueError(f"root: no such folder: {root}")
+        if "test_fraction" in options:
+            raise TypeError("test_fraction: CIFAR-10 has its own test images")
+        super().__init__(batch_size=batch_size, **options)
+        self.root = None if root is None else existing("root", root, folder=True)
         if self.root is not None and self.root.name == CIFAR10.base_folder:
             self.root = self.root.parent
 
-    def default_augment(self) -> nn.Module:
-        return Augment(horizontal_flip=0.5, crop_padding=4, randaugment_magnitude=9)
+    def default_augment(self) -> Augment:
+        return shipped_augment("cifar10")
 
     def prepare_data(self) -> None:
         if self.root is None and not (cache_folder() / CIFAR10.base_folder).is_dir():

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from attnkit.tasks.image_classification.augment import Augment
+from attnkit.tasks.image_classification.augment import Augment, shipped_augment
 from attnkit.tasks.image_classification.data import ImageDataModule
 from attnkit.tasks.images.sets import ImageSet, MemoryImages
 
@@ -20,13 +19,11 @@ class DigitsData(ImageDataModule):
     that scikit-learn ships. Arguments as in `ImageDataModule`.
     """
 
-    def __init__(
-        self, *, val_fraction: float = 0.1, test_fraction: float = 0.2, **options: Any
-    ) -> None:
-        super().__init__(val_fraction=val_fraction, test_fraction=test_fraction, **options)
+    def __init__(self, *, test_fraction: float = 0.2, **options: Any) -> None:
+        super().__init__(test_fraction=test_fraction, **options)
 
-    def default_augment(self) -> nn.Module:
-        return Augment(rotate_degrees=5, translate=0.06, scale=0.05)
+    def default_augment(self) -> Augment:
+        return shipped_augment("digits")
 
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
         from sklearn.datasets import load_digits  # half a second that other data need not wait

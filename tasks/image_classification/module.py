@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +15,13 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
 from attnkit.lightning import ClassificationModule
+from attnkit.lightning.arguments import at_least, shares_below_1
 from attnkit.lightning.export.program import Program
 from attnkit.tasks.images.decode import PREPARED
+from attnkit.tasks.images.module import NormalizesImages
 
 
-class ImageClassification(ClassificationModule):
+class ImageClassification(NormalizesImages, ClassificationModule):
     """One label per image: cross-entropy, top-1 and top-5 accuracy, scores per class.
 
     Normalises inside, so that a checkpoint carries its preprocessing. Logged, tested and shown is
@@ -44,9 +45,6 @@ class ImageClassification(ClassificationModule):
         cutmix: α of CutMix (Yun et al., 2019); 0: none. With both, each batch gets one of them.
     """
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(
         self,
         model: nn.Module | Mapping[str, Any],
@@ -66,23 +64,12 @@ class ImageClassification(ClassificationModule):
         super().__init__(
             model, optimizer, scheduler, num_classes=num_classes, class_names=class_names
         )
-        for name, value in (("mean", mean), ("std", std)):
-            if len(value) != in_channels:
-                raise ValueError(f"{name}: expected {in_channels} (in_channels) numbers, {value}")
-        if not all(0 < value < math.inf for value in std):
-            raise ValueError(f"std: expected positive numbers, got {std}")
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing: expected in [0, 1), got {label_smoothing}")
-        for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
-            if alpha < 0:
-                raise ValueError(f"{name}: expected 0 or more, got {alpha}")
-        self.image_size = image_size
-        self.in_channels = in_channels
+        self.expect_images(image_size, in_channels, mean, std)
+        shares_below_1(label_smoothing=label_smoothing)
+        at_least(0, mixup=mixup, cutmix=cutmix)
         if image_size is not None:
             self.example_input_array = torch.zeros(1, in_channels, image_size, image_size)
         self.label_smoothing = label_smoothing
-        self.register_buffer("mean", torch.tensor(list(mean)).view(-1, 1, 1))
-        self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))
         mixers: list[nn.Module] = []
         if mixup:
             mixers.append(v2.MixUp(alpha=mixup, num_classes=num_classes))
@@ -93,12 +80,6 @@ class ImageClassification(ClassificationModule):
     def forward(self, images: Tensor) -> Tensor:
         """Logits [batch, num_classes] of images, uint8 or float from 0 to 1."""
         return self.model(self.normalized(images))
-
-    def normalized(self, images: Tensor) -> Tensor:
-        """(pixel - mean) / std, of uint8 pixels divided by 255 or floats taken as they are."""
-        if not images.is_floating_point():
-            images = images.to(self.mean.dtype) / 255
-        return (images - self.mean) / self.std
 
     @torch.no_grad()
     def classify(self, images: Tensor) -> dict[str, list[Any]]:
@@ -138,16 +119,7 @@ class ImageClassification(ClassificationModule):
         }
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "classes": self.class_names,
-            "preprocessing": {
-                "image_size": self.image_size,
-                "in_channels": self.in_channels,
-                "mean": self.mean.flatten().tolist(),
-                "std": self.std.flatten().tolist(),
-                "inside": "the programs normalise: give them pixels",
-            },
-        }
+        return {"classes": self.class_names, "preprocessing": self.preprocessing()}
 
     def metrics(self) -> dict[str, Metric]:
         metrics = super().metrics()

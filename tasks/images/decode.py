@@ -19,6 +19,8 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from attnkit.lightning.errors import first_line
+
 # Small files are read faster than a thread is woken: threads take them by the handful.
 _CHUNK = 32
 _SHOW_PROGRESS_FROM = 2000
@@ -178,4 +180,4 @@ def _reason(path: str | Path, error: Exception) -> str:
             return "zero bytes"
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return first_line(error)

@@ -9,17 +9,14 @@ import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import UnpaddedSampler, as_it_is
-from attnkit.tasks.image_classification.data import check_fits_module
-from attnkit.tasks.images.decode import (
-    UndecodableImageError,
-    read_image,
-    to_channels,
-)
+from attnkit.tasks.images.data import check_fits_module
+from attnkit.tasks.images.decode import UndecodableImageError, read_image, to_channels
 from attnkit.tasks.images.folder import list_images, say
+from attnkit.tasks.loaders import make_loader
 
 
 class ImagePaths(Dataset):
@@ -92,10 +89,8 @@ class PredictData(LightningDataModule):
             )
         if in_channels not in (1, 3):
             raise ValueError(f"in_channels: expected 1 or 3, got {in_channels}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
-        if num_workers < 0:
-            raise ValueError(f"num_workers: expected 0 or more, got {num_workers}")
+        at_least(1, batch_size=batch_size)
+        at_least(0, num_workers=num_workers)
         self.image_size = image_size
         self.in_channels = in_channels
         self.batch_size = batch_size
@@ -113,14 +108,4 @@ class PredictData(LightningDataModule):
         return ImagePaths(paths, self.image_size, self.in_channels)
 
     def predict_dataloader(self) -> EVAL_DATALOADERS:
-        dataset = self.images_at(self.paths)
-        rank, world = (
-            (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        )
-        return DataLoader(
-            dataset,
-            batch_size=self.batch_size,
-            sampler=UnpaddedSampler(dataset, world, rank),
-            num_workers=self.num_workers,
-            collate_fn=as_it_is,
-        )
+        return make_loader(self, self.images_at(self.paths), "predict", "images")

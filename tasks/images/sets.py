@@ -31,6 +31,7 @@ class ImageSet(Dataset, ABC):
     labels: Tensor
     size: int
     channels: int
+    reads_files = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -113,6 +114,8 @@ class FileImages(ImageSet):
         channels: 1 (grey) or 3.
         pixel_sums: int64 [images, 2, channels], from `decode_files`.
     """
+
+    reads_files = True
 
     def __init__(
         self, paths: Sequence[str], labels: Tensor, size: int, channels: int, pixel_sums: Tensor

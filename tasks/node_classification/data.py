@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from lightning import LightningDataModule
-from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import Data
 from torch_geometric.utils import homophily
 
 from attnkit.layers.sparse import with_values
+from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import (
-    EpochSampler,
-    ResumableSampler,
-    UnpaddedSampler,
-    as_it_is,
-)
-from attnkit.lightning.resume.signals import outlast_signals
-from attnkit.tasks.node_classification.neighbors import (
-    NeighborBatches,
-    pyg_neighbor_loader,
-)
+from attnkit.lightning.resume.sampler import EpochSampler
+from attnkit.tasks.loaders import SplitData, loader_options, make_loader
+from attnkit.tasks.node_classification.neighbors import NeighborBatches, pyg_neighbor_loader
 from attnkit.tasks.node_classification.sampler import InNeighbors
 
 SPLITS = ("train", "val", "test")
 
 
-class GraphDataModule(LightningDataModule, ABC):
+class GraphDataModule(SplitData):
     """One graph with a label per node; a subclass says in `load()` where it comes from.
 
     A batch is a `torch_geometric.data.Data` with x [nodes, in_channels], edge_index [2, edges]
@@ -76,20 +67,13 @@ class GraphDataModule(LightningDataModule, ABC):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if split < 0:
-            raise ValueError(f"split: expected 0 or more, got {split}")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size: expected 1 or more, or None, got {batch_size}")
+        at_least(0, split=split, num_workers=num_workers, seed=seed)
+        at_least(1, batch_size=batch_size)
+        one_of(("attnkit", "pyg"), sampler=sampler)
         if not num_neighbors or any(count < -1 for count in num_neighbors):
             raise ValueError(
                 f"num_neighbors: expected a number per layer, -1 for all, got {list(num_neighbors)}"
             )
-        if sampler not in ("attnkit", "pyg"):
-            raise ValueError(f"sampler: expected attnkit or pyg, got {sampler!r}")
-        if num_workers < 0:
-            raise ValueError(f"num_workers: expected 0 or more, got {num_workers}")
-        if seed < 0:
-            raise ValueError(f"seed: expected 0 or more, got {seed}")
         self.split = split
         self.normalize_features = normalize_features
         self.sparse_features = sparse_features
@@ -187,51 +171,23 @@ class GraphDataModule(LightningDataModule, ABC):
             f"{counts[0]:,} / {counts[1]:,} / {counts[2]:,} nodes to train, validate, test"
         )
 
-    def train_dataloader(self) -> TRAIN_DATALOADERS:
-        return self._loader("train")
-
-    def val_dataloader(self) -> EVAL_DATALOADERS:
-        return self._loader("val")
-
-    def test_dataloader(self) -> EVAL_DATALOADERS:
-        return self._loader("test")
-
     def predict_dataloader(self) -> EVAL_DATALOADERS:
-        return self._loader("predict")
+        return self.loader("predict")
 
-    def _loader(self, name: str) -> Any:
+    def loader(self, split: str) -> Any:
         graph = self.graph
         if self.batch_size is None:
             return FullGraph(graph)
         every = torch.ones(graph.num_nodes, dtype=torch.bool)
-        mask = every if name == "predict" else graph[f"{name}_mask"]
+        mask = every if split == "predict" else graph[f"{split}_mask"]
         seeds = mask.nonzero().flatten()
-        trainer = self.trainer
-        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        if len(seeds) < world:
-            raise UserError(f"data: {len(seeds)} {name} nodes are too few for {world} processes")
-        counted: Any = seeds  # a sampler only asks how many there are
-        # Lightning leaves distributed samplers alone, and gives them the epoch.
-        shuffled = EpochSampler if self.sampler == "attnkit" else ResumableSampler
-        order: DistributedSampler = (
-            shuffled(counted, world, rank, seed=self.seed)
-            if name == "train"
-            else UnpaddedSampler(counted, world, rank)
-        )
-        options: dict[str, Any] = {
-            "batch_size": self.batch_size,
-            "sampler": order,
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-            "generator": torch.Generator().manual_seed(self.seed),
-            "worker_init_fn": outlast_signals,
-        }
         if self.sampler == "pyg":
+            options = loader_options(self, seeds, split, "nodes")
             return pyg_neighbor_loader(graph, seeds, self.num_neighbors, **options)
         if self._neighbors is None:
             self._neighbors = InNeighbors.of(graph.edge_index, graph.num_nodes)
         batches = NeighborBatches(graph, seeds, self.num_neighbors, self.seed, self._neighbors)
-        return DataLoader(batches, collate_fn=as_it_is, **options)
+        return make_loader(self, batches, split, "nodes", shuffled=EpochSampler)
 
 
 class FullGraph:

@@ -7,19 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning import LightningDataModule
-from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data
 
+from attnkit.lightning.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import ResumableSampler, UnpaddedSampler, as_it_is
-from attnkit.lightning.resume.signals import outlast_signals
+from attnkit.tasks.loaders import SplitData, make_loader
 
 
-class DictionaryLookupData(LightningDataModule):
+class DictionaryLookupData(SplitData):
     """Complete bipartite graphs of k keys and k queries: which value belongs to my key?
 
     Nodes 0 to k − 1 are the queries; query i has the attribute i and no value. Nodes k to 2k − 1
@@ -64,20 +62,11 @@ class DictionaryLookupData(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("k", k, 2),
-            ("num_graphs", num_graphs, 3),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("seed", seed, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name}: expected {least} or more, got {value}")
-        if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
-            raise ValueError(
-                "val_fraction, test_fraction: expected above 0 and a sum below 1, "
-                f"got {val_fraction} + {test_fraction}"
-            )
+        at_least(2, k=k)
+        at_least(3, num_graphs=num_graphs)
+        at_least(1, batch_size=batch_size)
+        at_least(0, num_workers=num_workers, seed=seed)
+        held_out(val_fraction=val_fraction, test_fraction=test_fraction)
         self.k = k
         self.num_graphs = num_graphs
         self.val_fraction = val_fraction
@@ -131,36 +120,8 @@ class DictionaryLookupData(LightningDataModule):
             f"graphs to train, validate, test: {counts}"
         )
 
-    def train_dataloader(self) -> TRAIN_DATALOADERS:
-        return self._loader("train")
-
-    def val_dataloader(self) -> EVAL_DATALOADERS:
-        return self._loader("val")
-
-    def test_dataloader(self) -> EVAL_DATALOADERS:
-        return self._loader("test")
-
-    def _loader(self, split: str) -> DataLoader:
-        graphs, trainer = self.sets[split], self.trainer
-        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        if len(graphs) < world:
-            raise UserError(f"data: {len(graphs)} {split} graphs are too few for {world} processes")
-        # Lightning leaves distributed samplers alone, and gives them the epoch.
-        sampler: DistributedSampler = (
-            ResumableSampler(graphs, world, rank, seed=self.seed)
-            if split == "train"
-            else UnpaddedSampler(graphs, world, rank)
-        )
-        return DataLoader(
-            graphs,
-            batch_size=self.batch_size,
-            sampler=sampler,
-            num_workers=self.num_workers,
-            collate_fn=as_it_is,
-            persistent_workers=self.num_workers > 0,
-            generator=torch.Generator().manual_seed(self.seed),
-            worker_init_fn=outlast_signals,
-        )
+    def loader(self, split: str) -> DataLoader:
+        return make_loader(self, self.sets[split], split, "graphs")
 
 
 class LookupGraphs(Dataset):

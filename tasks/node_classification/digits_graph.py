@@ -9,6 +9,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
+from attnkit.lightning.arguments import at_least
 from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.splits import planetoid_masks
 
@@ -40,14 +41,9 @@ class DigitsGraphData(GraphDataModule):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        for name, value in (
-            ("k", k),
-            ("num_train_per_class", num_train_per_class),
-            ("num_val", num_val),
-            ("num_test", num_test),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {value}")
+        at_least(
+            1, k=k, num_train_per_class=num_train_per_class, num_val=num_val, num_test=num_test
+        )
         self.k = k
         self.num_train_per_class = num_train_per_class
         self.num_val = num_val

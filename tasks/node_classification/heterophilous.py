@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.arguments import at_least, existing
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.tasks.node_classification.data import GraphDataModule
 
 ARRAYS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
@@ -52,12 +53,9 @@ class HeterophilousData(GraphDataModule):
         **options: Any,
     ) -> None:
         super().__init__(split=split, **options)
-        if num_splits < 1:
-            raise ValueError(f"num_splits: expected at least 1, got {num_splits}")
+        at_least(1, num_splits=num_splits)
         self.expected_splits = num_splits
-        if root is None or not Path(root).expanduser().is_dir():
-            raise ValueError(f"root: no such folder: {root}")
-        self.root = Path(root).expanduser().absolute()
+        self.root = existing("root", root, folder=True)
         self.graph_name = name
 
     def load(self) -> Data:
@@ -65,8 +63,8 @@ class HeterophilousData(GraphDataModule):
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: torch.from_numpy(file[name]) for name in ARRAYS}
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-            reason = str(error).splitlines()[0].strip("\"'")
+        except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
+            reason = first_line(error).strip("\"'")
             raise UserError(f"{path} does not hold a heterophilous graph: {reason}") from error
         features, labels, edges = (arrays[name] for name in ARRAYS[:3])
         if arrays["train_masks"].shape[0] != self.expected_splits:

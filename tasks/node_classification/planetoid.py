@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import coalesce, remove_self_loops
 
+from attnkit.lightning.arguments import existing, one_of
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.data import GraphDataModule, to_sparse_csr
 from attnkit.tasks.node_classification.splits import masks
@@ -70,11 +71,8 @@ class PlanetoidData(GraphDataModule):
         **options: Any,
     ) -> None:
         super().__init__(normalize_features=normalize_features, **options)
-        if root is None or not Path(root).expanduser().is_dir():
-            raise ValueError(f"root: no such folder: {root}")
-        if name not in ("Cora", "CiteSeer", "PubMed"):
-            raise ValueError(f"name: expected Cora, CiteSeer or PubMed, got {name!r}")
-        self.root = Path(root).expanduser().absolute()
+        one_of(("Cora", "CiteSeer", "PubMed"), name=name)
+        self.root = existing("root", root, folder=True)
         self.graph_name: str = name
 
     def load(self) -> Data:

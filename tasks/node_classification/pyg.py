@@ -11,7 +11,8 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data, Dataset
 
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.arguments import held_out
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import cache_folder
 from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.guard import only_data
@@ -55,11 +56,7 @@ class PyGData(GraphDataModule):
         **others: Any,
     ) -> None:
         super().__init__(**others)
-        if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
-            raise ValueError(
-                "val_fraction, test_fraction: expected above 0 and a sum below 1, "
-                f"got {val_fraction} + {test_fraction}"
-            )
+        held_out(val_fraction=val_fraction, test_fraction=test_fraction)
         self.class_name = name
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
@@ -105,7 +102,7 @@ class PyGData(GraphDataModule):
         except UserError:
             raise
         except Exception as error:  # of every kind: each class reads and downloads its own way
-            reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+            reason = first_line(error)
             raise UserError(f"data: {self.class_name} cannot be made: {reason}") from error
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import UserError, first_line
 
 _RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 _CSR_MATRIX = ("scipy.sparse.csr.csr_matrix", "scipy.sparse._csr.csr_matrix")
@@ -54,7 +54,7 @@ def load(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # a broken pickle can raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        reason = first_line(error)
         raise UserError(f"{path} is not one of Planetoid's files: {reason}") from error
 
 

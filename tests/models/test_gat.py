@@ -22,7 +22,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
 VARIANTS = {
     "published": {},
     "deeper": {"num_layers": 3, "residual": True, "norm": "layer", "out_heads": 3},
-    "one layer": {"num_layers": 1},
+    "one layer": {"num_layers": 1, "heads": 8, "out_heads": 3},
     "gatv2": {"score": "gatv2", "norm": "batch"},
     "dot": {"score": "scaled_dot", "edge_dim": 2, "activation": "relu"},
     "blocks": {"mlp_ratio": 1.5, "norm": "layer", "activation": "gelu", "edge_dim": 2},
@@ -182,7 +182,7 @@ def test_it_learns_and_tells_what_it_looked_at():
 def test_shipped_configurations_build_and_take_a_step(name):
     config = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     target = config.pop("_target_")
-    assert target == f"{GAT.__module__}.{GAT.__name__}"
+    assert target == "attnkit.GAT"
     parameters = signature_of(target).parameters
     filled = {"in_channels": CHANNELS, "num_classes": CLASSES}
     assert {key for key, value in config.items() if value is None} - {"norm"} == set(filled)
@@ -206,6 +206,9 @@ def test_shipped_configurations_build_and_take_a_step(name):
     [
         ({"heads": 5}, "heads: 5 does not divide hidden_channels 12"),
         ({"num_layers": 0}, "num_layers and heads: expected at least 1, got 0 and 3"),
+        ({"num_layers": 1}, "heads: is of the layers before the last, .* expected 8, .* got 3"),
+        ({"num_layers": 1, "heads": 8, "norm": "layer"}, "norm: is of .* expected None.* 'layer'"),
+        ({"num_layers": 1, "heads": 8, "activation": "relu"}, "activation: is of .* got 'relu'"),
         ({"separate_self": True}, "separate_self: needs an mlp_ratio"),
         ({"mlp_ratio": 1.0, "residual": True}, "residual: the residual blocks of mlp_ratio have"),
         ({"mlp_ratio": 1.0, "out_heads": 1}, "out_heads: the residual blocks of mlp_ratio have"),

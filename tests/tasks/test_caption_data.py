@@ -515,3 +515,18 @@ def test_a_set_checks_its_parts():
         CaptionSet(images, [["a"], []])
     with pytest.raises(ValueError, match="masks: expected 2 of them, got 3"):
         CaptionSet(images, [["a"], ["b"]], {"masks": torch.zeros(3)})
+
+
+def test_any_integer_names_an_image(root):
+    """As torch's RandomSampler gives ints, and other samplers NumPy's or tensors."""
+    data = make_karpathy(root)
+    data.setup()
+    train = data.sets["train"]
+    wanted = train.__getitems__([2, 0])
+    for numbers in (np.array([2, 0]), torch.tensor([2, 0])):
+        found = train.__getitems__(list(numbers))
+        assert found["references"] == wanted["references"]
+        assert torch.equal(found["words"], wanted["words"])
+        assert torch.equal(found["image"], wanted["image"])
+    drawn = train.__getitems__([(3, np.int64(2)), (3, 0)])
+    assert torch.equal(drawn["words"], train.__getitems__([(3, 2), (3, 0)])["words"])

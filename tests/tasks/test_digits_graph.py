@@ -162,7 +162,7 @@ def test_wrong_graphs_are_named(change, message):
         ({"k": 0}, "k: expected 1 or more, got 0"),
         ({"num_val": 0}, "num_val: expected 1 or more"),
         ({"split": -1}, "split: expected 0 or more, got -1"),
-        ({"batch_size": 0}, "batch_size: expected 1 or more, or None, got 0"),
+        ({"batch_size": 0}, "batch_size: expected 1 or more, got 0"),
         ({"num_neighbors": []}, "num_neighbors: expected a number per layer"),
         ({"num_neighbors": [3, -2]}, "num_neighbors: expected a number per layer"),
         ({"sampler": "dgl"}, "sampler: expected attnkit or pyg, got 'dgl'"),

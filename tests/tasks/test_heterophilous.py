@@ -72,8 +72,22 @@ def test_no_npz_and_no_split(graph_files, tmp_path):
     (tmp_path / "minesweeper.npz").write_bytes(b"no archive")
     with pytest.raises(UserError, match="does not hold a heterophilous graph"):
         HeterophilousData(tmp_path).setup()
+    (tmp_path / "minesweeper.npz").write_bytes(b"")
+    with pytest.raises(UserError, match="does not hold a heterophilous graph: No data left"):
+        HeterophilousData(tmp_path).setup()
     np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
     with pytest.raises(UserError, match=r"data.split: expected 0 to 9, got 10"):
         HeterophilousData(tmp_path, split=10).setup()
     with pytest.raises(ValueError, match="root: no such folder"):
         HeterophilousData(tmp_path / "nowhere")
+
+
+def test_an_error_without_a_message_is_named(graph_files, tmp_path, monkeypatch):
+    np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
+
+    def fail(*args, **kwargs):
+        raise ValueError
+
+    monkeypatch.setattr(np, "load", fail)
+    with pytest.raises(UserError, match="heterophilous graph: ValueError"):
+        HeterophilousData(tmp_path).setup()

@@ -330,7 +330,7 @@ def test_scenes_keep_their_meaning_at_any_size():
     [
         ({"num_train": 0}, "num_train: expected 1 or more, got 0"),
         ({"num_test": -1}, "num_test: expected 1 or more, got -1"),
-        ({"image_size": 16}, "image_size: expected 24 or more pixels, got 16"),
+        ({"image_size": 16}, "image_size: expected 24 or more, got 16"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -5,6 +5,11 @@ version 0.2 some named the file a class was written in; this table leads from th
 names. It is closed: nothing new is written with a path of a file.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 _FORMER = {
     "attnkit.launch.metrics_csv.MetricsCSV": "attnkit.lightning.MetricsCSV",
     "attnkit.launch.progress.Progress": "attnkit.lightning.Progress",
@@ -30,3 +35,15 @@ _FORMER = {
 def current(target: str) -> str:
     """The name under which a class or function is found today."""
     return _FORMER.get(target, target)
+
+
+def renewed(node: Any) -> Any:
+    """A configuration whose `_target_`s are the names of today."""
+    if isinstance(node, list):
+        return [renewed(value) for value in node]
+    if not isinstance(node, Mapping):
+        return node
+    return {
+        key: current(value) if key == "_target_" and isinstance(value, str) else renewed(value)
+        for key, value in node.items()
+    }

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit.core.weights import capture_attention
-from attnkit.lightning.files import written_beside
+from attnkit.lightning.arguments import at_least
+from attnkit.lightning.files import in_log_folder, written_beside
 
 MAX_PREFIX_TOKENS = 16  # class and register tokens tried for a model that does not say
 
@@ -66,11 +67,7 @@ class AttentionMaps(Callback):
         images: Callable[[Any], Tensor] = first_of_batch,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        if num_images < 1 or every_n_epochs < 1:
-            raise ValueError(
-                "num_images and every_n_epochs: expected at least 1, "
-                f"got {num_images} and {every_n_epochs}"
-            )
+        at_least(1, num_images=num_images, every_n_epochs=every_n_epochs)
         self.num_images = num_images
         self.every_n_epochs = every_n_epochs
         self.layer = layer
@@ -81,9 +78,7 @@ class AttentionMaps(Callback):
         self.folder: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # All ranks take part in finding the log folder.
-        folder = trainer.log_dir or trainer.default_root_dir
-        self.folder = Path(self._given_folder or Path(folder) / "attention_maps").absolute()
+        self.folder = in_log_folder(trainer, self._given_folder, "attention_maps")
 
     def on_validation_batch_end(
         self,

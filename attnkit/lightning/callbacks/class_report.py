@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from attnkit.lightning.files import written_beside
+from attnkit.lightning.files import write_csv, written_beside
 
 _MAX_SHOWN = 40
 _MAX_NUMBERS = 20
@@ -50,7 +49,7 @@ class ClassReport(Callback):
         confusion = getattr(pl_module, "confusion", None)
         if not trainer.is_global_zero or scores is None:
             return
-        write_class_scores(scores, self.folder / "per_class.csv")
+        write_csv(self.folder / "per_class.csv", ("class", *ClassScore._fields[1:]), scores)
         if confusion is not None:
             names = [score.name for score in scores]
             draw_confusion(confusion, names, self.folder / "confusion_matrix.png")
@@ -91,13 +90,6 @@ def show_class_scores(scores: Sequence[ClassScore], console: Console | None = No
         texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios]
         table.add_row(escape(score.name), *texts, str(score.support))
     (console or Console()).print(table)
-
-
-def write_class_scores(scores: Sequence[ClassScore], path: Path) -> None:
-    with written_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("class", *ClassScore._fields[1:]))
-        writer.writerows(scores)
 
 
 def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) -> None:

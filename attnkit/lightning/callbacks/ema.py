@@ -8,6 +8,8 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
+from attnkit.lightning.arguments import shares_below_1
+
 
 class EMA(WeightAveraging):
     """Evaluates and saves averaged weights: average ← d · average + (1 - d) · weights every step.
@@ -31,8 +33,7 @@ class EMA(WeightAveraging):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay: expected a number in [0, 1), got {decay}")
+        shares_below_1(decay=decay)
         self.decay = decay
         self._swapped = False
         super().__init__(multi_avg_fn=self._average)

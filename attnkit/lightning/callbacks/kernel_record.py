@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partialmethod
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -40,54 +41,18 @@ class KernelRecord(Callback):
             for kernel, calls in record.total().items()
         }
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    def _begin(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, stage: str, **kwargs: Any
     ) -> None:
-        self._begin("train", pl_module)
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._end(trainer)
-
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        self._begin("val", pl_module)
-
-    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._end(trainer)
-
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        self._begin("test", pl_module)
-
-    def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._end(trainer)
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        self._begin("predict", pl_module)
-
-    def on_predict_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._end(trainer)
-
-    def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        self._close()
-
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
-        self._close()
-
-    def _begin(self, stage: str, pl_module: LightningModule) -> None:
         if stage not in self.records:
             self._stage = stage
             self.records[stage] = self._recording.enter_context(record_backends(pl_module))
 
-    def _close(self) -> None:
+    def _close(self, *args: Any, **kwargs: Any) -> None:
         self._recording.close()
         self._stage = None
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         stage = self._stage
         self._close()
         if stage is None or not trainer.is_global_zero:
@@ -99,3 +64,14 @@ class KernelRecord(Callback):
             writer = getattr(logger, "experiment", None)
             if writer is not None and hasattr(writer, "add_text"):
                 writer.add_text(f"kernels/{stage}", f"```\n{table}\n```")
+
+    on_train_batch_start: Any = partialmethod(_begin, stage="train")
+    on_validation_batch_start: Any = partialmethod(_begin, stage="val")
+    on_test_batch_start: Any = partialmethod(_begin, stage="test")
+    on_predict_batch_start: Any = partialmethod(_begin, stage="predict")
+    on_train_batch_end: Any = _end
+    on_validation_batch_end: Any = _end
+    on_test_batch_end: Any = _end
+    on_predict_batch_end: Any = _end
+    on_exception: Any = _close
+    teardown: Any = _close

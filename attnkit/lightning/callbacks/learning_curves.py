@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from attnkit.lightning.files import written_beside
+from attnkit.lightning.files import in_log_folder, written_beside
 
 History = dict[str, list[tuple[float, float]]]
 """For each metric, (epoch, value) in order."""
@@ -49,9 +49,7 @@ class LearningCurves(Callback):
         self._drawn = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # All ranks take part in finding the log folder.
-        folder = trainer.log_dir or trainer.default_root_dir
-        self.path = Path(self._given_path or Path(folder) / "curves.png").absolute()
+        self.path = in_log_folder(trainer, self._given_path, "curves.png")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:

@@ -13,7 +13,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import written_beside
+from attnkit.lightning.files import in_log_folder, written_beside
 
 
 class ResultsFile(Callback):
@@ -36,9 +36,7 @@ class ResultsFile(Callback):
         self._started: float | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # All ranks take part in finding the log folder.
-        folder = trainer.log_dir or trainer.default_root_dir
-        self.path = Path(self._given_path or Path(folder) / "results.json").absolute()
+        self.path = in_log_folder(trainer, self._given_path, "results.json")
         self._started = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,6 +12,8 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from attnkit.lightning.arguments import at_least
+
 
 def num_samples(batch: Any) -> int:
     """The length of the first tensor in a batch; of PyG's graphs, the number of nodes."""
@@ -39,8 +41,7 @@ class Throughput(Callback):
     def __init__(
         self, skip_batches: int = 1, num_samples: Callable[[Any], int] = num_samples
     ) -> None:
-        if skip_batches < 0:
-            raise ValueError(f"skip_batches: expected 0 or more, got {skip_batches}")
+        at_least(0, skip_batches=skip_batches)
         self.skip_batches = skip_batches
         self.num_samples = num_samples
         self._seen_batches = 0

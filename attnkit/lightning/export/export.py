@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import torch
 from lightning import LightningModule
 
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.export.exported import CONFIG, WEIGHTS, load, write_config, write_weights
 from attnkit.lightning.export.program import Program, write_onnx, write_torch_export
 
@@ -68,45 +69,61 @@ class Export:
         """Write the module; it is left in evaluation mode.
 
         Raises:
-            UserError: it cannot be built again from its hyper-parameters, or a format that was
-                asked for is not to be had.
+            UserError: the folder is not empty, the module cannot be built again from its
+                hyper-parameters, or a format that was asked for cannot be written. The folder is
+                then as it was.
         """
         module.eval()
         written = Written()
-        if self.folder.is_dir() and any(self.folder.iterdir()):
-            raise UserError(f"export: {self.folder} is not empty")
+        made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        digest = write_weights(module, self.folder / WEIGHTS)
-        described = self._write_programs(module, written)
-        facts: Mapping[str, Any] = getattr(module, "facts", dict)()
-        write_config(module, self.folder / CONFIG, digest, **facts, programs=described)
-        _check_again(module, self.folder)
-        written.files[:0] = [self.folder / WEIGHTS, self.folder / CONFIG]
+        if any(not path.name.startswith(".") for path in self.folder.iterdir()):
+            raise UserError(f"export: {self.folder} is not empty")
+        try:
+            with TemporaryDirectory(dir=self.folder, prefix=".") as beside:
+                self._write(module, Path(beside), written)
+                # config.json last: without it the folder is no export.
+                written.files = [path.replace(self.folder / path.name) for path in written.files]
+        except BaseException:
+            if made:
+                self.folder.rmdir()
+            raise
         return written
 
-    def _write_programs(self, module: LightningModule, written: Written) -> dict[str, Any]:
+    def _write(self, module: LightningModule, folder: Path, written: Written) -> None:
+        digest = write_weights(module, folder / WEIGHTS)
+        written.files.append(folder / WEIGHTS)
+        described = self._write_programs(module, folder, written)
+        facts: Mapping[str, Any] = getattr(module, "facts", dict)()
+        write_config(module, folder / CONFIG, digest, **facts, programs=described)
+        written.files.append(folder / CONFIG)
+        _check_again(module, folder)
+
+    def _write_programs(
+        self, module: LightningModule, folder: Path, written: Written
+    ) -> dict[str, Any]:
         wanted = [name for name in _WRITERS if self.formats is None or name in self.formats]
         programs: Mapping[str, Program] = getattr(module, "programs", dict)() if wanted else {}
         described: dict[str, Any] = {}
         traced: dict[str, Any] = {}
         for kind in wanted:
             suffix, write = _WRITERS[kind]
-            paths = {name: self.folder / f"{name}{suffix}" for name in programs}
+            paths = {name: folder / f"{name}{suffix}" for name in programs}
+            differences = {}
             try:
                 if not programs:
                     raise UserError(f"{type(module).__name__} describes no programs()")
                 for name, program in programs.items():
                     if name not in traced:
                         traced[name] = program.trace()
-                    apart = write(program, traced[name], paths[name])
-                    written.differences[paths[name].name] = apart
+                    differences[paths[name].name] = write(program, traced[name], paths[name])
             except Exception as error:  # exporters raise about anything
                 for path in paths.values():
                     path.unlink(missing_ok=True)
-                    written.differences.pop(path.name, None)
                 self._leave_out(kind, error, written)
                 continue
             written.files += paths.values()
+            written.differences.update(differences)
             for name, program in programs.items():
                 node = described.setdefault(name, {"files": {}, **program.describe()})
                 node["files"][kind] = paths[name].name
@@ -133,5 +150,4 @@ def _cause(error: Exception) -> str:
     said = error
     while said.__cause__ is not None and str(said.__cause__).strip():
         said = said.__cause__  # type: ignore[assignment]
-    lines = [line.strip() for line in str(said).splitlines() if line.strip()]
-    return f"{type(said).__name__}: {(lines or ['no message'])[0][:200]}"
+    return first_line(said, named=True)

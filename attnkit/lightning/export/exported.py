@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attnkit.lightning.build.build import build, find
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.files import refuse_url, replacing
+from attnkit.lightning.files import refuse_url
 from attnkit.lightning.modules.module import untrained
 from attnkit.lightning.resume.checkpoints import CheckpointError
 
@@ -77,8 +77,7 @@ def write_weights(module: LightningModule, path: Path) -> str:
         for name, tensor in module.state_dict().items()
     }
     data = save(tensors)
-    with replacing(path) as file:
-        file.write(data)
+    path.write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 
 
@@ -100,8 +99,7 @@ def write_config(module: LightningModule, path: Path, digest: str, **facts: Any)
         text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UserError(f"export: hyper-parameters: expected plain data: {error}") from error
-    with replacing(path) as file:
-        file.write(f"{text}\n".encode())
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _arguments(module: LightningModule) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import written_beside
 
 __all__ = ["Program", "write_onnx", "write_torch_export"]
 
@@ -114,11 +113,10 @@ class Program:
 
 def write_torch_export(program: Program, exported: ExportedProgram, path: Path) -> float:
     """Write a program for `torch.export.load`; its largest difference from the network."""
-    with written_beside(path) as beside:
-        with _quiet():
-            torch.export.save(exported, beside)
-            reloaded = torch.export.load(beside).module()
-        return program.difference(reloaded)
+    with _quiet():
+        torch.export.save(exported, path)
+        reloaded = torch.export.load(path).module()
+    return program.difference(reloaded)
 
 
 def write_onnx(program: Program, exported: ExportedProgram, path: Path) -> float:
@@ -133,25 +131,24 @@ def write_onnx(program: Program, exported: ExportedProgram, path: Path) -> float
         )
     import onnxruntime
 
-    with written_beside(path) as beside:
-        with torch.no_grad(), _quiet():
-            made = torch.onnx.export(
-                exported,
-                input_names=list(program.inputs),
-                output_names=[program.output[0]],
-                dynamo=True,
-                verbose=False,
-            )
-            assert made is not None
-            made.save(beside)
-        session = onnxruntime.InferenceSession(str(beside), providers=["CPUExecutionProvider"])
+    with torch.no_grad(), _quiet():
+        made = torch.onnx.export(
+            exported,
+            input_names=list(program.inputs),
+            output_names=[program.output[0]],
+            dynamo=True,
+            verbose=False,
+        )
+        assert made is not None
+        made.save(path)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
-        def run(*inputs: Tensor) -> Tensor:
-            given = zip(program.inputs, inputs, strict=True)
-            (output,) = session.run(None, {key: tensor.numpy() for key, tensor in given})
-            return torch.from_numpy(output)
+    def run(*inputs: Tensor) -> Tensor:
+        given = zip(program.inputs, inputs, strict=True)
+        (output,) = session.run(None, {key: tensor.numpy() for key, tensor in given})
+        return torch.from_numpy(output)
 
-        return program.difference(run)
+    return program.difference(run)
 
 
 class _Positional(nn.Module):

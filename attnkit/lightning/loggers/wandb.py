@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import replacing
 
 ID = Path("wandb", "id")  # in the run folder
@@ -84,9 +84,9 @@ class WandbRun(WandbLogger):
             try:
                 return super().experiment
             except wandb.errors.Error as error:
-                first = (str(error).splitlines() or [type(error).__name__])[0]
                 raise UserError(
-                    f"logger.wandb: {first}\n  without a network: logger.wandb.offline=true"
+                    f"logger.wandb: {first_line(error)}\n"
+                    "  without a network: logger.wandb.offline=true"
                 ) from error
         return self._experiment
 

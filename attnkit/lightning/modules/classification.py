@@ -16,6 +16,7 @@ from torchmetrics.classification import (
     MulticlassStatScores,
 )
 
+from attnkit.lightning.arguments import at_least
 from attnkit.lightning.callbacks.class_report import ClassScore, class_scores, show_class_scores
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule
@@ -52,8 +53,7 @@ class ClassificationModule(TaskModule):
         class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(model, optimizer, scheduler)
-        if num_classes < 2:
-            raise ValueError(f"num_classes: expected 2 or more, got {num_classes}")
+        at_least(2, num_classes=num_classes)
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(
                 f"class_names: expected {num_classes} (num_classes), got {len(class_names)}"

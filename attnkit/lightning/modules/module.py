@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from attnkit.lightning.build.build import build
+from attnkit.lightning.build.renamed import renewed
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.optim import parameter_groups, warmup_cosine
 from attnkit.lightning.resume.checkpoints import load
@@ -138,7 +139,7 @@ class TaskModule(LightningModule):
         given: dict[str, Any] = {}
         for arguments in collect_init_args(frame, [], classes=(HyperparametersMixin,)):
             given.update(arguments)
-        plain = {name: untrained(_plain(value)) for name, value in given.items()}
+        plain = {name: renewed(untrained(_plain(value))) for name, value in given.items()}
         objects = [name for name, value in plain.items() if value is _NOT_PLAIN]
         self.save_hyperparameters(ignore=objects, frame=frame, logger=False)
         self.hparams.update({name: plain[name] for name in self.hparams})

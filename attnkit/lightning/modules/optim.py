@@ -10,6 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from attnkit.lightning.arguments import at_least, one_of, shares, shares_below_1
+
 
 def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> list[dict[str, Any]]:
     """Two optimizer groups: parameters that are decayed, and those that are not.
@@ -74,11 +76,8 @@ def muon(
     Raises:
         ValueError: a number that is out of its range, or coefficients of another name.
     """
-    if ns_coefficients not in get_args(Coefficients):
-        names = ", ".join(get_args(Coefficients))
-        raise ValueError(f"ns_coefficients: expected one of {names}, got {ns_coefficients!r}")
-    if ns_steps < 1:
-        raise ValueError(f"ns_steps: expected at least 1, got {ns_steps}")
+    one_of(get_args(Coefficients), ns_coefficients=ns_coefficients)
+    at_least(1, ns_steps=ns_steps)
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}")
     from timm.optim import Muon  # a second that other optimizers need not wait
@@ -122,12 +121,9 @@ def warmup_cosine(
         warmup_fraction: share of the steps spent warming up, in [0, 1).
         min_lr_fraction: learning rate at the end, relative to the highest, in [0, 1].
     """
-    if total_steps < 1:
-        raise ValueError(f"total_steps: expected at least 1, got {total_steps}")
-    if not 0 <= warmup_fraction < 1:
-        raise ValueError(f"warmup_fraction: expected a number in [0, 1), got {warmup_fraction}")
-    if not 0 <= min_lr_fraction <= 1:
-        raise ValueError(f"min_lr_fraction: expected a number in [0, 1], got {min_lr_fraction}")
+    at_least(1, total_steps=total_steps)
+    shares_below_1(warmup_fraction=warmup_fraction)
+    shares(min_lr_fraction=min_lr_fraction)
     warmup_steps = round(warmup_fraction * total_steps)
     cosine_steps = max(total_steps - warmup_steps, 1)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attnkit.launch.job.work import Work
 from lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +14,6 @@ from torch_geometric.utils import add_remaining_self_loops
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.decide import Request, decide
-from attnkit.launch.job.work import Work
 from attnkit.launch.measure import stopwatch
 from attnkit.launch.measure.check import check
 from attnkit.tasks.node_classification import DigitsGraphData

@@ -213,5 +213,5 @@ def test_a_model_without_attention_fails_before_training(small_net, loader, make
 
 
 def test_refuses():
-    with pytest.raises(ValueError, match="expected at least 1, got 0 and 1"):
+    with pytest.raises(ValueError, match="num_images: expected 1 or more, got 0"):
         AttentionMaps(num_images=0)

@@ -305,8 +305,21 @@ def test_what_cannot_be_exported(tmp_path, monkeypatch):
     monkeypatch.setattr("attnkit.lightning.export.program.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"onnx: needs onnx.*\n  pip install 'attnkit\[onnx\]'"):
         Export(tmp_path / "asked", ["onnx"])(vit())
+    assert list(tmp_path.iterdir()) == []
+    Export(tmp_path / "asked", ["safetensors"])(vit())
     with pytest.raises(UserError, match="is not empty"):
         Export(tmp_path / "asked")(vit())
+
+
+def test_an_export_that_fails_leaves_a_given_folder_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnkit.lightning.export.program.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="onnx: needs"):
+        Export(tmp_path, ["onnx"])(vit())
+    assert list(tmp_path.iterdir()) == []
+    written = Export(tmp_path)(vit())
+    assert "needs onnx" in written.left_out["onnx"]
+    assert sorted(tmp_path.iterdir()) == sorted(written.files)
+    assert list(written.differences) == ["model.pt2"]
 
 
 class Untraceable(ImageClassification):
@@ -328,7 +341,7 @@ def test_what_a_model_does_not_allow_is_left_out(cls, cause, tmp_path, capfd):
         Export(tmp_path / "asked", ["torch_export"])(module)
     assert cause in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-    assert not (tmp_path / "asked" / "config.json").exists()
+    assert not (tmp_path / "asked").exists()
     with attnkit.lightning.allowing(cls.__module__.partition(".")[0]):
         written = Export(tmp_path / "rest")(module)
         assert cause in written.left_out["torch_export"]

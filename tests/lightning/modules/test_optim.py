@@ -84,7 +84,7 @@ def test_short_runs(total_steps):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"total_steps": 0}, "total_steps: expected at least 1, got 0"),
+        ({"total_steps": 0}, "total_steps: expected 1 or more, got 0"),
         ({"total_steps": 7, "warmup_fraction": 1.0}, "warmup_fraction: expected"),
         ({"total_steps": 7, "min_lr_fraction": 1.5}, "min_lr_fraction: expected"),
     ],
@@ -151,8 +151,8 @@ def test_muon_goes_on_from_its_state():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ns_coefficients": "foo"}, "ns_coefficients: expected one of original, quintic"),
-        ({"ns_steps": 0}, "ns_steps: expected at least 1, got 0"),
+        ({"ns_coefficients": "foo"}, "ns_coefficients: expected original, quintic"),
+        ({"ns_steps": 0}, "ns_steps: expected 1 or more, got 0"),
         ({"betas": [0.9]}, r"betas: expected two numbers in \[0, 1\)"),
         ({"betas": (0.9, 1.0)}, r"betas: expected two numbers in \[0, 1\)"),
         ({"momentum": 1.5}, "momentum"),

@@ -1,0 +1,129 @@
+"""Predictions as a table: one row for each sample, in the order of the data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import distributed
+from torch.utils.data import DistributedSampler
+
+from attnkit.lightning.files import in_log_folder, write_csv
+
+# Number of the dataloader, of the sample in its data, and of the row among those of that number.
+Key = tuple[int, int, int]
+Row = dict[str, str]
+
+
+class PredictionsFile(BasePredictionWriter):
+    """Writes what `predict_step` returns to `predictions.csv`, in the order of the data.
+
+    A step returns a mapping of column names to lists or tensors as long as the batch, or one such
+    list or tensor, the column `prediction`. Several processes write one file: the first has the
+    rows of all. Where each process predicts all of the data, the rows are those of the first.
+
+    Args:
+        path: of the file; None for `predictions.csv` in the trainer's log folder.
+
+    Attributes:
+        path: of the file, from the start of a prediction.
+        num_rows: how many rows the last prediction has, the same in every process.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__("batch")
+        self._given_path = path
+        self.path: Path | None = None
+        self.num_rows = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self.path = in_log_folder(trainer, self._given_path, "predictions.csv")
+        self._names: dict[str, None] = {}
+        self._rows: list[tuple[Key, Row]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        columns = prediction if isinstance(prediction, Mapping) else {"prediction": prediction}
+        cells = {name: _cells(value) for name, value in columns.items()}
+        self._names.update(dict.fromkeys(cells))
+        length = max(map(len, cells.values()), default=0)
+        rows = [{k: v[i] for k, v in cells.items() if i < len(v)} for i in range(length)]
+        # Lightning keeps the numbers of an earlier loader where it cannot tell those of this one.
+        if not hasattr(_batch_sampler(_loaders(trainer)[dataloader_idx]), "seen_batch_indices"):
+            batch_indices = None
+        for place, row in enumerate(rows):
+            if not batch_indices:
+                key = (dataloader_idx, len(self._rows), 0)
+            elif len(rows) == len(batch_indices):
+                key = (dataloader_idx, int(batch_indices[place]), 0)
+            else:  # a step may leave samples out
+                key = (dataloader_idx, int(batch_indices[0]), place)
+            self._rows.append((key, row))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # The only hook at the end that is called in a process whose part of the data is empty.
+        if stage != "predict":
+            return
+        names, rows = self._gathered(trainer)
+        self.num_rows = len(rows)
+        if trainer.is_global_zero:
+            assert self.path is not None
+            rows.sort(key=lambda pair: pair[0])
+            write_csv(self.path, names, ([row.get(name) for name in names] for _, row in rows))
+        self._rows = []
+
+    def _gathered(self, trainer: Trainer) -> tuple[list[str], list[tuple[Key, Row]]]:
+        """Names of columns, and the rows of all processes, each sample's once."""
+        if trainer.world_size == 1:
+            return list(self._names), self._rows
+        parts: list[Any] = [None] * trainer.world_size
+        distributed.all_gather_object(parts, (self._names, self._rows))
+        shared = [
+            isinstance(getattr(_batch_sampler(loader), "sampler", None), DistributedSampler)
+            or isinstance(getattr(loader, "sampler", None), DistributedSampler)
+            for loader in _loaders(trainer)
+        ]
+        names: dict[str, None] = {}
+        rows: dict[Key, Row] = {}
+        for rank, (part_names, part) in enumerate(parts):
+            names.update(part_names)
+            rows.update((key, row) for key, row in part if rank == 0 or shared[key[0]])
+        return list(names), list(rows.items())
+
+
+def _loaders(trainer: Trainer) -> Sequence[Any]:
+    loaders = trainer.predict_dataloaders
+    return loaders if isinstance(loaders, Sequence) else [loaders]
+
+
+def _batch_sampler(loader: Any) -> Any:
+    """Where Lightning keeps a loader's sampler, too, in prediction."""
+    return getattr(loader, "batch_sampler", None)
+
+
+def _cells(value: Any) -> list[str]:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [_cell(v) for v in value] if isinstance(value, list | tuple) else [_cell(value)]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, list | tuple):  # ranked pairs of a name and a number, or plain values
+        pairs = all(isinstance(v, list | tuple) for v in value)
+        return "; ".join(" ".join(map(_cell, v)) if pairs else _cell(v) for v in value)
+    return str(value)

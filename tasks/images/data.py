@@ -1,0 +1,115 @@
+"""What data modules of images in splits have in common."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, DistributedSampler
+
+from attnkit.lightning.arguments import at_least, held_out
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.resume.sampler import ResumableSampler
+from attnkit.tasks.loaders import SplitData, make_loader
+
+
+class SplitImages(SplitData):
+    """Images in splits, those that are not given taken from train.
+
+    Under several processes each reads its own part: training images are repeated to make the parts
+    equal, validation and test images never are, so that metrics are exact.
+
+    Args:
+        image_size: side in pixels; None: the `image_size` of the module in the trainer if it has
+            one, else what fits the images.
+        batch_size: images per step and process.
+        num_workers: processes that load; None: none for images in memory, else one per core up
+            to 8 and shared between the processes of this machine.
+        val_fraction: share of the training images that becomes the missing validation split.
+        test_fraction: the same for the test split.
+        seed: of all that is random here, such as the splits and the order, which depends on the
+            epoch and the process, and on nothing else.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    shuffled: type[DistributedSampler] = ResumableSampler
+    drop_last = False
+
+    def __init__(
+        self,
+        *,
+        image_size: int | None = None,
+        batch_size: int = 64,
+        num_workers: int | None = None,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        at_least(2, image_size=image_size)
+        at_least(1, batch_size=batch_size)
+        at_least(0, num_workers=num_workers, seed=seed)
+        held_out(val_fraction=val_fraction, test_fraction=test_fraction)
+        self.image_size = image_size
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.seed = seed
+        self.sets: dict[str, Any] = {}
+
+    @abstractmethod
+    def load(self) -> Any:
+        """The splits that there are."""
+
+    def loader(self, split: str) -> DataLoader:
+        images, trainer = self.sets[split], self.trainer
+        on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"
+        loader = make_loader(
+            self,
+            images,
+            split,
+            "images",
+            shuffled=self.shuffled,
+            num_workers=self._workers(images),
+            pin_memory=on_gpu,
+            drop_last=self.drop_last and split == "train",
+        )
+        if not len(loader) and loader.drop_last:
+            raise UserError(
+                f"data.batch_size: {self.batch_size} is more than the {len(loader.sampler)} "  # type: ignore[arg-type]
+                "training images of a process, and drop_last leaves out what is smaller"
+            )
+        return loader
+
+    def _workers(self, images: Any) -> int:
+        if self.num_workers is not None:
+            return self.num_workers
+        if not images.reads_files:
+            return 0
+        local = self.trainer.num_devices if self.trainer else 1
+        return max(1, min(8, (os.cpu_count() or 1) // local))
+
+
+def check_fits_module(data: LightningDataModule) -> None:
+    """UserError if the module in the trainer was made for another image_size or in_channels."""
+    module = data.trainer.lightning_module if data.trainer is not None else None
+    for name in ("image_size", "in_channels"):
+        asked, made_for = getattr(data, name), getattr(module, name, None)
+        if made_for is not None and asked != made_for:
+            raise UserError(
+                f"data.{name}: got {asked}, but the module was made for {made_for}; "
+                "leave it out, and images are brought to that"
+            )
+
+
+def with_train(sets: Mapping[str, Any]) -> dict[str, Any]:
+    """The splits that are given; without one to train on, an error."""
+    if "train" not in sets:
+        raise UserError(f"data: no train split, only {', '.join(sets) or 'nothing'}")
+    return dict(sets)

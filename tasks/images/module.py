@@ -1,0 +1,63 @@
+"""What modules of images have in common: pixels are normalised inside, by the training data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor
+
+
+class NormalizesImages(LightningModule):
+    """For a LightningModule of images, whose `__init__` calls `expect_images`.
+
+    Mean and standard deviation are buffers, so that a checkpoint carries its preprocessing.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def expect_images(
+        self, image_size: int | None, in_channels: int, mean: Sequence[float], std: Sequence[float]
+    ) -> None:
+        """Set what images are like.
+
+        Args:
+            image_size: side in pixels, for those who prepare images to predict; None: any.
+            in_channels: 1 (grey) or 3 (RGB).
+            mean: of the training pixels on the scale from 0 to 1, per channel.
+            std: their standard deviation.
+
+        Raises:
+            ValueError: not a number for each channel, or a deviation that is not positive.
+        """
+        for name, value in (("mean", mean), ("std", std)):
+            if len(value) != in_channels:
+                raise ValueError(
+                    f"{name}: expected {in_channels} (in_channels) numbers, got {value}"
+                )
+        if not all(0 < value < math.inf for value in std):
+            raise ValueError(f"std: expected positive numbers, got {std}")
+        self.image_size = image_size
+        self.in_channels = in_channels
+        self.register_buffer("mean", torch.tensor(list(mean)).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """(pixel - mean) / std, of uint8 pixels divided by 255 or floats taken as they are."""
+        if not images.is_floating_point():
+            images = images.to(self.mean.dtype) / 255
+        return (images - self.mean) / self.std
+
+    def preprocessing(self) -> dict[str, Any]:
+        """What users of exported programs must do to images, as plain data."""
+        return {
+            "image_size": self.image_size,
+            "in_channels": self.in_channels,
+            "mean": self.mean.flatten().tolist(),
+            "std": self.std.flatten().tolist(),
+            "inside": "the programs normalise: give them pixels",
+        }

@@ -1,0 +1,122 @@
+"""Reading the image files of a split: into memory if they fit, and which of them are broken."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from lightning import Trainer
+from torch import Tensor
+
+from attnkit.lightning.files import cache_folder, written_beside
+from attnkit.tasks.images.decode import Pixels, decode_files, short_side
+from attnkit.tasks.images.folder import report_failures
+from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
+
+_HEADERS_READ = 1024
+
+
+def read_images(
+    split: str,
+    paths: list[str],
+    labels: Sequence[int],
+    size: int,
+    channels: int | None,
+    *,
+    keep: bool,
+    skip_corrupt: bool,
+) -> tuple[ImageSet, Tensor]:
+    """The images of a split, and the numbers of those that can be decoded.
+
+    Args:
+        split: its name. Files of val and test are the user's own choice, and none may be broken.
+        paths: the files.
+        labels: of each file, a number.
+        size: side in pixels.
+        channels: 1 or 3; None: 1 if all images are grey.
+        keep: hold the pixels in memory.
+        skip_corrupt: broken files are no error.
+
+    Raises:
+        UserError: see `report_failures`.
+    """
+    decode = decode_files if keep else check_files
+    pixels = decode(paths, size, channels or 3, keep=keep, title=f"{split} images")
+    failures = {paths[number]: reason for number, reason in pixels.failures.items()}
+    report_failures(failures, split, len(paths), given=split != "train", skip_corrupt=skip_corrupt)
+    good = torch.ones(len(paths), dtype=torch.bool)
+    good[list(pixels.failures)] = False
+    if channels is None:
+        channels = 1 if pixels.grey[good].all() else 3
+    # A grey set was decoded with three equal channels: the first is all of them.
+    images: ImageSet
+    if pixels.images is None:
+        sums = pixels.sums[:, :, :channels].clone()
+        images = FileImages(paths, torch.as_tensor(labels), size, channels, sums)
+    else:
+        images = MemoryImages(pixels.images[:, :channels].contiguous(), labels)
+    return images, good.nonzero().flatten()
+
+
+def fit_in_memory(count: int, size: int, memory_gb: float | None, trainer: Trainer | None) -> bool:
+    """Whether this process may hold so many images of this side."""
+    return count * 3 * size**2 <= memory_bytes(memory_gb, trainer)
+
+
+def memory_bytes(memory_gb: float | None, trainer: Trainer | None) -> float:
+    """Bytes of pixels that a process may hold: what was asked for, or half of what there is."""
+    if memory_gb is not None:
+        return memory_gb * 1e9
+    processes = (
+        trainer.num_devices
+        if trainer
+        else int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    )
+    return available_memory() / 2 / processes
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: what the machine and its control group leave."""
+    limits = [4 * 10**9]
+    with contextlib.suppress(OSError):
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        limits = [int(found[1]) * 1024] if found else limits
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text())
+        limits.append(limit - int((group / "memory.current").read_text()))
+    return max(0, min(limits))
+
+
+def median_side(paths: Sequence[str]) -> int:
+    """The median of the images' shorter sides; of many images, that of some."""
+    step = max(1, len(paths) // _HEADERS_READ)
+    sides = [side for path in paths[::step] if (side := short_side(path)) is not None]
+    return sorted(sides)[len(sides) // 2] if sides else 1
+
+
+def check_files(paths: list[str], size: int, channels: int, *, keep: bool, title: str) -> Pixels:
+    """`decode_files` without keeping the pixels, remembered in the user's cache folder.
+
+    A scan of a large folder takes minutes, and every process of a run and every next run needs its
+    result; it holds until a file's name, size or time of change differs.
+    """
+    key = hashlib.sha256(f"1 {size} {channels}".encode())
+    for path in paths:
+        with contextlib.suppress(OSError):
+            stat = os.stat(path)
+            key.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="replace"))
+    file = cache_folder() / "scans" / f"{key.hexdigest()[:32]}.pt"
+    with contextlib.suppress(Exception):  # absent or damaged: scan again
+        return Pixels(None, **torch.load(file, weights_only=True))
+    pixels = decode_files(paths, size, channels, keep=False, title=title)
+    found = {"sums": pixels.sums, "grey": pixels.grey, "failures": pixels.failures}
+    # A cache folder that cannot be written only costs time.
+    with contextlib.suppress(OSError), written_beside(file) as part:
+        torch.save(found, part)
+    return pixels

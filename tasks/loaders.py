@@ -1,0 +1,90 @@
+"""Loaders of data that is fetched by the batch; under several processes each reads its own part."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
+from torch.utils.data import DataLoader, DistributedSampler
+
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.resume.sampler import ResumableSampler, UnpaddedSampler, as_it_is
+from attnkit.lightning.resume.signals import outlast_signals
+
+
+class SplitData(LightningDataModule, ABC):
+    """A data module whose loaders are alike; a subclass says in `loader()` how one is made."""
+
+    @abstractmethod
+    def loader(self, split: str) -> Any:
+        """The loader of "train", "val" or "test"."""
+
+    def train_dataloader(self) -> TRAIN_DATALOADERS:
+        return self.loader("train")
+
+    def val_dataloader(self) -> EVAL_DATALOADERS:
+        return self.loader("val")
+
+    def test_dataloader(self) -> EVAL_DATALOADERS:
+        return self.loader("test")
+
+
+def make_loader(data: Any, items: Any, split: str, kind: str, **options: Any) -> DataLoader:
+    """A loader of items whose `__getitems__` returns a batch; options as in `loader_options`."""
+    return DataLoader(
+        items, collate_fn=as_it_is, **loader_options(data, items, split, kind, **options)
+    )
+
+
+def loader_options(
+    data: Any,
+    items: Any,
+    split: str,
+    kind: str,
+    *,
+    shuffled: type[DistributedSampler] = ResumableSampler,
+    num_workers: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """What a `DataLoader` of a data module with `batch_size`, `num_workers` and `seed` is given.
+
+    In training the order is drawn by the seed and the epoch, and items are repeated to make the
+    parts of the processes equal. Otherwise each process has a part in one piece, and no item comes
+    twice.
+
+    Args:
+        data: the data module.
+        items: whatever has a length.
+        split: which part of the data they are; "train" is shuffled.
+        kind: what they are called in an error.
+        shuffled: the sampler of training.
+        num_workers: None: the data module's.
+        options: further ones, returned as they are.
+
+    Raises:
+        UserError: there are fewer items than processes, and the data module does not allow that.
+    """
+    trainer = data.trainer
+    rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+    if len(items) < world and not data.allow_zero_length_dataloader_with_multiple_devices:
+        raise UserError(f"data: {len(items)} {split} {kind} are too few for {world} processes")
+    seed = getattr(data, "seed", 0)
+    workers = data.num_workers if num_workers is None else num_workers
+    # Lightning leaves distributed samplers alone, and gives them the epoch.
+    sampler: DistributedSampler = (
+        shuffled(items, world, rank, seed=seed)
+        if split == "train"
+        else UnpaddedSampler(items, world, rank)
+    )
+    return {
+        "batch_size": data.batch_size,
+        "sampler": sampler,
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "generator": torch.Generator().manual_seed(seed),
+        "worker_init_fn": outlast_signals,
+        **options,
+    }
