@@ -17,8 +17,8 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import distributed as dist
-from torch.utils.data._utils.worker import _worker_loop
 
+from attnkit.lightning import _private as private
 from attnkit.lightning.errors import StoppedBySignal
 
 SIGNALS = tuple(
@@ -66,12 +66,10 @@ class SaveOnSignal(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        loop: Any = trainer.fit_loop
-        if loop.epoch_loop._should_accumulate() or not self._is_told(trainer):
+        if private.is_accumulating(trainer) or not self._is_told(trainer):
             return
         trainer.save_checkpoint(self.path)
-        last = loop.epoch_loop._num_ready_batches_reached()
-        if not last and not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        if not private.epoch_ends(trainer) and not private.validation_is_next(trainer):
             self._stop()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -107,7 +105,7 @@ class SaveOnSignal(Checkpoint):
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # forked with this handler
-            if not _is_data_worker():
+            if not private.is_data_worker():
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return  # a terminal tells everyone, and the last step needs the workers
@@ -155,11 +153,6 @@ def outlast_signals(worker: int) -> None:
     """
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-
-
-def _is_data_worker() -> bool:
-    # torch's `get_worker_info` knows it milliseconds after the fork only
-    return getattr(multiprocessing.current_process(), "_target", None) is _worker_loop
 
 
 @functools.cache

@@ -152,7 +152,7 @@ class Clocked(LightningModule):
     def on_train_epoch_end(self):
         self.now[0] += 7
 
-    def validation_step(self, batch, index):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.now[0] += 3
 
     def test_step(self, batch, index):
@@ -180,34 +180,38 @@ def test_the_time_is_that_of_the_whole(monkeypatch, batches, given):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
-    def seconds(*callbacks, **arguments):
+    def seconds(watched=True, **arguments):
         now[0] = 0.0
         module = Clocked(now)
         loaders = [DataLoader(TensorDataset(torch.ones(n, 1))) for n in (batches, 9, 12)]
         trainer = Trainer(
-            **arguments, callbacks=list(callbacks), accelerator="cpu", logger=False,
+            **arguments, accelerator="cpu", logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             num_sanity_val_steps=0,
         )  # fmt: skip
         trainer.fit_loop.min_epochs = 0
+        watch = stopwatch.Stopwatch(trainer, given) if watched else None
+        trainer.callbacks.extend([watch] if watch else [])
         trainer.fit(module, *loaders[:2])
         trainer.test(module, loaders[2], verbose=False)
-        return now[0], trainer
+        return now[0], watch
 
-    whole, _ = seconds(**given)
-    watch = stopwatch.Stopwatch()
-    with watch.cutting():
-        part, trainer = seconds(
-            watch, **{**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
-        )
-    assert watch.seconds(trainer, part, given, 1) == pytest.approx(whole)
+    whole, _ = seconds(watched=False, **given)
+    part, watch = seconds(**{**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1})
+    assert watch.seconds(part) == pytest.approx(whole)
     assert part < whole or given["max_epochs"] == 1
 
 
-def test_other_processes_times_are_shared_out():
-    """Half the batches for each of two, rounded up; epochs by steps where these end it."""
-    watch = stopwatch.Stopwatch()
-    watch.full = {"train": [7.0], "validate": [3.0, 4.0], "test": []}
-    assert watch.batches("train", 2) == 4
-    assert watch.batches("validate") == 7
+def test_other_processes_share_the_batches():
+    """Half for each of two, rounded up; of several loaders of training the longest counts."""
+    loaders = [DataLoader(TensorDataset(torch.ones(n, 1))) for n in (7, 3, 4)]
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0.5,
+    )  # fmt: skip
+    watch = stopwatch.Stopwatch(trainer, {}, world=2)
+    trainer.callbacks.append(watch)
+    trainer.fit(Clocked([0.0]), loaders[0], loaders[1:])
+    assert watch.batches("train") == 4
+    assert watch.batches("val") == 2  # of 1 and 2
     assert watch.batches("test") == 0
