@@ -69,9 +69,7 @@ def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
         try:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnkit-check-"))
         except OSError as error:
-            raise UserError(
-                f"run=check: no temporary folder: {error.strerror}; set TMPDIR"
-            ) from None
+            raise UserError(f"TMPDIR: run=check needs a temporary folder: {error}") from None
         stack.enter_context(allowing(*job.allow))
         stack.enter_context(report.logging_to(Path(folder)))
         # The job's own table is of a part of it.
