@@ -13,7 +13,7 @@ from torch_geometric.utils import add_remaining_self_loops
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.decide import Request, decide
-from attnkit.launch.job.work import Work
+from attnkit.launch.job.session import Session
 from attnkit.launch.measure import stopwatch
 from attnkit.launch.measure.check import check
 from attnkit.tasks.node_classification import DigitsGraphData
@@ -48,7 +48,9 @@ def test_the_figures_are_those_of_the_job(attnkit):
 def test_multiply_adds_of_a_dense_model_are_torchs():
     """By the module's example, and, without one, by a step of training."""
     config = decide(Request.read(Composer(None), list(VIT))).runs[0]
-    module = Work(config).module.eval()
+    session = Session(config)
+    session.make_data()
+    module = session.make_module().eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(*[torch.zeros_like(module.example_input_array)])
     expected = counter.get_total_flops() // 2
@@ -120,7 +122,7 @@ def test_a_task_of_ones_own_and_no_end(mine, hers):
     [
         ("-m seed=0,1", 2, "run=check: not with -m; one configuration at a time"),
         ("resume={folder}", 2, "run=check: not together with resume, which trains"),
-        ("ckpt={file}", 2, "ckpt: only for run=test, predict, inspect, export"),
+        ("ckpt={file}", 2, "does nothing in run=check; only in run=test, predict, inspect, export"),
         ("data.batch_size=0", 2, "batch_size"),
         ("model.num_heads=7", 2, "num_heads"),
         ("trainer=gpu", 2, "trainer: "),
