@@ -183,6 +183,16 @@ def _since_the_start() -> float:
 
 # --- the table ------------------------------------------------------------------------------------
 
+_ROWS = {  # of each figure: its name, how it is written, and in which unit
+    "parameters": ("parameters", "{:,.0f}", 1),
+    "trainable_parameters": ("trained", "{:,.0f}", 1),
+    "multiply_adds": ("multiply-adds of a sample", "{:,.0f}", 1),
+    "peak_memory": ("peak memory", "{:,.0f} MiB of the process", 2**-20),
+    "peak_gpu_memory": ("peak memory of the GPU", "{:,.0f} MiB of tensors", 2**-20),
+    "step_seconds": ("a batch of training", "{:,.1f} ms", 1000),
+    "epoch_seconds": ("an epoch, with validation", "{:,.3g} s", 1),
+}
+
 
 def _show(
     job: Job, figures: Mapping[str, float], kernels: KernelRecord, unknown: list[str]
@@ -190,31 +200,21 @@ def _show(
     table = Table(title=f"{job.config['task']} · check", title_justify="left", show_header=False)
     table.add_column("what", overflow="fold")
     table.add_column("figure", overflow="fold")
-    rows = [*_rows(figures, len(job.runs)), *_kernel_rows(kernels)]
-    for name, value in (*rows, *(("not known", line) for line in unknown)):
+    rows = [
+        (name, text.format(figures[key] * factor))
+        for key, (name, text, factor) in _ROWS.items()
+        if key in figures
+    ]
+    times = "" if len(job.runs) == 1 else f", {len(job.runs)} runs"
+    count = f"{figures['epochs']:,g} × {figures['batches']:,g}{times}"
+    rows.append(("epochs × batches", count))
+    if (seconds := figures.get("seconds")) is not None:
+        minutes = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+        whole = minutes if seconds < 5400 else f"{seconds / 3600:.1f} h"
+        rows.append(("time of the whole job", whole))
+    for name, value in (*rows, *_kernel_rows(kernels), *(("not known", x) for x in unknown)):
         table.add_row(escape(name), escape(value))
     report.print_table(table)
-
-
-def _rows(figures: Mapping[str, float], runs: int) -> Iterator[tuple[str, str]]:
-    texts = {
-        "parameters": ("parameters", "{:,.0f}", 1),
-        "trainable_parameters": ("trained", "{:,.0f}", 1),
-        "multiply_adds": ("multiply-adds of a sample", "{:,.0f}", 1),
-        "peak_memory": ("peak memory", "{:,.0f} MiB of the process", 2**-20),
-        "peak_gpu_memory": ("peak memory of the GPU", "{:,.0f} MiB of tensors", 2**-20),
-        "step_seconds": ("a batch of training", "{:,.1f} ms", 1000),
-    }
-    for key, (name, text, factor) in texts.items():
-        if key in figures:
-            yield name, text.format(figures[key] * factor)
-    times = "" if runs == 1 else f", {runs} runs"
-    yield "epochs × batches", f"{figures['epochs']:,g} × {figures['batches']:,g}{times}"
-    if "seconds" in figures:
-        seconds = figures["seconds"]
-        yield "an epoch, with validation", f"{figures['epoch_seconds']:,.3g} s"
-        text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-        yield "time of the whole job", text if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _kernel_rows(record: KernelRecord) -> Iterator[tuple[str, str]]:
