@@ -18,11 +18,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     2: wrong input, 1: crashed, 130: stopped by Ctrl-C, 143: by SIGTERM or SIGUSR1.
     """
     launcher = launched()
+
+    def command() -> int:
+        return _main(sys.argv[1:] if argv is None else list(argv), launcher)
+
     if launcher and launcher.rank:
         from attnkit.launch.processes.one_rank import follow
 
-        return follow(launcher)
-    code = guarded(lambda: _main(sys.argv[1:] if argv is None else list(argv), launcher))
+        return follow(launcher, command)
+    code = guarded(command)
     if launcher:
         launcher.dismiss(code)
     return code
@@ -61,13 +65,17 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
 
         return sweep(composer, args.overrides)
 
-    from attnkit.launch.job.decide import Request
+    from attnkit.launch.job.decide import Request, decide
     from attnkit.launch.job.kinds import named
 
     _refuse(args.overrides, ("hydra/sweeper", "hydra.sweeper"))
     request = Request.read(composer, args.overrides)
     if "sweep" not in request.kind.needs:
         _refuse(args.overrides, ("hydra/launcher", "hydra.launcher"))
+        if launcher and launcher.rank:
+            launcher.job = decide(request)
+    if launcher and launcher.rank:
+        return 0  # what is done is rank 0's to say
     return named(request.kind.command)(request, launcher)
 
 

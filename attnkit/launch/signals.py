@@ -7,38 +7,14 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from attnkit.lightning.errors import StoppedBySignal
+from attnkit.lightning.resume.stop_signals import STOPPING, Once, handle
 
-STOPPING = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)
-# `timeout` and batch systems signal a process and its group, which makes two of one.
-SAME_SIGNAL = 1.0
 _received: list[int] = []
-
-
-class Once:
-    """Tells a second signal from the echo of the first."""
-
-    def __init__(self) -> None:
-        self._last = -SAME_SIGNAL
-
-    def is_new(self) -> bool:
-        """Whether this one, now, is no echo."""
-        now = time.monotonic()
-        fresh = now - self._last >= SAME_SIGNAL
-        if fresh:
-            self._last = now
-        return fresh
-
-    def forget(self) -> None:
-        """The next one is no echo."""
-        self._last = -SAME_SIGNAL
 
 
 def end_on_signals() -> None:
@@ -66,10 +42,8 @@ def end_on_signals() -> None:
             report(lost)
 
     sys.unraisablehook = again
-    for signum in STOPPING:
-        signal.signal(signum, stop)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    handle(stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def raise_received() -> None:
@@ -79,17 +53,13 @@ def raise_received() -> None:
 
 
 def ignore_signals() -> None:
-    """What remains is to leave, with the exit code that is known by now."""
-    for signum in STOPPING:
-        signal.signal(signum, signal.SIG_IGN)
+    """Only exiting is left, with the exit code that is known by now."""
+    handle(signal.SIG_IGN)
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
     """A process started here gets these signals once it calls `end_on_signals`, none before."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield

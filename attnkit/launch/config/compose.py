@@ -15,9 +15,6 @@ from typing import Any
 
 import yaml
 from hydra import version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
@@ -34,6 +31,11 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from attnkit.launch.config._hydra import (
+    ConfigLoaderImpl,
+    Hydra,
+    create_config_search_path,
+)
 from attnkit.launch.config.hydra_node import check_hydra
 from attnkit.launch.config.sources import Origins, Source, short
 from attnkit.lightning.errors import UserError
@@ -138,7 +140,7 @@ class Composer:
         """Hydra's composition, its own node included. A key that no file has yet is added."""
         config = self._accepted(overrides)
         check_hydra(config, overrides)
-        if not isinstance(config._get_node("task")._value(), str):  # type: ignore[union-attr]
+        if not isinstance(_raw(config, "task"), str):
             path = f"task/{OmegaConf.select(config, 'hydra.runtime.choices.task')}.yaml"
             first = "a task's file begins with the line '# @package _global_' and names its task"
             raise UserError(f"{self._broken_file() or path}: {first}")
@@ -382,9 +384,14 @@ def _interpolation(error: OmegaConfBaseException, config: DictConfig, origins: O
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
     for name in map(str, config):
         yield f"{prefix}{name}"
-        node = config._get_node(name)
-        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-            yield from _keys(node, f"{prefix}{name}.")
+        if isinstance(_raw(config, name), dict):
+            yield from _keys(config[name], f"{prefix}{name}.")
+
+
+def _raw(config: DictConfig, key: str) -> Any:
+    """A value as it was written, its interpolations not resolved."""
+    values = OmegaConf.to_container(OmegaConf.masked_copy(config, key))
+    return values[key]  # type: ignore[index,call-overload]
 
 
 def _one_line(error: object, lines: int = 1) -> str:

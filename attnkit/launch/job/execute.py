@@ -141,13 +141,7 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
         if session.needs_processes:
             ranks.append(session.trainer.num_devices)
         elif launcher:
-            launcher.tell(
-                run_dir=str(folder),
-                log=str(job.folder),
-                allow=job.allow,
-                path=job.paths,
-                alone=job.alone,
-            )
+            launcher.tell(run_dir=str(folder), log=str(job.folder))
         return not ranks
 
     session: Session | None = None

@@ -17,6 +17,7 @@ from torch import nn
 from attnkit.launch.config import schema
 from attnkit.launch.job.kinds import Kind
 from attnkit.launch.signals import raise_received
+from attnkit.lightning._private import replace_signal_handling, set_timeout
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.module import TaskModule, untrained
@@ -205,11 +206,11 @@ def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] =
         )
     except Exception as error:  # Lightning's of all kinds, all about these arguments
         raise UserError(f"trainer: {first_line(error)}") from error
-    if timeout is not None and hasattr(trainer.strategy, "_timeout"):
-        trainer.strategy._timeout = timedelta(seconds=timeout)
+    if timeout is not None:
+        set_timeout(trainer, timedelta(seconds=timeout))
     # Lightning's answer to SIGTERM is a broadcast inside the handler and exit code 0; ours
     # are the callback SaveOnSignal in fit, and launch/signals.py.
-    trainer._signal_connector.register_signal_handlers = raise_received  # type: ignore[method-assign]
+    replace_signal_handling(trainer, raise_received)
     return trainer
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import lightning
 from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import objects
 from attnkit.launch.job.kinds import kind_of, named
+from attnkit.lightning._private import starts_processes
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers.wandb import WandbRun
 from attnkit.lightning.resume import checkpoints
@@ -99,11 +99,7 @@ class Session:
     @property
     def needs_processes(self) -> bool:
         """Whether the trainer wants several processes, which must not start from this one."""
-        launcher = self.trainer.strategy.launcher
-        return (
-            isinstance(launcher, _SubprocessScriptLauncher)
-            and not launcher.cluster_environment.creates_processes_externally
-        )
+        return starts_processes(self.trainer)
 
     @property
     def num_parameters(self) -> int:

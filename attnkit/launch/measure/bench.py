@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
-from attnkit.core.backends import BACKENDS, UnsupportedError
 from attnkit.core.multiply_adds import count_multiply_adds
 from attnkit.core.products import plain_linear
-from attnkit.launch.errors import is_out_of_memory
 from attnkit.launch.job.session import Session
+from attnkit.launch.measure.kernels import compare_kernels
 from attnkit.launch.measure.step import step_of
 from attnkit.lightning.callbacks.throughput import num_samples, wait_for_device
 from attnkit.lightning.errors import UserError, first_line
@@ -27,20 +28,21 @@ FILE = "bench.md"
 WARM_UP = 3  # steps
 SECONDS = 5.0  # of timed steps
 LEAST = 5  # steps
-ROUNDS = 5  # of the kernels
 
 
 class Clock(SimpleProfiler):
     """Lightning's profiler of durations, which waits for the GPU."""
 
-    module: LightningModule | None = None
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self._module = module
 
     def start(self, action_name: str) -> None:
-        self._wait()
+        wait_for_device(self._module)
         super().start(action_name)
 
     def stop(self, action_name: str) -> None:
-        self._wait()
+        wait_for_device(self._module)
         super().stop(action_name)
 
     def usual(self, *endings: str) -> float:
@@ -49,44 +51,37 @@ class Clock(SimpleProfiler):
         return sum(statistics.median(v) for name, v in recorded if v and name.endswith(endings))
 
     def summary(self) -> str:
-        """Nothing: the figures are what is wanted."""
+        """Nothing: the figures are in the tables."""
         return ""
-
-    def _wait(self) -> None:
-        if self.module is not None:
-            wait_for_device(self.module)
 
 
 class _Timed(Callback):
-    """Begins to count after the warm-up, and ends training after some seconds."""
+    """Counts what comes after the warm-up, and ends training after some seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.seconds: list[float] = []
-        self.units: dict[str, int] = {}
+        self.units: Counter[str] = Counter()
         self.batch: Any = None
-        self._seen = 0
+        self._steps = 0
         self._last = 0.0
+
+    def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
+        self._last = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._seen += 1
-        self.clock.module = pl_module
         wait_for_device(pl_module)
-        now = time.perf_counter()
-        if self._seen <= WARM_UP:
+        before, self._last = self._last, time.perf_counter()
+        self._steps += 1
+        if self._steps <= WARM_UP:
             self.batch = batch
             self.clock.recorded_durations.clear()
         else:
-            self.seconds.append(now - self._last)
-            for name, count in units(batch).items():
-                self.units[name] = self.units.get(name, 0) + count
+            self.seconds.append(self._last - before)
+            self.units.update(units(batch))
             trainer.should_stop = sum(self.seconds) > SECONDS and len(self.seconds) >= LEAST
-        self._last = now
-
-    def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()
 
 
 def units(batch: Any) -> dict[str, int]:
@@ -109,7 +104,7 @@ def work(session: Session) -> dict[str, float] | None:
     data = session.make_data()
     module = session.make_module()
     trainer = session.make_trainer()
-    trainer.profiler = Clock()  # type: ignore[attr-defined]
+    trainer.profiler = Clock(module)  # type: ignore[attr-defined]
     if trainer.world_size > 1:
         raise UserError("run=bench: one process; trainer.devices=1 trainer.strategy=auto")
     if not session.begin():
@@ -138,15 +133,16 @@ def bench(
     whole = usual * len(timed.seconds)  # what others do on the machine is no cost of the model's
     for name, count in timed.units.items():
         figures[f"train/{name}_per_second"] = count / whole
-    figures |= _split(clock, timed.seconds)
+    figures |= _split(clock, usual)
     missing: dict[str, str] = {}
     try:
         figures |= _prediction(trainer, module, data, clock)
     except Exception as error:  # not every module predicts from the batches of validation
         missing["predict/…_per_second"] = first_line(error, named=True)
-    batch = timed.batch
-    step = step_of(trainer, module, batch)
-    peak = peak_multiply_adds(module.device, _dtype(trainer))
+    step = step_of(trainer, module, timed.batch)
+    precision = str(trainer.precision).partition("-")[0]
+    dtype = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    peak = peak_multiply_adds(module.device, dtype.get(precision, torch.float32))
     figures["peak_multiply_adds_per_second"] = peak
     try:
         # a backward has two products for each one of the forward
@@ -154,12 +150,12 @@ def bench(
         figures["train/share_of_peak"] = done / whole / peak
     except Exception as error:  # a step of somebody's own, outside of training
         missing["train/share_of_peak"] = first_line(error, named=True)
-    kernels = compare_kernels(trainer, module, step)
+    kernels = compare_kernels(module, step)
     figures |= {f"backend/{name}_seconds": found for name, (found, _) in kernels.items() if found}
     return figures, _markdown(figures, missing, kernels)
 
 
-def _split(clock: Clock, seconds: list[float]) -> dict[str, float]:
+def _split(clock: Clock, whole: float) -> dict[str, float]:
     """Median seconds of a step, by part. Lightning's optimizer step has forward and backward in it,
     and zeroing the gradients, which is counted as the optimizer's."""
     forward, backward = clock.usual(".training_step"), clock.usual(".backward")
@@ -169,8 +165,7 @@ def _split(clock: Clock, seconds: list[float]) -> dict[str, float]:
         "backward": backward,
         "optimizer": max(0.0, clock.usual(".optimizer_step") - forward - backward),
     }
-    whole = statistics.median(seconds)
-    parts |= {"other": max(0.0, whole - sum(parts.values()))}
+    parts["other"] = max(0.0, whole - sum(parts.values()))
     return {**{f"step/{name}_seconds": s for name, s in parts.items()}, "step/seconds": whole}
 
 
@@ -179,120 +174,28 @@ def _prediction(
 ) -> dict[str, float]:
     """Of `predict_step` on the batches of validation, data included."""
     loader = data.val_dataloader()
-    counts: dict[str, int] = {}
-    for number, batch in enumerate(loader):
-        if number == LEAST:
-            break
-        for name, count in units(batch).items():
-            counts[name] = counts.get(name, 0) + count
+    counts = [Counter(units(batch)) for batch in islice(loader, LEAST)]
     trainer.limit_predict_batches = LEAST
-    found: dict[str, list[float]] = {}
-    for number in range(4):
+    for _ in range(2):  # the first warms up
         clock.recorded_durations.clear()
         trainer.predict(module, dataloaders=loader, return_predictions=False)
-        recorded = clock.recorded_durations.items()
-        ends = ("predict_next", ".predict_step", ".batch_to_device")
-        seconds = sum(sum(v) for action, v in recorded if action.endswith(ends))
-        if number:  # the first warms up
-            for name, count in counts.items():
-                found.setdefault(name, []).append(count / seconds)
-    return {f"predict/{name}_per_second": statistics.median(v) for name, v in found.items()}
-
-
-def _dtype(trainer: Trainer) -> torch.dtype:
-    """What products are computed in."""
-    precision = str(trainer.precision)
-    if precision.startswith("bf16"):
-        return torch.bfloat16
-    if precision.startswith("16"):
-        return torch.float16
-    return torch.float64 if precision.startswith("64") else torch.float32
+    whole = len(counts) * clock.usual("predict_next", ".predict_step", ".batch_to_device")
+    total = sum(counts, Counter[str]())
+    return {f"predict/{name}_per_second": count / whole for name, count in total.items()}
 
 
 def peak_multiply_adds(device: torch.device, dtype: torch.dtype) -> float:
-    """Multiply-adds per second of the best of some products of square matrices, in this process.
-
-    By the library that torch's `@` takes and, where that is another, by the one that attnkit's
-    layers take in prediction: the peak is the machine's.
-    """
+    """Multiply-adds per second of the best of some products of square matrices, in this process:
+    by torch's `@`, or by the library that attnkit's layers take in prediction."""
     size = 8192 if device.type == "cuda" else 1536
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
+    names = {"a": a, "b": b, "linear": plain_linear}
     with torch.no_grad():
-        for number in range(16):
-            started = time.perf_counter()
-            a @ b if number % 2 else plain_linear(a, b, None)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - started)
-    return size**3 / min(seconds)
-
-
-def compare_kernels(
-    trainer: Trainer, module: LightningModule, step: Callable[[], Any]
-) -> dict[str, tuple[float | None, str]]:
-    """Of each kernel, forced in all layers that it can serve: seconds of forward and backward, the
-    median of alternating rounds, and what there is to say; "auto" is what runs otherwise."""
-    layers: list[Any] = [
-        m for m in module.modules() if isinstance(getattr(m, "backend", None), str)
-    ]
-    own = [layer.backend for layer in layers]
-    module.train()
-    served: dict[str, list[Any]] = {}
-    said: dict[str, str] = {}
-    if layers:
-        with suppress(Exception):
-            _timed_step(module, step)
-            served["auto"] = []
-    for name in [kernel.name for kernel in BACKENDS] if "auto" in served else []:
-        for layer in layers:
-            layer.backend = name
-            try:
-                with torch.no_grad():
-                    step()
-                served.setdefault(name, []).append(layer)
-            except UnsupportedError as error:
-                said[name] = str(error).partition(": ")[2] or str(error)
-            except Exception as error:
-                said[name] = "out of memory" if is_out_of_memory(error) else type(error).__name__
-            _reset(layers, own)
-    seconds: dict[str, list[float]] = {name: [] for name in served}
-    names = list(served)
-    for number in range(ROUNDS + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            for layer in served[name]:
-                layer.backend = name
-            try:
-                found = _timed_step(module, step)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                said[name], found = "out of memory", None
-            _reset(layers, own)
-            if number and found is not None:
-                seconds[name].append(found)
-    for name, some in served.items():
-        if 0 < len(some) < len(layers):
-            said[name] = f"{len(some)} of {len(layers)} layers; {said.get(name, '')}"
-        elif name not in said or seconds[name]:
-            said[name] = ""
-    found_all = {n: (statistics.median(s) if s else None, said[n]) for n, s in seconds.items()}
-    return found_all | {n: (None, why) for n, why in said.items() if n not in found_all}
-
-
-def _reset(layers: list[Any], own: list[str]) -> None:
-    for layer, name in zip(layers, own, strict=True):
-        layer.backend = name
-
-
-def _timed_step(module: LightningModule, step: Callable[[], Any]) -> float:
-    wait_for_device(module)
-    started = time.perf_counter()
-    step().backward()
-    wait_for_device(module)
-    seconds = time.perf_counter() - started
-    module.zero_grad()
-    return seconds
+        timers = [
+            Timer(product, globals=names, num_threads=torch.get_num_threads())
+            for product in ("a @ b", "linear(a, b, None)")
+        ]
+        return size**3 / min(timer.timeit(1).median for timer in 3 * timers)
 
 
 def _markdown(

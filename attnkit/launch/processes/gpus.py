@@ -1,20 +1,22 @@
 """A GPU for each of several trials that run at once on a machine.
 
-A process that has one holds a lock on a file for it, below the machine's temporary folder; the
-kernel frees it with the process. Trials of all sweeps of a user share these locks.
+A process that has one holds a lock on a file for it, in a folder of this user's below the machine's
+temporary folder; the kernel frees it with the process. All sweeps of a user share these locks.
 """
 
 import os
 import re
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from attnkit.launch.processes.locks import locked
+from attnkit.lightning.errors import UserError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _POLL = 0.2
@@ -54,9 +56,7 @@ def is_wanted(trainer: Mapping[str, Any]) -> bool:
 @contextmanager
 def reserved(names: Sequence[str], folder: Path | None = None) -> Iterator[str]:
     """One of these devices, which is this process's until the block ends; waits for a free one."""
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    folder = folder or Path(tempfile.gettempdir()) / f"attnkit-devices-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = _own(folder or Path(tempfile.gettempdir()) / f"attnkit-devices-{os.getuid()}")
     while True:
         for name in names:
             with locked(folder / (re.sub(r"[^\w-]", "_", name) + ".lock")) as mine:
@@ -64,3 +64,21 @@ def reserved(names: Sequence[str], folder: Path | None = None) -> Iterator[str]:
                     yield name
                     return
         time.sleep(_POLL)
+
+
+def _own(folder: Path) -> Path:
+    """A folder that only this user can write to: anyone may make one of this name in /tmp.
+
+    Raises:
+        UserError: another user has made it, or it is no folder.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UserError(
+            f"{folder}: the locks of the GPUs need a folder of your own, and this is another's\n"
+            "  remove it, or set TMPDIR to a folder of yours, the same for all sweeps"
+        )
+    folder.chmod(0o700)
+    return folder

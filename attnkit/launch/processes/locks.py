@@ -11,6 +11,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from attnkit.lightning.errors import UserError
+
 _MISSING = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 _held: set[Path] = set()  # by this process
 _GLANCE = 0.2  # seconds of trying: `is_locked` in another process shares the lock for a moment
@@ -32,6 +34,8 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
         yield False
         return
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(f"{path}: a symbolic link; a lock must be a file of its own") from error
         if error.errno not in _MISSING:
             raise
         warnings.warn(

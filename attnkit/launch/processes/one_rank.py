@@ -6,6 +6,7 @@ torchrun or srun, a process that follows rank 0.
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,8 @@ from attnkit.lightning.errors import StoppedBySignal, UserError
 
 if TYPE_CHECKING:
     from attnkit.launch.job.session import Session
+
+_ENDING = 5.0  # seconds in which rank 0 says how it ends, when something has gone wrong
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,21 +70,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report.code
 
 
-def follow(launcher: Launcher) -> int:
-    """Run what rank 0 says, until it says how to end."""
+def follow(launcher: Launcher, command: Callable[[], int]) -> int:
+    """Check the command line, run what rank 0 says, and end as it does.
+
+    What is wrong is rank 0's to say, unless it is wrong in this rank alone.
+    """
     try:
-        while "exit" not in (message := launcher.next()):
-            report = _run(launcher.rank, **message)
-            if report is None:
-                continue
-            code = launcher.ending() if report.peer_gone or report.signum is not None else None
-            if code is None and report.text:
-                print(f"attnkit: rank {launcher.rank}: {report.text}", file=sys.stderr)
-            return report.code if code is None else code
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            report = _reported(command, lambda: 0)
+        message = launcher.hear()
+        while report is None and "exit" not in message:
+            job = launcher.job
+            options = {"allow": job.allow, "path": job.paths, "alone": job.alone}
+            report = _run(launcher.rank, **message, **options)
+            others = report is None or report.peer_gone or report.signum is not None
+            message = launcher.hear(math.inf if report is None else _ENDING) if others else {}
     except StoppedBySignal as error:
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
+    if report is not None and "exit" not in message:
+        if report.text:
+            print(f"attnkit: rank {launcher.rank}: {report.text}", file=sys.stderr)
+        return report.code
     if message["exit"] == 0:
         leave_group()
     return int(message["exit"])
@@ -132,7 +144,7 @@ def _run(
     )
 
 
-def _reported(run: Callable[[], None], steps: Callable[[], int]) -> Report | None:
+def _reported(run: Callable[[], object], steps: Callable[[], int]) -> Report | None:
     try:
         try:
             run()

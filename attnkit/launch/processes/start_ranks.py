@@ -13,20 +13,19 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from attnkit.launch.errors import CRASHED, WRONG_INPUT
 from attnkit.launch.job.out_of_memory import OutOfMemory
 from attnkit.launch.processes.torchrun import VARIABLES
-from attnkit.launch.signals import STOPPING, Once, held_back
+from attnkit.launch.signals import held_back
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
+from attnkit.lightning.resume.stop_signals import STOPPING, Once, handle, put_back
 
 GRACE = 3.0  # seconds the others have to end by themselves once a rank has failed
 PATIENCE = 10.0  # seconds all have to end after a second signal
@@ -119,10 +118,7 @@ class _Ranks:
         """Whatever is still there, a rank's own workers included."""
         for process in self.processes:
             with suppress(OSError):
-                if hasattr(os, "killpg"):
-                    os.killpg(process.pid, signal.SIGKILL)
-                else:
-                    process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def judge(self, signals: list[int]) -> None:
@@ -196,14 +192,11 @@ def _kept_signals() -> Iterator[list[int]]:
         if once.is_new():
             signals.append(signum)
 
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {s: signal.signal(s, keep) for s in STOPPING}
+    before = handle(keep)
     try:
         yield signals
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        put_back(before)
 
 
 def _free_port() -> int:

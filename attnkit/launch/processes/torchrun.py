@@ -1,12 +1,13 @@
-"""Ranks that torchrun or srun has started: rank 0 decides and writes, the others follow it.
+"""Ranks that torchrun or srun has started: each checks the command line, rank 0 decides and writes.
 
-Only rank 0 composes. It tells the others, through a store they all reach, which written
-configuration to run next, and at last the exit code to end with.
+Through a store that all of them reach, rank 0 names the folder of each run when it begins, and at
+last the exit code that all end with.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -18,7 +19,6 @@ from typing import Any
 from attnkit.lightning.errors import UserError
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 # What tells a process its rank; wrong for, or in the way of, ranks that attnkit starts itself.
 VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -27,7 +27,6 @@ VARIABLES = (
 _POLL = 0.2
 _ARRIVAL = 600.0  # seconds the others wait for rank 0 to be there at all
 _GOODBYE = 10.0  # seconds rank 0 waits for the others to hear how it ended
-_PORT_STEP = 10_000  # from Lightning's port to ours, past those of jobs with the next numbers
 
 
 @dataclass
@@ -37,6 +36,8 @@ class Launcher:
     name: str
     rank: int
     world: int
+    job: Any = None
+    """What the command line asks for, in the ranks that wait for rank 0."""
 
     def __post_init__(self) -> None:
         self._store: Any = None
@@ -53,81 +54,65 @@ class Launcher:
             )
 
     def tell(self, **message: Any) -> None:
-        """Rank 0: what the others do next."""
+        """Rank 0: `run_dir` and `log` of the next run, or the code to `exit` with."""
         self._connect().set(f"{self._count}", json.dumps(message))
         self._count += 1
 
+    def hear(self, patience: float = math.inf) -> dict[str, Any]:
+        """The others: what rank 0 says next; nothing if it takes longer than `patience` seconds.
+
+        When rank 0 has gone without a word, it has failed.
+        """
+        last = time.monotonic() + patience
+        try:
+            store = self._connect()
+            while not store.check([f"{self._count}"]):  # not wait(): signals must get through
+                if time.monotonic() > last:
+                    return {}
+                time.sleep(_POLL)
+            message = json.loads(store.get(f"{self._count}"))
+            self._count += 1
+            store.add("heard", 1)
+            return message
+        except RuntimeError:
+            return {"exit": 1}
+
     def dismiss(self, code: int) -> None:
-        """Rank 0: the others end with this code; wait until they have heard it."""
+        """Rank 0: all end with this code; the store must not go before the others have heard it."""
         if code == 0:
             leave_group()
         try:
             self.tell(exit=code)
             last = time.monotonic() + _GOODBYE
-            heard = [f"heard/{rank}" for rank in range(1, self.world)]
-            while not self._store.check(heard) and time.monotonic() < last:
+            while self._store.add("heard", 0) < self._count * (self.world - 1):
+                if time.monotonic() > last:
+                    return
                 time.sleep(_POLL)
         except RuntimeError:
             pass  # the store has gone, and with it everyone who would listen
 
-    def next(self) -> dict[str, Any]:
-        """The others: what rank 0 says; when it has gone without a word, that it failed."""
-        try:
-            store = self._connect()
-            while not store.check([f"{self._count}"]):  # not wait(): signals must get through
-                time.sleep(_POLL)
-            message = json.loads(store.get(f"{self._count}"))
-            self._count += 1
-            if "exit" in message:
-                store.set(f"heard/{self.rank}", "")
-            return message
-        except RuntimeError:
-            return {"exit": 1}
-
-    def ending(self) -> int | None:
-        """The others, when something went wrong: the code rank 0 ends with, if it says one soon."""
-        last = time.monotonic() + _GOODBYE / 2
-        try:
-            while time.monotonic() < last:
-                if self._connect().check([f"{self._count}"]):
-                    return self.next().get("exit")
-                time.sleep(_POLL)
-        except RuntimeError:
-            pass
-        return None
-
     def _connect(self) -> Any:
         if self._store is None:
+            from lightning.fabric.plugins.environments import (
+                SLURMEnvironment,
+                TorchElasticEnvironment,
+            )
             from torch.distributed import PrefixStore, TCPStore
 
-            address, port, hosted = self._address()
-            master = self.rank == 0 and not hosted
+            started = TorchElasticEnvironment() if self.name == "torchrun" else SLURMEnvironment()
+            at = started.main_address, started.main_port
+            # torchrun may hold a store there itself; ours serves the process group, too
+            master = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             last = time.monotonic() + _ARRIVAL
-            while not master and not _answers(address, port):
+            while not master and not _answers(at):
                 if time.monotonic() > last:
                     raise RuntimeError(f"rank 0 has not come within {_ARRIVAL:.0f} s")
                 time.sleep(_POLL)
-            store = TCPStore(
-                address, port, is_master=master, wait_for_workers=False, timeout=timedelta(hours=1)
-            )
+            hour = timedelta(hours=1)
+            store = TCPStore(*at, None, master, hour, wait_for_workers=False, multi_tenant=True)
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"attnkit/{attempt}", store)
         return self._store
-
-    def _address(self) -> tuple[str, int, bool]:
-        """Where the store is, and whether torchrun holds it already."""
-        if self.name == "torchrun":
-            from lightning.fabric.plugins.environments import TorchElasticEnvironment
-
-            found: Any = TorchElasticEnvironment()
-        else:
-            from lightning.fabric.plugins.environments import SLURMEnvironment
-
-            found = SLURMEnvironment()
-        address, port = found.main_address, found.main_port
-        if os.environ.get(_AGENT) == "True":
-            return address, port, True
-        return address, port + (_PORT_STEP if port + _PORT_STEP < 2**16 else -_PORT_STEP), False
 
 
 def launched() -> Launcher | None:
@@ -157,9 +142,9 @@ def leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _answers(address: str, port: int) -> bool:
+def _answers(at: tuple[str, int]) -> bool:
     try:
-        with socket.create_connection((address, port), timeout=5):
+        with socket.create_connection(at, timeout=5):
             return True
     except OSError:
         return False

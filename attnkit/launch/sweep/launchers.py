@@ -22,12 +22,12 @@ from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from hydra._internal.callbacks import Callbacks
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
+from attnkit.launch.config._hydra import Callbacks
 from attnkit.launch.config.compose import Composer, quoted
 from attnkit.launch.errors import INTERRUPTED
 from attnkit.launch.processes import gpus as devices

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
 
+from attnkit.launch.config._hydra import BasicSweeper
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail
 from attnkit.launch.job import folder as folders

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from attnkit.lightning.arguments import shares_below_1
 
@@ -49,9 +50,10 @@ class EMA(WeightAveraging):
         num_averaged = int(num_averaged)
         decay = min(self.decay, (1 + num_averaged) / (10 + num_averaged))
         if averages[0].is_floating_point() or averages[0].is_complex():
-            torch._foreach_lerp_(averages, weights, 1 - decay)
-        else:
-            torch._foreach_copy_(averages, weights)
+            get_ema_multi_avg_fn(decay)(averages, weights, None)
+        else:  # torch's would average these, too
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(weight)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_epoch_start(trainer, pl_module)

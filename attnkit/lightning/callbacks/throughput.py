@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from attnkit.lightning._private import leaves
 from attnkit.lightning.arguments import at_least
 
 
 def num_samples(batch: Any) -> int:
     """The length of the first tensor in a batch; of PyG's graphs, the number of nodes."""
-    for leaf in tree_leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(nodes := getattr(leaf, "num_nodes", None), int):
             return nodes
         if isinstance(leaf, Tensor) and leaf.ndim > 0:

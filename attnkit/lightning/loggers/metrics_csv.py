@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 
+from attnkit.lightning._private import ExperimentWriter
 from attnkit.lightning.files import replacing
 
 
@@ -37,7 +37,7 @@ class MetricsCSV(CSVLogger):
         """Nothing: config.yaml lies beside metrics.csv."""
 
 
-class _Writer(_ExperimentWriter):
+class _Writer(ExperimentWriter):
     def _check_log_dir_exists(self) -> None:
         # Lightning deletes the file here; instead, its columns are taken over.
         self._continues = os.path.isfile(self.metrics_file_path)

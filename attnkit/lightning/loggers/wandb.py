@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from attnkit.lightning._private import wandb_arguments
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import replacing
 
@@ -67,8 +68,8 @@ class WandbRun(WandbLogger):
             tags=list(tags) if tags else None,
         )
         if offline:
-            self._wandb_init["mode"] = "offline"
-        self._wandb_init.pop("anonymous", None)  # Lightning's None, which W&B warns of
+            wandb_arguments(self)["mode"] = "offline"
+        wandb_arguments(self).pop("anonymous", None)  # Lightning's None, which W&B warns of
         self._silent = offline
 
     @property
@@ -77,10 +78,10 @@ class WandbRun(WandbLogger):
         if self._experiment is None:
             import wandb
 
-            self._wandb_init["id"] = self._id = self._known_id()
-            self._wandb_init["config"] = self._config()
+            wandb_arguments(self)["id"] = self._id = self._known_id()
+            wandb_arguments(self)["config"] = self._config()
             # run.log and the screen are attnkit's; offline there is not even an address to tell
-            self._wandb_init["settings"] = wandb.Settings(console="off", silent=self._silent)
+            wandb_arguments(self)["settings"] = wandb.Settings(console="off", silent=self._silent)
             try:
                 return super().experiment
             except wandb.errors.Error as error:

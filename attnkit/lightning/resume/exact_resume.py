@@ -9,13 +9,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from attnkit.lightning import _private as private
 from attnkit.lightning.resume.sampler import ResumableSampler
 
 
@@ -47,11 +47,15 @@ class ExactResume(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        loaders = private.train_loaders(trainer)
         mine = {
             "random": _random_states(trainer),
             # of the epoch under way, and of the next one
-            "generators": [self._generators, [_own_generator(x) for x in _loaders(trainer)]],
-            "seeds": [getattr(_sampler(loader), "seed", None) for loader in _loaders(trainer)],
+            "generators": [
+                self._generators,
+                [_own_generator(x) for x in private.train_loaders(trainer)],
+            ],
+            "seeds": [getattr(_sampler(x), "seed", None) for x in loaders],
             "batch_sizes": _batch_sizes(trainer),
             "metrics": _metric_states(pl_module),
             "sums": _epoch_sums(trainer),
@@ -100,7 +104,7 @@ class ExactResume(Callback):
         epoch = loop.epoch_progress.current.processed
         if epoch != self._epoch:
             self._epoch = epoch
-            self._generators = [_own_generator(loader) for loader in _loaders(trainer)]
+            self._generators = [_own_generator(loader) for loader in private.train_loaders(trainer)]
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         sums, self._sums = self._sums, {}
@@ -121,7 +125,7 @@ class ExactResume(Callback):
         Worker processes, if there are any, have then fetched the first batches.
         """
         loop: Any = trainer.fit_loop
-        loaders = _loaders(trainer)
+        loaders = private.train_loaders(trainer)
         by_number = all(isinstance(_sampler(loader), ResumableSampler) for loader in loaders)
         if any(hasattr(loader, "state_dict") for loader in loaders) or (by_number and not resumed):
             return
@@ -130,7 +134,7 @@ class ExactResume(Callback):
             if seed is not None:
                 _sampler(loader).seed = seed
         for loader in loaders:
-            _set_sampler_epoch(loader, self._epoch)
+            private.set_sampler_epoch(loader, self._epoch)
             _own_generator(loader)
             if by_number:
                 _sampler(loader).start = seen * loader.batch_size
@@ -138,7 +142,7 @@ class ExactResume(Callback):
             if state is not None:
                 loader.generator.set_state(state)
         self._generators = [_own_generator(loader) for loader in loaders]
-        fetcher = loop._data_fetcher
+        fetcher = private.train_fetcher(trainer)
         iter(fetcher)
         if not by_number:
             for _ in range(seen):
@@ -147,13 +151,8 @@ class ExactResume(Callback):
             fetcher.done = False
 
 
-def _loaders(trainer: Trainer) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader
-    return [] if combined is None else combined.flattened
-
-
 def _batch_sizes(trainer: Trainer) -> list[int | None]:
-    return [getattr(loader, "batch_size", None) for loader in _loaders(trainer)]
+    return [getattr(loader, "batch_size", None) for loader in private.train_loaders(trainer)]
 
 
 def _count_again(trainer: Trainer, before: list[int | None] | None) -> None:
@@ -221,9 +220,9 @@ def _metrics(pl_module: LightningModule) -> dict[str, Metric]:
 
 def _metric_states(pl_module: LightningModule) -> dict[str, Any]:
     return {
-        name: {"updates": metric._update_count, "state": dict(metric.metric_state)}
+        name: {"updates": metric.update_count, "state": dict(metric.metric_state)}
         for name, metric in _metrics(pl_module).items()
-        if metric._update_count
+        if metric.update_count
     }
 
 
@@ -234,21 +233,20 @@ def _set_metric_states(pl_module: LightningModule, saved: dict[str, Any]) -> Non
             for key, value in values["state"].items():
                 moved = value.to(metric.device) if isinstance(value, Tensor) else value
                 setattr(metric, key, moved)
-            metric._update_count = values["updates"]
-            metric._computed = None
+            private.set_num_updates(metric, values["updates"])
 
 
 def _epoch_sums(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """What `self.log` has summed up of the numbers in this epoch."""
     return {
-        name: {key: getattr(result, key) for key in result._defaults}
-        for name, result in trainer.fit_loop.epoch_loop._results.items()
+        name: {key: getattr(result, key) for key in states}
+        for name, result, states in private.epoch_sums(trainer)
         if result.is_tensor and result.meta.on_epoch and not result.has_reset
     }
 
 
 def _add_epoch_sum(trainer: Trainer, name: str, states: dict[str, Tensor]) -> None:
-    result = trainer.fit_loop.epoch_loop._results.get(name)
+    result = next((sum_ for known, sum_, _ in private.epoch_sums(trainer) if known == name), None)
     if result is None:
         return
     for key, value in states.items():

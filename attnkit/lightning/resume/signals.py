@@ -7,7 +7,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -17,15 +16,10 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import distributed as dist
-from torch.utils.data._utils.worker import _worker_loop
 
+from attnkit.lightning import _private as private
 from attnkit.lightning.errors import StoppedBySignal
-
-SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)
-# `timeout` and batch systems signal a process and its group, which makes two of one.
-ECHO = 1.0  # seconds
+from attnkit.lightning.resume.stop_signals import Once, handle, put_back
 
 
 class SaveOnSignal(Checkpoint):
@@ -45,7 +39,7 @@ class SaveOnSignal(Checkpoint):
         self.path = Path(path)
         self._received = 0
         self._agreed = 0
-        self._when = 0.0
+        self._once = Once()
         self._training = False
         self._process = 0
         self._speaks = True
@@ -56,6 +50,7 @@ class SaveOnSignal(Checkpoint):
         if stage == "fit":
             self._speaks = trainer.is_global_zero
             self._received = self._agreed = 0
+            self._once.forget()
             self._install()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,12 +61,10 @@ class SaveOnSignal(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        loop: Any = trainer.fit_loop
-        if loop.epoch_loop._should_accumulate() or not self._is_told(trainer):
+        if private.is_accumulating(trainer) or not self._is_told(trainer):
             return
         trainer.save_checkpoint(self.path)
-        last = loop.epoch_loop._num_ready_batches_reached()
-        if not last and not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        if not private.epoch_ends(trainer) and not private.validation_is_next(trainer):
             self._stop()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,17 +90,15 @@ class SaveOnSignal(Checkpoint):
         self._restore()
 
     def _install(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._process = os.getpid()
-            before = {signum: signal.signal(signum, self._receive) for signum in SIGNALS}
-            if not self._installed:
-                self._before = before
-                atexit.register(_end_workers)
-            self._installed = True
+        self._process = os.getpid()
+        before = handle(self._receive)
+        if before and not self._installed:
+            self._before, self._installed = before, True
+            atexit.register(_end_workers)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # forked with this handler
-            if not _is_data_worker():
+            if not private.is_data_worker():
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return  # a terminal tells everyone, and the last step needs the workers
@@ -115,13 +106,12 @@ class SaveOnSignal(Checkpoint):
             signal.signal(signum, self._before[signum] or signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        now = time.monotonic()
-        if self._received and now - self._when < ECHO:
+        if not self._once.is_new():
             return
         if self._received or not self._training:
             self._restore()
             raise StoppedBySignal(signum)
-        self._received, self._when = signum, now
+        self._received = signum
         # not print: the signal may have come in the middle of one
         if self._speaks:
             os.write(2, f"\n{signal.Signals(signum).name}: stopping after this step\n".encode())
@@ -142,8 +132,7 @@ class SaveOnSignal(Checkpoint):
 
     def _restore(self) -> None:
         if self._installed:
-            for signum, handler in self._before.items():
-                signal.signal(signum, handler or signal.SIG_DFL)
+            put_back(self._before)
         self._installed = self._training = False
 
 
@@ -153,13 +142,7 @@ def outlast_signals(worker: int) -> None:
     Batch systems send SIGTERM to all processes of a job. Without this the workers end at once, and
     torch breaks off the step that was to be finished.
     """
-    for signum in SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
-
-
-def _is_data_worker() -> bool:
-    # torch's `get_worker_info` knows it milliseconds after the fork only
-    return getattr(multiprocessing.current_process(), "_target", None) is _worker_loop
+    handle(signal.SIG_IGN)
 
 
 @functools.cache
@@ -169,8 +152,7 @@ def fork_apart() -> None:
     CPython 3.11 does not make its list of threads anew in the child: one that is forked while a
     thread of another library's enters Python, as gloo's do after a barrier, waits for ever.
     """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=lambda: time.sleep(0.02))
+    os.register_at_fork(before=lambda: time.sleep(0.02))
 
 
 def _end_workers() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from attnkit.launch.job.work import Work
 from lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +13,7 @@ from torch_geometric.utils import add_remaining_self_loops
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.session import Session
 from attnkit.launch.measure import stopwatch
 from attnkit.launch.measure.check import check
 from attnkit.tasks.node_classification import DigitsGraphData
@@ -48,7 +48,9 @@ def test_the_figures_are_those_of_the_job(attnkit):
 def test_multiply_adds_of_a_dense_model_are_torchs():
     """By the module's example, and, without one, by a step of training."""
     config = decide(Request.read(Composer(None), list(VIT))).runs[0]
-    module = Work(config).module.eval()
+    session = Session(config)
+    session.make_data()
+    module = session.make_module().eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(*[torch.zeros_like(module.example_input_array)])
     expected = counter.get_total_flops() // 2
@@ -120,7 +122,7 @@ def test_a_task_of_ones_own_and_no_end(mine, hers):
     [
         ("-m seed=0,1", 2, "run=check: not with -m; one configuration at a time"),
         ("resume={folder}", 2, "run=check: not together with resume, which trains"),
-        ("ckpt={file}", 2, "ckpt: only for run=test, predict, inspect, export"),
+        ("ckpt={file}", 2, "does nothing in run=check; only in run=test, predict, inspect, export"),
         ("data.batch_size=0", 2, "batch_size"),
         ("model.num_heads=7", 2, "num_heads"),
         ("trainer=gpu", 2, "trainer: "),
@@ -152,7 +154,7 @@ class Clocked(LightningModule):
     def on_train_epoch_end(self):
         self.now[0] += 7
 
-    def validation_step(self, batch, index):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.now[0] += 3
 
     def test_step(self, batch, index):
@@ -180,34 +182,38 @@ def test_the_time_is_that_of_the_whole(monkeypatch, batches, given):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
-    def seconds(*callbacks, **arguments):
+    def seconds(watched=True, **arguments):
         now[0] = 0.0
         module = Clocked(now)
         loaders = [DataLoader(TensorDataset(torch.ones(n, 1))) for n in (batches, 9, 12)]
         trainer = Trainer(
-            **arguments, callbacks=list(callbacks), accelerator="cpu", logger=False,
+            **arguments, accelerator="cpu", logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             num_sanity_val_steps=0,
         )  # fmt: skip
         trainer.fit_loop.min_epochs = 0
+        watch = stopwatch.Stopwatch(trainer, given) if watched else None
+        trainer.callbacks.extend([watch] if watch else [])
         trainer.fit(module, *loaders[:2])
         trainer.test(module, loaders[2], verbose=False)
-        return now[0], trainer
+        return now[0], watch
 
-    whole, _ = seconds(**given)
-    watch = stopwatch.Stopwatch()
-    with watch.cutting():
-        part, trainer = seconds(
-            watch, **{**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
-        )
-    assert watch.seconds(trainer, part, given, 1) == pytest.approx(whole)
+    whole, _ = seconds(watched=False, **given)
+    part, watch = seconds(**{**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1})
+    assert watch.seconds(part) == pytest.approx(whole)
     assert part < whole or given["max_epochs"] == 1
 
 
-def test_other_processes_times_are_shared_out():
-    """Half the batches for each of two, rounded up; epochs by steps where these end it."""
-    watch = stopwatch.Stopwatch()
-    watch.full = {"train": [7.0], "validate": [3.0, 4.0], "test": []}
-    assert watch.batches("train", 2) == 4
-    assert watch.batches("validate") == 7
+def test_other_processes_share_the_batches():
+    """Half for each of two, rounded up; of several loaders of training the longest counts."""
+    loaders = [DataLoader(TensorDataset(torch.ones(n, 1))) for n in (7, 3, 4)]
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0.5,
+    )  # fmt: skip
+    watch = stopwatch.Stopwatch(trainer, {}, world=2)
+    trainer.callbacks.append(watch)
+    trainer.fit(Clocked([0.0]), loaders[0], loaders[1:])
+    assert watch.batches("train") == 4
+    assert watch.batches("val") == 2  # of 1 and 2
     assert watch.batches("test") == 0

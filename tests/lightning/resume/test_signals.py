@@ -108,7 +108,7 @@ def test_after_the_last_epoch_it_stops_as_well(stopped, tmp_path, hook, call):
 
 
 def test_a_second_signal_stops_at_once(stopped, tmp_path, monkeypatch):
-    monkeypatch.setattr("attnkit.lightning.resume.signals.ECHO", 0.0)
+    monkeypatch.setattr("attnkit.lightning.resume.stop_signals.ECHO", 0.0)
     trainer, _, _ = stopped(Sending(signal.SIGTERM, "on_train_batch_start", call=2, times=2))
     assert trainer.global_step == 2
     assert not (tmp_path / "last.ckpt").exists()
@@ -136,12 +136,16 @@ def test_it_reaches_workers_too_and_they_go_on(
 
     One of the workers is late: the signal comes before its `worker_init_fn`.
     """
+    begun, sent = tmp_path / "begun", tmp_path / "sent"
+
+    def wait_for(path):
+        while not path.exists():
+            time.sleep(0.01)
 
     def late():
-        try:
-            (tmp_path / "first").touch(exist_ok=False)
-        except FileExistsError:
-            time.sleep(0.6)
+        if sys._getframe(1).f_locals["worker_id"] == 1:
+            begun.touch()
+            wait_for(sent)
 
     monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", late)
     options = {"num_workers": 2, "persistent_workers": True}
@@ -150,9 +154,10 @@ def test_it_reaches_workers_too_and_they_go_on(
     class ToAll(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if batch_idx == 0:
+                wait_for(begun)
                 for pid in [w.pid for w in loader._iterator._workers] + [os.getpid()]:
                     os.kill(pid, signum)
-                time.sleep(0.3)
+                sent.touch()
 
     trainer = make_trainer(
         callbacks=[SafeCheckpoints(), SaveOnSignal(tmp_path / "last.ckpt"), ToAll()],

@@ -1,0 +1,103 @@
+"""Every private name of torch, torchmetrics and Lightning that attnkit uses outside of its core.
+
+They may change with any release: pyproject.toml bounds the versions, and a test asserts that each
+is there. Each says why nothing public does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from lightning import Trainer
+from lightning.fabric.loggers.csv_logs import _ExperimentWriter
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch.utils._pytree import tree_leaves
+from torch.utils.data._utils.worker import _worker_loop
+from torchmetrics import Metric
+
+# The tensors of a nested batch: torch has no public name for it.
+leaves: Callable[[Any], list[Any]] = tree_leaves
+# The sampler's epoch for a loader of any kind, its batch sampler's too.
+set_sampler_epoch = _set_sampler_epoch
+# A subclass overrides `_check_log_dir_exists`, which deletes metrics.csv when a run is resumed.
+ExperimentWriter = _ExperimentWriter
+
+
+# --- torch and torchmetrics -----------------------------------------------------------------------
+
+
+def is_data_worker() -> bool:
+    """Whether a `DataLoader` started this process; `get_worker_info` knows it later than a signal
+    may come."""
+    return getattr(multiprocessing.current_process(), "_target", None) is _worker_loop
+
+
+def set_num_updates(metric: Metric, count: int) -> None:
+    """A metric whose state was set: updated so often, not computed since. Only read in public."""
+    metric._update_count, metric._computed = count, None
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+def starts_processes(trainer: Trainer) -> bool:
+    """Whether `fit` would start the other ranks from this process, as DDP does without torchrun."""
+    launcher = trainer.strategy.launcher
+    return (
+        isinstance(launcher, _SubprocessScriptLauncher)
+        and not launcher.cluster_environment.creates_processes_externally
+    )
+
+
+def set_timeout(trainer: Trainer, timeout: timedelta) -> None:
+    """Of the strategy's collectives: some strategies' constructors take it, Trainer does not."""
+    if hasattr(trainer.strategy, "_timeout"):
+        trainer.strategy._timeout = timeout
+
+
+def replace_signal_handling(trainer: Trainer, with_: Callable[[], None]) -> None:
+    """Lightning installs its handlers in every fit, and has no switch for it."""
+    trainer._signal_connector.register_signal_handlers = with_  # type: ignore[method-assign]
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether the batch that has just ended was followed by no optimizer step."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def epoch_ends(trainer: Trainer) -> bool:
+    """Whether the batch that has just ended is the last of its epoch."""
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def validation_is_next(trainer: Trainer) -> bool:
+    """Whether validation follows the batch that has just ended."""
+    loop: Any = trainer.fit_loop
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def train_fetcher(trainer: Trainer) -> Any:
+    """What fetches the batches of training; it is started again where a run is resumed."""
+    return trainer.fit_loop._data_fetcher
+
+
+def train_loaders(trainer: Trainer) -> list[Any]:
+    """The loaders of training as they are used; `trainer.train_dataloader` has them nested."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else combined.flattened
+
+
+def epoch_sums(trainer: Trainer) -> Iterator[tuple[str, Any, Iterable[str]]]:
+    """What `self.log` sums up over the epoch: name, the sum as a metric, its states' names."""
+    for name, result in trainer.fit_loop.epoch_loop._results.items():
+        yield name, result, result._defaults
+
+
+def wandb_arguments(logger: WandbLogger) -> dict[str, Any]:
+    """What `wandb.init` is given, of which the constructor takes a part only."""
+    return logger._wandb_init

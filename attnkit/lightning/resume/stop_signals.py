@@ -1,0 +1,45 @@
+"""The signals that stop a run, and who handles them. Without torch."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# `timeout` and batch systems signal a process and its group, which makes two of one.
+ECHO = 1.0  # seconds
+
+
+class Once:
+    """Tells a second signal from the echo of the first."""
+
+    def __init__(self) -> None:
+        self._last = -ECHO
+
+    def is_new(self) -> bool:
+        """Whether a signal that comes now is no echo."""
+        now = time.monotonic()
+        if now - self._last < ECHO:
+            return False
+        self._last = now
+        return True
+
+    def forget(self) -> None:
+        """The next one is no echo."""
+        self._last = -ECHO
+
+
+def handle(handler: Callable[..., None] | signal.Handlers) -> dict[int, Any]:
+    """From now on this handler has the signals; returns those before. In the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {signum: signal.signal(signum, handler) for signum in STOPPING}
+
+
+def put_back(handlers: Mapping[int, Any]) -> None:
+    """Handlers that `handle` returned; None, of code outside of Python, becomes the default."""
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler or signal.SIG_DFL)

@@ -1,0 +1,136 @@
+"""Private names of other packages: all of them in two files, and there in what is installed."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import hydra._internal.callbacks
+import hydra._internal.config_loader_impl
+import hydra._internal.core_plugins.basic_sweeper
+import hydra._internal.hydra
+import hydra._internal.utils
+import lightning.fabric.loggers.csv_logs as csv_logs
+import pytest
+import torch
+import torchmetrics
+from lightning import Trainer
+from lightning.fabric.utilities import data as fabric_data
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, launchers
+
+import attnkit
+
+ROOT = Path(attnkit.__file__).parent
+ALONE = (ROOT / "lightning" / "_private.py", ROOT / "launch" / "config" / "_hydra.py")
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+
+
+def names(path):
+    """Where which private name of another package is used, or of an object that is not self."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if not module.startswith("attnkit"):
+                yield from filter(is_private, (*module.split("."), *(a.name for a in node.names)))
+        elif isinstance(node, ast.Import):
+            yield from (part for a in node.names for part in a.name.split(".") if is_private(part))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node):
+            yield node.attr
+
+
+def is_own(node):
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(paths):
+    """Private names that attnkit gives: functions, classes and attributes of its own objects."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Attribute) and is_own(node):
+                yield node.attr
+
+
+def test_they_stand_in_two_files():
+    """As far as reading tells: of a name that attnkit gives too, no object says whose it is."""
+    rooms = (ROOT / "launch", ROOT / "lightning", (ROOT / "tasks").resolve())
+    paths = [path for room in rooms for path in room.rglob("*.py") if path not in ALONE]
+    assert len(paths) > 80
+    known = {name for path in ALONE for name in names(path)}
+    assert {"_signal_connector", "_should_accumulate", "_set_sampler_epoch"} <= known
+    python = {"_exit", "_getframe", "_fields", "_asdict", "_replace"}  # documented
+    ours = python | {"_trial_id"} | set(defined(paths)) - known  # a trial's, of Optuna
+    found = {
+        f"{path.relative_to(path.parents[2])}: {name}"
+        for path in paths
+        for name in names(path)
+        if name not in ours
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (hydra._internal.callbacks, "Callbacks"),
+        (hydra._internal.config_loader_impl, "ConfigLoaderImpl"),
+        (hydra._internal.core_plugins.basic_sweeper.BasicSweeper, "split_arguments"),
+        (hydra._internal.hydra.Hydra, "compose_config"),
+        (hydra._internal.utils, "create_config_search_path"),
+        (csv_logs._ExperimentWriter, "_check_log_dir_exists"),
+        (fabric_data, "_set_sampler_epoch"),
+        (launchers, "_SubprocessScriptLauncher"),
+        (torch.utils._pytree, "tree_leaves"),
+        (torch.utils.data._utils.worker, "_worker_loop"),
+        (DDPStrategy(), "_timeout"),
+        (FSDPStrategy(), "_timeout"),
+        (torchmetrics.MeanMetric(), "_update_count"),
+        (torchmetrics.MeanMetric(), "_computed"),
+        (torchmetrics.MeanMetric(), "_defaults"),
+        (CSVLogger("."), "_experiment"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_it_is_there(owner, name):
+    assert hasattr(owner, name)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "_signal_connector.register_signal_handlers",
+        "fit_loop._data_fetcher",
+        "fit_loop._combined_loader",
+        "fit_loop.epoch_loop._results",
+        "fit_loop.epoch_loop._should_accumulate",
+        "fit_loop.epoch_loop._num_ready_batches_reached",
+        "fit_loop.epoch_loop._should_check_val_fx",
+    ],
+)
+def test_the_trainer_has_it(trainer, path):
+    thing = trainer
+    for name in path.split("."):
+        assert hasattr(thing, name), name
+        thing = getattr(thing, name)
+
+
+def test_wandb_is_given_what_the_logger_holds():
+    source = inspect.getsource(WandbLogger)  # to make one needs wandb
+    assert "self._wandb_init" in source
+    assert "wandb.init(**self._wandb_init)" in source
+    assert "self._experiment" in source
+
+
+def test_every_name_of_the_file_is_tested():
+    """What a new function of it reaches for is added to the tables above."""
+    tested = Path(__file__).read_text("utf-8")
+    assert not [name for path in ALONE for name in names(path) if name not in tested]
