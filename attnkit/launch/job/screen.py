@@ -18,7 +18,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from attnkit.launch.job.folder import RESULTS
-from attnkit.launch.job.predictions import FILE as PREDICTIONS
 from attnkit.lightning.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from attnkit.launch.job.session import Session
 
 LOG = "run.log"
+PREDICTIONS = "predictions.csv"
 _log = logging.getLogger("attnkit.run")
 _MAX_ROWS = 20
 

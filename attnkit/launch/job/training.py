@@ -1,4 +1,4 @@
-"""`run=train` and `run=test`: data, module, trainer, and what is done with them, in this order."""
+"""`run=train`: data, module, trainer, fit and test, in this order."""
 
 from __future__ import annotations
 
@@ -33,17 +33,6 @@ def train(session: Session) -> dict[str, float] | None:
         session.loaded(trainer.test, ckpt_path=best, verbose=False)
         figures |= session.metrics()
     return figures
-
-
-def test(session: Session) -> dict[str, float] | None:
-    """Test the checkpoint."""
-    session.make_data()
-    session.make_module()
-    trainer = session.make_trainer()
-    if not session.begin():
-        return None
-    session.loaded(trainer.test, ckpt_path=session.ckpt, verbose=False)
-    return session.metrics()
 
 
 def ended_by(trainer: Trainer) -> str:

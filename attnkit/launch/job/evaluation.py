@@ -1,4 +1,4 @@
-"""`run=export`: safe weights, torch.export and ONNX programs of a trained module."""
+"""`run=test`, `predict`, `inspect` and `export`: what is done with a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,9 +7,37 @@ from functools import partial
 from attnkit.launch.job import objects, screen
 from attnkit.launch.job.session import Session
 from attnkit.lightning.build.build import build
+from attnkit.lightning.callbacks.predictions import PredictionsFile
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.export.export import Export
 from attnkit.lightning.resume import checkpoints
+
+
+def test(session: Session) -> dict[str, float] | None:
+    """Test the checkpoint."""
+    session.make_data()
+    session.make_module()
+    trainer = session.make_trainer()
+    if not session.begin():
+        return None
+    session.loaded(trainer.test, ckpt_path=session.ckpt, verbose=False)
+    return session.metrics()
+
+
+def predict(session: Session) -> dict[str, float] | None:
+    """Predict with the checkpoint; leaves predictions.csv."""
+    session.make_predict_data(session.make_module())
+    trainer = session.make_trainer()
+    file = PredictionsFile(session.folder / screen.PREDICTIONS)
+    trainer.callbacks.append(file)  # type: ignore[attr-defined]
+    if not session.begin():
+        return None
+    session.loaded(trainer.predict, ckpt_path=session.ckpt, return_predictions=False)
+    if not file.num_rows:
+        images = session.config["images"]
+        nothing = f"images: nothing in {images}" if images else "data: nothing"
+        raise UserError(f"{nothing} could be predicted")
+    return {"predictions": file.num_rows}
 
 
 def export(session: Session) -> dict[str, float] | None:
