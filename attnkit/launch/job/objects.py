@@ -27,7 +27,7 @@ LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "lim
 _HOOKS = {
     "fit": (
         *("on_fit_", "on_train_", "on_validation_", "on_sanity_", "on_before_"),
-        *("on_after_backward", "on_save_checkpoint"),
+        *("on_after_backward", "on_save_checkpoint", "on_test_"),  # a training ends with a test
     ),
     "test": ("on_test_",),
     "predict": ("on_predict_", "write_on_"),
