@@ -14,7 +14,7 @@ from attnkit.launch.errors import INTERRUPTED, Interrupted
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom
 from attnkit.launch.job.decide import Request, command_line, decide
-from attnkit.launch.job.job import Job, Outcome
+from attnkit.launch.job.job import Job
 from attnkit.launch.processes import start_ranks
 from attnkit.launch.processes.locks import holder, locked
 from attnkit.launch.processes.torchrun import Launcher
@@ -30,13 +30,14 @@ SPREAD = ("test/", "val/")
 
 def command(request: Request, launcher: Launcher | None = None) -> int:
     """Decide and carry out a command line; returns the exit code."""
-    return execute(decide(request), launcher).code
+    execute(decide(request), launcher)
+    return 0
 
 
-def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
+def execute(job: Job, launcher: Launcher | None = None) -> None:
     """Run a job and print its tables; nothing is left of one that can't be built."""
     if job.resumed and _is_done(job):
-        return _nothing_to_do(job)
+        return _say_finished(job)
     from attnkit.launch.job import screen, session  # Lightning's loggers come with it
     from attnkit.lightning.build.build import allowing
 
@@ -51,9 +52,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> Outcome:
                 screen.say(folder.name.replace("_", " "))
             with _held(job, folder):
                 _run_one(job, config, launcher)
-        results = _summarise(job)
-        screen.final(job, results)
-    return Outcome(0, job.folder, results)
+        screen.final(job, _summarise(job))
 
 
 @contextmanager
@@ -221,7 +220,7 @@ def _is_done(job: Job) -> bool:
     return folders.is_finished(job.folder) and all(_is_over(c, job.changes) for c in job.runs)
 
 
-def _nothing_to_do(job: Job) -> Outcome:
+def _say_finished(job: Job) -> None:
     results = folders.load_results(job.folder)
     figures = ", ".join(f"{k} {v:.4g}" for k, v in results.items() if k.startswith("test/"))
     print(f"finished already: {job.folder}\n  {figures}")
@@ -229,7 +228,6 @@ def _nothing_to_do(job: Job) -> Outcome:
         print("  a callback ended it; to train longer, change that: callbacks.…")
     else:
         print("  to train longer: trainer.max_epochs=N with a larger N")
-    return Outcome(0, job.folder, results)
 
 
 def _summarise(job: Job) -> dict[str, float]:

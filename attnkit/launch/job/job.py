@@ -1,6 +1,6 @@
-"""What is to be done, decided and checked, and how it ended. Plain data."""
+"""What is to be done, decided and checked. Plain data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,3 @@ class Job:
     @property
     def kind(self) -> Kind:
         return kind_of(self.config["run"])
-
-
-@dataclass
-class Outcome:
-    """How a job ended."""
-
-    code: int
-    folder: Path
-    results: dict[str, float] = field(default_factory=dict)

@@ -37,7 +37,9 @@ def test_commands_of_one_second_have_a_folder_each(hers):
         job.config = folders.relocate(job.config, job.folder, stamp)
         job.runs = [folders.relocate(config, job.folder, stamp) for config in job.runs]
         job.folder = stamp
-    found = [execute(job).folder for job in jobs]
+    for job in jobs:
+        execute(job)
+    found = [job.folder for job in jobs]
     assert found == [stamp, Path(f"{stamp}_2"), Path(f"{stamp}_3")]
     for seed, folder in enumerate(found):
         config = folders.load_config(folder)
