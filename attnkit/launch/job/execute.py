@@ -37,11 +37,11 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
 def execute(job: Job, launcher: Launcher | None = None) -> None:
     """Run a job and print its tables; nothing is left of one that can't be built."""
     if job.resumed and _is_done(job):
-        return _say_finished(job)
-    from attnkit.launch.job import screen, session  # Lightning's loggers come with it
+        _say_finished(job)
+        return
+    from attnkit.launch.job import screen
     from attnkit.lightning.build.build import allowing
 
-    del session
     screen.quiet()
     with allowing(*job.allow), _run_folder(job), screen.logging_to(job.folder):
         for config in job.runs:

@@ -40,6 +40,8 @@ _UNHELPFUL = re.compile(
 
 def quiet(rank: int = 0) -> None:
     """Only warnings of Lightning's on screen, each of Python's in one line; ranks beyond 0 none."""
+    import lightning.pytorch  # noqa: F401  # makes its loggers
+
     for logger in _lightnings():
         for handler in logger.handlers:
             if not isinstance(handler, logging.FileHandler):
