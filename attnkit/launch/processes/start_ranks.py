@@ -8,6 +8,7 @@ the others, and is killed without a word when one of them dies.)
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -90,29 +91,23 @@ class _Ranks:
                 )
                 for rank in range(count)
             ]
-        self.ended: dict[int, float] = {}
-        self.late: list[int] = []
-        """Ranks that did not end when the others had."""
+        self.reports: dict[int, Report | None] = {}
+        """Of the ranks that have ended by themselves."""
 
     def wait(self, signals: list[int]) -> None:
         """Until every rank has ended, or one has failed and the others had time to notice."""
-        told = 0
-        deadline = float("inf")
-        while running := [r for r, p in enumerate(self.processes) if p.poll() is None]:
-            now = time.time()
-            self._note_ends(now)
+        told, deadline = 0, math.inf
+        while self._running() and (now := time.time()) <= deadline:
             while told < len(signals):
                 told += 1
                 if told > 1:
                     deadline = min(deadline, now + PATIENCE)
-                self._send(signals[told - 1])
-            if any(self._has_failed(r) for r in self.ended):
+                for process in self.processes:
+                    process.send_signal(signals[told - 1])
+            # Failed, not stopped: who stops may still wait for a checkpoint to be written.
+            if any(report and report.signum is None for report in self.reports.values()):
                 deadline = min(deadline, now + GRACE)
-            if now > deadline:
-                self.late = running
-                return
             time.sleep(_POLL)
-        self._note_ends(time.time())
 
     def kill(self) -> None:
         """Whatever is still there, a rank's own workers included."""
@@ -123,8 +118,7 @@ class _Ranks:
 
     def judge(self, signals: list[int]) -> None:
         """Raise what the run as a whole came to."""
-        reports = {r: self._report(r) for r in range(len(self.processes)) if r not in self.late}
-        failures = {r: report for r, report in reports.items() if report}
+        failures = {rank: report for rank, report in self.reports.items() if report}
         step = max((report.step for report in failures.values()), default=0)
         stops = [r.signum for r in failures.values() if r.signum is not None]
         own = {
@@ -137,10 +131,10 @@ class _Ranks:
         if not failures:
             return
         rank, report = min((own or failures).items(), key=lambda item: item[1].when)
-        if report.peer_silent and self.late:
-            late = ", ".join(map(str, self.late))
+        late = [str(r) for r in range(len(self.processes)) if r not in self.reports]
+        if report.peer_silent and late:
             raise RunError(
-                f"rank {late} does not answer: the other ranks waited for it in vain\n"
+                f"rank {', '.join(late)} does not answer: the other ranks waited for it in vain\n"
                 "  how long they wait: trainer.timeout_seconds"
             )
         if report.no_memory:
@@ -149,20 +143,12 @@ class _Ranks:
         text = report.text if len(alike) > 1 else f"rank {rank}: {report.text}"
         raise (UserError if report.code == WRONG_INPUT else RunError)(text)
 
-    def _send(self, signum: int) -> None:
-        for process in self.processes:
-            with suppress(OSError):
-                process.send_signal(signum)
-
-    def _note_ends(self, now: float) -> None:
+    def _running(self) -> bool:
+        """Whether a rank still runs; notes what has become of the others."""
         for rank, process in enumerate(self.processes):
-            if process.poll() is not None:
-                self.ended.setdefault(rank, now)
-
-    def _has_failed(self, rank: int) -> bool:
-        """Failed, not stopped: who stops may still be waiting for a checkpoint to be written."""
-        report = self._report(rank)
-        return report is not None and report.signum is None
+            if rank not in self.reports and process.poll() is not None:
+                self.reports[rank] = self._report(rank)
+        return len(self.reports) < len(self.processes)
 
     def _report(self, rank: int) -> Report | None:
         """Its own, or what its end tells."""
@@ -171,15 +157,14 @@ class _Ranks:
             return None
         with suppress(OSError, ValueError):
             return Report(**json.loads((self.folder / str(rank)).read_text("utf-8")))
-        when = self.ended.get(rank, time.time())
         if code > 0:
-            return Report(CRASHED, f"ended with exit code {code}", when)
+            return Report(CRASHED, f"ended with exit code {code}")
         if -code in STOPPING:
-            return Report(CRASHED, "", when, signum=-code)
+            return Report(CRASHED, "", signum=-code)
         text = f"killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             text += "\n  the system does so to what takes too much memory"
-        return Report(CRASHED, text, when)
+        return Report(CRASHED, text)
 
 
 @contextmanager

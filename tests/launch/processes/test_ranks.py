@@ -1,6 +1,7 @@
 """Several processes: told of signals, none left behind, and one clear line when one goes wrong."""
 
 import csv
+import gc
 import signal
 import subprocess
 import sys
@@ -8,6 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning import LightningDataModule, LightningModule
+
+from attnkit.launch.processes import start_ranks
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
@@ -259,3 +263,24 @@ def test_other_nodes_need_a_launcher(attnkit, unruly):
     assert done.code == 2
     assert said(done)[0].startswith("attnkit: trainer.num_nodes: 2, but nothing has started")
     assert not Path("run").exists()
+
+
+def test_the_command_keeps_no_model_beside_those_of_its_ranks(attnkit, unruly, monkeypatch):
+    """Nor data: a large data set would be in memory once more than there are ranks."""
+
+    def alive():
+        gc.collect()
+        kinds = (LightningModule, LightningDataModule)
+        return {id(thing) for thing in gc.get_objects() if issubclass(type(thing), kinds)}
+
+    before, beside = alive(), []
+    started = start_ranks.start
+
+    def start(*args):
+        beside.extend(alive() - before)
+        started(*args)
+
+    monkeypatch.setattr(start_ranks, "start", start)
+    done = attnkit(*unruly, "trainer=cpu_ddp", "trainer.max_epochs=1", "run_dir=run")
+    assert done.code == 0, done.err
+    assert beside == []

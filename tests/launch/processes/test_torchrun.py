@@ -22,17 +22,17 @@ def epochs_of(folder: Path) -> list[int]:
 
 @pytest.fixture
 def srun(start, unused_job):
-    """Simulated: two processes with the variables that srun sets, and the codes they end with."""
+    """Simulated: two processes with the variables that srun sets, and how they end."""
 
-    def run(*argv: object):
+    def run(*argv: object, second: tuple[object, ...] = ()):
         shared = {
             "SLURM_JOB_ID": unused_job, "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "2",
             "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
             "SLURM_NODELIST": "127.0.0.1", "SLURM_STEP_ID": "0",
         }  # fmt: skip
         ranks = [
-            start(*argv, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **shared)
-            for rank in (1, 0)
+            start(*argv, *more, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **shared)
+            for rank, more in ((1, second), (0, ()))
         ]
         return [rank.done() for rank in reversed(ranks)]
 
@@ -41,12 +41,11 @@ def srun(start, unused_job):
 
 @pytest.fixture
 def unused_job() -> str:
-    """A job number whose ports, Lightning's and ours, nobody uses."""
+    """A job number whose port, which Lightning makes of it, nobody uses."""
     for number in range(1000, 9999):
-        with socket.socket() as one, socket.socket() as other:
+        with socket.socket() as one:
             try:
                 one.bind(("", 15000 + number))
-                other.bind(("", 25000 + number))
             except OSError:
                 continue
             return f"7{number}"
@@ -102,3 +101,23 @@ def test_srun_when_a_rank_fails(srun, unruly):
     assert (first.code, second.code) == (1, 1)
     assert "attnkit: another process of this run has ended" in first.out
     assert "attnkit: rank 1: RuntimeError: fails on purpose" in second.out
+
+
+@pytest.mark.slow
+def test_what_is_wrong_in_one_rank_alone_is_said_by_it(srun, unruly):
+    """Its node lacks a file, say; the first rank can't know, and waits for it in vain."""
+    first, second = srun(
+        *unruly, "trainer=cpu_ddp", "trainer.timeout_seconds=4", "run_dir=run",
+        second=("trainer.max_epochz=2",),
+    )  # fmt: skip
+    assert (first.code, second.code) == (1, 2), first.out + second.out
+    (line, *_) = second.out.splitlines()
+    assert line.startswith("attnkit: rank 1: trainer.max_epochz: lightning.Trainer has no such key")
+
+
+@pytest.mark.slow
+def test_options_that_run_nothing_are_answered_once(srun):
+    first, second = srun("--version")
+    assert (first.code, second.code) == (0, 0)
+    assert first.out.startswith("attnkit ")
+    assert second.out == ""
