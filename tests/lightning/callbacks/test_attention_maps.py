@@ -167,7 +167,7 @@ def test_find_grid(tokens, size, prefix, expected):
 
 
 def test_tokens_that_are_no_grid():
-    message = "197 tokens are no grid over an image of 224 x 280 after 0 or 2 prefix tokens"
+    message = "197 tokens do not form a grid over an image of 224 x 280 after 0 or 2 prefix tokens"
     with pytest.raises(ValueError, match=message):
         find_grid(197, 224, 280, [0, 2])
 
