@@ -6,9 +6,9 @@ import signal
 
 
 class UserError(Exception):
-    """Something the user can put right: a wrong key, a missing folder, an unreadable file.
+    """Something the user can correct: a wrong key, a missing folder, an unreadable file.
 
-    The message stands for itself: it names the argument or path, what was given and what was
+    The message is complete: it names the argument or path, what was given and what was
     expected, in at most three lines. The command line prints it without a traceback and exits
     with code 2; in a script it is an ordinary exception, with the cause chained.
     """
@@ -17,7 +17,7 @@ class UserError(Exception):
 class RunError(Exception):
     """Something that went wrong while a run was under way: a full disk, a loss that is NaN.
 
-    The message stands for itself, as `UserError`'s; the exit code is 1.
+    The message is complete, as a `UserError`'s. The exit code is 1.
     """
 
 

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and where attnkit keeps its own."""
+"""Files that are written completely or not at all, and the folder of attnkit's own."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Files beside `final` from processes that are no more."""
+    """Remove files beside `final` of processes that have ended."""
     prefix = f".{final.name}."
     for name in os.listdir(final.parent):
         pid = name.removeprefix(prefix)
@@ -102,14 +102,14 @@ def _remove_leftovers(final: Path) -> None:
 
 
 def refuse_url(path: Any, what: str) -> None:
-    """A `UserError` for what is no local path: others could change it between two looks at it."""
+    """A `UserError` for a URL: the file behind it could change between two reads."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     if _URL.match(str(text)):
         raise UserError(f"{what}: {text} is a URL, expected a local path; download it first")
 
 
 def cache_folder() -> Path:
-    """Where attnkit keeps what it downloads or finds out: `$XDG_CACHE_HOME/attnkit`."""
+    """Where attnkit keeps downloads and caches: `$XDG_CACHE_HOME/attnkit`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnkit"
 
 

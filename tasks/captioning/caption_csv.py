@@ -112,5 +112,5 @@ class CaptionCsvData(CaptionFilesData):
                         )
                     rows.append((where, row))
         except (csv.Error, OSError, UnicodeDecodeError) as error:
-            raise UserError(f"data: {self.table} is no CSV in UTF-8: {error}") from error
+            raise UserError(f"data: {self.table} is not a CSV file in UTF-8: {error}") from error
         return rows

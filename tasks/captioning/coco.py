@@ -25,8 +25,8 @@ class CocoCaptionsData(CaptionFilesData):
     A file is `{"images": [{"id", "file_name"}, …], "annotations": [{"image_id", "caption"}, …]}`;
     what else it holds is not read. A split whose file is not given is taken from train.
 
-    Source: Chen et al., Microsoft COCO Captions, 2015. The captions of its test images were never
-    published, so that its users test on a part of the others (see `KarpathyData`).
+    Source: Chen et al., Microsoft COCO Captions, 2015. The captions of its test images are not
+    published, so papers test on a part of the others (see `KarpathyData`).
 
     Args:
         annotations: the JSON file of the training images.
@@ -86,7 +86,7 @@ def _read(found: Entries, split: str, file: Path, folder: Path) -> None:
         key = value_of(image, "id", (int, str), where)
         name = value_of(image, "file_name", str, where)
         if key in entries:
-            raise UserError(f"data: {where}: the id {key} is that of another image, too")
+            raise UserError(f"data: {where}: the id {key} is also the id of another image")
         entries[key] = Entry(str(folder / name), [], str(key), where)
     for number, annotation in enumerate(items_of(plain, "annotations", str(file))):
         where = f"{file}, annotations[{number}]"

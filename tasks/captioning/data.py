@@ -69,7 +69,7 @@ class CaptionDataModule(SplitImages):
         at_least(260, bpe_size=bpe_size)
         one_of(("words", "bpe"), tokenizer=tokenizer)
         if bpe_size is not None and tokenizer != "bpe":
-            raise ValueError("bpe_size: is of tokenizer=bpe, which is not asked for")
+            raise ValueError("bpe_size: needs tokenizer=bpe")
         self.in_channels = 3
         self.max_words = max_words
         self.min_count = min_count
@@ -84,7 +84,7 @@ class CaptionDataModule(SplitImages):
     def setup(self, stage: str | None = None) -> None:
         """Load and split, and learn the tokenizer; once, and for all stages alike.
 
-        A module that comes into the trainer later has the last word on the tokenizer, too.
+        The tokenizer of a module that is added to the trainer later replaces the learned one.
         """
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not self.sets:
@@ -109,9 +109,9 @@ class CaptionDataModule(SplitImages):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What makes numbers of captions, after `setup`."""
+        """The tokenizer, after `setup`."""
         if self._tokenizer is None:
-            raise RuntimeError("the tokenizer is there after setup()")
+            raise RuntimeError("call setup() before tokenizer")
         return self._tokenizer
 
     def describe(self) -> dict[str, Any]:

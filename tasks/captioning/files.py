@@ -1,4 +1,4 @@
-"""Captioned image files: what every format has in common once its entries are read."""
+"""Captioned image files: the part that all formats share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_NAMED = 10
 
 @dataclass
 class Entry:
-    """One image of a data set: its file, its captions, its name there, and where it says so."""
+    """One image of a list: its file, captions and name, and its place in the list."""
 
     path: str
     captions: list[str]
@@ -34,13 +34,13 @@ class Entry:
 
 @dataclass
 class Entries:
-    """What a format's reader found: entries by split, and what is wrong, a line each."""
+    """What a reader found: entries by split, and problems, a line each."""
 
     splits: dict[str, list[Entry]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def add(self, split: str, entry: Entry) -> None:
-        """Take an entry, or note what it lacks: its file, a caption, or the words of one."""
+        """Add an entry. A missing file and an empty or missing caption are noted as problems."""
         captions = [caption for caption in entry.captions if caption.strip()]
         there = os.path.isfile(entry.path)
         if not there:
@@ -75,7 +75,7 @@ class CaptionFilesData(CaptionDataModule):
 
     Raises:
         ValueError: a file or folder that is named is not there, or an argument is out of range.
-        UserError: in `setup`, if the list or its files are not as above.
+        UserError: in `setup`, if the list or its files are not as described.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class CaptionFilesData(CaptionDataModule):
         return CaptionSet(images, [entry.captions for entry in entries], others).select(good)
 
     def _report(self, problems: list[str]) -> None:
-        """Name what is wrong, and stop unless it may be left out."""
+        """Print the problems if they may be left out, else raise the first."""
         if not problems:
             return
         if not self.skip_corrupt:
@@ -130,13 +130,13 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Raises:
-        UserError: it is no JSON, or no object; names the file, and the line.
+        UserError: the file is not JSON, or holds no object. It names the file and the line.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UserError(
-            f"data: {path} is no JSON: {error.msg} (line {error.lineno}, column {error.colno})\n"
+            f"data: {path} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})\n"
             f"expected {what}"
         ) from error
     except (OSError, UnicodeDecodeError, RecursionError) as error:

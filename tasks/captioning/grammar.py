@@ -122,7 +122,7 @@ def is_right(caption: str, scene: Scene, of: Collection[str] = OBJECTS_COLOURS_R
     """Whether a caption says of a scene what `of` lists, and says it rightly.
 
     Args:
-        caption: any text; what is not of the grammar is wrong.
+        caption: any text. A text outside the grammar is wrong.
         scene: as in a batch's `scene`.
         of: some of "kind", "colour", "size", "texture", "relation" (`EVERYTHING` is all of them).
             Without "relation", the two things may be named in either role.

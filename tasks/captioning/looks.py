@@ -1,4 +1,4 @@
-"""Does it look where it should? The attention of nouns and colours on the objects they name."""
+"""How much attention words of a caption pay to the objects that they name."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class Look(NamedTuple):
 class ObjectLooks(Metric):
     """The attention of nouns and colours on the objects that they name, for each head.
 
-    Of sentences of scenes, as they were said, the words that name an object of their scene
-    (`words_of_objects`); a word of several tokens has the mean of their weights. Exact over all
-    sentences, under several processes, too.
+    Counted are the words of generated sentences that name an object of their scene
+    (`words_of_objects`). A word of several tokens has the mean of their weights. Exact over all
+    sentences and processes.
 
     Args:
         num_layers, num_heads: of the decoder.
@@ -159,7 +159,7 @@ class WordLooks(Callback):
         folder: made if it is not there.
 
     Raises:
-        UserError: the module is no `ImageCaptioning`.
+        UserError: the module is not an `ImageCaptioning`.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""A captioner as two exported programs; what repeats, the search for words, stays with the caller.
+"""A captioner as two exported programs. The caller runs the loop that finds the words.
 
 memory = encoder(images)
 words = [START, PAD, PAD, …]                  max_words of them

@@ -18,14 +18,14 @@ class CaptionSet(Dataset):
     """Images with their captions, fetched by the batch.
 
     A DataLoader calls `__getitems__` with all the numbers of a batch, or with pairs (epoch, number)
-    from an `EpochSampler`; what it returns is the batch, a dict:
+    from an `EpochSampler`; it returns the batch, a dict:
 
     - `image`: uint8 [batch, channels, size, size];
     - `words`: int64 [batch, max_words]: start, the words of one caption, end, padding. With an
       epoch, the caption is drawn, by the seed, the epoch and the number of the image alone; without
       one it is the first;
     - `references`: list of lists of str, all captions of each image;
-    - what else the set knows of its images, under its own names.
+    - the entries of `others`, under their names.
 
     Args:
         images: the pixels; their labels are not used.

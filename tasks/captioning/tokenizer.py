@@ -25,7 +25,7 @@ def words_of(text: str) -> list[str]:
 
 
 class Tokenizer(ABC):
-    """Text to numbers; 0 is padding, 1 the start, 2 the end, 3 what is unknown."""
+    """Text to numbers: 0 is padding, 1 the start, 2 the end, 3 an unknown word."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class Tokenizer(ABC):
         """The tokenizer as plain data, for a checkpoint; see `load_tokenizer`."""
 
     def pad(self, text: str, length: int) -> list[int]:
-        """start, the caption, end, padded to `length`; what is too long loses words at its end."""
+        """Start, caption, end, padded to `length`. A longer caption loses words at its end."""
         ids = self.encode(text)[: length - 2]
         return [START, *ids, END] + [PAD] * (length - 2 - len(ids))
 
@@ -111,7 +111,7 @@ class BPETokenizer(Tokenizer):
         except UserError:
             raise
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"data: no tokenizer as the library writes it: {error}") from error
+            raise ValueError(f"data: not a tokenizer of the library tokenizers: {error}") from error
 
     @classmethod
     def build(cls, captions: Iterable[str], size: int = 8000, min_count: int = 2) -> BPETokenizer:
@@ -132,7 +132,7 @@ class BPETokenizer(Tokenizer):
             show_progress=False,
         )
         tokenizer.train_from_iterator(captions, trainer)
-        # They are numbers of their own, never what a caption says: "<end>" in a text is letters.
+        # The special numbers are never parts of a caption: "<end>" in a text is five letters.
         plain = json.loads(tokenizer.to_str())
         plain["added_tokens"] = []
         return cls(json.dumps(plain, ensure_ascii=False))
@@ -159,7 +159,7 @@ def load_tokenizer(plain: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `to_dict` made `plain` of.
 
     Raises:
-        ValueError: it is no such thing.
+        ValueError: `plain` is not the data of a tokenizer.
         UserError: it needs the library `tokenizers`, which is not installed.
     """
     kinds: dict[Any, Any] = {"words": WordTokenizer, "bpe": BPETokenizer}

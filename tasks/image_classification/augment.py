@@ -14,11 +14,11 @@ from attnkit.lightning.arguments import at_least, shares, shares_below_1
 
 
 class Augment(nn.Module):
-    """Random changes of a batch of square uint8 images; everything is off unless asked for.
+    """Random changes of a batch of square uint8 images. All are off by default.
 
     Flips, shifted crops, rotation, translation and scale are drawn for every image. The transforms
-    of torchvision (RandomResizedCrop, RandAugment, RandomErasing) draw once for whatever they are
-    given, so they get the batch in groups of `group_size` images.
+    of torchvision (RandomResizedCrop, RandAugment, RandomErasing) draw once per call, so they are
+    called with groups of `group_size` images.
 
     Args:
         horizontal_flip: probability of mirroring left and right.

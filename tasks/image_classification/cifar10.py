@@ -31,7 +31,7 @@ class CIFAR10Data(ImageDataModule):
 
     Raises:
         ValueError: `root` is no folder.
-        UserError: in `prepare_data`, if the files are neither there nor to be had.
+        UserError: the files are missing and cannot be downloaded.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CIFAR10Data(ImageDataModule):
         folder = cache_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Made whole beside its place, then moved: another process never sees half of it.
+            # Completed beside its place, then moved: another process never sees an incomplete one.
             with tempfile.TemporaryDirectory(dir=folder) as part:
                 CIFAR10(part, download=True)
                 target = folder / CIFAR10.base_folder

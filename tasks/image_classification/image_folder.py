@@ -19,7 +19,7 @@ from attnkit.tasks.images.sizes import default_image_size
 
 
 class ImageFolderData(ImageDataModule):
-    """Images under `root`: `train/`, `val/`, `test/` or what there is of them, a folder per class.
+    """Images under `root`: `train/`, and if given `val/` and `test/`, with a folder per class.
 
     `root` may also hold the class folders themselves. Images may have any size and mode: the centre
     square is used, resized to `image_size` (default: the median short side of the training images,
@@ -41,7 +41,7 @@ class ImageFolderData(ImageDataModule):
 
     Raises:
         ValueError: `root` is no folder.
-        UserError: in `setup`, if the tree or its files are not as above.
+        UserError: in `setup`, if the folders or files are not as described.
     """
 
     def __init__(

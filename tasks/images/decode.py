@@ -1,4 +1,4 @@
-"""Image files to uint8 pixels: one preprocessing, whoever reads the file."""
+"""Image files to uint8 pixels, the same way for every reader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attnkit.lightning.errors import first_line
 _CHUNK = 32
 _SHOW_PROGRESS_FROM = 2000
 _LUMA = torch.tensor([299, 587, 114], dtype=torch.int32).view(3, 1, 1)  # ITU-R BT.601, in 1/1000
-# What `read_image` does, for those who read images elsewhere.
+# What `read_image` does, for users of exported programs.
 PREPARED = (
     "pixels from 0 to 255, RGB or grey; of a picture of another size, its largest centred square, "
     "resized with antialiasing (bicubic)"
@@ -33,7 +33,7 @@ PREPARED = (
 
 
 class UndecodableImageError(Exception):
-    """A file that is no image, or a broken one; the message is the reason."""
+    """A file is not an image, or is broken. The message is the reason."""
 
 
 def read_image(path: str | Path, size: int) -> Tensor:
@@ -46,7 +46,7 @@ def read_image(path: str | Path, size: int) -> Tensor:
     transparency is laid on white.
 
     Raises:
-        UndecodableImageError: whatever is wrong with the file, with the reason.
+        UndecodableImageError: the file cannot be decoded; the message is the reason.
     """
     try:
         with Image.open(path) as image:
@@ -91,7 +91,7 @@ def to_channels(images: Tensor, channels: int) -> Tensor:
 
 @dataclass
 class Pixels:
-    """What decoding files found out: exact sums for mean and deviation, and what failed.
+    """What decoding files found: exact sums for mean and deviation, and the failures.
 
     Attributes:
         images: uint8 [files, channels, size, size], or None if the pixels were not kept.

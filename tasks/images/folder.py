@@ -131,7 +131,7 @@ def _split_folders(root: Path) -> dict[str, Path]:
         present = [root / name for name in spellings if (root / name).is_dir()]
         if len(present) > 1:
             names = " and ".join(path.name for path in present)
-            raise UserError(f"data.root: {root} holds both {names}; which is {split}?")
+            raise UserError(f"data.root: {root} holds both {names}; keep one of them as {split}")
         if present:
             found[split] = present[0]
     # A class may be called "train" too: a split holds class folders, a class holds images.

@@ -69,7 +69,7 @@ def fit_in_memory(count: int, size: int, memory_gb: float | None, trainer: Train
 
 
 def memory_bytes(memory_gb: float | None, trainer: Trainer | None) -> float:
-    """Bytes of pixels that a process may hold: what was asked for, or half of what there is."""
+    """Bytes of pixels that a process may hold: the given number, or half of the free memory."""
     if memory_gb is not None:
         return memory_gb * 1e9
     processes = (
@@ -81,7 +81,7 @@ def memory_bytes(memory_gb: float | None, trainer: Trainer | None) -> float:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: what the machine and its control group leave."""
+    """Free bytes of the machine, or of the process's control group if that has fewer."""
     limits = [4 * 10**9]
     with contextlib.suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -94,7 +94,7 @@ def available_memory() -> int:
 
 
 def median_side(paths: Sequence[str]) -> int:
-    """The median of the images' shorter sides; of many images, that of some."""
+    """The median of the images' shorter sides, of about a thousand images at most."""
     step = max(1, len(paths) // _HEADERS_READ)
     sides = [side for path in paths[::step] if (side := short_side(path)) is not None]
     return sorted(sides)[len(sides) // 2] if sides else 1

@@ -24,7 +24,7 @@ _CHUNK = 4096
 class ImageSet(Dataset, ABC):
     """Images and labels that are fetched by the batch.
 
-    A DataLoader calls `__getitems__` with all the numbers of a batch; what it returns is the
+    A DataLoader calls `__getitems__` with all the numbers of a batch; it returns the
     batch: uint8 images [batch, channels, size, size] and int64 labels [batch].
     """
 

@@ -46,7 +46,7 @@ class GraphDataModule(SplitData):
 
     Raises:
         ValueError: an argument out of range.
-        UserError: in `setup`, if there is no such split, or the graph is not as above.
+        UserError: in `setup`, if the split does not exist or the graph is not as described.
 
     Example:
         >>> class Citations(GraphDataModule):
@@ -120,7 +120,7 @@ class GraphDataModule(SplitData):
     def graph(self) -> Data:
         """The graph, after `setup`."""
         if self._graph is None:
-            raise RuntimeError("the graph is there after setup()")
+            raise RuntimeError("call setup() before graph")
         return self._graph
 
     @property
@@ -207,7 +207,7 @@ class FullGraph:
 
 
 def _checked(data: Data) -> Data:
-    """The graph with labels [nodes] and masks [nodes, splits], or what is wrong with it."""
+    """The graph with labels [nodes] and masks [nodes, splits]; a `UserError` if it is wrong."""
     for name in ("x", "edge_index", "y", *(f"{split}_mask" for split in SPLITS)):
         if data.get(name) is None:
             raise UserError(

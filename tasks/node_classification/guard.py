@@ -1,4 +1,4 @@
-"""Holding a library that unpickles files to the names that data needs."""
+"""Restricts libraries that unpickle files to the names that data needs."""
 
 from __future__ import annotations
 

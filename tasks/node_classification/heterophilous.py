@@ -24,7 +24,7 @@ class HeterophilousData(GraphDataModule):
     Reads `<name>.npz` (a `-` in the name may be `_`) in `root`, `root/raw` or `root/<name>/raw`,
     without unpickling anything, and never writes there. The edges are stored once and made
     undirected. minesweeper, tolokers and questions are binary and unbalanced: `NodeClassification`
-    also gives their ROC-AUC, which is what is published.
+    also gives their ROC-AUC, which papers publish.
 
     Source: Platonov et al., A Critical Look at the Evaluation of GNNs under Heterophily, 2023.
 
@@ -38,7 +38,7 @@ class HeterophilousData(GraphDataModule):
 
     Raises:
         ValueError: `root` is no folder.
-        UserError: in `setup`, if the file is missing or is not as published.
+        UserError: in `setup`, if the file is missing or differs from the published form.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class NeighborBatches(Dataset):
         data: the graph: x [nodes, channels], dense or sparse CSR, y [nodes], edge_index [2, edges].
         seeds: int64 [seeds], the nodes to make batches of.
         num_neighbors: see `sample_neighbors`.
-        seed: of what is drawn.
+        seed: of the sampling.
         neighbors: of `data`, if they are at hand.
     """
 

@@ -23,7 +23,7 @@ from attnkit.tasks.node_classification.unpickle import Csr, load
 PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
 NUM_VAL = 500
 
-# SHA-256 of the published files; of what is not listed no digest is known.
+# SHA-256 of the published files, as far as known.
 DIGESTS = {
     "ind.cora.x": "23cfa55d91c6f624233f5eb7b6e3f141f1bd2b2ae39608a63cf5d084bb27baab",
     "ind.cora.tx": "b9afbaa4a400df991f6f02ef677e1e44da55ffc04801fd02f9e673987829226a",
@@ -58,7 +58,7 @@ class PlanetoidData(GraphDataModule):
     The other arguments are those of `GraphDataModule`.
 
     Raises:
-        ValueError: `root` is no folder, or the name is another.
+        ValueError: `root` is not a folder, or the name is unknown.
         UserError: in `setup`, if files are missing, refused or do not fit together.
     """
 
@@ -96,7 +96,7 @@ class PlanetoidData(GraphDataModule):
             if not missing:
                 return files
             if len(missing) < len(PARTS):
-                raise UserError(f"data.root: {folder} lacks {', '.join(missing)}")
+                raise UserError(f"data.root: {folder} has no {', '.join(missing)}")
         raise UserError(
             f"data.root: no {prefix}.* in {self.root}, its raw/ or its {self.graph_name}/raw/; "
             "they are in the folder data of github.com/kimiyoung/planetoid"

@@ -24,9 +24,9 @@ _PLAIN = (str, int, float, bool, type(None))
 class PyGData(GraphDataModule):
     """The one graph of a class in `torch_geometric.datasets`, with its own splits or a random one.
 
-    What must be downloaded goes to `root`, or to the user's cache folder; PyG writes there what it
-    made of the files. Some of its classes unpickle what they find; a file that names anything but
-    numbers and containers is refused, as in `PlanetoidData`.
+    Downloads go to `root`, or to the user's cache folder; PyG also writes its processed files
+    there. Some of its classes unpickle files; a file that names anything but numbers and containers
+    is refused, as in `PlanetoidData`.
 
     A graph that does not bring train, validation and test masks all three is split by `seed`:
     `val_fraction` and `test_fraction` of every class, and a line says so.
@@ -42,7 +42,7 @@ class PyGData(GraphDataModule):
 
     Raises:
         ValueError: an unknown class, or arguments it does not take.
-        UserError: in `prepare_data` or `setup`, if the data cannot be had or holds several graphs.
+        UserError: in `prepare_data` or `setup`, if the data cannot be read or holds several graphs.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PyGData(GraphDataModule):
             raise
         except Exception as error:  # of every kind: each class reads and downloads its own way
             reason = first_line(error)
-            raise UserError(f"data: {self.class_name} cannot be made: {reason}") from error
+            raise UserError(f"data: {self.class_name} cannot be read: {reason}") from error
 
 
 def _dataset(name: str) -> type[Dataset]:
@@ -115,5 +115,5 @@ def _dataset(name: str) -> type[Dataset]:
         raise ValueError(f"name: torch_geometric.datasets has no {name!r}{hint}")
     found = getattr(datasets, name)
     if not (inspect.isclass(found) and issubclass(found, Dataset)):
-        raise ValueError(f"name: torch_geometric.datasets.{name} is no data set")
+        raise ValueError(f"name: torch_geometric.datasets.{name} is not a data set")
     return found

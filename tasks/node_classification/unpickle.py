@@ -1,9 +1,9 @@
 """Reading the pickles of Planetoid's files without running anything they hold.
 
-A pickle is a program: what it names is imported and called. Here nothing it names is. The few names
-that such files need stand for small classes of ours, which keep what they are given and are then
-checked as data; NumPy's and SciPy's own `__setstate__` are never reached, for they trust a state
-enough to crash on a wrong one.
+A pickle is a program: it imports and calls what it names. Here nothing is imported. The few names
+that such files need stand for small classes of ours, which keep their arguments; these are then
+checked as data. NumPy's and SciPy's own `__setstate__` are not used, as a wrong state can crash
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = frozenset(
         *(f"{home}.{name}" for home in _BUILTINS for name in ("dict", "list", "int")),
     )
 )
-"""All that may be named."""
+"""The names that a file may hold."""
 
 _NUMBER = re.compile(r"[<>|=]?[fiub][1248]")
 
@@ -55,7 +55,7 @@ def load(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # a broken pickle can raise anything
         reason = first_line(error)
-        raise UserError(f"{path} is not one of Planetoid's files: {reason}") from error
+        raise UserError(f"{path} is not a file of Planetoid: {reason}") from error
 
 
 class _Dtype:
@@ -118,7 +118,7 @@ class _CsrMatrix:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # Made anew for each name: a pickle can set attributes of what it is handed.
+        # Made for each name, as a pickle can change the attributes of an object.
         known: dict[str, Any] = {
             "numpy.dtype": _Dtype,
             "numpy.ndarray": _Array,

@@ -208,7 +208,7 @@ def changed(plain, path, value):
         (["annotations"], {"a": 1}, "expected a list 'annotations', got {'a': 1}"),
         (["images", 3], 7, r"images\[3\]: expected an object, got 7"),
         (["images", 3, "id"], None, r"images\[3\]: expected 'id', a number or text, got nothing"),
-        (["images", 3, "id"], 101, r"images\[3\]: the id 101 is that of another image, too"),
+        (["images", 3, "id"], 101, r"images\[3\]: the id 101 is also the id of another image"),
         (["images", 3, "file_name"], 5, r"images\[3\]: expected 'file_name', text, got 5"),
         (["images", 3, "file_name"], "x.png", r"images\[3\]: no such image: .*images/x.png"),
         (["annotations", 4, "image_id"], 7, r"annotations\[4\]: no image has the id 7"),
@@ -261,7 +261,7 @@ def test_what_is_wrong_with_karpathys(root, path, value, message):
         ),
         (5, ",a dog", "line 6: no image"),
         (5, "x.png,a dog", "line 6: no such image: .*images/x.png"),
-        (5, "00.png,a \udcff", "is no CSV in UTF-8"),
+        (5, "00.png,a \udcff", "is not a CSV file in UTF-8"),
     ],
 )
 def test_what_is_wrong_with_a_table(root, line, content, message):
@@ -274,10 +274,10 @@ def test_what_is_wrong_with_a_table(root, line, content, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"images": [', "is no JSON: .*line 1, column 13"),
+        ('{"images": [', "is not JSON: .*line 1, column 13"),
         ("[]", "holds a list"),
         (b"\xff\xfe\x00", "cannot be read: .*utf-8"),
-        ("[" * 100_000, "cannot be read|is no JSON"),
+        ("[" * 100_000, "cannot be read|is not JSON"),
     ],
 )
 @pytest.mark.parametrize("make", [CocoCaptionsData, KarpathyData])
@@ -345,7 +345,7 @@ def test_a_file_that_changes_while_in_use_is_named(root):
         (lambda r: make_csv(r, max_words=2), "max_words: expected 3 or more, got 2"),
         (lambda r: make_csv(r, min_count=0), "min_count: expected 1 or more, got 0"),
         (lambda r: make_csv(r, tokenizer="x"), "tokenizer: expected words or bpe, got 'x'"),
-        (lambda r: make_csv(r, bpe_size=300), "bpe_size: is of tokenizer=bpe"),
+        (lambda r: make_csv(r, bpe_size=300), "bpe_size: needs tokenizer=bpe"),
         (lambda r: make_csv(r, val_fraction=1), "val_fraction, test_fraction: expected above 0"),
     ],
 )
@@ -377,7 +377,7 @@ def test_what_a_model_is_told(root):
     assert facts["vocabulary"]["words"][:2] == ["a", "dog"]
     assert len(facts["mean"]) == len(facts["std"]) == 3
     assert ready(make_karpathy(root)).describe()["max_words"] == 2 + 5
-    with pytest.raises(RuntimeError, match=r"after setup"):
+    with pytest.raises(RuntimeError, match=r"call setup\(\) before"):
         make_karpathy(root).describe()
 
 

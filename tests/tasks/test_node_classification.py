@@ -226,7 +226,7 @@ def test_from_the_command_line(tmp_path, command):
         (["run=predict", "ckpt=run", "data.split=1"], "data.split: expected 0, the only one"),
         (["task=graph", "model=gcn", "data=planetoid"], "data.root"),
         (["task=graph", "model=gcn", "data=pyg", "data.name=Karate"], "did you mean KarateClub?"),
-        (["task=graph", "model=gcn", "data=pyg", "data.name=Entities"], "cannot be made"),
+        (["task=graph", "model=gcn", "data=pyg", "data.name=Entities"], "cannot be read"),
     ):
         code, shown = command(*wrong)
         assert code == 2, wrong

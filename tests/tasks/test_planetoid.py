@@ -174,7 +174,7 @@ def test_what_is_no_data_of_planetoid_is_refused(tmp_path, content, message):
 def test_broken_files_are_named(tmp_path, cut):
     whole = pickle.dumps(np.arange(100.0), protocol=2)
     (tmp_path / "file").write_bytes(whole[:cut])
-    with pytest.raises(UserError, match="file is not one of Planetoid's files"):
+    with pytest.raises(UserError, match="file is not a file of Planetoid"):
         load(tmp_path / "file")
     (tmp_path / "file").write_bytes(whole)
     assert load(tmp_path / "file").tolist() == list(range(100))
@@ -200,7 +200,7 @@ def test_missing_and_misfitting_files_are_named(graph_files, tmp_path):
         PlanetoidData(tmp_path).setup()
     folder = graph_files.write_planetoid(tmp_path / "raw", "CiteSeer")
     (folder / "ind.citeseer.graph").rename(tmp_path / "graph")
-    with pytest.raises(UserError, match=r"lacks ind.citeseer.graph"):
+    with pytest.raises(UserError, match=r"has no ind.citeseer.graph"):
         PlanetoidData(tmp_path, "CiteSeer").setup()
     (folder / "ind.citeseer.graph").write_bytes(pickle.dumps({0: [10**6]}, protocol=2))
     with pytest.raises(UserError, match=r"files do not fit together|edge_index has nodes outside"):

@@ -90,7 +90,7 @@ def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("torch_geometric.io.fs.cp", no_network)
     monkeypatch.setattr("urllib.request.urlopen", no_network)
-    with pytest.raises(UserError, match=r"PolBlogs cannot be made: .*no route to host") as caught:
+    with pytest.raises(UserError, match=r"PolBlogs cannot be read: .*no route to host") as caught:
         PyGData("PolBlogs").prepare_data()
     assert "\n" not in str(caught.value)
     assert str(PyGData("PolBlogs")._arguments["root"]).startswith(str(tmp_path / "cache"))

@@ -123,5 +123,5 @@ class TestBPE:
     def test_bad_arguments(self):
         with pytest.raises(ValueError, match="size: expected 260 or more, got 100"):
             BPETokenizer.build(CAPTIONS, size=100)
-        with pytest.raises(ValueError, match="data: no tokenizer as the library writes it"):
+        with pytest.raises(ValueError, match="data: not a tokenizer of the library"):
             BPETokenizer("{}")

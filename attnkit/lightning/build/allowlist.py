@@ -87,8 +87,8 @@ CODE_RUNNING = (
     "torch_geometric.nn.sequential.Sequential",
 )
 
-# Arguments that make these libraries read (and some unpickle) a file or a download of one's choice,
-# or start a program: timm's checkpoints, torchmetrics' language and image models, W&B's service.
+# Arguments that make these libraries read (and some unpickle) any file or download, or start a
+# program: timm's checkpoints, torchmetrics' language and image models, W&B's service.
 REFUSED_ARGUMENTS = {
     "baseline_path",
     "baseline_url",
@@ -112,7 +112,7 @@ def is_place(module: str) -> bool:
 
 
 def is_home(module: str) -> bool:
-    """Whether what is written in this module may be built, if it is of an allowed kind."""
+    """Whether a class of an allowed kind in this module may be built."""
     return any(module == home or module.startswith(f"{home}.") for home in HOMES)
 
 
@@ -158,13 +158,13 @@ def objection(target: Any, trusted: Sequence[str] = ()) -> str | None:
         hint = f"; did you mean {close[0]}?" if close else ""
         return (
             f"{target} may not be built from a configuration{hint}\n"
-            f"  of {package}, may be: what is in {', '.join(places)}"
+            f"  of {package}, allowed are {', '.join(places)}"
         )
     return None
 
 
 def runs_code(cls: type) -> bool:
-    """Whether a class of an allowed kind makes code of what it is given."""
+    """Whether a class of an allowed kind runs its arguments as code."""
     names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
     return any(f"{name}.".startswith(f"{bad}.") for name in names for bad in CODE_RUNNING)
 

@@ -125,7 +125,7 @@ def find(target: Any, trusted: Sequence[str] = (), where: str = "_target_") -> A
         if allowlist.runs_code(found):
             raise UserError(
                 f"{where}: {target} may not be built from a configuration: "
-                "it makes code of what it is given"
+                "it runs its arguments as code"
             )
         return found
     raise UserError(

@@ -167,8 +167,8 @@ def find_grid(
         if rows and rows * round(rows * width / height) == num_tokens - prefix:
             return prefix, (rows, (num_tokens - prefix) // rows)
     raise ValueError(
-        f"num_prefix_tokens: {num_tokens} tokens are no grid over an image of {height} x {width} "
-        f"after {' or '.join(map(str, num_prefix_tokens))} prefix tokens"
+        f"num_prefix_tokens: {num_tokens} tokens do not form a grid over an image of "
+        f"{height} x {width} after {' or '.join(map(str, num_prefix_tokens))} prefix tokens"
     )
 
 

@@ -11,10 +11,10 @@ from attnkit.lightning.errors import RunError
 
 
 class FiniteLoss(Callback):
-    """Stops `fit` at the step whose loss is NaN or infinite; no checkpoint holds what it left.
+    """Stops `fit` at the step whose loss is NaN or infinite, before a checkpoint is written.
 
-    On the CPU before the backward pass. On a GPU, where looking at a number would make the CPU
-    wait for it, at the next step or before the next checkpoint, whichever comes first.
+    On the CPU it stops before the backward pass. On a GPU, where reading the loss would make the
+    CPU wait, it stops at the next step or before the next checkpoint.
 
     Raises:
         RunError: names the step, the epoch and the batch.

@@ -110,7 +110,7 @@ def _loaders(trainer: Trainer) -> Sequence[Any]:
 
 
 def _batch_sampler(loader: Any) -> Any:
-    """Where Lightning keeps a loader's sampler, too, in prediction."""
+    """Lightning keeps the sampler of a loader in this, too."""
     return getattr(loader, "batch_sampler", None)
 
 

@@ -87,6 +87,6 @@ class Throughput(Callback):
 
 
 def wait_for_device(pl_module: LightningModule) -> None:
-    """Until a GPU has done what it was given, so that a clock tells its time."""
+    """Wait until a GPU has finished, so that a clock measures its work."""
     if pl_module.device.type != "cpu":
         torch.accelerator.synchronize(pl_module.device)

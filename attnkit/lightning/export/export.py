@@ -26,7 +26,7 @@ _WRITERS: dict[str, tuple[str, Callable[..., float]]] = {
 
 @dataclass
 class Written:
-    """What an export gave."""
+    """The result of an export."""
 
     files: list[Path] = field(default_factory=list)
     differences: dict[str, float] = field(default_factory=dict)
@@ -138,11 +138,11 @@ class Export:
 
 
 def _check_again(module: LightningModule, folder: Path) -> None:
-    """What was written gives the module back; a class that drops arguments would not."""
+    """Load the export and compare: a class that ignores arguments would give another module."""
     again = load(folder).state_dict()
     for name, tensor in module.state_dict().items():
         if not torch.equal(again[name], tensor.cpu().to(again[name].dtype)):
-            raise UserError(f"export: {name} is not what it was once it is loaded again")
+            raise UserError(f"export: {name} differs when the export is loaded again")
 
 
 def _cause(error: Exception) -> str:

@@ -103,8 +103,8 @@ def write_config(module: LightningModule, path: Path, digest: str, **facts: Any)
 
 
 def _arguments(module: LightningModule) -> dict[str, Any]:
-    """Its hyper-parameters; the defaults of attnkit's classes written out, lest a later version
-    has others."""
+    """Its hyper-parameters, with the defaults of attnkit's classes, which a later version may
+    change."""
     given = dict(module.hparams)
     missing = [
         name
@@ -181,7 +181,7 @@ def _folder(path: Any) -> Path:
     if not (given / CONFIG).is_file():
         is_run = (given / "checkpoints").is_dir()
         hint = f"; of a run: attnkit run=export ckpt={given}" if is_run else ""
-        raise CheckpointError(f"{given}: no export: it has no {CONFIG}{hint}")
+        raise CheckpointError(f"{given}: not an export: it has no {CONFIG}{hint}")
     return given
 
 
@@ -190,7 +190,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: no intact export: {first_line(error, named=True)}"
+            f"{path}: not an intact export: {first_line(error, named=True)}"
         ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not written by attnkit's export (format {FORMAT!r})")
@@ -216,12 +216,14 @@ def _read_weights(path: Path, node: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != node["sha256"]:
-            raise CheckpointError(f"{path}: no intact export: not the weights that were saved")
+            raise CheckpointError(f"{path}: the weights are damaged or were replaced")
         return tensors_of(data)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: no safetensors: {first_line(error, named=True)}") from error
+        raise CheckpointError(
+            f"{path}: not a safetensors file: {first_line(error, named=True)}"
+        ) from error
 
 
 def _build(node: Mapping[str, Any], path: Path) -> LightningModule:
@@ -232,7 +234,7 @@ def _build(node: Mapping[str, Any], path: Path) -> LightningModule:
     try:
         make = build({"_target_": target, "_partial_": True}, at="module").func
         if not (isinstance(make, type) and issubclass(make, LightningModule)):
-            raise UserError(f"module._target_: {target} is no LightningModule")
+            raise UserError(f"module._target_: {target} is not a LightningModule")
         return make(**arguments)
     except UserError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -254,5 +256,6 @@ def _check_fits(module: LightningModule, state: Mapping[str, Tensor], path: Path
     if problems:
         more = f" and {len(problems) - 2} more" if len(problems) > 2 else ""
         raise CheckpointError(
-            f"{path}: not the weights of {type(module).__name__}\n  {'; '.join(problems[:2])}{more}"
+            f"{path}: these weights do not fit {type(module).__name__}\n"
+            f"  {'; '.join(problems[:2])}{more}"
         )

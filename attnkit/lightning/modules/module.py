@@ -103,13 +103,13 @@ class TaskModule(LightningModule):
     ) -> Any:
         """Lightning's `load_from_checkpoint`, of an intact file; weights only unless told not to.
 
-        Nothing in the file is run, and what its hyper-parameters name is checked as in any
-        configuration.
+        No code in the file is run. The classes that its hyper-parameters name are checked as in
+        any configuration.
 
         Raises:
             CheckpointError: the file is a URL, not there, not intact, or holds code.
-            UserError: it names what may not be built, or the arguments that were objects in
-                training and must be passed again.
+            UserError: it names a class that may not be built, or arguments that were objects in
+                training are missing and must be passed again.
         """
         if weights_only is False:
             raise UserError("weights_only=False would run code that the file holds")

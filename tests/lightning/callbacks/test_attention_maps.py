@@ -106,11 +106,24 @@ def test_a_last_block_for_the_class_token_only_gives_the_same(rollout):
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_our_vit(options, rollout):
-    maps = AttentionMaps(rollout=rollout)
-    weights = maps.attention_map(make_vit(**options), torch.randn(3, 6, 10))
-    assert weights.shape == (3, 5)
-    assert (weights > 0).all()
-    assert weights.sum() <= 1.0001
+    vit, image = make_vit(**options), torch.randn(3, 6, 10)
+    with torch.no_grad():  # so that the layers look at different places
+        for parameter in vit.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    with capture_attention(vit) as captured:
+        vit(image[None])
+    first, second, *pool = (weights[0][0].mean(0) for weights in captured.values())
+    eye = torch.eye(len(first))
+    rows = second
+    if rollout:
+        rows = (second + eye[: len(second)]) / 2 @ ((first + eye) / 2)
+    if pool:
+        rows = pool[0] @ rows if rollout else pool[0]
+    shown = rows.mean(0) if options.get("pooling") == "mean" else rows[0]
+    expected = shown[-15:].reshape(3, 5)
+    assert expected.std() > 1e-3
+    weights = AttentionMaps(rollout=rollout).attention_map(vit, image)
+    torch.testing.assert_close(weights, expected)
 
 
 def make_vit(**options):
@@ -154,7 +167,7 @@ def test_find_grid(tokens, size, prefix, expected):
 
 
 def test_tokens_that_are_no_grid():
-    message = "197 tokens are no grid over an image of 224 x 280 after 0 or 2 prefix tokens"
+    message = "197 tokens do not form a grid over an image of 224 x 280 after 0 or 2 prefix tokens"
     with pytest.raises(ValueError, match=message):
         find_grid(197, 224, 280, [0, 2])
 

@@ -165,23 +165,26 @@ def without(state, name):
 
 
 WRONG = {
-    "no config": (lambda f: (f / "config.json").unlink(), r"no export: it has no config\.json"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"not an export: it has no config\.json"),
     "no weights": (lambda f: (f / "weights.safetensors").unlink(), "No such file"),
-    "cut off": (lambda f: (f / "config.json").write_text('{"format": '), "no intact export"),
-    "not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "no intact export"),
-    "too deep": (lambda f: (f / "config.json").write_text("[" * 10**5), "no intact export"),
+    "cut off": (lambda f: (f / "config.json").write_text('{"format": '), "not an intact export"),
+    "not text": (
+        lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"),
+        "not an intact export",
+    ),
+    "too deep": (lambda f: (f / "config.json").write_text("[" * 10**5), "not an intact export"),
     "a list": (lambda f: (f / "config.json").write_text("[]"), "not written by attnkit"),
     "another": (lambda f: change(f, format="gguf"), "not written by attnkit"),
     "newer": (lambda f: change(f, format_version=2), "newer than this attnkit, which reads 1"),
     "no version": (lambda f: change(f, format_version="1"), "format_version: expected"),
     "no module": (lambda f: change(f, module=None), "module: expected a mapping with _target_"),
     "no digest": (lambda f: change(f, weights={}), "weights: expected a mapping with sha256"),
-    "damaged": (damaged, "not the weights that were saved"),
-    "no tensors": (lambda f: replace_weights(f, b"GGUF" * 99), "no safetensors"),
-    "empty": (lambda f: replace_weights(f, b""), "no safetensors"),
+    "damaged": (damaged, "the weights are damaged"),
+    "no tensors": (lambda f: replace_weights(f, b"GGUF" * 99), "not a safetensors file"),
+    "empty": (lambda f: replace_weights(f, b""), "not a safetensors file"),
     "missing": (
         lambda f: replace_weights(f, as_bytes(without(tensors(f), "model.head.bias"))),
-        r"not the weights of ImageClassification\n  model\.head\.bias is missing",
+        r"these weights do not fit ImageClassification\n  model\.head\.bias is missing",
     ),
     "extra": (
         lambda f: replace_weights(f, as_bytes({**tensors(f), "a": torch.ones(3)})),
@@ -192,7 +195,10 @@ WRONG = {
     "value": (lambda f: change(f, module__num_classes=1), "num_classes: expected 2 or more"),
     "number": (lambda f: change(f, module__mean=3), "TypeError"),
     "no such class": (lambda f: change(f, module__model___target_="attnkit.VIT"), "does not exist"),
-    "no module class": (lambda f: change(f, module___target_="attnkit.ViT"), "no LightningModule"),
+    "no module class": (
+        lambda f: change(f, module___target_="attnkit.ViT"),
+        "not a LightningModule",
+    ),
 }
 
 
@@ -265,7 +271,7 @@ def test_a_strangers_weights_run_nothing(folder, trace, legacy):
     file = io.BytesIO()
     torch.save({"x": Call(str(trace))}, file, _use_new_zipfile_serialization=not legacy)
     replace_weights(folder, file.getvalue())
-    with pytest.raises(CheckpointError, match="no safetensors"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         attnkit.load(folder)
 
 
@@ -289,7 +295,7 @@ def test_own_classes_are_named(tmp_path, monkeypatch):
     with attnkit.lightning.allowing("hers_to_export"):
         assert "describes no programs()" in written(mine(3)).left_out["onnx"]
         assert torch.equal(attnkit.load(tmp_path).net.weight, attnkit.load(tmp_path).net.weight)
-        with pytest.raises(UserError, match="not the weights of Mine"):
+        with pytest.raises(UserError, match="these weights do not fit Mine"):
             Export(tmp_path / "other")(mine(3, torch.nn.Linear(5, 2)))
     with pytest.raises(CheckpointError, match="allowing"):
         attnkit.load(tmp_path)
