@@ -1,4 +1,5 @@
 import json
+import logging
 
 import pytest
 import torch
@@ -40,7 +41,11 @@ def test_names_are_those_of_the_module_in_every_stage(small_net, loader, make_tr
     }
 
 
-def test_tells_on_screen_and_in_the_results(small_net, loader, make_trainer, tmp_path, caplog):
+def test_tells_on_screen_and_in_the_results(
+    small_net, loader, make_trainer, tmp_path, caplog, monkeypatch
+):
+    # Lightning's logger keeps its messages to itself where it was imported before pytest logs.
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
     path = tmp_path / "results.json"
     make_trainer(callbacks=[KernelRecord(), ResultsFile(path)]).fit(small_net(), loader)
     assert "attention  flash ×1" in caplog.text
