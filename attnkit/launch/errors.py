@@ -30,8 +30,9 @@ _WAITED = re.compile(r"[Tt]imed? ?out|[Tt]imeout")
 class Interrupted(KeyboardInterrupt):
     """A signal during a run; the message says how to go on. A sweep must not swallow it."""
 
-    def __init__(self, message: str, code: int = INTERRUPTED) -> None:
-        super().__init__(message)
+    def __init__(self, said: str, go_on: str = "", code: int = INTERRUPTED) -> None:
+        super().__init__(f"{said}{go_on}")
+        self.said = said
         self.code = code
 
 

@@ -51,8 +51,11 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
     if args.shell_completion:
         composer.hydra.shell_completion(CONFIG_NAME, args.overrides)
         return 0
+    from attnkit.launch.config import hydra_words
+
+    overrides, words = hydra_words.read(composer, args.overrides, multirun=args.multirun)
     if args.cfg:
-        return _show(composer, args.overrides, resolve=args.resolve)
+        return _show(composer, overrides, resolve=args.resolve)
     if args.resolve:
         raise UserError("--resolve: only with --cfg job")
     if args.multirun:
@@ -63,26 +66,17 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
             )
         from attnkit.launch.sweep.start import sweep
 
-        return sweep(composer, args.overrides)
+        return sweep(composer, overrides, words)
 
     from attnkit.launch.job.decide import Request, decide
     from attnkit.launch.job.kinds import named
 
-    _refuse(args.overrides, ("hydra/sweeper", "hydra.sweeper"))
-    request = Request.read(composer, args.overrides)
-    if "sweep" not in request.kind.needs:
-        _refuse(args.overrides, ("hydra/launcher", "hydra.launcher"))
-        if launcher and launcher.rank:
-            launcher.job = decide(request)
+    request = Request.read(composer, overrides, words)
     if launcher and launcher.rank:
+        if "sweep" not in request.kind.needs:
+            launcher.job = decide(request)
         return 0  # what is done is rank 0's to say
     return named(request.kind.command)(request, launcher)
-
-
-def _refuse(overrides: Sequence[str], of_sweeps: tuple[str, ...]) -> None:
-    for override in overrides:
-        if override.lstrip("+~").startswith(of_sweeps):
-            raise UserError(f"{override}: only with -m, for several runs; this is one")
 
 
 def _show(composer: "Composer", overrides: Sequence[str], *, resolve: bool) -> int:  # type: ignore[name-defined] # noqa: F821

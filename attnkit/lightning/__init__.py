@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.learning_curves import LearningCurves
     from attnkit.lightning.callbacks.predictions import PredictionsFile
     from attnkit.lightning.callbacks.progress import Progress
+    from attnkit.lightning.callbacks.pruning import Pruning
     from attnkit.lightning.callbacks.results_file import ResultsFile
     from attnkit.lightning.callbacks.throughput import Throughput
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
@@ -55,6 +56,7 @@ _TABLE = {
     "PredictionsFile": "callbacks.predictions",
     "Program": "export.program",
     "Progress": "callbacks.progress",
+    "Pruning": "callbacks.pruning",
     "ResultsFile": "callbacks.results_file",
     "ResumableSampler": "resume.sampler",
     "RunError": "errors",

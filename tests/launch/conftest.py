@@ -97,15 +97,20 @@ class StopAt(Callback):
 
 
 class Seen(Callback):
-    # which devices this process may use, and from when to when it trained
+    # which devices this process may use; training waits until so many others are at it, too
+
+    def __init__(self, others: int):
+        self.others = others
 
     def on_fit_start(self, trainer, *args):
-        self.start = time.time()
-
-    def on_fit_end(self, trainer, *args):
+        folder = Path(trainer.default_root_dir)
         device = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seen = {"device": device, "pid": os.getpid(), "time": [self.start, time.time()]}
-        Path(trainer.default_root_dir, "seen.json").write_text(json.dumps(seen))
+        (folder / "seen.json").write_text(json.dumps({"device": device, "pid": os.getpid()}))
+        last = time.time() + 120
+        while len(list(folder.parent.glob("*/seen.json"))) <= self.others:
+            if time.time() > last:
+                raise RuntimeError("the others never came")
+            time.sleep(0.05)
 
 
 class Data(LightningDataModule):

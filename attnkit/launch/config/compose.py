@@ -42,8 +42,6 @@ from attnkit.lightning.errors import UserError
 
 CONF = "pkg://attnkit.conf"
 CONFIG_NAME = "config"
-# Hydra's own settings that mean something here; its folders and logs are replaced by ours.
-HYDRA_KEYS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
 
 
 def quoted(text: str) -> str:
@@ -79,6 +77,8 @@ class Composer:
                 "command-line", f"file://{config_dir}", anchor=SearchPathQuery(provider="schema")
             )
         self.config_dir = config_dir
+        self.job_name: str | None = None
+        """What replaces the task's name in outputs/<task>/…: hydra.job.name."""
         self.hydra = Hydra("attnkit", ConfigLoaderImpl(search_path))
         self.loader = self.hydra.config_loader
 
@@ -107,7 +107,7 @@ class Composer:
         return {n: self.loader.get_group_options(n, ObjectType.CONFIG) for n in names}
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """The overrides as Hydra reads them; refuses its settings that would do nothing here."""
+        """The overrides as Hydra reads them."""
         parser = OverridesParser.create(config_loader=self.loader)
         parsed = []
         for text in overrides:
@@ -119,11 +119,6 @@ class Composer:
                 raise UserError(_unreadable(text, error)) from error
         for override in parsed:
             key = override.key_or_group
-            if re.match(r"hydra\b", key) and not key.startswith(HYDRA_KEYS):
-                raise UserError(
-                    f"{key}: not used by attnkit, which makes the run folder itself\n"
-                    "  use run_dir=PATH; of Hydra's own settings, launcher and sweeper remain"
-                )
             if not override.is_sweep_override() and key in self.groups():
                 self._check_choice(override)
         return parsed
@@ -161,21 +156,6 @@ class Composer:
                 mark = "+" if error.key in self.groups() else "++"
                 texts = [f"{mark}{t}" if _key(t) == error.key else t for t in texts]
         raise AssertionError("an override was refused twice")
-
-    def hydra_config(self, overrides: Sequence[str]) -> DictConfig:
-        """What Hydra's launchers and sweepers read; the task in it is nobody's."""
-        try:
-            with self._translated(overrides):
-                config = self.hydra.compose_config(
-                    CONFIG_NAME, list(overrides), RunMode.MULTIRUN, with_log_configuration=False
-                )
-        except _NoSuchKey as error:
-            node = error.key.rpartition(".")[0]
-            raise UserError(f"{error.key}: {node} has no such setting") from error
-        except UserError as error:  # of a wrong type, without a word of which
-            raise UserError(f"{' '.join(overrides)}: {str(error).lstrip(': ')}") from error
-        check_hydra(config, overrides)
-        return config
 
     def files(self, overrides: Sequence[str]) -> list[Source]:
         """The files of a composition, in the order they are merged; to word a message only."""

@@ -1,25 +1,30 @@
-"""What no file may set: Hydra builds, imports and exports what its own node names, unasked."""
+"""What no file may set: Hydra's own node. On the command line, config/hydra_words.py reads it."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnkit.launch.config.permission import targets
 from attnkit.lightning.errors import UserError
 
 _LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
 _BASIC = "hydra._internal.core_plugins.basic_"
-_PLUGINS = (_BASIC, "hydra_plugins.", "optuna.samplers.")
-# What Hydra makes objects of, imports or puts into the environment when it runs a sweep.
-_HYDRA_DEFAULTS: dict[str, Any] = {
+# What Hydra makes objects of, imports, puts into the environment or looks for files in, and the
+# folders, which a file sets as run_dir.
+_DEFAULTS: dict[str, Any] = {
     "hydra.callbacks": {},
     "hydra.hydra_logging": _LOGGING,
     "hydra.job.chdir": None,
     "hydra.job.env_set": {},
+    "hydra.job.name": "attnkit",
     "hydra.job_logging": _LOGGING,
     "hydra.launcher": {"_target_": f"{_BASIC}launcher.BasicLauncher"},
+    "hydra.run": {"dir": "."},
     "hydra.searchpath": [],
+    "hydra.sweep": {
+        "dir": "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
+        "subdir": "${hydra.job.num}",
+    },
     "hydra.sweeper": {
         "_target_": f"{_BASIC}sweeper.BasicSweeper",
         "max_batch_size": None,
@@ -29,20 +34,12 @@ _HYDRA_DEFAULTS: dict[str, Any] = {
 
 
 def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Hydra builds what its node names without asking anyone, so no file may name anything there.
-
-    A launcher or a sweeper may be chosen, on the command line.
-    """
-    typed = {o.partition("=")[0].lstrip("+").replace("/", ".") for o in overrides}
+    """Refuse what a file has put into Hydra's own node; what the command line sets is allowed."""
+    typed = [o.partition("=")[0].lstrip("+") for o in overrides]
     hydra = OmegaConf.to_container(config["hydra"])
-    assert isinstance(hydra, dict)
-    for key, harmless in _HYDRA_DEFAULTS.items():
+    for key, default in _DEFAULTS.items():
         value: Any = {"hydra": hydra}
         for name in key.split("."):
             value = value[name]
-        if any(name == key or name.startswith(f"{key}.") for name in typed):
-            named = [target for _, target in targets(value)]
-            if all(target.startswith(_PLUGINS) for target in named):
-                continue
-        if value != harmless:
+        if value != default and not any(f"{name}.".startswith(f"{key}.") for name in typed):
             raise UserError(f"{key}: given by a file; Hydra's own settings are not for a file")

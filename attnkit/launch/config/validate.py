@@ -26,7 +26,7 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
     top = signatures.signature_of(schema.TARGET)
     if top is None:  # the package itself is incomplete
         raise RuntimeError(f"{schema.TARGET} cannot be read")
-    _check_arguments("", config, top, origins, what="attnkit")
+    check_arguments("", config, top, origins, what="attnkit")
     for key in schema.OBJECTS:
         node = config.get(key)
         if node:
@@ -35,7 +35,7 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
                 if key in schema.MODEL_PARTS:  # whose choice "none" is a mapping without a key
                     message += f"; {key}=none has no options"
                 raise _problem(origins, f"{key}._target_", message, at=key)
-            _check_node(key, node, origins, given=_given(key, config))
+            check_node(key, node, origins, given=_given(key, config))
     for key in schema.COLLECTIONS:
         for name, node in (config.get(key) or {}).items():
             if node is None:  # switched off
@@ -44,7 +44,7 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
                 hint = _nearest(name, [n for n in config[key] if n != name])
                 message = f"expected a mapping with _target_, got {_show(node)}{hint}"
                 raise _problem(origins, f"{key}.{name}", message)
-            _check_node(f"{key}.{name}", node, origins)
+            check_node(f"{key}.{name}", node, origins)
     _check_trainer(config.get("trainer") or {}, config.get("precision"), origins)
     predicts_images = config.get("images") is not None
     for key in ("module",) if predicts_images else ("module", "data"):
@@ -135,14 +135,12 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
     if signature is not None:
         rest = {k: v for k, v in node.items() if k not in schema.TRAINER_EXTRAS}
         known = set(signature.parameters) - set(schema.ELSEWHERE) | schema.TRAINER_EXTRAS
-        _check_arguments("trainer", rest, signature, origins, what=TRAINER, names=known)
+        check_arguments("trainer", rest, signature, origins, what=TRAINER, names=known)
         only = Signature({"precision": signature.parameters["precision"]})
-        _check_arguments("", {"precision": precision}, only, origins, what=TRAINER)
+        check_arguments("", {"precision": precision}, only, origins, what=TRAINER)
 
 
-def _check_node(
-    key: str, node: dict[str, Any], origins: Origins, given: Iterable[str] = ()
-) -> None:
+def check_node(key: str, node: dict[str, Any], origins: Origins, given: Iterable[str] = ()) -> None:
     """A node with `_target_`, and all such nodes below it."""
     target = node["_target_"]
     if not isinstance(target, str):
@@ -152,7 +150,7 @@ def _check_node(
         _check_exists(key, target, origins)
     else:
         arguments = {k: v for k, v in node.items() if k not in _DIRECTIVES}
-        _check_arguments(key, arguments, signature, origins, what=target)
+        check_arguments(key, arguments, signature, origins, what=target)
         if not node.get("_partial_") and "_args_" not in node:
             missing = [
                 n
@@ -170,7 +168,7 @@ def _check_node(
 def _check_below(key: str, value: Any, origins: Origins) -> None:
     if isinstance(value, dict):
         if "_target_" in value:
-            _check_node(key, value, origins)
+            check_node(key, value, origins)
         else:
             for name, item in value.items():
                 _check_below(f"{key}.{name}", item, origins)
@@ -193,7 +191,7 @@ def _check_exists(key: str, target: str, origins: Origins) -> None:
         raise _problem(origins, f"{key}._target_", message)
 
 
-def _check_arguments(
+def check_arguments(
     key: str,
     node: dict[str, Any],
     signature: Signature,

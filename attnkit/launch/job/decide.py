@@ -1,6 +1,5 @@
 """What a command line asks for, decided and checked before anything is imported or written."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -42,9 +41,13 @@ class Request:
     config: DictConfig
     origins: Origins
     consent: Consent
+    words: Sequence[str] = ()
+    """Hydra's, for a sweep."""
 
     @classmethod
-    def read(cls, composer: Composer, overrides: Sequence[str]) -> "Request":
+    def read(
+        cls, composer: Composer, overrides: Sequence[str], words: Sequence[str] = ()
+    ) -> "Request":
         for override in composer.parse(overrides):
             if override.is_sweep_override():
                 raise UserError(
@@ -55,7 +58,7 @@ class Request:
         consent = Consent(allowed_by(overrides, config), composer.config_dir)
         consent.make_importable()
         origins = Origins(overrides, lambda: composer.files(overrides))
-        return cls(composer, overrides, config, origins, consent)
+        return cls(composer, overrides, config, origins, consent, words)
 
     def typed(self, key: str) -> str:
         """The override that sets exactly this key, if there is one."""
@@ -76,6 +79,7 @@ class Request:
         """The folder to write to; not made yet."""
         missing = OmegaConf.is_missing(self.config, "task")
         task = "task" if missing else Path(str(self.config["task"])).name
+        task = self.composer.job_name or task
         return folders.plan({"task": task, "run_dir": self.config.get("run_dir")}, sweep=sweep)
 
     def on(self, saved: Path) -> "Request":
@@ -116,11 +120,6 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
         for name, values in _parts(top).items()
     ]
     return _job(request, folder, top, runs or [top], fresh=fresh, trial=run_dir is not None)
-
-
-def command_line(*overrides: str, permission: Sequence[str] = ()) -> str:
-    """A command to be pasted into a POSIX shell; `overrides` are quoted already."""
-    return " ".join(["attnkit", *overrides, *map(shlex.quote, permission)])
 
 
 def check_uses(request: Request) -> None:
@@ -262,7 +261,9 @@ def _evaluation(request: Request) -> Job:
         config = given.copy()
     else:
         saved = folders.load_config(home)
-        folder = folders.plan({"task": saved["task"], "run_dir": given.get("run_dir")})
+        folder = folders.plan(
+            {"task": request.composer.job_name or saved["task"], "run_dir": given.get("run_dir")}
+        )
         saved = {**folders.relocate(saved, home, folder), **CONTROLS}
         # A quick look at training is no reason to test or predict on a part of the images.
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}

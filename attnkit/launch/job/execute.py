@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnkit.launch.command import command_line, setting
 from attnkit.launch.errors import INTERRUPTED, Interrupted
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom
-from attnkit.launch.job.decide import Request, command_line, decide
+from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.job.job import Job
 from attnkit.launch.processes import start_ranks
 from attnkit.launch.processes.locks import holder, locked
@@ -164,7 +165,7 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
         by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"
         after = f" after step {step}" if step else ""
         code = getattr(error, "code", INTERRUPTED)
-        raise Interrupted(f"{by}{after}; to go on: {_to_go_on(job)}", code) from None
+        raise Interrupted(f"{by}{after}", f"; to go on: {_to_go_on(job)}", code) from None
 
 
 def _check_processes(session: Session, launcher: Launcher | None) -> None:
@@ -198,7 +199,7 @@ def _write_down(job: Job, session: Session) -> None:
 def _to_go_on(job: Job) -> str:
     if not job.kind.trains:
         return "start it again"
-    return command_line(folders.as_override("resume", job.folder), permission=job.permission)
+    return command_line(setting("resume", job.folder), permission=job.permission)
 
 
 def _is_over(config: dict[str, Any], changes: tuple[str, ...] = ()) -> bool:

@@ -6,7 +6,6 @@ The only writer of config.yaml, of state.json and, beside the callback `ResultsF
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from attnkit.launch.command import setting
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import absolute, refuse_url, replacing
 
@@ -66,11 +66,7 @@ def _trains(folder: Path) -> bool:
 
 def as_override(key: str, path: Path) -> str:
     """`key=path` to be typed in a shell, quoted where the shell or Hydra needs it."""
-    text = str(path)
-    if re.fullmatch(r"[\w./+-]+", text):
-        return f"{key}={text}"
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return shlex.quote(f'{key}="{escaped}"')
+    return shlex.quote(setting(key, path))
 
 
 def create(path: Path, *, fresh: bool) -> Path:

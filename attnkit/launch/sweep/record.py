@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from attnkit.launch.command import command_line, key_of, setting
 from attnkit.launch.job import folder as folders
 from attnkit.launch.processes.locks import is_locked, locked
+from attnkit.lightning.callbacks.study import PRUNED
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute, refuse_url, replacing
 
 FILE = "sweep.json"
 ERROR = "error.txt"
-PRUNED = "pruned.txt"
+OUTPUT = "output.log"
+"""What a trial in a process of its own has printed."""
 VERSION = 1
 State = Literal["done", "failed", "pruned", "running", "interrupted", "waiting"]
 
@@ -46,7 +49,7 @@ class Trial:
     @property
     def lock(self) -> Path:
         """Held by the process that runs it."""
-        return self.folder.parent / f".{self.number}.lock"
+        return self.folder / folders.LOCK
 
     @property
     def errors(self) -> list[Path]:
@@ -76,9 +79,22 @@ class Sweep:
     working_dir: str = ""
     """Where relative paths of the overrides start."""
 
+    @property
+    def permission(self) -> tuple[str, ...]:
+        """The words of a command line that permit what it was started with."""
+        return (*(("--config-dir", self.config_dir) if self.config_dir else ()), *self.allow)
+
     def having(self, *states: State) -> list[Trial]:
         """The trials in one of these states."""
         return [trial for trial in self.trials if trial.state in states]
+
+
+def to_go_on(sweep: Sweep) -> str:
+    """The command that goes on with a sweep."""
+    own = r"hydra(/launcher|\.launcher|\.sweeper\.storage)"
+    words = [word for word in sweep.hydra if re.match(own, word)]
+    resume = setting("resume", sweep.folder)
+    return command_line("-m", resume, *words, permission=sweep.permission)
 
 
 def progress(folder: Path) -> State:
@@ -89,7 +105,8 @@ def progress(folder: Path) -> State:
         return "done"
     if (folder / PRUNED).is_file():
         return "pruned"
-    return "interrupted" if folder.is_dir() and any(folder.iterdir()) else "waiting"
+    begun = folder.is_dir() and any(p.name not in (folders.LOCK, OUTPUT) for p in folder.iterdir())
+    return "interrupted" if begun else "waiting"
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -115,7 +132,11 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def write_sweep(sweep: Sweep) -> None:
-    """Write sweep.json, whole or not at all."""
+    """Begin a sweep: write sweep.json, whole or not at all.
+
+    Raises:
+        UserError: another command has begun one in this folder.
+    """
     content = {
         "version": VERSION,
         "sweeper": sweep.sweeper,
@@ -127,26 +148,40 @@ def write_sweep(sweep: Sweep) -> None:
         "working_dir": sweep.working_dir,
         "trials": [_record(trial) for trial in sweep.trials],
     }
-    _save(sweep.folder, content)
+    with locked(sweep.folder / ".sweep.lock", wait=True):
+        if (sweep.folder / FILE).exists():
+            raise UserError(
+                f"run_dir: {sweep.folder}: another command has just begun a sweep there"
+            )
+        _save(sweep.folder, content)
 
 
-def new_trial(folder: Path, keys: Sequence[str], number: int, overrides: Sequence[str]) -> Trial:
-    """A trial of this sweep; its folder's name is its number and, where they make one, its values.
+def new_trial(
+    folder: Path,
+    keys: Sequence[str],
+    number: int,
+    overrides: Sequence[str],
+    name: str | None = None,
+) -> Trial:
+    """A trial of this sweep. Neither its folder nor a record of it is made.
 
-    Neither the folder nor a record of it is made.
+    Args:
+        name: of its folder; by default its number and, where they make one, its values.
     """
     values = _values(keys, overrides)
+    if name is not None:
+        return Trial(number, folder / name, tuple(overrides), values)
     named = [f"{k.replace('/', '.')}={v}" for k, v in values.items() if _NAMING.fullmatch(v)]
     name = "_".join([str(number), ",".join(named)]).rstrip("_")
     name = name if len(name) <= _LONGEST else str(number)
     return Trial(number, folder / name, tuple(overrides), values)
 
 
-def add_trial(folder: Path, overrides: Sequence[str]) -> Trial:
+def add_trial(folder: Path, overrides: Sequence[str], name: str | None = None) -> Trial:
     """Append a trial to a sweep whose trials are not known beforehand; any process may."""
     with locked(folder / ".sweep.lock", wait=True):
         content = _load(folder)
-        trial = new_trial(folder, content["keys"], len(content["trials"]), overrides)
+        trial = new_trial(folder, content["keys"], len(content["trials"]), overrides, name)
         content["trials"].append(_record(trial))
         _save(folder, content)
     return trial
@@ -175,17 +210,12 @@ def find_sweep(given: str, key: str) -> Path:
     if not folder.is_dir():
         raise UserError(f"{key}: no folder {folder}")
     if not (folder / FILE).is_file():
-        one = f"; one run: {folders.as_override('resume', folder)} without -m"
+        one = f"; one run: {command_line(setting('resume', folder))}"
         hint = one if key == "resume" and (folder / folders.CONFIG).is_file() else ""
         if key == "sweep":
             hint = "\n  it is the folder that attnkit -m made; the newest of them: sweep=latest"
         raise UserError(f"{key}: no sweep in {folder} (it has no {FILE}){hint}")
     return folder
-
-
-def key_of(override: str) -> str:
-    """The key or group that an override sets."""
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _values(keys: Sequence[str], overrides: Sequence[str]) -> dict[str, str]:

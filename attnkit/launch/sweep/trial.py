@@ -8,22 +8,32 @@ import json
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from attnkit.launch.config.compose import Composer, quoted
-from attnkit.launch.errors import guarded, summary
+from attnkit.launch.command import key_of, setting
+from attnkit.launch.config.compose import Composer
+from attnkit.launch.errors import TRACEBACK, guarded, summary
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.job.execute import execute
 from attnkit.launch.job.job import Job
 from attnkit.launch.processes import gpus as devices
 from attnkit.launch.processes.locks import holder, locked
+from attnkit.launch.processes.torchrun import VARIABLES
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
-from attnkit.launch.sweep.record import ERROR, PRUNED, Trial, key_of, progress, read_sweep
+from attnkit.launch.sweep.record import (
+    ERROR,
+    OUTPUT,
+    PRUNED,
+    Trial,
+    progress,
+    read_sweep,
+)
 from attnkit.lightning.files import replacing
 
 
@@ -79,6 +89,8 @@ def run_trial(order: Order, number: int) -> None:
                 print((trial.folder / PRUNED).read_text("utf-8").strip(), flush=True)
                 return
             save_error(trial.folder, summary(error))
+            if os.environ.get(TRACEBACK) == "1":
+                traceback.print_exception(error)
             print(f"attnkit: trial {number}: {summary(error)}", file=sys.stderr, flush=True)
 
 
@@ -86,7 +98,7 @@ def job_of(order: Order, trial: Trial) -> Job:
     """What is to be done: to go on from a checkpoint where there is one, else the whole of it."""
     composer = Composer(Path(order.config_dir) if order.config_dir else None)
     if has_progress(trial.folder):
-        resume = f"resume={quoted(str(trial.folder))}"
+        resume = setting("resume", trial.folder)
         return decide(Request.read(composer, [resume, *order.changes, *order.allow]))
     study = [*order.study, f"++callbacks.pruning.number={trial.number}"] if order.study else []
     overrides = [*trial.overrides, *order.changes, *study, *order.allow]
@@ -118,13 +130,14 @@ def _set_aside_error(trial: Trial) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Leave only the log and the errors of the attempts before."""
+    """Leave only the lock, the logs and the errors of the attempts before."""
     from attnkit.launch.job.screen import LOG
 
+    kept = (LOG, OUTPUT, folders.LOCK)
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name != LOG and not path.match("error_*.txt"):
+        elif path.name not in kept and not path.match("error_*.txt"):
             path.unlink()
 
 
@@ -143,8 +156,11 @@ def _own_device(order: Order, trial: Trial, job: Job) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Be a trial in a process of its own."""
+    """Be a trial in a process of its own, which starts its ranks itself."""
     from attnkit.launch.processes.one_rank import end_with
+
+    for name in VARIABLES:  # a batch system's, of the job in which this process runs
+        os.environ.pop(name, None)
 
     given = json.loads(argv[0])
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}

@@ -18,7 +18,6 @@ from attnkit.lightning.build.renamed import current
 # Modules, with all below them; on the way to them one may only pass (`lightning.Trainer`).
 HOMES = (
     "attnkit.core",
-    "attnkit.launch.sweep.study.pruning",
     "attnkit.layers",
     "attnkit.lightning",
     "attnkit.metrics",

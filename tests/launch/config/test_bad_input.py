@@ -91,7 +91,7 @@ SHIPPED = [
     ("run=test ckpt=a/1_model.depth=2", "/a/1_model.depth=2"),
     ("optimizer.lr=0.1,0.2", "optimizer.lr=0.1,0.2: several values"),
     ("trainer.logger=false", "trainer.logger: set elsewhere: logger.<name>"),
-    ("hydra.run.dir=x", "hydra.run.dir: not used by attnkit"),
+    ("hydra.verbose=true", "hydra.verbose: not used by attnkit"),
     ("-m resume=latest", "resume=latest: no sweep under"),
     ("-m model.depth=2,x", "model.depth: expected int, got 'x' (str)"),
     ("-m run_dir=a,b", "run_dir=a,b: one for all trials"),

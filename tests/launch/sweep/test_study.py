@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,10 +23,9 @@ from optuna.distributions import (  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
 
 from attnkit.launch.config.compose import Composer  # noqa: E402
-from attnkit.launch.sweep.study import loop as study  # noqa: E402
 from attnkit.launch.sweep.study import space  # noqa: E402
-from attnkit.launch.sweep.study import store as study_store  # noqa: E402
 from attnkit.lightning import UserError  # noqa: E402
+from attnkit.lightning.callbacks.study import load_study  # noqa: E402
 
 OPTUNA = "hydra/sweeper=optuna"
 LEAN = ("callbacks.curves=null", "callbacks.cost=null", "logger.tensorboard=null")
@@ -37,8 +38,7 @@ DIGITS = (
 
 def study_of(url):
     """The study as Optuna itself reads it."""
-    storage = study_store.open_storage(str(url))
-    return optuna.load_study(study_name="attnkit", storage=storage)
+    return load_study(str(url), "attnkit")
 
 
 # --- the space ------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_values_come_back_exactly(composer):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("hydra.sweeper.n_trails=3", "no such setting; did you mean n_trials?"),
+        ("hydra.sweeper.n_trails=3", "has no such key; did you mean n_trials?"),
         ("hydra.sweeper.n_trials=many", "n_trials: expected int, got 'many'"),
         ("hydra.sweeper.n_trials=0", "n_trials: expected at least 1"),
         ("hydra.sweeper.sampler=tpee", "did you mean tpe?"),
@@ -108,8 +108,8 @@ def test_values_come_back_exactly(composer):
         ("hydra.sweeper.pruner=percentile", "pruner_options.percentile: missing"),
         ("hydra.sweeper.metric=test/loss", "the one needs the other"),
         ("hydra.sweeper.n_jobs=2", "hydra/launcher=basic runs one at a time"),
-        ("hydra.sweeper.storage=postgresql://x/y", "or sqlite:///FILE"),
-        ("hydra.sweeper.storage=nowhere/x", "its folder must exist"),
+        ("hydra.sweeper.storage=nosuch://x/y", "Optuna can't use the storage nosuch://x/y"),
+        ("hydra.sweeper.storage=nowhere/x", "expected a file in a folder that exists"),
         ("hydra.sweeper.n_trials=2,3", "expected one value"),
         ("module.widht=3", "did you mean width?"),
         ("callbacks.checkpoint.monitor=test/loss", "needs a metric of validation"),
@@ -199,7 +199,7 @@ def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     assert found.states("one") == ["done"]
     assert found.states("two") == ["done"]
     study = study_of("sqlite:///shared.db")
-    assert [t.user_attrs["sweep"] for t in study.trials] == ["one", "two"]
+    assert [t.user_attrs["sweep"].rpartition("/")[2] for t in study.trials] == ["one", "two"]
     assert study.direction == optuna.study.StudyDirection.MAXIMIZE
     again = attnkit("-m", "resume=one", "--config-dir", hers)
     assert again.code == 0
@@ -209,30 +209,49 @@ def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     assert "is a study with another" in done.err
 
 
-def test_killed_while_it_asks(mine, attnkit, found, hers, monkeypatch):
+KILLED = """\
+import os, signal, sys
+import optuna
+from attnkit.launch.main import main
+from attnkit.launch.sweep.study import loop
+
+def killed(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+owner = optuna.Trial if sys.argv[1] == "set_user_attr" else loop
+setattr(owner, sys.argv[1], killed)
+main(sys.argv[2:])
+"""
+
+
+def test_killed_while_it_asks(attnkit, found, hers):
     """Before a trial of the study is anybody's, and before it is in sweep.json."""
 
-    def killed(*args):
-        raise RuntimeError("killed")
+    def killed(where, *argv):
+        command = [sys.executable, "-c", KILLED, where, "--config-dir", str(hers), *argv]
+        assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
 
-    go_on = ("-m", "resume=sweep", "--config-dir", hers)
-    with monkeypatch.context() as patch:
-        patch.setattr(optuna.Trial, "set_user_attr", killed)
-        done = mine(
-            "-m", OPTUNA, *LEAN, "callbacks.progress=null", "trainer.max_epochs=1", RATE,
-            "hydra.sweeper.n_trials=1", "run_dir=sweep",
-        )  # fmt: skip
-        assert (done.code, found.states("sweep")) == (1, [])
-    with monkeypatch.context() as patch:
-        patch.setattr(study, "add_trial", killed)
-        assert (attnkit(*go_on).code, found.states("sweep")) == (1, [])
+    killed(
+        "set_user_attr", "task=mine", "-m", OPTUNA, *LEAN, "callbacks.progress=null",
+        "trainer.max_epochs=1", RATE, "hydra.sweeper.n_trials=1", "run_dir=sweep",
+    )  # fmt: skip
+    assert found.states("sweep") == []
+    killed("add_trial", "-m", "resume=sweep")
+    assert found.states("sweep") == []
     assert [t.state.name for t in study_of("sweep/study.journal").trials] == ["FAIL", "RUNNING"]
-    assert attnkit(*go_on).code == 0
-    (trial,) = trials.read_sweep(Path("sweep")).trials
-    nobodys, its = study_of("sweep/study.journal").trials
-    assert (nobodys.state, its.state) == (TrialState.FAIL, TrialState.COMPLETE)
-    assert its.value == trial.results["val/loss_best"]
-    assert list(trial.overrides[-1:]) == space.texts(its.params)
+    done = attnkit("-m", "resume=sweep", "--config-dir", hers, "hydra.sweeper.n_trials=2")
+    assert done.code == 0, done.err
+    nobodys, its, chosen = study_of("sweep/study.journal").trials
+    complete = TrialState.COMPLETE
+    assert (nobodys.state, its.state, chosen.state) == (TrialState.FAIL, complete, complete)
+    for trial, theirs in zip(trials.read_sweep(Path("sweep")).trials, (its, chosen), strict=True):
+        assert theirs.value == trial.results["val/loss_best"]
+        assert list(trial.overrides[-1:]) == space.texts(theirs.params)
+
+    done = attnkit("-m", "resume=sweep", "--config-dir", hers, "hydra.sweeper.n_trials=1")
+    assert done.code == 0, done.err
+    assert "hydra.sweeper.n_trials=1: it has 2 already; no further one is chosen" in done.out
+    assert found.states("sweep") == ["done", "done"]
 
 
 @pytest.mark.parametrize(

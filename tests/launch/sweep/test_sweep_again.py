@@ -1,12 +1,13 @@
 """Sweeps that are killed, resumed and retried: every trial runs once, whatever happens."""
 
+import fcntl
 import json
 import os
 import re
 import signal
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,18 @@ from attnkit.launch.processes.locks import is_locked, locked
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.start import _combinations
 from attnkit.lightning import UserError
+
+
+@contextmanager
+def held_elsewhere(lock):
+    """As another process holds a lock: by a file of its own."""
+    lock.parent.mkdir(exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 7 on elsewhere\n")
+        file.flush()
+        yield
+
 
 # --- the record -----------------------------------------------------------------------------------
 
@@ -46,11 +59,8 @@ def test_each_state_is_found(record, found):
     assert sweep.trials[1].error == "went wrong"
     assert sweep.trials[3].folder == record / "3_model.depth=3"
     assert sweep.trials[3].values == {"model.depth": "3"}
-    with locked(sweep.trials[2].lock) as mine:
-        assert mine
+    with held_elsewhere(sweep.trials[2].lock):
         assert found.states(record)[2] == "running"
-        with locked(sweep.trials[2].lock) as again:
-            assert not again
     assert found.states(record)[2] == "interrupted"
     # the results of one seed are not those of the job
     (record / "3_model.depth=3" / "seed_0").mkdir(parents=True)
@@ -58,13 +68,22 @@ def test_each_state_is_found(record, found):
     assert found.states(record)[3] == "interrupted"
 
 
+def test_a_lock_alone_is_no_beginning(record, found):
+    """Nor is what a process of its own has printed before it did anything."""
+    folder = trials.read_sweep(record).trials[3].folder
+    with held_elsewhere(folder / ".lock"):
+        assert found.states(record)[3] == "running"
+    (folder / trials.OUTPUT).touch()
+    assert found.states(record)[3] == "waiting"
+
+
 def test_trials_are_appended_by_many_at_once(record):
-    with ThreadPoolExecutor(8) as pool:
-        added = pool.map(lambda n: trials.add_trial(record, [f"model.depth={n}"]), range(20, 40))
+    with get_context("fork").Pool(4) as pool:
+        added = pool.starmap(trials.add_trial, [(record, [f"model.depth={n}"]) for n in range(20)])
     assert sorted(trial.number for trial in added) == list(range(4, 24))
     there = trials.read_sweep(record).trials
     assert [trial.number for trial in there] == list(range(24))
-    assert {trial.values["model.depth"] for trial in there[4:]} == {str(n) for n in range(20, 40)}
+    assert {trial.values["model.depth"] for trial in there[4:]} == {str(n) for n in range(20)}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +168,7 @@ def test_resume_and_retry(halted, attnkit, found, hers):
     edited = content.replace('"module.interrupt_at=1"', '"module.interrupt_at=null"')
     Path("sweep/sweep.json").write_text(edited)
     before = {path: path.stat().st_mtime_ns for path in Path("sweep").glob("[01]_*/*")}
-    with locked(trials.read_sweep(Path("sweep")).trials[3].lock):  # as if another process ran it
+    with held_elsewhere(trials.read_sweep(Path("sweep")).trials[3].lock):
         done = attnkit("--config-dir", hers, "-m", "resume=sweep")
         assert done.code == 1, done.err
         assert "1 of 4 trials" in done.out
@@ -187,8 +206,8 @@ def test_resume_and_retry(halted, attnkit, found, hers):
         ("run=retry sweep=nowhere", "sweep: no folder"),
         ("run=retry sweep=latest", "sweep=latest: no sweep under"),
         ("run=retry sweep=. model.depth=3", "model.depth=3: can't change in a run that goes on"),
-        ("sweep=x", "only for run=retry"),
-        ("-m run=retry sweep=x seed=1,2", "run=retry: of a whole sweep, by itself"),
+        ("sweep=x", "only in run=retry"),
+        ("-m run=retry sweep=x seed=1,2", "run=retry: not with -m"),
         ("-m seed=1,2 hydra/launcher=slurm", "there is none of this name"),
         ("-m seed=1,2 hydra/sweeper=other", "attnkit makes the combinations itself"),
         ("-m optimizer.lr=interval(1e-4,1e-2)", "let Optuna choose: hydra/sweeper=optuna"),
@@ -246,21 +265,17 @@ def test_the_names_of_devices(monkeypatch):
         assert devices.visible() == expected
 
 
-def test_no_two_have_a_device(tmp_path):
-    """Six at once, two devices: never more than two, and never the same."""
-    held, seen, guard = set(), [], threading.Lock()
-
-    def use(_):
-        with devices.reserved(("0", "1"), tmp_path) as device:
-            with guard:
-                assert device not in held
-                held.add(device)
-                seen.append(device)
+def _use(folder):
+    with devices.reserved(("0", "1"), folder) as device:
+        with (folder / f"{device}.held").open("x"):  # an error where another process has it
             time.sleep(0.05)
-            with guard:
-                held.remove(device)
+        (folder / f"{device}.held").unlink()
+        return device
 
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(use, range(6)))
+
+def test_no_two_have_a_device(tmp_path):
+    """Six processes at once, two devices."""
+    with get_context("fork").Pool(6) as pool:
+        seen = pool.map(_use, [tmp_path] * 6, chunksize=1)
     assert len(seen) == 6
     assert set(seen) == {"0", "1"}

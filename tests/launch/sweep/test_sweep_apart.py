@@ -4,13 +4,18 @@ import json
 import os
 import signal
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from attnkit.launch.config.compose import Composer
 from attnkit.launch.processes import gpus as devices
 from attnkit.launch.sweep import launchers
 from attnkit.launch.sweep import record as trials
+from attnkit.launch.sweep.run_trials import order_of
+from attnkit.launch.sweep.trial import as_json
 
 QUICK = (
     "task=vit", "model.dim=16", "model.depth=1", "model.num_heads=2", "trainer=cpu",
@@ -24,12 +29,12 @@ LAUNCHERS = [
 
 @pytest.mark.parametrize(("launcher", "setting"), LAUNCHERS)
 def test_launchers(attnkit, found, hers, monkeypatch, launcher, setting):
-    """Three trials at once on two devices: one of them fails, none shares a device."""
+    """Three trials, two of which wait for each other while they train; the third one fails."""
     monkeypatch.setenv(devices.VARIABLE, "7,8")  # on which no test can find a GPU
     done = attnkit(
         "--config-dir", hers, "-m", "task=mine", "module.fail_at=null,99,0",
-        "trainer.accelerator=auto", "trainer.max_epochs=15", "callbacks.curves=null",
-        "logger.tensorboard=null", "+callbacks.seen._target_=mine_of_the_tests.Seen",
+        "trainer.accelerator=auto", "callbacks.curves=null", "logger.tensorboard=null",
+        "+callbacks.seen._target_=mine_of_the_tests.Seen", "+callbacks.seen.others=1",
         f"hydra/launcher={launcher}", *([setting] if setting else []), "run_dir=sweep",
     )  # fmt: skip
     assert done.code == 1, done.err
@@ -41,34 +46,79 @@ def test_launchers(attnkit, found, hers, monkeypatch, launcher, setting):
     assert {path.name for path in Path.cwd().iterdir()} == {"sweep"}
     folders = {path.name for path in Path("sweep").iterdir() if path.is_dir()}
     assert folders - {".submitit"} == {trial.folder.name for trial in ended}
+    assert "this module fails on purpose" in (ended[2].folder / "output.log").read_text()
 
     seen = [json.loads((trial.folder / "seen.json").read_text()) for trial in ended[:2]]
-    assert {one["device"] for one in seen} <= {"7", "8"}
+    assert {one["device"] for one in seen} == {"7", "8"}  # at the same time, so not the same one
     assert len({one["pid"] for one in seen} | {os.getpid()}) == 3
-    (start, end), (other_start, other_end) = (one["time"] for one in seen)
-    if max(start, other_start) < min(end, other_end):
-        assert seen[0]["device"] != seen[1]["device"]
+
+
+def test_all_that_a_trial_printed_is_kept(mine, found, monkeypatch):
+    monkeypatch.setenv("ATTNKIT_TRACEBACK", "1")
+    done = mine(
+        "-m", "module.fail_at=0", "seed=1", "hydra/launcher=joblib", "callbacks.curves=null",
+        "logger.tensorboard=null", "run_dir=sweep",
+    )  # fmt: skip
+    assert done.code == 1
+    (trial,) = trials.read_sweep(Path("sweep")).trials
+    said = (trial.folder / "output.log").read_text()
+    assert "Traceback (most recent call last)" in said
+    assert "in training_step" in said
+
+
+def test_ranks_of_a_trial_in_a_batch_job(found, unruly):
+    """The variables of SLURM's one task are not those of the two ranks that the trial starts."""
+    composer = Composer(Path(unruly[1]))
+    overrides = (*unruly[2:], "trainer=cpu_ddp", "trainer.max_epochs=1")
+    folder = Path("sweep").absolute()
+    folder.mkdir()
+    trial = trials.new_trial(folder, (), 0, overrides)
+    sweep = trials.Sweep(folder, overrides, (), (trial,), working_dir=str(Path.cwd()))
+    trials.write_sweep(sweep)
+    slurm = {
+        "SLURM_JOB_ID": "71234", "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "1",
+        "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1",
+    }  # fmt: skip
+    words = [sys.executable, "-m", "attnkit.launch.sweep.trial"]
+    order = as_json(order_of(composer, sweep, ()))
+    done = subprocess.run(
+        [*words, order, "0"], env={**os.environ, **slurm}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert found.states(folder) == ["done"], done.stdout + done.stderr
+    assert json.loads((trial.folder / "results.json").read_text())["steps"] == 4
 
 
 def test_what_is_not_installed_is_named(attnkit, monkeypatch):
     monkeypatch.setattr(launchers, "find_spec", lambda name: None)
-    for name, extra in (("joblib", "joblib"), ("submitit_slurm", "submitit")):
-        done = attnkit("-m", "seed=1,2", f"hydra/launcher={name}")
-        assert (done.code, len(done.err.splitlines())) == (2, 2)
-        assert f"pip install 'attnkit[{extra}]'" in done.err
+    done = attnkit("-m", "seed=1,2", "hydra/launcher=submitit_slurm")
+    assert (done.code, len(done.err.splitlines())) == (2, 2)
+    assert "pip install 'attnkit[submitit]'" in done.err
 
 
-def test_slurm_is_composed_and_looked_for(attnkit, monkeypatch):
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+@pytest.mark.parametrize(
+    ("launcher", "setting", "message"),
+    [
+        ("submitit_slurm", "partition=gpu", "no SLURM here (no command sbatch)"),
+        ("submitit_slurm", "partitoin=gpu", "has no such key; did you mean partition?"),
+        ("submitit_slurm", "timeout_min=long", "timeout_min: expected int, got 'long'"),
+        ("submitit_slurm", "tasks_per_node=4", "a trial is one task, which starts its own ranks"),
+        ("submitit_local", "partition=gpu", "has no such key; it has cpus_per_task"),
+        ("joblib", "n_jobs=0", "expected 1 or more, or -1 for all CPUs"),
+        ("joblib", "backend=loky", "has no such key; it has n_jobs"),
+        ("joblib", "n_jobs=1,2", "expected one value"),
+        ("basic", "n_jobs=2", "hydra/launcher=basic has no such key"),
+    ],
+)
+def test_wrong_settings(attnkit, monkeypatch, launcher, setting, message):
     monkeypatch.setenv("PATH", "")
-    slurm = ("-m", "seed=1,2", "hydra/launcher=submitit_slurm")
-    done = attnkit(*slurm, "hydra.launcher.partition=gpu", "hydra.launcher.timeout_min=60")
-    assert done.code == 2
-    assert "no SLURM here (no command sbatch)" in done.err
-    done = attnkit(*slurm, "hydra.launcher.partitoin=gpu")
-    assert "hydra.launcher.partitoin: hydra.launcher has no such setting" in done.err
-    done = attnkit(*slurm, "hydra.launcher.timeout_min=long")
-    assert "hydra.launcher.timeout_min=long: Value 'long'" in done.err
+    command = (f"hydra/launcher={launcher}", f"hydra.launcher.{setting}")
+    done = attnkit("-m", "task=vit", "seed=1,2", *command)
+    assert done.code == 2, done.out
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) <= 3
+    assert list(Path.cwd().iterdir()) == []
 
 
 @pytest.mark.slow
@@ -104,7 +154,7 @@ def test_a_trial_that_is_killed_fails_alone(attnkit, found, start):
         "hydra.launcher.n_jobs=2", "run_dir=sweep",
     )  # fmt: skip
     command.when(lambda: list(Path("sweep").glob("1_*/checkpoints/last.ckpt")))
-    holder = Path("sweep/.1.lock").read_text()
+    holder = next(Path("sweep").glob("1_*/.lock")).read_text()
     os.kill(int(holder.split()[1]), signal.SIGKILL)
     done = command.done()
     assert done.code == 1, done.out

@@ -1,6 +1,7 @@
 """Reports of sweeps, against figures that numpy computes from the same files."""
 
 import csv
+import fcntl
 import json
 import os
 import shlex
@@ -11,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnkit.launch.processes.locks import locked
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.report import page as sweep_report
-from attnkit.launch.sweep.report import parallel, plotting, ranking
 from attnkit.launch.sweep.report import pictures as sweep_plots
+from attnkit.launch.sweep.report import plotting, ranking
 
 LEARNING_RATES = ("1e-3", "1e-2", "0.1", "1.0")
 SEEDS = (0, 1, 2)
@@ -188,8 +188,7 @@ def rows(study):
 def drawn(monkeypatch):
     """The last figure, instead of a file."""
     figures = []
-    for module in (sweep_plots, parallel):
-        monkeypatch.setattr(module, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(sweep_plots, "save", lambda figure, path: figures.append(figure))
     return lambda: figures[-1].axes
 
 
@@ -218,7 +217,7 @@ def test_what_the_pictures_show(study, rows, drawn):
     assert names[0].endswith(f" {first}")
     assert names[-1] == "not counted"
 
-    assert parallel.draw_parallel(Path("x"), rows, metric)
+    assert sweep_plots.draw_parallel(Path("x"), rows, metric)
     (axes,) = drawn()
     curves = [line.get_ydata() for line in axes.get_lines() if len(line.get_ydata()) == 3]
     assert sorted(curve[-1] for curve in curves)[0] == 0
@@ -264,6 +263,16 @@ def test_seeds_of_seeds_are_pooled():
     assert pooled["val/x_best_std"] == pytest.approx(values.std(ddof=1), rel=1e-12)
 
 
+def test_a_metric_that_is_called_a_deviation_is_pooled():
+    """val/pixel_std is a metric of its own; val/pixel_std_std would be its deviation."""
+    parts = [{"val/pixel_std": 1.0, "val/x": 2.0, "val/x_std": 0.0}, {"val/pixel_std": 3.0}]
+    pooled = ranking.pooled(parts, "val/x")
+    assert pooled["val/pixel_std"] == 2
+    assert pooled["val/x"] == 2
+    assert pooled["val/pixel_std_std"] == pytest.approx(np.std([1, 3], ddof=1))
+    assert "val/x_std_std" not in pooled
+
+
 def test_the_same_seed_twice_is_not_two_seeds(tmp_path):
     twice = [{"seed": "1", "model.depth": "2"}] * 2 + [{"seed": "2", "model.depth": "2"}]
     folder = sweep_by_hand(tmp_path / "sweep", twice, [curve_of(n) for n in range(3)])
@@ -302,7 +311,8 @@ def test_while_it_runs(tmp_path, attnkit, monkeypatch):
         raise ValueError("no such colour")
 
     monkeypatch.setitem(sweep_plots.PICTURES, "parameters.png", broken)
-    with locked(trials.read_sweep(folder).trials[1].lock):
+    with (folder / "1_optimizer.lr=1e-2" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as another process holds it
         done = attnkit("run=report", f"sweep={folder}")
     assert (done.code, done.err) == (0, "")
     assert "warning: parameters.png could not be drawn: ValueError: no such colour" in done.out
@@ -329,7 +339,7 @@ def test_the_command_from_another_folder(tmp_path):
     )  # fmt: skip
     place, _, command = sweep_report.command_of(sweep, trial).partition(" && ")
     assert shlex.split(place) == ["cd", sweep.working_dir]
-    own = ["attnkit", "--config-dir", "/my folder", "data.root=pictures", "seed=1", "allow=[mine]"]
+    own = ["attnkit", "data.root=pictures", "seed=1", "--config-dir", "/my folder", "allow=[mine]"]
     assert shlex.split(command) == own
 
 
@@ -341,7 +351,7 @@ def test_the_command_from_another_folder(tmp_path):
         ("run=report sweep=latest", "sweep=latest: no sweep under", 1),
         ("run=report", "run=report: needs sweep=PATH", 1),
         ("run=report sweep=. seed=3", "seed=3: not for run=report", 1),
-        ("-m run=report sweep=x seed=1,2", "run=report: of a whole sweep, by itself", 2),
+        ("-m run=report sweep=x seed=1,2", "run=report: not with -m", 2),
     ],
 )
 def test_wrong_commands(attnkit, command, message, lines):

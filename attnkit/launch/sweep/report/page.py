@@ -11,12 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from attnkit.launch.command import command_line, key_of, setting
 from attnkit.launch.errors import CRASHED, summary
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.decide import Request
-from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, key_of, read_sweep
-from attnkit.launch.sweep.report import pictures as sweep_plots
-from attnkit.launch.sweep.report import ranking, tradeoff
+from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, read_sweep, to_go_on
+from attnkit.launch.sweep.report import ranking
+from attnkit.launch.sweep.report.pictures import PICTURES
 from attnkit.launch.sweep.report.ranking import Metric, Row
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import replacing
@@ -54,7 +55,7 @@ def finish(folder: Path) -> int:
         each = ranking.ranked(sweep.trials, metric, by_seed=True)
         ranking.save(folder / ranking.EACH, each, figures)
         print(f"         {folder / ranking.EACH}")
-    pictures = _draw(folder, rows, metric, figures)
+    pictures = _draw(folder, rows, metric)
     for name in pictures:
         print(f"  plot   {folder / name}")
     best = best_trial(rows, metric)
@@ -76,12 +77,11 @@ def best_trial(rows: Sequence[Row], metric: Metric) -> Trial | None:
 
 def command_of(sweep: Sweep, trial: Trial) -> str:
     """The command that runs this trial by itself, quoted for a POSIX shell."""
-    own = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
-    command = shlex.join(["attnkit", *own, *trial.overrides, *sweep.allow])
     start = Path(sweep.working_dir)
     elsewhere = start.is_dir() and start != Path.cwd()
     place = f"cd {shlex.quote(sweep.working_dir)} && " if elsewhere else ""
-    return ranking.plain(f"{place}{command}")
+    own = command_line(*trial.overrides, permission=sweep.permission)
+    return ranking.plain(f"{place}{own}")
 
 
 def saved_config(sweep: Sweep) -> Mapping[str, Any]:
@@ -92,16 +92,15 @@ def saved_config(sweep: Sweep) -> Mapping[str, Any]:
     return {}
 
 
-def _draw(folder: Path, rows: Sequence[Row], metric: Metric, figures: Sequence[str]) -> list[str]:
+def _draw(folder: Path, rows: Sequence[Row], metric: Metric) -> list[str]:
     """The pictures that there was something for; one that goes wrong is a warning."""
-    cost = next((n for n in ("test/accuracy", *figures) if n in figures), "")
     made = []
-    for name, draw in {tradeoff.FILE: None, **sweep_plots.PICTURES}.items():
+    for name, draw in PICTURES.items():
         path = folder / name
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of letters that a font lacks
-                drawn = draw(path, rows, metric) if draw else tradeoff.draw(path, rows, cost)
+                drawn = draw(path, rows, metric)
         except Exception as error:
             print(f"warning: {name} could not be drawn: {summary(error).splitlines()[0]}")
             continue
@@ -134,12 +133,12 @@ def _page(
 
 def _say_what_is_left(sweep: Sweep) -> None:
     if failed := sweep.having("failed"):
-        again = folders.as_override("sweep", sweep.folder)
-        print(f"{len(failed)} failed; to run them again: attnkit run=retry {again}")
+        words = ("run=retry", setting("sweep", sweep.folder))
+        again = command_line(*words, permission=sweep.permission)
+        print(ranking.plain(f"{len(failed)} failed; to run them again: {again}"))
     for state in ("running", "interrupted", "waiting"):
         if those := sweep.having(state):
-            again = folders.as_override("resume", sweep.folder)
-            print(f"{len(those)} {state}; to go on: attnkit -m {again}")
+            print(ranking.plain(f"{len(those)} {state}; to go on: {to_go_on(sweep)}"))
 
 
 def _is_place(override: str) -> bool:

@@ -1,4 +1,4 @@
-"""The pictures of a sweep: the metric against each parameter, all of them at once, the curves."""
+"""The pictures of a sweep: the metric against each parameter, all at once, the curves, the cost."""
 
 import csv
 import math
@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from attnkit.launch.sweep.report.parallel import PARALLEL, draw_parallel
 from attnkit.launch.sweep.report.plotting import (
     Scale,
     explain,
@@ -20,13 +19,12 @@ from attnkit.launch.sweep.report.plotting import (
     spans,
     styled,
 )
-from attnkit.launch.sweep.report.ranking import Metric, Row
+from attnkit.launch.sweep.report.ranking import COSTS, Metric, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PARAMETERS = "parameters.png"
-CURVES = "curves.png"
+ACCURACY = "test/accuracy"
 _GREY = "0.6"
 _MEANS = 8  # numbers that have a mean each; of more, trials in a mean
 Draw = Callable[[Path, Sequence[Row], Metric], bool]
@@ -111,6 +109,106 @@ def draw_curves(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
     return True
 
 
+def draw_parallel(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
+    """Parallel coordinates: an axis for each parameter, the metric's last with its best on top.
+
+    Returns:
+        Whether there was anything to draw: one parameter alone is `draw_parameters`'s.
+    """
+    keys, shown = parameters_of(rows), ranked_of(rows)
+    if len(keys) < 2:
+        return False
+    figure = new_figure(max(6.5, 1.9 * (len(keys) + 1)), 4.8)
+    axes = figure.subplots()
+    scales = [Scale.of([r.values[key] for r in shown if key in r.values]) for key in keys]
+    reached = [row.results[metric.name] for row in shown]
+    low, high = min(reached), max(reached)
+    for row, style in styled(shown):
+        heights = [
+            scale.share(row.values[key]) if key in row.values else math.nan
+            for key, scale in zip(keys, scales, strict=True)
+        ]
+        last = (row.results[metric.name] - low) / (high - low) if high > low else 0.5
+        axes.plot([*heights, last if metric.maximize else 1 - last], **style)
+    for place, scale in enumerate(scales):
+        texts = _thinned(scale)
+        _write_axis(axes, place, [(scale.share(text), text) for text in texts])
+    top, bottom = (high, low) if metric.maximize else (low, high)
+    fifths = [i / 4 for i in range(5)] if high > low else [0.5]
+    values = [bottom + (top - bottom) * share for share in fifths]
+    _write_axis(axes, len(keys), [(s, f"{v:.4g}") for s, v in zip(fifths, values, strict=True)])
+    axes.set_xticks(range(len(keys) + 1), [*map(short, keys), f"{metric.name}\n(best on top)"])
+    axes.set_xlim(-0.25, len(keys) + 0.4)
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    explain(figure, axes, shown)
+    save(figure, path)
+    return True
+
+
+def draw_cost(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
+    """What was reached against multiply-adds and the time of a step: a point for each row, with
+    the standard deviation over its seeds. Reached is the accuracy of the test, if there is one.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    from matplotlib.ticker import EngFormatter
+
+    name = ACCURACY if any(ACCURACY in row.results for row in rows) else metric.name
+    shown = [row for row in rows if name in row.results and COSTS[1] in row.results]
+    if len({row.results[COSTS[1]] for row in shown}) < 2:
+        return False
+    axis = {COSTS[1]: "multiply-adds of a sample", COSTS[2]: "seconds of a training step"}
+    costs = [cost for cost in axis if all(cost in row.results for row in shown)]
+    figure = new_figure(6.5 * len(costs), 4.5)
+    panels = figure.subplots(1, len(costs), squeeze=False)[0]
+    for axes, cost in zip(panels, costs, strict=True):
+        for number, row in enumerate(shown):
+            point = (row.results[cost], row.results[name])
+            spread = row.results.get(f"{name}_std", 0.0)
+            axes.errorbar(*point, yerr=spread, fmt="o", capsize=3, color=f"C{number % 10}")
+            if len(shown) <= 12 or number < 3:  # of many, the best alone are named
+                label = short(row.label, 40)
+                axes.annotate(label, point, xytext=(5, 4), textcoords="offset points")
+        axes.set(xlabel=axis[cost], ylabel=name)
+        if spans([row.results[cost] for row in shown], 5):
+            axes.set_xscale("log")
+        else:
+            axes.xaxis.set_major_formatter(EngFormatter())
+        axes.margins(x=0.15)  # room for the names
+        axes.grid(visible=True, alpha=0.3)
+    save(figure, path)
+    return True
+
+
+def _write_axis(axes: "Axes", place: float, ticks: Sequence[tuple[float, str]]) -> None:
+    axes.axvline(place, color="0.2", lw=1, zorder=4)
+    box = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.75}
+    for height, text in ticks:
+        axes.plot([place], [height], "_", color="0.2", ms=8, zorder=5)
+        axes.annotate(
+            short(text),
+            (place, height),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            bbox=box,
+            zorder=6,
+        )
+
+
+def _thinned(scale: Scale) -> list[str]:
+    """As many of the values as can be written above each other."""
+    kept: list[str] = []
+    for text in scale.texts:
+        if all(abs(scale.share(text) - scale.share(other)) > 0.07 for other in kept):
+            kept.append(text)
+    return kept
+
+
 def _means(
     scale: Scale, found: Mapping[str, Sequence[float]]
 ) -> tuple[list[tuple[float, float]], str]:
@@ -179,7 +277,8 @@ def history(path: Path, name: str) -> list[tuple[float, float]]:
 
 
 PICTURES: dict[str, Draw] = {
-    PARAMETERS: draw_parameters,
-    PARALLEL: draw_parallel,
-    CURVES: draw_curves,
+    "cost.png": draw_cost,
+    "parameters.png": draw_parameters,
+    "parallel.png": draw_parallel,
+    "curves.png": draw_curves,
 }

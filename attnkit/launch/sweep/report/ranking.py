@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnkit.launch.sweep.record import Trial, key_of
+from attnkit.launch.command import key_of
+from attnkit.launch.sweep.record import Trial
 from attnkit.lightning.files import replacing
 
 FILE = "table.csv"
@@ -132,7 +133,8 @@ def pooled(parts: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
     names = dict.fromkeys(name for part in parts for name in part)
     for name in names:
         having = [part for part in parts if name in part]
-        if name == "num_seeds" or f"{name.removesuffix('_std')}_std" == name in names:
+        is_spread = name.endswith("_std") and name.removesuffix("_std") in names
+        if name == "num_seeds" or is_spread:
             continue
         counts = [int(part.get("num_seeds", 1)) for part in having]
         number = sum(counts)

@@ -5,7 +5,6 @@ the table are those of every sweep. Several processes may run one study, in one 
 (`-m resume=SWEEP_DIR` once more) or in sweeps of their own with the same storage.
 """
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Override
 
+from attnkit.launch.command import command_line, key_of
 from attnkit.launch.config.compose import Composer, quoted
+from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, is_sweeper, split, trial_folder
 from attnkit.launch.job import folder as folders
-from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.decide import Request
 from attnkit.launch.job.job import Job
 from attnkit.launch.sweep.launchers import BASIC, Launch
-from attnkit.launch.sweep.record import Sweep, add_trial, key_of, read_sweep, write_sweep
-from attnkit.launch.sweep.start import order_of, run_trials, sorted_out
+from attnkit.launch.sweep.record import Sweep, add_trial, read_sweep, write_sweep
+from attnkit.launch.sweep.run_trials import check_trial, order_of, run_trials
 from attnkit.launch.sweep.study import space
-from attnkit.launch.sweep.study.settings import PREFIX, Settings
+from attnkit.launch.sweep.study.settings import JOURNAL, PREFIX, Settings
 from attnkit.launch.sweep.trial import Order
+from attnkit.lightning.callbacks.study import make_pruner, open_storage
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import replacing
 
@@ -36,14 +38,26 @@ _CHECKPOINT = "callbacks.checkpoint"
 _CHANGEABLE = tuple(f"{PREFIX}{name}" for name in ("n_trials", "n_jobs", "storage"))
 
 
-def is_changeable(override: str) -> bool:
+def is_chosen(words: Sequence[str]) -> bool:
+    """Whether Hydra's words choose a study.
+
+    Raises:
+        UserError: they choose another sweeper, or set something of one that is not chosen.
+    """
+    chosen = any(word.lstrip("+") == f"hydra/sweeper={NAME}" for word in words)
+    for word in filter(is_sweeper, words):
+        known = word.lstrip("+") in ("hydra/sweeper=basic", f"hydra/sweeper={NAME}")
+        if not known and not (chosen and key_of(word).startswith(PREFIX)):
+            raise UserError(
+                f"{word}: attnkit makes the combinations itself, of key=a,b\n"
+                "  hydra/sweeper=basic: all of them; optuna: a study, with hydra.sweeper.*"
+            )
+    return chosen
+
+
+def is_changeable(word: str) -> bool:
     """Whether a study that goes on may have this setting."""
-    return key_of(override) in _CHANGEABLE
-
-
-def is_own(override: str) -> bool:
-    """Whether it is a setting of the study, among Hydra's."""
-    return key_of(override).startswith(("hydra/sweeper", PREFIX))
+    return key_of(word) in _CHANGEABLE
 
 
 @dataclass
@@ -55,11 +69,12 @@ class _Plan:
     swept: list[Override]
     fixed: list[str]
     allow: list[str]
+    words: list[str]
     space: dict[str, Any] = field(init=False)
 
     @classmethod
-    def read(cls, composer: Composer, hydra: Sequence[str], rest: Sequence[str]) -> "_Plan":
-        settings = Settings.read(composer, hydra)
+    def read(cls, composer: Composer, words: Sequence[str], rest: Sequence[str]) -> "_Plan":
+        settings = Settings.read(composer, words)
         parsed = composer.parse(rest)
         swept = [o for o in parsed if o.is_sweep_override()]
         fixed = [o for o, p in zip(rest, parsed, strict=True) if p not in swept]
@@ -68,7 +83,7 @@ class _Plan:
         if settings.metric is not None:  # so that table, checkpoint and study agree
             mode = "min" if settings.direction == "minimize" else "max"
             fixed += [f"{_CHECKPOINT}.monitor={settings.metric}", f"{_CHECKPOINT}.mode={mode}"]
-        return cls(composer, settings, swept, fixed, allow)
+        return cls(composer, settings, swept, fixed, allow, list(words))
 
     def __post_init__(self) -> None:
         self.space = space.distributions(self.swept)
@@ -77,15 +92,22 @@ class _Plan:
         """Of a trial."""
         return [*self.fixed, *space.texts(params)]
 
+    @property
+    def permission(self) -> list[str]:
+        """The words of the command line that permit code."""
+        own = self.composer.config_dir
+        return [*(["--config-dir", str(own)] if own else []), *self.allow]
+
+    def add(self, folder: Path, number: int, params: dict[str, Any]) -> None:
+        """Put a trial on record."""
+        overrides = self.overrides(params)
+        name = trial_folder(self.composer, self.words, overrides, number)
+        add_trial(folder, overrides, name)
+
     def check(self, root: Path) -> Job:
         """Check trials at the ends of the space; one of them."""
         for params in reversed(space.corners(self.space)):
-            overrides = self.overrides(params)
-            try:
-                job = decide(Request.read(self.composer, [*overrides, *self.allow]), root / "trial")
-            except UserError as error:
-                lines = [*str(error).splitlines()[:2], f"  in the trial {' '.join(overrides)}"]
-                raise UserError("\n".join(lines)) from error
+            job = check_trial(self.composer, [*self.overrides(params), *self.allow], root)
         if job.config["run"] != "train":
             raise UserError(f"hydra/sweeper={NAME}: run={job.config['run']}; a study trains")
         monitor = _checkpoint(job.config).get("monitor")
@@ -98,7 +120,7 @@ class _Plan:
                 f"{PREFIX}pruner={self.settings.pruner}: of trials of one run; "
                 "leave seeds and splits out"
             )
-        from attnkit.launch.sweep.study.store import make_pruner, make_sampler
+        from attnkit.launch.sweep.study.store import make_sampler
 
         make_pruner(self.settings.pruner, self.settings.pruner_options)
         make_sampler(self.settings, 0)
@@ -106,72 +128,76 @@ class _Plan:
 
 
 def start(
-    composer: Composer,
-    overrides: Sequence[str],
-    place: Sequence[str],
-    hydra: Sequence[str],
-    rest: Sequence[str],
+    composer: Composer, rest: Sequence[str], place: Sequence[str], words: Sequence[str]
 ) -> int:
-    """Begin a study, or join the one that the storage holds; returns the exit code."""
-    plan = _Plan.read(composer, hydra, rest)
-    launch = _launch(composer, hydra, plan.settings)
+    """Begin a study, or join the one that the storage holds; returns the exit code.
+
+    Args:
+        rest: the overrides without `run_dir`.
+        place: `run_dir`, if it was given.
+        words: Hydra's.
+    """
+    plan = _Plan.read(composer, words, rest)
+    launch = _launch(composer, words, plan.settings)
     first = plan.overrides(space.corners(plan.space)[0])
-    root = Request.read(composer, [*first, *plan.allow, *place]).folder(sweep=True)
+    for word in words:
+        if key_of(word) == SUBDIR and "job.num" not in word:
+            raise UserError(
+                f"{word}: a study may choose the same values twice\n"
+                "  with ${hydra.job.num} in it, each trial has a folder of its own"
+            )
+    trial_folder(composer, words, first, 0)
+    request = Request.read(composer, [*first, *plan.allow, *place])
+    root = request.folder(sweep=True)
     job = plan.check(root)
-    if plan.settings.storage is not None:  # relative to where the command was typed
-        hydra = [o for o in hydra if key_of(o) != f"{PREFIX}storage"]
-        hydra = [*hydra, _override("storage", plan.settings.url(root))]
-    root = folders.create(root, fresh=not root.exists())
+    if plan.settings.storage is not None:
+        storage = plan.settings.url(root)
+        open_storage(storage, make=True)  # what is wrong with it is said before there is a folder
+        words = [w for w in words if key_of(w) != f"{PREFIX}storage"]
+        words = [*words, _override("storage", storage)]
+    root = folders.create(root, fresh=request.config.get("run_dir") is None)
     sweep = Sweep(
         root,
-        tuple(overrides),
+        (*rest, *place, *words),
         tuple(o.key_or_group for o in plan.swept),
         sweeper=NAME,
-        hydra=tuple(hydra),
+        hydra=tuple(words),
         config_dir=str(composer.config_dir) if composer.config_dir else None,
         allow=tuple(plan.allow),
         working_dir=str(Path.cwd()),
     )
     write_sweep(sweep)
-    typed = any(key_of(o) == f"{PREFIX}n_trials" for o in hydra)
-    return _run(plan, launch, sweep, job, typed=typed)
+    return _run(plan, launch, sweep, _open(plan, root, job), words)
 
 
-def go_on(composer: Composer, sweep: Sweep, overrides: Sequence[str], launcher: list[str]) -> int:
+def go_on(composer: Composer, sweep: Sweep, allow: Sequence[str], words: Sequence[str]) -> int:
     """Go on with a study; returns the exit code."""
-    plan, job = _again(composer, sweep, overrides)
-    launch = _launch(composer, launcher, plan.settings)
-    typed = any(key_of(o) == f"{PREFIX}n_trials" for o in overrides)
-    return _run(plan, launch, sweep, job, typed=typed)
+    plan, store = _again(composer, sweep, allow, words)
+    return _run(plan, _launch(composer, words, plan.settings), sweep, store, words)
 
 
-def tell(composer: Composer, sweep: Sweep, overrides: Sequence[str]) -> None:
+def tell(composer: Composer, sweep: Sweep, allow: Sequence[str]) -> None:
     """Tell the study of trials that were tried again, and show what is best after it."""
-    plan, job = _again(composer, sweep, overrides)
-    store = _open(plan, sweep.folder, job)
+    plan, store = _again(composer, sweep, allow, ())
     with store.locked():
         store.settle(read_sweep(sweep.folder))
     _show_best(plan, store, sweep.folder)
 
 
-def _again(composer: Composer, sweep: Sweep, overrides: Sequence[str]) -> tuple[_Plan, Job]:
+def _again(
+    composer: Composer, sweep: Sweep, allow: Sequence[str], words: Sequence[str]
+) -> tuple[_Plan, "Store"]:
     """The study's command as it was typed, with what is permitted and changed by this one."""
-    changes = [o for o in overrides if is_changeable(o)]
-    _, _, rest = sorted_out(sweep.command)
-    allow = [o for o in overrides if key_of(o) == "allow"]
-    rest = [*(o for o in rest if key_of(o) != "allow"), *allow]
-    plan = _Plan.read(composer, [*filter(is_own, sweep.hydra), *changes], rest)
-    path = plan.settings.file(sweep.folder)
-    outside = path.parent != sweep.folder and not any("storage" in key_of(o) for o in changes)
-    if outside and not (path.is_file() and path.stat().st_size):  # no file may have one made
-        raise UserError(
-            f"{PREFIX}storage: the study was in {path}, which is gone; give {PREFIX}storage"
-        )
-    return plan, plan.check(sweep.folder)
+    changes = [w for w in words if is_changeable(w)]
+    rest = [o for o in split(sweep.command)[0] if key_of(o) not in ("allow", "run_dir")]
+    plan = _Plan.read(composer, [*sweep.hydra, *changes], [*rest, *allow])
+    # No file may have a storage made: one that is elsewhere has to be there, or typed.
+    elsewhere = plan.settings.storage is not None and not any("storage" in w for w in changes)
+    return plan, _open(plan, sweep.folder, plan.check(sweep.folder), make=not elsewhere)
 
 
-def _launch(composer: Composer, hydra: Sequence[str], settings: Settings) -> Launch:
-    launch = Launch.read(composer, [o for o in hydra if not is_own(o)])
+def _launch(composer: Composer, words: Sequence[str], settings: Settings) -> Launch:
+    launch = Launch.read(composer, words)
     if settings.n_jobs > 1 and launch.name == BASIC:
         raise UserError(
             f"{PREFIX}n_jobs={settings.n_jobs}: hydra/launcher={BASIC} runs one at a time\n"
@@ -180,20 +206,23 @@ def _launch(composer: Composer, hydra: Sequence[str], settings: Settings) -> Lau
     return launch
 
 
-def _open(plan: _Plan, folder: Path, job: Job) -> "Store":
+def _open(plan: _Plan, folder: Path, job: Job, *, make: bool = True) -> "Store":
     from attnkit.launch.sweep.study.store import Store
 
     checkpoint = _checkpoint(job.config)
     minimise = checkpoint.get("mode") != "max"
     monitor = str(checkpoint["monitor"])
-    return Store(plan.settings, folder, monitor, minimise, plan.space, sorted(plan.fixed))
+    return Store(plan.settings, folder, monitor, minimise, plan.space, sorted(plan.fixed), make)
 
 
-def _run(plan: _Plan, launch: Launch, sweep: Sweep, job: Job, *, typed: bool) -> int:
-    folder, settings = sweep.folder, plan.settings
-    store = _open(plan, folder, job)
-    number = store.limit(settings.n_trials, typed=typed)
+def _run(plan: _Plan, launch: Launch, sweep: Sweep, store: "Store", words: Sequence[str]) -> int:
+    folder = sweep.folder
+    typed = any(key_of(word) == f"{PREFIX}n_trials" for word in words)
+    there = store.asked()
+    number = store.limit(plan.settings.n_trials, typed=typed)
     print(f"a study of {number} trials in {folder}", flush=True)
+    if number < there:
+        print(f"{PREFIX}n_trials={number}: it has {there} already; no further one is chosen")
     order = order_of(plan.composer, sweep, plan.allow, study=_pruning(store))
     tried: set[int] = set()
 
@@ -202,8 +231,9 @@ def _run(plan: _Plan, launch: Launch, sweep: Sweep, job: Job, *, typed: bool) ->
         tried.update(numbers)
         return numbers
 
-    kept = [o for o in sweep.hydra if not is_own(o) or key_of(o) == f"{PREFIX}storage"]
-    code = run_trials(launch, replace(sweep, hydra=tuple(kept)), order, ask)
+    launcher = [w for w in words if is_launcher(w)]
+    kept = [w for w in sweep.hydra if not is_launcher(w)]
+    code = run_trials(launch, replace(sweep, hydra=(*kept, *launcher)), order, ask)
     with store.locked():
         store.settle(read_sweep(folder))
     _show_best(plan, store, folder)
@@ -217,32 +247,30 @@ def _next(plan: _Plan, store: "Store", order: Order, tried: set[int]) -> list[in
         there = len(read_sweep(folder).trials)
         for number, asked in sorted(store.of_sweep().items()):
             if number >= there:  # its process was killed before it could write it down
-                add_trial(folder, plan.overrides({k: asked.params[k] for k in plan.space}))
+                plan.add(folder, number, {k: asked.params[k] for k in plan.space})
         sweep = read_sweep(folder)
         store.settle(sweep)
         wanted = [t for t in sweep.trials if t.state != "running" and order.wants(t)]
         numbers = [t.number for t in wanted if t.number not in tried][:most]
         number = len(sweep.trials)
         while len(numbers) < most and store.asked() < store.limit():
-            add_trial(folder, plan.overrides(store.ask(number)))
+            plan.add(folder, number, store.ask(number))
             numbers.append(number)
             number += 1
     return numbers
 
 
 def _pruning(store: "Store") -> tuple[str, ...]:
-    """Overrides that give a trial the callback launch/sweep/study/pruning.py."""
+    """Overrides that give a trial the callback `Pruning`."""
     settings = store.settings
     if settings.pruner == "none":
         return ()
-    inside = store.file.parent == store.folder  # and stays, when the sweep is moved
-    url = f"${{run_dir}}/../{store.file.name}" if inside else settings.url(store.folder)
-    if inside and settings.is_sqlite:
-        url = f"sqlite:///{url}"
+    # In the sweep's folder it stays where it is when the sweep is moved.
+    storage = store.url if settings.storage else f"${{run_dir}}/../{JOURNAL}"
     values = {
-        "_target_": "attnkit.launch.sweep.study.pruning.Pruning",
+        "_target_": "attnkit.lightning.Pruning",
         "folder": "${run_dir}",
-        "storage": url,
+        "storage": storage,
         "study": settings.study_name,
         "sweep": store.sweep,
         "monitor": store.monitor,
@@ -261,12 +289,11 @@ def _show_best(plan: _Plan, store: "Store", folder: Path) -> None:
     best = store.best()
     if best is None:
         return
-    own = ["--config-dir", str(plan.composer.config_dir)] if plan.composer.config_dir else []
-    words = [*own, *plan.allow, *plan.overrides({k: best.params[k] for k in plan.space})]
-    command = " ".join(["attnkit", *map(shlex.quote, words)])
+    words = plan.overrides({k: best.params[k] for k in plan.space})
+    line = command_line(*words, permission=plan.permission)
     with replacing(folder / BEST) as file:
-        file.write(f"{command}\n".encode())
-    print(f"  best   {store.monitor} {best.value!r}: {folder / BEST}\n{command}")
+        file.write(f"{line}\n".encode())
+    print(f"  best   {store.monitor} {best.value!r}: {folder / BEST}\n{line}")
 
 
 def _checkpoint(config: dict[str, Any]) -> dict[str, Any]:

@@ -10,68 +10,31 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from attnkit.launch.processes.locks import locked
 from attnkit.launch.sweep.record import Sweep, Trial
-from attnkit.launch.sweep.study.settings import PRUNERS, SAMPLERS, Settings
+from attnkit.launch.sweep.study.settings import SAMPLERS, Settings
+from attnkit.lightning.callbacks.study import NUMBER, SWEEP, is_url, load_study, made, open_storage
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import absolute
 
 if TYPE_CHECKING:
+    from optuna import Study
     from optuna.distributions import BaseDistribution
-    from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
-    from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial, TrialState
 
-_SQLITE = "sqlite:///"
-_SWEEP, _NUMBER = "sweep", "number"  # user attributes: which trial of which sweep it is
 _LIMIT = "n_trials"  # of the study, since any process may raise it
 _NONE = (None, None)
 _ENDED = {"done": "COMPLETE", "failed": "FAIL", "pruned": "PRUNED"}
-
-
-class _Lock:
-    """Optuna's own locks stay for half a minute when their process is killed, the kernel's go."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.held = path, ExitStack()
-
-    def acquire(self) -> bool:
-        return self.held.enter_context(locked(self.path, wait=True))
-
-    def release(self) -> None:
-        self.held.close()
-
-
-def open_storage(url: str, *, make: bool = False) -> BaseStorage:
-    """The storage in a file: a journal, or of SQLite; made on request only."""
-    import optuna
-    from optuna.storages import JournalStorage, RDBStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    file = absolute(url.removeprefix(_SQLITE))
-    if not make and not (file.is_file() and file.stat().st_size):
-        raise UserError(f"no study in {file}")
-    try:
-        if url.startswith(_SQLITE):
-            # Seconds to wait for another process that writes.
-            return RDBStorage(
-                f"{_SQLITE}{file}",
-                engine_kwargs={"connect_args": {"timeout": 60}},
-                skip_table_creation=not make,
-            )
-        lock = _Lock(file.with_name(f".{file.name}.write.lock"))
-        return JournalStorage(JournalFileBackend(str(file), lock_obj=lock))  # type: ignore[arg-type]
-    except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"hydra.sweeper.storage: {url}: no storage of Optuna's: {first}") from error
+# How long another sweep may take to ask for a trial, where no lock is shared with it.
+_ASKING = timedelta(minutes=10)
 
 
 @dataclass
@@ -94,26 +57,40 @@ class Store:
     space: dict[str, BaseDistribution]
     identity: Sequence[str]
 
+    make: bool = True
+    """Whether the study is begun where there is none."""
+
     def __post_init__(self) -> None:
+        self.url = self.settings.url(self.folder)
+        path = Path(urlsplit(self.url).path if is_url(self.url) else self.url)
+        self.sweep = os.path.relpath(self.folder, path.parent)
+        # A journal lies where all its sweeps can lock it; of a URL nobody knows.
+        self.shares_lock = not is_url(self.url)
+        self._lock = path.with_name(f".{path.name}.lock")
+        if is_url(self.url):
+            self._lock = self.folder / ".study.lock"
+        with self.locked():
+            self.study = self._open()
+            self._check_same()
+
+    def _open(self) -> Study:
         import optuna
 
-        self.file = self.settings.file(self.folder)
-        self.sweep = os.path.relpath(self.folder, self.file.parent)
-        with self.locked():
-            self.storage = open_storage(self.settings.url(self.folder), make=True)
-            self.study = optuna.create_study(
-                storage=self.storage,
-                pruner=optuna.pruners.NopPruner(),
-                study_name=self.settings.study_name,
-                direction="minimize" if self.minimise else "maximize",
-                load_if_exists=True,
-            )
-            self._check_same()
+        name = self.settings.study_name
+        if not self.make:
+            return load_study(self.url, name)
+        return optuna.create_study(
+            storage=open_storage(self.url, make=True),
+            pruner=optuna.pruners.NopPruner(),
+            study_name=name,
+            direction="minimize" if self.minimise else "maximize",
+            load_if_exists=True,
+        )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other process asks or tells meanwhile, in any sweep of this storage."""
-        with locked(self.file.with_name(f".{self.file.name}.lock"), wait=True):
+        """No other process asks or tells meanwhile: of this sweep, or of any in this journal."""
+        with locked(self._lock, wait=True):
             yield
 
     def _check_same(self) -> None:
@@ -134,7 +111,7 @@ class Store:
         for key, value in mine.items():
             if theirs.get(key, value) != value:
                 raise UserError(
-                    f"hydra.sweeper.study_name={name}: in {self.file}\n"
+                    f"hydra.sweeper.study_name={name}: in {self.url}\n"
                     f"  is a study with another {key if key != 'identity' else 'command'}: "
                     f"{' '.join(map(str, theirs[key]))[:200]}"
                 )
@@ -146,17 +123,15 @@ class Store:
     def of_sweep(self) -> dict[int, FrozenTrial]:
         """The study's trials of this sweep by number, of each the newest."""
         return {
-            t.user_attrs[_NUMBER]: t
+            t.user_attrs[NUMBER]: t
             for t in self.study.get_trials(deepcopy=False)
-            if t.user_attrs.get(_SWEEP) == self.sweep
+            if t.user_attrs.get(SWEEP) == self.sweep
         }
 
     def asked(self) -> int:
         """How many trials the study has, whosever they are; tried again, it is the same one."""
         trials = self.study.get_trials(deepcopy=False)
-        return len(
-            {(t.user_attrs.get(_SWEEP), t.user_attrs.get(_NUMBER)) for t in trials} - {_NONE}
-        )
+        return len({(t.user_attrs.get(SWEEP), t.user_attrs.get(NUMBER)) for t in trials} - {_NONE})
 
     def limit(self, number: int = 0, *, typed: bool = False) -> int:
         """How many trials the study is to have; `number` counts where it was typed, or none is."""
@@ -178,7 +153,7 @@ class Store:
         from optuna.trial import TrialState
 
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return sum(t.user_attrs.get(_SWEEP, self.sweep) != self.sweep for t in running)
+        return sum(t.user_attrs.get(SWEEP, self.sweep) != self.sweep for t in running)
 
     # --- asking and telling, under the lock ---
 
@@ -192,8 +167,8 @@ class Store:
             trial = self.study.ask(self.space)
         params = {key: trial.params[key] for key in self.space}
         # Last: without them, what a killed process has begun to ask for is nobody's.
-        trial.set_user_attr(_SWEEP, self.sweep)
-        trial.set_user_attr(_NUMBER, number)
+        trial.set_user_attr(SWEEP, self.sweep)
+        trial.set_user_attr(NUMBER, number)
         return params
 
     def settle(self, sweep: Sweep) -> None:
@@ -202,7 +177,10 @@ class Store:
 
         known = self.of_sweep()
         for begun in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if _NUMBER not in begun.user_attrs:
+            asked = begun.datetime_start or datetime.now()
+            if NUMBER not in begun.user_attrs and (
+                self.shares_lock or datetime.now() - asked > _ASKING
+            ):
                 self.study.tell(begun.number, state=TrialState.FAIL)
         for trial in sweep.trials:
             mine = known.get(trial.number)
@@ -251,33 +229,4 @@ def make_sampler(settings: Settings, number: int) -> BaseSampler:
     if settings.sampler != "qmc":  # whose sequence is one for all trials
         seed = random.Random(f"{seed} {number}").getrandbits(32)
     make = getattr(samplers, SAMPLERS[settings.sampler])
-    return _made("sampler", make, {"seed": seed, **(settings.sampler_options or {})})
-
-
-def make_pruner(name: str, options: Mapping[str, Any] | None) -> BasePruner:
-    """One of Optuna's pruners."""
-    from optuna import pruners
-
-    return _made("pruner", getattr(pruners, PRUNERS[name]), options or {})
-
-
-def _made(kind: str, make: Any, options: Mapping[str, Any]) -> Any:
-    from optuna.exceptions import ExperimentalWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        try:
-            return make(**options)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"hydra.sweeper.{kind}_options: {error}") from error
-
-
-def find_trial(storage: BaseStorage, study: str, sweep: str, number: int) -> FrozenTrial | None:
-    """The study's newest trial for one of a sweep."""
-    try:
-        trials = storage.get_all_trials(storage.get_study_id_from_name(study), deepcopy=False)
-    except KeyError as error:
-        raise UserError(f"no study {study} in its storage") from error
-    wanted = {_SWEEP: sweep, _NUMBER: number}
-    found = [t for t in trials if all(t.user_attrs.get(k) == v for k, v in wanted.items())]
-    return found[-1] if found else None
+    return made("sampler", make, {"seed": seed, **(settings.sampler_options or {})})

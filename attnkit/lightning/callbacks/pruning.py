@@ -7,25 +7,28 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from attnkit.launch.sweep.record import PRUNED
+from attnkit.lightning.callbacks.study import PRUNED, find_trial, load_study, make_pruner
 from attnkit.lightning.files import replacing
 
 
 class Pruning(Callback):
-    """Reports the metric to the study after each epoch and asks its pruner.
+    """Reports the metric to a study of Optuna's after each epoch and asks its pruner.
 
     A trial that is pruned ends with `optuna.TrialPruned` and the file pruned.txt in its folder. One
     that the study does not count as running, as when it is tried again, is left alone.
 
     Args:
         folder: of the run.
-        storage: a journal, or sqlite:///FILE.
+        storage: the file of a journal, or a URL of Optuna's.
         study: name of the study in it.
         sweep: which of the study's sweeps.
         number: of the trial in the sweep.
         monitor: the metric.
-        pruner: name of the pruner.
+        pruner: name of the pruner: median, percentile, successive_halving, hyperband, threshold.
         options: arguments of Optuna's class.
+
+    Raises:
+        UserError: there is no such study.
     """
 
     def __init__(
@@ -39,13 +42,10 @@ class Pruning(Callback):
         pruner: str = "median",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        from attnkit.launch.sweep.study.store import find_trial, make_pruner, open_storage
-
         self.folder, self.monitor = Path(folder), monitor
         self.pruner = make_pruner(pruner, options)
-        self._storage = open_storage(storage)
-        self._study = study
-        self._trial = find_trial(self._storage, study, sweep, number)
+        self._study = load_study(storage, study, pruner=self.pruner)
+        self._trial = find_trial(self._study, sweep, number)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report, and end the trial if the pruner says so; on every rank or on none."""
@@ -67,12 +67,11 @@ class Pruning(Callback):
         value = trainer.callback_metrics.get(self.monitor)
         if value is None or not math.isfinite(float(value)):
             return ""
-        study = optuna.load_study(study_name=self._study, storage=self._storage, pruner=self.pruner)
-        trial = optuna.Trial(study, self._trial._trial_id)
-        epoch = trainer.current_epoch
-        frozen = self._storage.get_trial(self._trial._trial_id)
+        frozen = self._study.get_trials(deepcopy=False)[self._trial.number]
         if frozen.state.is_finished():
             return ""
+        trial = optuna.Trial(self._study, frozen._trial_id)
+        epoch = trainer.current_epoch
         if epoch not in frozen.intermediate_values:  # it is, where an epoch is trained once more
             trial.report(float(value), epoch)
         if not trial.should_prune():

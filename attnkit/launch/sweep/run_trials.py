@@ -1,0 +1,61 @@
+"""Runs what an order wants of a sweep's trials, then shows them all."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from attnkit.launch.config.compose import Composer
+from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail
+from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.job import Job
+from attnkit.launch.signals import raise_received
+from attnkit.launch.sweep.launchers import Launch
+from attnkit.launch.sweep.record import Sweep, to_go_on
+from attnkit.launch.sweep.report.page import finish
+from attnkit.launch.sweep.trial import Order
+from attnkit.lightning.errors import StoppedBySignal, UserError
+
+
+def run_trials(
+    launch: Launch, sweep: Sweep, order: Order, ask: Callable[[], Sequence[int]] | None = None
+) -> int:
+    """Run the trials that the order wants, then show them all; returns the exit code.
+
+    Args:
+        ask: what to run next, until it is nothing, where that depends on the trials before.
+    """
+    wanted = [t.number for t in sweep.trials if t.state != "running" and order.wants(t)]
+    once = iter([wanted])
+    try:
+        while numbers := ask() if ask else next(once, []):
+            launch.run(order, numbers)
+    except (KeyboardInterrupt, StoppedBySignal) as error:
+        by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"
+        said = getattr(error, "said", by)
+        permitted = replace(sweep, config_dir=order.config_dir, allow=order.allow)
+        raise Interrupted(
+            f"{said}; the trials after it were not started",
+            f"\nto go on: {to_go_on(permitted)}",
+            getattr(error, "code", INTERRUPTED),
+        ) from None
+    except Exception as error:
+        raise_received()
+        fail(error, CRASHED)  # the launcher's; the trials that did run are worth a table
+        finish(sweep.folder)
+        return CRASHED
+    return finish(sweep.folder)
+
+
+def order_of(composer: Composer, sweep: Sweep, allow: Sequence[str], **kwargs: object) -> Order:
+    """What every trial is told."""
+    config_dir = str(composer.config_dir) if composer.config_dir else None
+    return Order(str(sweep.folder), config_dir, tuple(allow), **kwargs)  # type: ignore[arg-type]
+
+
+def check_trial(composer: Composer, overrides: Sequence[str], root: Path) -> Job:
+    """What a trial with these overrides would do; what is wrong with it is an error now."""
+    try:
+        return decide(Request.read(composer, overrides), root / "trial")
+    except UserError as error:
+        lines = [*str(error).splitlines()[:2], f"  in the trial {' '.join(overrides)}"]
+        raise UserError("\n".join(lines)) from error
