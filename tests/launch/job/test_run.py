@@ -225,7 +225,8 @@ def test_sweep(mine, hers):
     assert results_of(Path("sweep") / names[0])["test/loss"] == float(rows[0]["test/loss"])
     assert "fails on purpose" in (Path("sweep") / names[1] / "error.txt").read_text()
     page = Path("sweep/report.md").read_text()
-    assert f"```bash\nattnkit --config-dir {hers} task=mine module.lr=0.3" in page
+    assert "```bash\nattnkit task=mine module.lr=0.3 " in page
+    assert f" --config-dir {hers}\n```" in page
     for name in ("parameters.png", "curves.png"):
         assert Path("sweep", name).read_bytes().startswith(b"\x89PNG")
         assert f"]({name})" in page
