@@ -175,17 +175,7 @@ class WordLooks(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._metrics, self._rows = {}, []
-
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        has_objects = isinstance(batch, Mapping) and batch.keys() >= {"masks", "scene"}
-        cast(Any, pl_module).return_weights = has_objects
+        cast(Any, pl_module).return_weights = True
 
     def on_test_batch_end(
         self,
@@ -196,9 +186,9 @@ class WordLooks(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        module = cast(Any, pl_module)
-        if not module.return_weights:
+        if not (isinstance(batch, Mapping) and batch.keys() >= {"masks", "scene"}):
             return
+        module = cast(Any, pl_module)
         said = module.said
         split = list(module.test_metrics)[dataloader_idx]
         if split not in self._metrics:
