@@ -93,6 +93,7 @@ def test_refused_seeds_leave_nothing_and_a_refused_trial_its_error(attnkit):
     assert [os.listdir(trial) for trial in trials] == [["error.txt"], ["error.txt"]]
 
 
+@pytest.mark.slow
 def test_refused_in_its_own_process(attnkit):
     done = attnkit(
         "model.dim=24", "model.depth=1", "trainer=cpu_ddp", "optimizer.lr=-1", "run_dir=a/b"

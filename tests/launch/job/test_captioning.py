@@ -62,6 +62,7 @@ def test_the_vocabulary_is_one_line_of_the_configuration(trained):
     assert load_config(Path.cwd()) == awkward
 
 
+@pytest.mark.slow
 def test_one_and_two_processes_agree(attnkit, trained):
     """Of 7 scenes in batches of 3, the document frequencies of CIDEr are of all of them."""
     for name in ("cpu", "cpu_ddp"):

@@ -46,7 +46,7 @@ def whole(tmp_path_factory):
     return tmp_path_factory.mktemp("whole")
 
 
-@pytest.mark.parametrize("trainer", ["cpu", "cpu_ddp"])
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("cpu_ddp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     "stop", [pytest.param(n, marks=() if n == 14 else pytest.mark.slow) for n in range(24)]

@@ -42,7 +42,12 @@ def said(done) -> list[str]:
             ["attnkit: rank 1: settings.txt: wrong on purpose", "  expected something right"],
             marks=pytest.mark.slow,
         ),
-        ("hang", 1, ["attnkit: rank 1 does not answer", "  how long they wait: trainer.timeout"]),
+        pytest.param(
+            "hang",
+            1,
+            ["attnkit: rank 1 does not answer", "  how long they wait: trainer.timeout"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_one_line_says_which_rank_went_wrong(attnkit, unruly, how, code, lines):
@@ -83,7 +88,7 @@ SIGNALS = [
     ("cpu", "SIGTERM", 143),
     pytest.param("cpu_ddp", "SIGTERM", 143, marks=pytest.mark.slow),
     pytest.param("cpu", "SIGINT", 130, marks=pytest.mark.slow),
-    ("cpu_ddp", "SIGINT", 130),
+    pytest.param("cpu_ddp", "SIGINT", 130, marks=pytest.mark.slow),
     pytest.param("cpu", "SIGUSR1", 143, marks=pytest.mark.slow),
     pytest.param("cpu_ddp", "SIGUSR1", 143, marks=pytest.mark.slow),
 ]

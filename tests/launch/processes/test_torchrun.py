@@ -66,15 +66,12 @@ def test_torchrun(start, unruly):
 
 REFUSED = [
     (("trainer.max_epochz=2",), "trainer.max_epochz: lightning.Trainer has no such key"),
-    pytest.param(
-        ("trainer=cpu",),
-        "trainer: 1 devices × 1 nodes, but srun has started 2 processes",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(("-m", "module.lag=0,1"), "-m: not under srun", marks=pytest.mark.slow),
+    (("trainer=cpu",), "trainer: 1 devices × 1 nodes, but srun has started 2 processes"),
+    (("-m", "module.lag=0,1"), "-m: not under srun"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argv", "message"), REFUSED)
 def test_a_refusal_is_said_once(srun, unruly, argv, message):
     first, second = srun(*unruly, "trainer=cpu_ddp", "run_dir=run", *argv)
