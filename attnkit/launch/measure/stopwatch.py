@@ -117,7 +117,7 @@ class Stopwatch(Callback):
             end - begin + sum(self.mean(s) * (n - after[s] + before[s]) for s, n in whole.items())
             for (begin, before), (end, after) in pairwise(self._epochs)
         ]
-        return fmean(seconds[1:] or seconds)  # the first has what comes once, too
+        return fmean(seconds[1:] or seconds or [0.0])  # the first has what comes once, too
 
     def mean(self, stage: str) -> float:
         """Seconds of a batch."""
@@ -131,7 +131,7 @@ class Stopwatch(Callback):
             return 1000.0  # Lightning's own
         ends = [float(given)] if given is not None and given > 0 else []
         if steps > 0:
-            ends.append(steps * self.accumulated / self.batches("train"))
+            ends.append(steps * self.accumulated / (self.batches("train") or 1))
         return min(ends, default=math.inf)
 
     def batches(self, stage: str) -> float:
