@@ -248,6 +248,39 @@ def test_paths_of_trials_are_readable_as_they_are_typed(typed, read):
     assert readable(typed) == read
 
 
+def test_a_sweep_of_before_goes_on(attnkit, found, hers):
+    """sweep.json of version 1, as it was written when locks lay beside the trials' folders."""
+    lean = ["trainer.max_epochs=1", "callbacks.curves=null", "logger.tensorboard=null"]
+    command = ["task=mine", *lean, "module.width=5,7"]
+    words = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    folder = Path("sweep").absolute()
+    trials_ = [
+        {
+            "number": number,
+            "folder": f"{number}_module.width={width}",
+            "overrides": ["task=mine", *lean, f"module.width={width}"],
+        }
+        for number, width in enumerate((5, 7))
+    ]
+    content = {
+        "version": 1, "sweeper": "basic", "command": [*command, *words], "keys": ["module.width"],
+        "hydra": words, "config_dir": str(hers), "allow": [], "working_dir": str(Path.cwd()),
+        "trials": trials_,
+    }  # fmt: skip
+    (folder / trials_[0]["folder"]).mkdir(parents=True)
+    (folder / trials_[0]["folder"] / "results.json").write_text(
+        '{"num_seeds": 1, "val/loss_best": 0.25}'
+    )
+    (folder / "sweep.json").write_text(json.dumps(content))
+    (folder / ".0.lock").write_text("process 1 on it\n")
+    assert found.states(folder) == ["done", "waiting"]
+    done = attnkit("-m", "resume=sweep", "--config-dir", hers)
+    assert done.code == 0, done.err
+    assert "1 of 2 trials" in done.out
+    assert found.states(folder) == ["done", "done"]
+    assert [row["trial"] for row in found.rows(folder)] == ["0", "1"]
+
+
 # --- devices --------------------------------------------------------------------------------------
 
 LISTED = """\
