@@ -27,6 +27,8 @@ State = Literal["done", "failed", "pruned", "running", "interrupted", "waiting"]
 
 _NAMING = re.compile(r"[\w.+-]{1,30}")  # values short and plain enough for a folder name
 _LONGEST = 150  # characters of a folder's name
+# What sweep.json says of the sweep, beside its trials.
+_FACTS = ("sweeper", "command", "keys", "hydra", "config_dir", "allow", "working_dir")
 # What a trial is not made of: where it runs, and what only a command line may permit.
 _FOREIGN = ("allow", "resume", "run_dir", "sweep")
 
@@ -116,19 +118,11 @@ def read_sweep(folder: Path) -> Sweep:
         UserError: it has no sweep.json that can be read.
     """
     content = _load(folder)
-    keys = tuple(content["keys"])
-    trials = tuple(_found(folder, keys, record) for record in content["trials"])
-    return Sweep(
-        folder,
-        tuple(content["command"]),
-        keys,
-        trials,
-        content["sweeper"],
-        tuple(content["hydra"]),
-        content["config_dir"],
-        tuple(content["allow"]),
-        content["working_dir"],
-    )
+    facts: dict[str, Any] = {
+        n: tuple(v) if isinstance(v := content[n], list) else v for n in _FACTS
+    }
+    trials = tuple(_found(folder, facts["keys"], record) for record in content["trials"])
+    return Sweep(folder, trials=trials, **facts)
 
 
 def write_sweep(sweep: Sweep) -> None:
@@ -137,17 +131,8 @@ def write_sweep(sweep: Sweep) -> None:
     Raises:
         UserError: another command has begun one in this folder.
     """
-    content = {
-        "version": VERSION,
-        "sweeper": sweep.sweeper,
-        "command": sweep.command,
-        "keys": sweep.keys,
-        "hydra": sweep.hydra,
-        "config_dir": sweep.config_dir,
-        "allow": sweep.allow,
-        "working_dir": sweep.working_dir,
-        "trials": [_record(trial) for trial in sweep.trials],
-    }
+    facts = {name: getattr(sweep, name) for name in _FACTS}
+    content = {"version": VERSION, **facts, "trials": [_record(t) for t in sweep.trials]}
     with locked(sweep.folder / ".sweep.lock", wait=True):
         if (sweep.folder / FILE).exists():
             raise UserError(

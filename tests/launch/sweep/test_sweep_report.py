@@ -184,18 +184,9 @@ def rows(study):
     return ranking.ranked(sweep.trials, ranking.Metric("val/accuracy", True))
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The last figure, instead of a file."""
-    figures = []
-    monkeypatch.setattr(sweep_plots, "save", lambda figure, path: figures.append(figure))
-    return lambda: figures[-1].axes
-
-
-def test_what_the_pictures_show(study, rows, drawn):
+def test_what_the_pictures_show(study, rows):
     metric = ranking.Metric("val/accuracy", True)
-    assert sweep_plots.draw_parameters(Path("x"), rows, metric)
-    scores, rates = drawn()
+    scores, rates = sweep_plots.draw_parameters(rows, metric).axes
     assert (scores.get_xlabel(), rates.get_xlabel()) == ("model.score", "optimizer.lr")
     assert (scores.get_xscale(), rates.get_xscale()) == ("linear", "log")
     *points, line = rates.get_lines()
@@ -205,8 +196,7 @@ def test_what_the_pictures_show(study, rows, drawn):
     means = sorted((float(lr), mean) for mean, *_, lr, _ in by_hand(study[0]))
     np.testing.assert_allclose(sorted(map(tuple, line.get_xydata())), means, rtol=1e-12)
 
-    assert sweep_plots.draw_curves(Path("x"), rows, metric)
-    (axes,) = drawn()
+    (axes,) = sweep_plots.draw_curves(rows, metric).axes
     lines = {tuple(line.get_ydata()) for line in axes.get_lines()}
     assert lines == {tuple(curve_of(n)) for n in range(12)}
     assert all(list(line.get_xdata()) == [1, 2, 3, 4, 5] for line in axes.get_lines())
@@ -217,15 +207,14 @@ def test_what_the_pictures_show(study, rows, drawn):
     assert names[0].endswith(f" {first}")
     assert names[-1] == "not counted"
 
-    assert sweep_plots.draw_parallel(Path("x"), rows, metric)
-    (axes,) = drawn()
+    (axes,) = sweep_plots.draw_parallel(rows, metric).axes
     curves = [line.get_ydata() for line in axes.get_lines() if len(line.get_ydata()) == 3]
     assert sorted(curve[-1] for curve in curves)[0] == 0
     (best,) = [curve for curve in curves if curve[-1] == 1]
     assert best[1] == pytest.approx(LEARNING_RATES.index(first) / 3)
 
 
-def test_few_and_many_trials_are_readable(tmp_path, monkeypatch, drawn):
+def test_few_and_many_trials_are_readable(tmp_path):
     """Legends for few, a bar of ranks for many; a diverged run does not set the scale."""
     lrs = [f"{x:.6f}" for x in np.random.default_rng(0).uniform(1e-4, 1e-1, 50)]
     combinations = [{"optimizer.lr": lr, "model.depth": str(n % 4)} for n, lr in enumerate(lrs)]
@@ -236,15 +225,15 @@ def test_few_and_many_trials_are_readable(tmp_path, monkeypatch, drawn):
             tmp_path / str(number), combinations[-number:], curves[-number:], failed={number - 1}
         )
         found = ranking.ranked(trials.read_sweep(folder).trials, metric)
-        assert sweep_plots.draw_curves(Path("x"), found, metric)
-        axes, *bar = drawn()
+        axes, *bar = sweep_plots.draw_curves(found, metric).axes
         assert axes.get_ylim()[1] < 2
         assert len(axes.get_legend().get_texts()) == (2 if number == 2 else 1)
         assert [b.get_ylabel() for b in bar] == ([] if number == 2 else ["rank"])
         # of one trial that is done there is nothing to compare
-        assert sweep_plots.draw_parameters(Path("x"), found, metric) == (number == 50)
+        parameters = sweep_plots.draw_parameters(found, metric)
+        assert (parameters is not None) == (number == 50)
         if number == 50:
-            rates, depths = drawn()
+            rates, depths = parameters.axes
             assert len(rates.get_lines()[-1].get_xdata()) < 10
             assert list(depths.get_lines()[-1].get_xdata()) == [0, 1, 2, 3]
 

@@ -96,16 +96,15 @@ def _draw(folder: Path, rows: Sequence[Row], metric: Metric) -> list[str]:
     """The pictures that there was something for; one that goes wrong is a warning."""
     made = []
     for name, draw in PICTURES.items():
-        path = folder / name
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of letters that a font lacks
-                drawn = draw(path, rows, metric)
+                if figure := draw(rows, metric):
+                    with replacing(folder / name) as file:
+                        figure.savefig(file, format="png", dpi=120)
+                    made.append(name)
         except Exception as error:
             print(f"warning: {name} could not be drawn: {summary(error).splitlines()[0]}")
-            continue
-        if drawn:
-            made.append(name)
     return made
 
 

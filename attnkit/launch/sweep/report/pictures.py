@@ -14,7 +14,6 @@ from attnkit.launch.sweep.report.plotting import (
     new_figure,
     parameters_of,
     ranked_of,
-    save,
     short,
     spans,
     styled,
@@ -23,23 +22,20 @@ from attnkit.launch.sweep.report.ranking import COSTS, Metric, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ACCURACY = "test/accuracy"
 _GREY = "0.6"
 _MEANS = 8  # numbers that have a mean each; of more, trials in a mean
-Draw = Callable[[Path, Sequence[Row], Metric], bool]
+Draw = Callable[[Sequence[Row], Metric], "Figure | None"]  # None: there is nothing to draw
 
 
-def draw_parameters(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
-    """The metric against each swept parameter: points are trials, the line is their mean.
-
-    Returns:
-        Whether there was anything to draw.
-    """
+def draw_parameters(rows: Sequence[Row], metric: Metric) -> "Figure | None":
+    """The metric against each swept parameter: points are trials, the line is their mean."""
     trials = [t for row in ranked_of(rows) for t in row.trials if metric.name in t.results]
     keys = parameters_of(rows)
     if not keys:
-        return False
+        return None
     columns = min(len(keys), 3)
     height = -(-len(keys) // columns)
     figure = new_figure(4.6 * columns, 3.6 * height)
@@ -69,16 +65,11 @@ def draw_parameters(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
         panel.set_ylabel(metric.name)
     if spans([t.results[metric.name] for t in trials], 100):
         panels[0].set_yscale("log")
-    save(figure, path)
-    return True
+    return figure
 
 
-def draw_curves(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
-    """The metric on validation over the epochs, a line for each run; not counted trials in grey.
-
-    Returns:
-        Whether there was anything to draw.
-    """
+def draw_curves(rows: Sequence[Row], metric: Metric) -> "Figure | None":
+    """The metric on validation over the epochs, a line for each run; not counted trials in grey."""
     figure = new_figure(7.5, 4.8)
     axes = figure.subplots()
     reached: list[float] = []
@@ -95,7 +86,7 @@ def draw_curves(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
         label = None if number else "not counted"
         axes.plot(*zip(*points, strict=True), color=_GREY, lw=1, ls="--", zorder=1, label=label)
     if not reached and not others:
-        return False
+        return None
     if reached:  # what failed, perhaps of values beyond all others, does not set the scale
         axes.set(xlim=limits[0], ylim=limits[1])
     if spans(reached, 100):
@@ -105,19 +96,17 @@ def draw_curves(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
     axes.grid(visible=True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     explain(figure, axes, ranked_of(rows))
-    save(figure, path)
-    return True
+    return figure
 
 
-def draw_parallel(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
+def draw_parallel(rows: Sequence[Row], metric: Metric) -> "Figure | None":
     """Parallel coordinates: an axis for each parameter, the metric's last with its best on top.
 
-    Returns:
-        Whether there was anything to draw: one parameter alone is `draw_parameters`'s.
+    One parameter alone is `draw_parameters`'s.
     """
     keys, shown = parameters_of(rows), ranked_of(rows)
     if len(keys) < 2:
-        return False
+        return None
     figure = new_figure(max(6.5, 1.9 * (len(keys) + 1)), 4.8)
     axes = figure.subplots()
     scales = [Scale.of([r.values[key] for r in shown if key in r.values]) for key in keys]
@@ -143,23 +132,18 @@ def draw_parallel(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     explain(figure, axes, shown)
-    save(figure, path)
-    return True
+    return figure
 
 
-def draw_cost(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
+def draw_cost(rows: Sequence[Row], metric: Metric) -> "Figure | None":
     """What was reached against multiply-adds and the time of a step: a point for each row, with
-    the standard deviation over its seeds. Reached is the accuracy of the test, if there is one.
-
-    Returns:
-        Whether there was anything to draw.
-    """
+    the standard deviation over its seeds. Reached is the accuracy of the test, if there is one."""
     from matplotlib.ticker import EngFormatter
 
     name = ACCURACY if any(ACCURACY in row.results for row in rows) else metric.name
     shown = [row for row in rows if name in row.results and COSTS[1] in row.results]
     if len({row.results[COSTS[1]] for row in shown}) < 2:
-        return False
+        return None
     axis = {COSTS[1]: "multiply-adds of a sample", COSTS[2]: "seconds of a training step"}
     costs = [cost for cost in axis if all(cost in row.results for row in shown)]
     figure = new_figure(6.5 * len(costs), 4.5)
@@ -179,8 +163,7 @@ def draw_cost(path: Path, rows: Sequence[Row], metric: Metric) -> bool:
             axes.xaxis.set_major_formatter(EngFormatter())
         axes.margins(x=0.15)  # room for the names
         axes.grid(visible=True, alpha=0.3)
-    save(figure, path)
-    return True
+    return figure
 
 
 def _write_axis(axes: "Axes", place: float, ticks: Sequence[tuple[float, str]]) -> None:

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch.sweep.report.ranking import SEED, Row
-from attnkit.lightning.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,8 +132,3 @@ def new_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def save(figure: "Figure", path: Path) -> None:
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=120)
