@@ -135,9 +135,7 @@ def write_sweep(sweep: Sweep) -> None:
     content = {"version": VERSION, **facts, "trials": [_record(t) for t in sweep.trials]}
     with locked(sweep.folder / ".sweep.lock", wait=True):
         if (sweep.folder / FILE).exists():
-            raise UserError(
-                f"run_dir: {sweep.folder}: another command has just begun a sweep there"
-            )
+            raise UserError(f"run_dir: {sweep.folder}: another sweep has just begun there")
         _save(sweep.folder, content)
 
 

@@ -68,6 +68,12 @@ def test_each_state_is_found(record, found):
     assert found.states(record)[3] == "interrupted"
 
 
+def test_two_sweeps_do_not_share_a_folder(record):
+    with pytest.raises(UserError, match="another sweep has just begun there"):
+        trials.write_sweep(trials.read_sweep(record))
+    assert len(trials.read_sweep(record).trials) == 4
+
+
 def test_a_lock_alone_is_no_beginning(record, found):
     """Nor is what a process of its own has printed before it did anything."""
     folder = trials.read_sweep(record).trials[3].folder
@@ -172,6 +178,7 @@ def test_resume_and_retry(halted, attnkit, found, hers):
         done = attnkit("--config-dir", hers, "-m", "resume=sweep")
         assert done.code == 1, done.err
         assert "1 of 4 trials" in done.out
+        assert "trial 3 is run by process 7 on elsewhere" in done.out
         assert "1 running; to go on: attnkit -m resume=" in done.out
         assert found.states("sweep") == ["done", "failed", "done", "running"]
     done = attnkit("--config-dir", hers, "-m", "resume=sweep")
