@@ -111,15 +111,18 @@ def settings(
     prefix = f"{node}."
     given: dict[str, Any] = {}
     for override in composer.parse([w for w in words if key_of(w).startswith(prefix)]):
+        value = override.value()
         if override.is_sweep_override() or override.is_delete():
             raise UserError(f"{override.input_line}: expected one value")
+        if isinstance(value, str) and "${" in value:
+            raise UserError(f"{override.input_line}: expected a value, not an interpolation")
         *parents, name = override.key_or_group.removeprefix(prefix).split(".")
         place = given
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise UserError(f"{override.input_line}: {parent} has no settings of its own")
-        place[name] = override.value()
+        place[name] = value
     check_arguments(node, given, signature, Origins(), what=what)
     return given
 

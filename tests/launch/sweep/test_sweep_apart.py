@@ -108,6 +108,7 @@ def test_what_is_not_installed_is_named(attnkit, monkeypatch):
         ("joblib", "n_jobs=0", "expected 1 or more, or -1 for all CPUs"),
         ("joblib", "backend=loky", "has no such key; it has n_jobs"),
         ("joblib", "n_jobs=1,2", "expected one value"),
+        ("submitit_local", "name=${task}", "expected a value, not an interpolation"),
         ("basic", "n_jobs=2", "hydra/launcher=basic has no such key"),
     ],
 )
