@@ -10,9 +10,14 @@ def command_line(*words: str, permission: Sequence[str] = ()) -> str:
     """`attnkit WORDS`, each word quoted for the shell.
 
     Args:
-        permission: `--config-dir DIR` and `allow=…`, without which it would be refused.
+        permission: what the function `permission` gives, without which it would be refused.
     """
     return shlex.join(["attnkit", *words, *permission])
+
+
+def permission(config_dir: str | Path | None, allow: Sequence[str]) -> tuple[str, ...]:
+    """The words of a command line that permit code: `--config-dir` and the overrides `allow=`."""
+    return (*(("--config-dir", str(config_dir)) if config_dir else ()), *allow)
 
 
 def setting(key: str, path: Path) -> str:

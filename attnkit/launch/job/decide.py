@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from attnkit.launch.command import permission
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer, task_config
 from attnkit.launch.config.permission import Consent, allowed_by
@@ -71,9 +72,8 @@ class Request:
     @property
     def permission(self) -> tuple[str, ...]:
         """The words of the command line that permit code, for commands that are to follow."""
-        own = self.composer.config_dir
-        folder = ("--config-dir", str(own)) if own else ()
-        return (*folder, *(o for o in self.overrides if o.lstrip("+").startswith("allow=")))
+        allow = [o for o in self.overrides if o.lstrip("+").startswith("allow=")]
+        return permission(self.composer.config_dir, allow)
 
     def folder(self, *, sweep: bool = False) -> Path:
         """The folder to write to; not made yet."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from attnkit.launch.command import command_line, key_of, setting
+from attnkit.launch.command import command_line, key_of, permission, setting
 from attnkit.launch.job import folder as folders
 from attnkit.launch.processes.locks import is_locked, locked
 from attnkit.lightning.callbacks.study import PRUNED
@@ -84,7 +84,7 @@ class Sweep:
     @property
     def permission(self) -> tuple[str, ...]:
         """The words of a command line that permit what it was started with."""
-        return (*(("--config-dir", self.config_dir) if self.config_dir else ()), *self.allow)
+        return permission(self.config_dir, self.allow)
 
     def having(self, *states: State) -> list[Trial]:
         """The trials in one of these states."""

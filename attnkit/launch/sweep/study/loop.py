@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Override
 
-from attnkit.launch.command import command_line, key_of
+from attnkit.launch.command import command_line, key_of, permission
 from attnkit.launch.config.compose import Composer, quoted
 from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, is_sweeper, split, trial_folder
 from attnkit.launch.job import folder as folders
@@ -91,12 +91,6 @@ class _Plan:
     def overrides(self, params: dict[str, Any]) -> list[str]:
         """Of a trial."""
         return [*self.fixed, *space.texts(params)]
-
-    @property
-    def permission(self) -> list[str]:
-        """The words of the command line that permit code."""
-        own = self.composer.config_dir
-        return [*(["--config-dir", str(own)] if own else []), *self.allow]
 
     def add(self, folder: Path, number: int, params: dict[str, Any]) -> None:
         """Put a trial on record."""
@@ -290,7 +284,7 @@ def _show_best(plan: _Plan, store: "Store", folder: Path) -> None:
     if best is None:
         return
     words = plan.overrides({k: best.params[k] for k in plan.space})
-    line = command_line(*words, permission=plan.permission)
+    line = command_line(*words, permission=permission(plan.composer.config_dir, plan.allow))
     with replacing(folder / BEST) as file:
         file.write(f"{line}\n".encode())
     print(f"  best   {store.monitor} {best.value!r}: {folder / BEST}\n{line}")
