@@ -159,12 +159,16 @@ def test_pickle_in_a_run_folder(attnkit, run, trace, case):
     shutil.copytree(run, "run")
     for name in ("best.ckpt", "last.ckpt"):
         Path("run/checkpoints", name).write_bytes(PICKLES[case](good(run), str(trace)))
+    log = (Path("run/run.log")).read_bytes()
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     refused(attnkit("resume=run", "trainer.max_epochs=3"), "last.ckpt")
     refused(attnkit("run=test", "ckpt=run"), "best.ckpt")
     refused(attnkit("run=predict", "ckpt=run", "images=run"), "best.ckpt")
     assert os.listdir(".") == ["run"]
-    assert before == {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    # That it was refused is in the log of the run, and nothing else has changed.
+    assert (Path("run/run.log")).read_bytes().startswith(log)
+    after = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    assert before == {**after, Path("run/run.log"): log}
 
 
 @pytest.mark.parametrize("case", HYPER)
