@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from attnkit.launch.job.work import Work
 from lightning import LightningModule
 
 import attnkit
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.session import Session
 from attnkit.lightning import Export
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,9 @@ def models() -> dict[str, tuple[str, ...]]:
 def random_module(overrides: tuple[str, ...]) -> LightningModule:
     """The module of a command line with random parameters and buffers."""
     job = decide(Request.read(Composer(), ["trainer=cpu", "logger.tensorboard=null", *overrides]))
-    module = Work(job.runs[0]).module.eval()
+    session = Session(job.runs[0])
+    session.make_data()
+    module = session.make_module().eval()
     generator = torch.Generator().manual_seed(0)
     state = module.state_dict()
     for name, tensor in state.items():

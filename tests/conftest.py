@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from attnkit.launch.processes.openmp import SPINS
+
 # Before torch is imported; subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # as the command does
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np

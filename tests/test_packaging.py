@@ -31,7 +31,12 @@ def run(*command, folder: Path, fails: bool = False) -> str:
 def copy(repository, tmp_path_factory) -> Path:
     """The repository without what git ignores, so that building leaves nothing in the clone."""
     copy = tmp_path_factory.mktemp("copy") / "attnkit"
-    ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "outputs", "__pycache__")
+    patterns = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__")
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        at_root = {"build", "dist", "outputs"} if Path(folder) == repository else set()
+        return patterns(folder, names) | at_root
+
     shutil.copytree(repository, copy, symlinks=True, ignore=ignored)
     return copy
 

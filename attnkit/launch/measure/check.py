@@ -88,12 +88,17 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
         one = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
         config["trainer"] = {**config["trainer"], **one}
         unknown.append(f"what {world} processes wait for each other; measured is one of them alone")
-    kernels = KernelRecord(verbose=False)
+    records: list[KernelRecord] = []
     watches = []
 
     def begin(session: Session) -> bool:
+        callbacks: list[Any] = session.trainer.callbacks  # type: ignore[attr-defined]
+        records.extend(c for c in callbacks if isinstance(c, KernelRecord))
+        if not records:
+            records.append(KernelRecord(verbose=False))
+            callbacks.extend(records)
         watches.append(Stopwatch(session.trainer, given, world))
-        session.trainer.callbacks += [kernels, *watches]  # type: ignore[attr-defined]
+        callbacks.extend(watches)
         return True
 
     work = Session(config, begin=begin)
@@ -142,7 +147,7 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
         unknown.append("when trainer.max_time ends it")
     if (config.get("data") or {}).get("num_workers"):
         unknown.append("the memory of data workers, which comes on top")
-    return figures, kernels, unknown
+    return figures, records[0], unknown
 
 
 def _moved(config: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:

@@ -86,8 +86,11 @@ def test_what_a_module_does_not_allow(mine, attnkit, hers):
     [
         ("run=export", "run=export: needs ckpt=PATH"),
         ("run=export resume=RUN", "not together with resume"),
-        ("run=export ckpt=RUN seeds=2", "only for run=train"),
-        ("run=export ckpt=RUN images=.", "images: only for run=predict"),
+        ("run=export ckpt=RUN seeds=2", "does nothing in run=export; only in run=train, check"),
+        (
+            "run=export ckpt=RUN images=.",
+            "does nothing in run=export; only in run=predict",
+        ),
         ("run=export ckpt=RUN export.formats=[tensorflow]", "export.formats: expected"),
         ("run=export ckpt=RUN export.format=[onnx]", "did you mean formats?"),
         ("run=export ckpt=RUN export=null", "run=export: needs export"),

@@ -217,3 +217,18 @@ def test_other_processes_share_the_batches():
     assert watch.batches("train") == 4
     assert watch.batches("val") == 2  # of 1 and 2
     assert watch.batches("test") == 0
+
+
+def test_what_is_compiled_afterwards_is_compiled(attnkit):
+    """Two recorders of kernels that were not nested would leave torch.compile switched off."""
+    small = ("model.dim=16", "model.depth=1", "model.num_heads=1")
+    assert attnkit("run=check", "task=vit", *small).code == 0
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(torch.nn.Linear(3, 5), backend=backend)(torch.ones(2, 3))
+    assert len(compiled) == 1
