@@ -14,8 +14,6 @@ from attnkit.core.masks import Causal, Mask, Padding, as_4d, as_mask, check_broa
 from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
 from attnkit.core.scores import ScaledDot, Score, as_score
 
-SOFTMAX = Softmax()
-
 __all__ = ["Inputs", "cast_bias", "check_inputs"]
 
 
@@ -31,9 +29,9 @@ class Inputs:
     key: Tensor
     value: Tensor
     score: Score
+    normalizer: Normalizer  # no default: torch 2.11 cannot compile one
     mask: Mask | None = None
     bias: Tensor | None = None
-    normalizer: Normalizer = SOFTMAX
     edge_features: EdgeFeatures | None = None
     dropout_p: float = 0.0
 
@@ -55,7 +53,7 @@ class Inputs:
             return self
         query, key, scale = self.score.as_dot(self.query, self._key_where_padding_is_the_mean())
         return replace(
-            self, query=query, key=key, score=ScaledDot(scale, softcap=self.score.softcap)
+            self, query=query, key=key, score=ScaledDot(scale=scale, softcap=self.score.softcap)
         )
 
     def _key_where_padding_is_the_mean(self) -> Tensor:

@@ -47,7 +47,7 @@ class GeneralScore(nn.Module):
             self.weight.copy_(torch.eye(head_dim) / head_dim**0.5)
 
     def forward(self) -> General:
-        return General(self.weight, softcap=self.softcap)
+        return General(weight=self.weight, softcap=self.softcap)
 
 
 class AdditiveScore(nn.Module):
@@ -110,7 +110,7 @@ class CosineScore(nn.Module):
         nn.init.constant_(self.log_temperature, log(self.initial_temperature))
 
     def forward(self) -> Cosine:
-        return Cosine(self.log_temperature.exp(), softcap=self.softcap)
+        return Cosine(temperature=self.log_temperature.exp(), softcap=self.softcap)
 
 
 class GaussianScore(nn.Module):
@@ -139,7 +139,7 @@ class GaussianScore(nn.Module):
         nn.init.constant_(self.log_bandwidth, log(self.initial_bandwidth))
 
     def forward(self) -> Gaussian:
-        return Gaussian(self.log_bandwidth.exp(), softcap=self.softcap)
+        return Gaussian(bandwidth=self.log_bandwidth.exp(), softcap=self.softcap)
 
 
 LEARNED_SCORES: dict[str, Callable[[int, int], nn.Module]] = {

@@ -172,7 +172,7 @@ def test_any_size(size):
     assert all(gradient.isfinite().all() for gradient in gradients(output, x, *layer.parameters()))
 
 
-def test_costs_what_it_says():
+def test_costs_what_it_says(flash_is_counted):
     layer = layer_of()
     hidden = CHANNELS // 4
     parameters = CHANNELS + 2 * CHANNELS * hidden + 3 * hidden + CHANNELS

@@ -374,7 +374,7 @@ def test_compiled_layers_read_the_edges_that_are_kept(monkeypatch):
     assert not built
 
 
-def test_costs_what_it_says():
+def test_costs_what_it_says(flash_is_counted):
     """Multiply-adds as torch counts them, and parameters; of patterns that go through SDPA."""
     channels, inner, values, pixels = 12, 6, 10, HEIGHT * WIDTH
     x = torch.randn(1, channels, HEIGHT, WIDTH)

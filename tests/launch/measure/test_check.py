@@ -45,7 +45,7 @@ def test_the_figures_are_those_of_the_job(attnkit):
     assert found["trainable_parameters"] == results["parameters"]
 
 
-def test_multiply_adds_of_a_dense_model_are_torchs():
+def test_multiply_adds_of_a_dense_model_are_torchs(flash_is_counted):
     """By the module's example, and, without one, by a step of training."""
     config = decide(Request.read(Composer(None), list(VIT))).runs[0]
     session = Session(config)
