@@ -281,6 +281,10 @@ def test_gradcheck(name):
 SMALL = {"heads": {"inner_channels": 4, "value_channels": 2}}
 
 
+def is_exporting(x):
+    return torch.zeros_like(x) + int(torch.compiler.is_exporting())
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_compiled(name):
     """In one graph, but for edges, which no layer over edges is."""
@@ -288,6 +292,8 @@ def test_compiled(name):
     layer = randomised(SpatialAttention(CHANNELS, **PATTERNS[name]))
     x = some()
     fullgraph = "criss_cross" not in PATTERNS[name].values()
+    if not fullgraph and torch.compile(is_exporting, backend="eager")(x).any():
+        pytest.skip("this torch (2.11) says that it exports while it compiles")
     compiled = torch.compile(layer, fullgraph=fullgraph, backend="aot_eager")
     output, expected = compiled(x), layer(x)
     torch.testing.assert_close(output, expected)
