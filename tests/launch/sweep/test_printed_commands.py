@@ -49,6 +49,12 @@ def pasted(command):
 
 @pytest.mark.parametrize("sweeper", [(), ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2")])
 def test_every_printed_command_works(attnkit, found, theirs, sweeper):
+    """As a shell splits them, in this process; the test below has a real shell."""
+
+    def pasted(command):
+        done = attnkit(*shlex.split(command)[1:])
+        return done.code, done.out + done.err
+
     if sweeper:
         pytest.importorskip("optuna")
     Path("interrupt").touch()
