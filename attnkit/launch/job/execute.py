@@ -223,7 +223,8 @@ def _is_done(job: Job) -> bool:
 
 def _say_finished(job: Job) -> None:
     results = folders.load_results(job.folder)
-    figures = ", ".join(f"{k} {v:.4g}" for k, v in results.items() if k.startswith("test/"))
+    tested = [k for k in results if k.startswith("test/") and not k.endswith("_std")]
+    figures = ", ".join(f"{k} {results[k]:.4g}" for k in tested)
     print(f"finished already: {job.folder}\n  {figures}")
     if any(folders.load_state(Path(c["run_dir"])).get("ended_by") == "callback" for c in job.runs):
         print("  a callback ended it; to train longer, change that: callbacks.…")

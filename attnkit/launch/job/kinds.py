@@ -132,8 +132,8 @@ KINDS = {
         Kind(
             "retry",
             "run the failed trials of a sweep again",
-            # further keys are changes to the trials, which it checks itself
-            _TRAINING | {"sweep"},
+            # of the trials may change what a run that goes on may change
+            frozenset({"sweep", "trainer", "callbacks", "logger", "data", "compile", "rank_logs"}),
             command="attnkit.launch.sweep.resume.retry",
             needs=("sweep",),
             in_sweeps=False,

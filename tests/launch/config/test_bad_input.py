@@ -48,7 +48,7 @@ SHIPPED = [
     ("optimizer.lr=big", "optimizer.lr: expected float | Tensor, got 'big' (str)"),
     ("optimizer.betas=[0.9]", "optimizer.betas: expected tuple["),
     ("run=trian", "got 'trian'; did you mean train?"),
-    ("run=bench seeds=2", "seeds=2: does nothing in run=bench; only in run=train, check, retry"),
+    ("run=bench seeds=2", "seeds=2: does nothing in run=bench; only in run=train, check"),
     ("precision=bf17-mixd", "did you mean bf16-mixed?"),
     ("seed=-1", "seed: expected 0 to 4294967295, got -1"),
     ("seeds=0", "seeds: expected at least 1, got 0"),
@@ -87,7 +87,7 @@ SHIPPED = [
     ("resume={folder} run_dir=x", "run_dir=x: not together with resume"),
     (
         "run=test ckpt={file} seeds=2",
-        "seeds=2: does nothing in run=test; only in run=train, check, retry",
+        "seeds=2: does nothing in run=test; only in run=train, check",
     ),
     ("run_dir={file}", "run_dir: {file} is a file"),
     ("run_dir={folder}", "run_dir: {folder} is not empty"),
