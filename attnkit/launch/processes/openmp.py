@@ -4,7 +4,7 @@ A thread that has done its share of a parallel region spins until the others hav
 libgomp, which torch uses on Linux, spins 300,000 times before it sleeps, about a millisecond: with
 another process on the cores it takes them from the thread that it waits for, at each of torch's
 many short regions. To sleep at once (`OMP_WAIT_POLICY=passive`) is better then, and on an idle
-machine up to twice as slow. A few thousand spins cost nothing there and little here;
+machine up to 2.7 times as slow. A few thousand spins cost nothing there and little here;
 docs/benchmarks/busy.py has the figures.
 """
 

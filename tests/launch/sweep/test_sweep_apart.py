@@ -16,6 +16,7 @@ from attnkit.launch.sweep import launchers
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.run_trials import order_of
 from attnkit.launch.sweep.trial import as_json
+from attnkit.lightning.resume import checkpoints
 
 QUICK = (
     "task=vit", "model.dim=16", "model.depth=1", "model.num_heads=2", "trainer=cpu",
@@ -178,6 +179,8 @@ def test_twelve_trials_killed_resumed_and_retried(found, start):
     command.when(lambda: list(Path("sweep").glob("5_*/checkpoints/last.ckpt")))
     os.killpg(command.process.pid, signal.SIGKILL)
     command.done()
+    (last,) = Path("sweep").glob("5_*/checkpoints/last.ckpt")
+    killed_after = checkpoints.load(last)["global_step"] - 1
     before = found.states("sweep")
     assert before[:4] == ["done"] * 3 + ["failed"]
     assert before[5:] == ["interrupted"] + ["waiting"] * 6
@@ -203,7 +206,8 @@ def test_twelve_trials_killed_resumed_and_retried(found, start):
             steps = found.steps(trial)
             assert len(steps) == len(set(steps))
             # Lightning logs an epoch after its checkpoint: a kill between the two costs that row.
-            assert len(steps) in ((5, 6) if trial.number == 5 else (6,))
+            lost = {1, 3, 5, 7, 9, 11} - set(steps)
+            assert lost <= ({killed_after} if trial.number == 5 else set())
 
     by_hand = []
     for path in Path("sweep").glob("*/results.json"):
