@@ -12,79 +12,80 @@ __version__ = "0.1.0"
 _HOME = {
     "attend": "attnkit.core.attend",
     "masks": "attnkit.core.masks",
-    "Causal": "attnkit.core.masks",
-    "Padding": "attnkit.core.masks",
-    "Dense": "attnkit.core.masks",
-    "Window": "attnkit.core.sparse_masks",
-    "Window2d": "attnkit.core.sparse_masks",
-    "Packed": "attnkit.core.sparse_masks",
-    "Blocks": "attnkit.core.sparse_masks",
-    "Edges": "attnkit.core.graph",
-    "EdgeFeatures": "attnkit.core.graph",
-    "edge_weights": "attnkit.core.edge_weights",
-    "ALiBi": "attnkit.core.biases",
-    "RelativeBias1d": "attnkit.core.biases",
-    "RelativeBias2d": "attnkit.core.biases",
-    "sincos_1d": "attnkit.core.positions",
-    "sincos_2d": "attnkit.core.positions",
-    "LearnedPositions1d": "attnkit.core.learned_positions",
-    "LearnedPositions2d": "attnkit.core.learned_positions",
-    "FactorizedPositions2d": "attnkit.core.learned_positions",
-    "Rotary1d": "attnkit.core.rotary",
-    "Rotary2d": "attnkit.core.rotary",
+    "Causal": "attnkit.core.masks.sequences",
+    "Padding": "attnkit.core.masks.sequences",
+    "Dense": "attnkit.core.masks.base",
+    "Window": "attnkit.core.masks.sequences",
+    "Window2d": "attnkit.core.masks.grids",
+    "Packed": "attnkit.core.masks.sequences",
+    "Blocks": "attnkit.core.masks.grids",
+    "Edges": "attnkit.core.masks.edges",
+    "EdgeFeatures": "attnkit.core.masks.edges",
+    "edge_weights": "attnkit.core.kernels.edges.weights",
+    "ALiBi": "attnkit.core.positions.biases",
+    "RelativeBias1d": "attnkit.core.positions.biases",
+    "RelativeBias2d": "attnkit.core.positions.biases",
+    "positions": "attnkit.core.positions",
+    "sincos_1d": "attnkit.core.positions.sinusoidal",
+    "sincos_2d": "attnkit.core.positions.sinusoidal",
+    "LearnedPositions1d": "attnkit.core.positions.learned",
+    "LearnedPositions2d": "attnkit.core.positions.learned",
+    "FactorizedPositions2d": "attnkit.core.positions.learned",
+    "Rotary1d": "attnkit.core.positions.rotary",
+    "Rotary2d": "attnkit.core.positions.rotary",
     "scores": "attnkit.core.scores",
-    "ScaledDot": "attnkit.core.scores",
-    "General": "attnkit.core.scores",
-    "Cosine": "attnkit.core.scores",
-    "Gaussian": "attnkit.core.scores",
-    "Additive": "attnkit.core.scores",
-    "learned_scores": "attnkit.core.learned_scores",
-    "NadarayaWatson": "attnkit.core.nadaraya_watson",
+    "ScaledDot": "attnkit.core.scores.kinds",
+    "General": "attnkit.core.scores.kinds",
+    "Cosine": "attnkit.core.scores.kinds",
+    "Gaussian": "attnkit.core.scores.kinds",
+    "Additive": "attnkit.core.scores.kinds",
+    "learned_scores": "attnkit.core.scores.learned",
+    "NadarayaWatson": "attnkit.layers.tokens.nadaraya_watson",
     "normalizers": "attnkit.core.normalizers",
-    "Softmax": "attnkit.core.normalizers",
-    "Hard": "attnkit.core.normalizers",
-    "Linear": "attnkit.core.normalizers",
-    "DeltaRule": "attnkit.core.normalizers",
+    "Softmax": "attnkit.core.normalizers.kinds",
+    "Hard": "attnkit.core.normalizers.kinds",
+    "Linear": "attnkit.core.normalizers.kinds",
+    "DeltaRule": "attnkit.core.normalizers.kinds",
     "KeyValueCache": "attnkit.core.cache",
-    "delta_rule": "attnkit.core.delta_rule",
-    "record_draws": "attnkit.core.hard",
-    "UnsupportedError": "attnkit.core.backends",
-    "explain_backends": "attnkit.core.backends",
-    "record_backends": "attnkit.core.record",
+    "delta_rule": "attnkit.core.kernels.delta_rule",
+    "record_draws": "attnkit.core.kernels.hard",
+    "UnsupportedError": "attnkit.core.kernels.choose",
+    "explain_backends": "attnkit.core.kernels.choose",
+    "record_backends": "attnkit.core.kernels.record",
     "attention_weights": "attnkit.core.weights",
-    "capture_attention": "attnkit.core.weights",
-    "count_multiply_adds": "attnkit.core.multiply_adds",
+    "capture_attention": "attnkit.core.watch.capture",
+    "count_multiply_adds": "attnkit.core.watch.multiply_adds",
     "MultiHeadAttention": "attnkit.core.multihead",
-    "AttentionPool": "attnkit.layers.pooling",
-    "SpatialAttention": "attnkit.layers.spatial",
-    "ChannelAttention": "attnkit.layers.channel",
-    "CrossCovarianceAttention": "attnkit.layers.channel",
-    "TransposedAttention": "attnkit.layers.channel",
-    "ContextAttention": "attnkit.layers.context",
-    "DualAttention": "attnkit.layers.dual",
-    "GraphAttention": "attnkit.layers.graph",
-    "Gate": "attnkit.layers.gate",
-    "capture_gates": "attnkit.layers.gate",
-    "SCSE": "attnkit.layers.squeeze_excitation",
-    "SpatialExcitation": "attnkit.layers.squeeze_excitation",
-    "SqueezeExcitation": "attnkit.layers.squeeze_excitation",
-    "EfficientChannelAttention": "attnkit.layers.efficient_channel",
-    "CBAM": "attnkit.layers.cbam",
-    "CBAMChannelGate": "attnkit.layers.cbam",
-    "CBAMSpatialGate": "attnkit.layers.cbam",
-    "BAM": "attnkit.layers.bam",
-    "CoordinateAttention": "attnkit.layers.coordinate",
-    "Combined": "attnkit.layers.combined",
-    "GatedSum": "attnkit.layers.combined",
+    "AttentionPool": "attnkit.layers.tokens.pooling",
+    "SpatialAttention": "attnkit.layers.maps.spatial",
+    "ChannelAttention": "attnkit.layers.maps.channel",
+    "CrossCovarianceAttention": "attnkit.layers.maps.channel",
+    "TransposedAttention": "attnkit.layers.maps.channel",
+    "ContextAttention": "attnkit.layers.maps.context",
+    "DualAttention": "attnkit.layers.maps.dual",
+    "GraphAttention": "attnkit.layers.graph.attention",
+    "Gate": "attnkit.layers.gates.gate",
+    "capture_gates": "attnkit.layers.gates.gate",
+    "SCSE": "attnkit.layers.gates.squeeze_excitation",
+    "SpatialExcitation": "attnkit.layers.gates.squeeze_excitation",
+    "SqueezeExcitation": "attnkit.layers.gates.squeeze_excitation",
+    "EfficientChannelAttention": "attnkit.layers.gates.efficient_channel",
+    "CBAM": "attnkit.layers.gates.cbam",
+    "CBAMChannelGate": "attnkit.layers.gates.cbam",
+    "CBAMSpatialGate": "attnkit.layers.gates.cbam",
+    "BAM": "attnkit.layers.gates.bam",
+    "CoordinateAttention": "attnkit.layers.gates.coordinate",
+    "Combined": "attnkit.layers.maps.combined",
+    "GatedSum": "attnkit.layers.maps.combined",
     "ViT": "attnkit.models.vit",
-    "Captioner": "attnkit.models.captioner",
-    "CNNEncoder": "attnkit.models.image_encoders",
-    "ViTEncoder": "attnkit.models.image_encoders",
-    "TimmEncoder": "attnkit.models.image_encoders",
-    "TransformerDecoder": "attnkit.models.transformer_decoder",
-    "RecurrentDecoder": "attnkit.models.recurrent_decoder",
-    "HardRecurrentDecoder": "attnkit.models.hard_decoder",
-    "generate": "attnkit.models.decoding",
+    "Captioner": "attnkit.models.captioning.captioner",
+    "CNNEncoder": "attnkit.models.captioning.image_encoders",
+    "ViTEncoder": "attnkit.models.captioning.image_encoders",
+    "TimmEncoder": "attnkit.models.captioning.image_encoders",
+    "TransformerDecoder": "attnkit.models.captioning.transformer_decoder",
+    "RecurrentDecoder": "attnkit.models.captioning.recurrent_decoder",
+    "HardRecurrentDecoder": "attnkit.models.captioning.hard_decoder",
+    "generate": "attnkit.models.captioning.generate",
     "GraphTransformer": "attnkit.models.graph_transformer",
     "GAT": "attnkit.models.gat",
     "checks": "attnkit.checks",
@@ -118,57 +119,60 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from attnkit import checks, interop, lightning, metrics
     from attnkit.checks.run import assert_attention, check_attention
-    from attnkit.core import learned_scores, masks, normalizers, scores
+    from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend
-    from attnkit.core.backends import UnsupportedError, explain_backends
-    from attnkit.core.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.cache import KeyValueCache
-    from attnkit.core.delta_rule import delta_rule
-    from attnkit.core.edge_weights import edge_weights
-    from attnkit.core.graph import EdgeFeatures, Edges
-    from attnkit.core.hard import record_draws
-    from attnkit.core.learned_positions import (
+    from attnkit.core.kernels.choose import UnsupportedError, explain_backends
+    from attnkit.core.kernels.delta_rule import delta_rule
+    from attnkit.core.kernels.edges.weights import edge_weights
+    from attnkit.core.kernels.hard import record_draws
+    from attnkit.core.kernels.record import record_backends
+    from attnkit.core.masks.base import Dense
+    from attnkit.core.masks.edges import EdgeFeatures, Edges
+    from attnkit.core.masks.grids import Blocks, Window2d
+    from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
+    from attnkit.core.multihead import MultiHeadAttention
+    from attnkit.core.normalizers.kinds import DeltaRule, Hard, Linear, Softmax
+    from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
+    from attnkit.core.positions.learned import (
         FactorizedPositions2d,
         LearnedPositions1d,
         LearnedPositions2d,
     )
-    from attnkit.core.masks import Causal, Dense, Padding
-    from attnkit.core.multihead import MultiHeadAttention
-    from attnkit.core.multiply_adds import count_multiply_adds
-    from attnkit.core.nadaraya_watson import NadarayaWatson
-    from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
-    from attnkit.core.positions import sincos_1d, sincos_2d
-    from attnkit.core.record import record_backends
-    from attnkit.core.rotary import Rotary1d, Rotary2d
-    from attnkit.core.scores import Additive, Cosine, Gaussian, General, ScaledDot
-    from attnkit.core.sparse_masks import Blocks, Packed, Window, Window2d
-    from attnkit.core.weights import attention_weights, capture_attention
-    from attnkit.layers.bam import BAM
-    from attnkit.layers.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
-    from attnkit.layers.channel import (
+    from attnkit.core.positions.rotary import Rotary1d, Rotary2d
+    from attnkit.core.positions.sinusoidal import sincos_1d, sincos_2d
+    from attnkit.core.scores import learned as learned_scores
+    from attnkit.core.scores.kinds import Additive, Cosine, Gaussian, General, ScaledDot
+    from attnkit.core.watch.capture import capture_attention
+    from attnkit.core.watch.multiply_adds import count_multiply_adds
+    from attnkit.core.weights import attention_weights
+    from attnkit.layers.gates.bam import BAM
+    from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
+    from attnkit.layers.gates.coordinate import CoordinateAttention
+    from attnkit.layers.gates.efficient_channel import EfficientChannelAttention
+    from attnkit.layers.gates.gate import Gate, capture_gates
+    from attnkit.layers.gates.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
+    from attnkit.layers.graph.attention import GraphAttention
+    from attnkit.layers.maps.channel import (
         ChannelAttention,
         CrossCovarianceAttention,
         TransposedAttention,
     )
-    from attnkit.layers.combined import Combined, GatedSum
-    from attnkit.layers.context import ContextAttention
-    from attnkit.layers.coordinate import CoordinateAttention
-    from attnkit.layers.dual import DualAttention
-    from attnkit.layers.efficient_channel import EfficientChannelAttention
-    from attnkit.layers.gate import Gate, capture_gates
-    from attnkit.layers.graph import GraphAttention
-    from attnkit.layers.pooling import AttentionPool
-    from attnkit.layers.spatial import SpatialAttention
-    from attnkit.layers.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
+    from attnkit.layers.maps.combined import Combined, GatedSum
+    from attnkit.layers.maps.context import ContextAttention
+    from attnkit.layers.maps.dual import DualAttention
+    from attnkit.layers.maps.spatial import SpatialAttention
+    from attnkit.layers.tokens.nadaraya_watson import NadarayaWatson
+    from attnkit.layers.tokens.pooling import AttentionPool
     from attnkit.lightning.export.exported import load
-    from attnkit.models.captioner import Captioner
-    from attnkit.models.decoding import generate
+    from attnkit.models.captioning.captioner import Captioner
+    from attnkit.models.captioning.generate import generate
+    from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
+    from attnkit.models.captioning.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
+    from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+    from attnkit.models.captioning.transformer_decoder import TransformerDecoder
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
-    from attnkit.models.hard_decoder import HardRecurrentDecoder
-    from attnkit.models.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
-    from attnkit.models.recurrent_decoder import RecurrentDecoder
-    from attnkit.models.transformer_decoder import TransformerDecoder
     from attnkit.models.vit import ViT
     from attnkit.surgery.insert import insert_attention, remove_attention
     from attnkit.surgery.replace import replace_attention

@@ -16,8 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnkit
-from attnkit.core.backends import BACKENDS, Sdpa
-from attnkit.core.inputs import Inputs, check_inputs
+from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Inputs
+from attnkit.core.kernels.choose import BACKENDS
+from attnkit.core.kernels.sdpa import Sdpa
 
 BATCH, HEADS, SIDE, DIM = 2, 4, 4, 8
 TOKENS = SIDE * SIDE

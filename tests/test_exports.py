@@ -12,7 +12,7 @@ import torch
 import attnkit
 from attnkit.lightning import Export
 from attnkit.lightning.export.program import ONNX_EXTRA
-from attnkit.models.word_decoder import END
+from attnkit.models.captioning.word_decoder import END
 
 
 def _script(repository):

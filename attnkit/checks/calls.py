@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.masks import Padding
+from attnkit.core.masks.sequences import Padding
 from attnkit.core.multihead import MultiHeadAttention
 
 __all__ = ["Call", "default_call", "on_complete_graph", "takes_mask"]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit.core.backends import choose_backend
-from attnkit.core.graph import EdgeFeatures
-from attnkit.core.inputs import check_inputs
-from attnkit.core.masks import Mask
-from attnkit.core.normalizers import Normalizer
-from attnkit.core.scores import Score
-
-__all__ = ["attend"]
+from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Normalizer
+from attnkit.core.kernels.choose import choose_backend
+from attnkit.core.masks.base import Mask
+from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.scores.base import Score
 
 
 def attend(

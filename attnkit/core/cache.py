@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["KeyValueCache"]
-
 
 class KeyValueCache:
     """Keys and values [batch, kv_heads, tokens, head_dim] of the tokens so far.

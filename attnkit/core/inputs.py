@@ -4,17 +4,56 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit.core.autocast import autocast_dtype
-from attnkit.core.graph import EdgeFeatures, Edges
-from attnkit.core.masks import Causal, Mask, Padding, as_4d, as_mask, check_broadcastable, parts
-from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
-from attnkit.core.scores import ScaledDot, Score, as_score
+from attnkit.core.masks.base import Mask
+from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.masks.sequences import Causal, Padding
+from attnkit.core.precision import cast_bias
+from attnkit.core.scores.base import Score, moved
+from attnkit.core.scores.kinds import ScaledDot
 
-__all__ = ["Inputs", "cast_bias", "check_inputs"]
+
+@dataclass(frozen=True, eq=False)
+class Normalizer:
+    """How scores become weights. Subclasses are frozen dataclasses, as scores are."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether weights are drawn at random, so that no two calls agree."""
+        return False
+
+    def check(self, inputs: Inputs) -> None:
+        """ValueError or TypeError where it does not go with the other arguments of `attend`."""
+
+    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
+        """The definition: the weights [batch, heads, rows, keys] of the query rows in `inputs`.
+
+        Args:
+            inputs: in high precision, with as many key as query heads; the bias is of those rows.
+            allowed: the mask of those rows; None is everywhere.
+            lean: to hold no tensor larger than the weights, if need be by other means than the
+                definition of the score.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no weights()")
+
+    def evaluated(self) -> Normalizer:
+        """The normaliser that a module uses in evaluation."""
+        return self
+
+    def select(self, heads: Tensor) -> Normalizer:
+        """The normaliser of some query heads only."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Normalizer:
+        """The same normaliser with its tensors moved as by `Tensor.to`."""
+        return moved(self, *args, **kwargs)
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +103,7 @@ class Inputs:
         """
         real = [
             part.dense(self.num_queries, self.num_keys, self.key.device).transpose(2, 3)
-            for part in parts(self.mask)
+            for part in self.masks
             if isinstance(part, Padding)
         ]
         if not real:
@@ -75,6 +114,11 @@ class Inputs:
         dtype = torch.promote_types(kept.dtype, torch.float32)
         mean = kept.sum(dim=2, keepdim=True, dtype=dtype) / count
         return torch.where(is_real, self.key, mean.to(self.key.dtype))
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        """The masks whose intersection the mask is; none where there is no mask."""
+        return () if self.mask is None else self.mask.parts
 
     @property
     def num_queries(self) -> int:
@@ -132,59 +176,6 @@ class Inputs:
         return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 
 
-def check_inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    score: str | Score = "scaled_dot",
-    mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
-    normalizer: str | Normalizer = "softmax",
-    edge_features: EdgeFeatures | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-) -> Inputs:
-    """Check `attend`'s arguments against each other; ValueError or TypeError name the wrong one."""
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
-    normalizer = as_normalizer(normalizer)
-    score = as_score(score, scale)
-    query, key, value = _autocast(query, key, value)
-    _check_tensors(query, key, value)
-    score.check(query, key)
-    batch, num_heads, num_queries, _ = query.shape
-    num_keys = key.shape[2]
-    if mask is not None:
-        mask = as_mask(mask)
-        mask.check(batch, num_heads, num_queries, num_keys)
-    if bias is not None:
-        if not bias.is_floating_point():
-            raise TypeError(f"bias: expected a floating-point tensor, got {bias.dtype}")
-        if bias.device != query.device:
-            raise ValueError(f"bias: is on {bias.device}, but query is on {query.device}")
-        check_broadcastable("bias", bias, (batch, num_heads, num_queries, num_keys))
-        # kernels without a gradient for the bias can serve it where none is asked
-        bias = as_4d(bias if torch.is_grad_enabled() else bias.detach())
-    inputs = Inputs(
-        query,
-        key,
-        value,
-        score=score,
-        mask=mask,
-        bias=bias,
-        normalizer=normalizer,
-        edge_features=edge_features,
-        dropout_p=float(dropout_p),
-    )
-    if edge_features is not None:
-        _check_edge_features(edge_features, inputs)
-    normalizer.check(inputs)
-    if isinstance(mask, Causal) and mask.align == "bottom_right" and num_queries == 1 < num_keys:
-        return replace(inputs, mask=None)  # the last query sees everything
-    return inputs
-
-
 def in_high_precision(inputs: Inputs) -> Inputs:
     """The same inputs in float32, or float64 if they are; how the definition is computed."""
     dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
@@ -198,64 +189,3 @@ def in_high_precision(inputs: Inputs) -> Inputs:
         edge_features=None if inputs.edge_features is None else inputs.edge_features.to(dtype),
         bias=None if inputs.bias is None else inputs.bias.to(dtype),
     )
-
-
-def _check_edge_features(features: EdgeFeatures, inputs: Inputs) -> None:
-    if not isinstance(features, EdgeFeatures):
-        raise TypeError(
-            f"edge_features: expected attnkit.EdgeFeatures, got {type(features).__name__}"
-        )
-    if not isinstance(inputs.mask, Edges):
-        given = None if inputs.mask is None else type(inputs.mask).__name__
-        raise ValueError(f"edge_features: expected Edges alone as the mask, got {given}")
-    if not isinstance(inputs.normalizer, Softmax):
-        raise ValueError(f"edge_features: expected softmax, got {inputs.normalizer}")
-    dims = inputs.key.shape[3], inputs.value.shape[3]
-    features.check(inputs.mask, inputs.query.shape[1], *dims)
-
-
-def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias in another dtype, where finite stays finite: a −1e9 must not forbid in float16."""
-    if bias.dtype == dtype:
-        return bias
-    limit = torch.finfo(dtype).max
-    if limit >= torch.finfo(bias.dtype).max:
-        return bias.to(dtype)
-    return torch.where(bias.isinf(), bias, bias.clamp(-limit, limit)).to(dtype)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    # torch casts SDPA's inputs under autocast; doing it first lets every kernel, ours included,
-    # be chosen for the precision that will run. Like torch, leave float64 alone.
-    dtype = autocast_dtype(tensors[0])
-    if dtype is None:
-        return tensors
-    return tuple(
-        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
-    )
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 4:
-            raise ValueError(
-                f"{name}: expected [batch, heads, tokens, head_dim], got {list(tensor.shape)}"
-            )
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(
-                f"{name}: is {tensor.dtype} on {tensor.device}, "
-                f"but query is {query.dtype} on {query.device}"
-            )
-    if key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            "value: expected the batch, heads and tokens of key "
-            f"{list(key.shape[:3])}, got {list(value.shape[:3])}"
-        )
-    if key.shape[0] != query.shape[0]:
-        raise ValueError(f"key: expected query's batch {query.shape[0]}, got {key.shape[0]}")
-    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
-        raise ValueError(
-            f"key: its {key.shape[1]} heads do not divide query's {query.shape[1]} heads"
-        )

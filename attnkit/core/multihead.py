@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.attend import attend
-from attnkit.core.backends import named_backend
 from attnkit.core.cache import KeyValueCache
-from attnkit.core.learned_normalizers import learned_normalizer
-from attnkit.core.learned_scores import learned_score
-from attnkit.core.masks import Mask
-from attnkit.core.normalizers import Normalizer
+from attnkit.core.inputs import Normalizer
+from attnkit.core.kernels.choose import named_backend
+from attnkit.core.masks.base import Mask
+from attnkit.core.normalizers.learned import learned_normalizer
 from attnkit.core.projections import Projections
-from attnkit.core.score import Score
+from attnkit.core.scores.base import Score
+from attnkit.core.scores.learned import learned_score
 from attnkit.core.weights import Indices, attention_weights
-
-__all__ = ["MultiHeadAttention", "Positions"]
 
 Gate = Literal["elementwise", "head"]
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.autocast import no_autocast
-
-__all__ = ["Projections", "linear"]
+from attnkit.core.precision import no_autocast
 
 
 def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from operator import index
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attnkit.core.autocast import no_autocast
-from attnkit.core.graph import Edges
-from attnkit.core.inputs import Inputs, check_inputs, in_high_precision
-from attnkit.core.masks import Mask
-from attnkit.core.normalizers import Normalizer
-from attnkit.core.record import module_name
-from attnkit.core.scores import Score
-
-__all__ = ["Indices", "as_indices", "attention_weights", "capture_attention"]
+from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Inputs, Normalizer, in_high_precision
+from attnkit.core.masks.base import Mask
+from attnkit.core.masks.edges import Edges
+from attnkit.core.precision import no_autocast
+from attnkit.core.scores.base import Score
 
 Indices = int | slice | Sequence[int] | Tensor | None
 """Which rows or heads: one, a slice, several, or None for all. Negative ones count from the end."""
@@ -95,81 +90,6 @@ def _weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
         allowed = inputs.mask.select(rows, heads, inputs.num_queries, inputs.num_keys)
     block = replace(inputs, query=inputs.query[:, :, rows], bias=bias)
     return inputs.normalizer.weights(block, allowed, lean=True)
-
-
-@contextmanager
-def capture_attention(
-    model: nn.Module,
-    layers: int | str | Sequence[int | str] | None = None,
-    rows: Indices = None,
-    heads: Indices = None,
-) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect the attention weights of a model's layers while it runs.
-
-        with attnkit.capture_attention(vit, layers=-1, rows=0) as weights:
-            logits = vit(images)
-        weights["blocks.11.attention"][0]    # [batch, heads, 1, tokens]
-
-    The kernels that compute the output stay what they were: the weights asked for are computed
-    beside them, without gradients, by the modules' own `attention_weights`, for every call of
-    `forward`. Compiled modules run uncompiled inside the block, since hooks added after
-    compilation would not be called.
-
-    Args:
-        model: any module that contains attention of attnkit, or of yours with a method
-            `attention_weights(<arguments of forward>, rows=, heads=)`.
-        layers: positions among those modules, or names (`*` matches anything); None for all.
-        rows: which queries, None for all. A layer may ask for fewer than all tokens: the last
-            block of a ViT with class-token pooling has row 0 only.
-        heads: which heads, None for all.
-
-    Raises:
-        ValueError: the model has no such layers.
-        IndexError: a layer has no such row or head; the layer is named.
-    """
-    captured: dict[str, list[Tensor]] = {}
-    with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in _select_layers(model, layers).items():
-
-            def hook(module, args, kwargs, output, name=name):
-                try:
-                    with torch.no_grad():
-                        weights = module.attention_weights(*args, **kwargs, rows=rows, heads=heads)
-                except IndexError as error:
-                    raise IndexError(f"{name}: {error}") from None
-                captured.setdefault(name, []).append(weights)
-
-            handle = module.register_forward_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
-        yield captured
-
-
-def _select_layers(
-    model: nn.Module, layers: int | str | Sequence[int | str] | None
-) -> dict[str, nn.Module]:
-    found = {
-        module_name(name): module
-        for name, module in model.named_modules()
-        if callable(getattr(module, "attention_weights", None))
-    }
-    if not found:
-        raise ValueError(f"model: {type(model).__name__} has no module with attention weights")
-    if layers is None:
-        return found
-    names = list(found)
-    chosen: dict[str, nn.Module] = {}
-    for layer in [layers] if isinstance(layers, int | str) else layers:
-        if isinstance(layer, int):
-            matches = names[layer : layer + 1 or None] if -len(names) <= layer else []
-        else:
-            matches = [name for name in names if fnmatchcase(name, layer)]
-        if not matches:
-            raise ValueError(
-                f"layers: {layer!r} is none of the {len(names)} attention layers {', '.join(names)}"
-            )
-        chosen.update((name, found[name]) for name in matches)
-    return chosen
 
 
 def as_indices(name: str, given: Indices, size: int, device: torch.device) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from attnkit.interop.carry import has_hooks, loaded, refuse, renamed
-from attnkit.layers.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
-from attnkit.layers.coordinate import CoordinateAttention
-from attnkit.layers.efficient_channel import EfficientChannelAttention
-from attnkit.layers.squeeze_excitation import SqueezeExcitation
+from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
+from attnkit.layers.gates.coordinate import CoordinateAttention
+from attnkit.layers.gates.efficient_channel import EfficientChannelAttention
+from attnkit.layers.gates.squeeze_excitation import SqueezeExcitation
 
 __all__ = ["gates_of_timm", "gates_of_torchvision"]
 

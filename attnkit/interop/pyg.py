@@ -8,7 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from attnkit.interop.carry import State, check_class, has_hooks, loaded, refuse
-from attnkit.layers.graph import GraphAttention
+from attnkit.layers.graph.attention import GraphAttention
 
 if TYPE_CHECKING:
     from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv

@@ -1,26 +1,26 @@
 """Layout in, attention block, layout out."""
 
-from attnkit.layers.bam import BAM
-from attnkit.layers.block import TransformerBlock
-from attnkit.layers.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
-from attnkit.layers.channel import (
+from attnkit.layers.gates.bam import BAM
+from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
+from attnkit.layers.gates.coordinate import CoordinateAttention
+from attnkit.layers.gates.efficient_channel import EfficientChannelAttention
+from attnkit.layers.gates.gate import Gate, capture_gates
+from attnkit.layers.gates.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
+from attnkit.layers.graph.attention import GraphAttention
+from attnkit.layers.graph.block import GraphBlock
+from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
+from attnkit.layers.maps.channel import (
     ChannelAttention,
     CrossCovarianceAttention,
     TransposedAttention,
 )
-from attnkit.layers.combined import Combined, GatedSum
-from attnkit.layers.context import ContextAttention
-from attnkit.layers.coordinate import CoordinateAttention
-from attnkit.layers.dual import DualAttention
-from attnkit.layers.efficient_channel import EfficientChannelAttention
-from attnkit.layers.gate import Gate, capture_gates
-from attnkit.layers.graph import GraphAttention
-from attnkit.layers.graph_block import GraphBlock
-from attnkit.layers.patch import PatchEmbedding
-from attnkit.layers.pooling import AttentionPool
-from attnkit.layers.sparse import SparseDropout, SparseLinear
-from attnkit.layers.spatial import SpatialAttention
-from attnkit.layers.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
+from attnkit.layers.maps.combined import Combined, GatedSum
+from attnkit.layers.maps.context import ContextAttention
+from attnkit.layers.maps.dual import DualAttention
+from attnkit.layers.maps.spatial import SpatialAttention
+from attnkit.layers.tokens.block import TransformerBlock
+from attnkit.layers.tokens.patch import PatchEmbedding
+from attnkit.layers.tokens.pooling import AttentionPool
 
 __all__ = [
     "BAM",

@@ -10,24 +10,22 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["FEATURE_ATTENTION", "make_feature_attention"]
-
 FEATURE_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
-    "se": ("attnkit.layers.squeeze_excitation:SqueezeExcitation", {}),
-    "eca": ("attnkit.layers.efficient_channel:EfficientChannelAttention", {}),
-    "cbam": ("attnkit.layers.cbam:CBAM", {}),
-    "bam": ("attnkit.layers.bam:BAM", {}),
-    "scse": ("attnkit.layers.squeeze_excitation:SCSE", {}),
-    "coordinate": ("attnkit.layers.coordinate:CoordinateAttention", {}),
-    "spatial": ("attnkit.layers.spatial:SpatialAttention", {}),
-    "window": ("attnkit.layers.spatial:SpatialAttention", {"pattern": "window"}),
-    "axial": ("attnkit.layers.spatial:SpatialAttention", {"pattern": "axial"}),
-    "criss_cross": ("attnkit.layers.spatial:SpatialAttention", {"pattern": "criss_cross"}),
-    "channel": ("attnkit.layers.channel:ChannelAttention", {}),
-    "xca": ("attnkit.layers.channel:CrossCovarianceAttention", {}),
-    "transposed": ("attnkit.layers.channel:TransposedAttention", {}),
-    "context": ("attnkit.layers.context:ContextAttention", {}),
-    "danet": ("attnkit.layers.dual:DualAttention", {}),
+    "se": ("attnkit.layers.gates.squeeze_excitation:SqueezeExcitation", {}),
+    "eca": ("attnkit.layers.gates.efficient_channel:EfficientChannelAttention", {}),
+    "cbam": ("attnkit.layers.gates.cbam:CBAM", {}),
+    "bam": ("attnkit.layers.gates.bam:BAM", {}),
+    "scse": ("attnkit.layers.gates.squeeze_excitation:SCSE", {}),
+    "coordinate": ("attnkit.layers.gates.coordinate:CoordinateAttention", {}),
+    "spatial": ("attnkit.layers.maps.spatial:SpatialAttention", {}),
+    "window": ("attnkit.layers.maps.spatial:SpatialAttention", {"pattern": "window"}),
+    "axial": ("attnkit.layers.maps.spatial:SpatialAttention", {"pattern": "axial"}),
+    "criss_cross": ("attnkit.layers.maps.spatial:SpatialAttention", {"pattern": "criss_cross"}),
+    "channel": ("attnkit.layers.maps.channel:ChannelAttention", {}),
+    "xca": ("attnkit.layers.maps.channel:CrossCovarianceAttention", {}),
+    "transposed": ("attnkit.layers.maps.channel:TransposedAttention", {}),
+    "context": ("attnkit.layers.maps.context:ContextAttention", {}),
+    "danet": ("attnkit.layers.maps.dual:DualAttention", {}),
 }
 """By name, where the class is, "module:Class", and the options that the name stands for."""
 

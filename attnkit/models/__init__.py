@@ -1,14 +1,14 @@
 """Whole models on attnkit's block."""
 
 from attnkit.models.backbones import timm_backbone
-from attnkit.models.captioner import Captioner
+from attnkit.models.captioning.captioner import Captioner
+from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
+from attnkit.models.captioning.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
+from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 from attnkit.models.gat import GAT
 from attnkit.models.graph_transformer import GraphTransformer
-from attnkit.models.hard_decoder import HardRecurrentDecoder
-from attnkit.models.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
-from attnkit.models.recurrent_decoder import RecurrentDecoder
 from attnkit.models.resnet import ResNet
-from attnkit.models.transformer_decoder import TransformerDecoder
 from attnkit.models.vit import VIT_SIZES, ViT
 
 __all__ = [

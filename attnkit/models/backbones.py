@@ -7,8 +7,6 @@ import logging
 import timm
 from torch import nn
 
-__all__ = ["timm_backbone"]
-
 
 def timm_backbone(
     name: str, in_channels: int, num_classes: int, *, pretrained: bool = False

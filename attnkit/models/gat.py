@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnkit.core.graph import Edges
-from attnkit.layers.graph import GraphAttention, GraphScoreName
-from attnkit.layers.graph_block import (
+from attnkit.core.masks.edges import Edges
+from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
+from attnkit.layers.graph.block import (
     Activation,
     GraphBlock,
     GraphLayer,
@@ -16,9 +16,7 @@ from attnkit.layers.graph_block import (
     make_activation,
     make_norm,
 )
-from attnkit.layers.graph_inputs import as_edges
-
-__all__ = ["GAT"]
+from attnkit.layers.graph.inputs import as_edges
 
 
 class GAT(nn.Module):

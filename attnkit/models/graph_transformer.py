@@ -7,20 +7,18 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.graph import Edges
-from attnkit.core.sparse_masks import Packed
-from attnkit.layers.block import Activation
-from attnkit.layers.graph import GraphScoreName
-from attnkit.layers.graph_inputs import as_edges
-from attnkit.layers.graph_transformer import (
+from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.sequences import Packed
+from attnkit.layers.graph.attention import GraphScoreName
+from attnkit.layers.graph.inputs import as_edges
+from attnkit.layers.graph.sparse import SparseLinear
+from attnkit.layers.graph.transformer_block import (
     GlobalAttention,
     GraphPool,
     GraphTransformerBlock,
     graph_lengths,
 )
-from attnkit.layers.sparse import SparseLinear
-
-__all__ = ["GraphTransformer"]
+from attnkit.layers.tokens.block import Activation
 
 ReadOut = Literal["node", "graph", "edge"]
 

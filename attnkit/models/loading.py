@@ -4,8 +4,6 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-__all__ = ["load_matching"]
-
 
 def load_matching(module: nn.Module, state: Mapping[str, Tensor], source: str = "state") -> None:
     """Load a state dict whose names and shapes are exactly the module's.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
-__all__ = ["ResNet"]
-
 
 class ResNet(nn.Module):
     """The residual network for CIFAR of He et al. 2016 (section 4.2), of torchvision's blocks.

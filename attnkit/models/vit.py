@@ -8,17 +8,15 @@ import torch
 from timm.layers import PatchDropoutWithIndices, trunc_normal_
 from torch import Tensor, nn
 
-from attnkit.core.learned_positions import FactorizedPositions2d, resize_positions
-from attnkit.core.learned_scores import ScoreName
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.positions import sincos_2d
-from attnkit.core.rotary import Rotary2d, Rotation
-from attnkit.core.score import Score
-from attnkit.layers.block import Activation, TransformerBlock
-from attnkit.layers.patch import PatchEmbedding
-from attnkit.layers.pooling import AttentionPool
-
-__all__ = ["VIT_SIZES", "ViT"]
+from attnkit.core.positions.learned import FactorizedPositions2d, resize_positions
+from attnkit.core.positions.rotary import Rotary2d, Rotation
+from attnkit.core.positions.sinusoidal import sincos_2d
+from attnkit.core.scores.base import Score
+from attnkit.core.scores.learned import ScoreName
+from attnkit.layers.tokens.block import Activation, TransformerBlock
+from attnkit.layers.tokens.patch import PatchEmbedding
+from attnkit.layers.tokens.pooling import AttentionPool
 
 PositionKind = Literal["learned", "factorized2d", "sincos2d", "rotary2d"]
 Pooling = Literal["class", "mean", "attention"]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.masks import Causal, Mask, Padding, as_mask
+from attnkit.core.masks.base import Mask, as_mask
+from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.multihead import MultiHeadAttention, Positions
 
 __all__ = [

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.learned_normalizers import learned_normalizer
-from attnkit.core.learned_scores import learned_score
-from attnkit.core.masks import Mask
+from attnkit.core.inputs import Normalizer
+from attnkit.core.masks.base import Mask
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.normalizers import Normalizer
-from attnkit.core.score import Score
+from attnkit.core.normalizers.learned import learned_normalizer
+from attnkit.core.scores.base import Score
+from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
 from attnkit.interop.carry import has_hooks, refuse
 from attnkit.surgery import adapters, relative, windows

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.multiply_adds import count_multiply_adds
-from attnkit.core.undisturbed import undisturbed
+from attnkit.core.watch.multiply_adds import count_multiply_adds
+from attnkit.core.watch.undisturbed import undisturbed
 from attnkit.layers.feature_maps import make_feature_attention
 from attnkit.surgery.hooks import AttendInput, AttendOutput, Guard, attach, detach_all, hooks_of
 from attnkit.surgery.places import Place, find_places

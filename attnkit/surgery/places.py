@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from attnkit.core.undisturbed import undisturbed
+from attnkit.core.watch.undisturbed import undisturbed
 from attnkit.surgery.blocks import adding_child, branch_of
 from attnkit.surgery.hooks import hooks_of
 

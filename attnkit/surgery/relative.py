@@ -6,7 +6,7 @@ from math import log
 
 from torch import Tensor, nn
 
-from attnkit.core.scores import Cosine
+from attnkit.core.scores.kinds import Cosine
 
 __all__ = ["ClampedCosine", "CoordinateBias", "GivenBias", "TableBias"]
 

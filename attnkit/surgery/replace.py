@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from attnkit.core.backends import named_backend
-from attnkit.core.masks import Mask, as_mask
+from attnkit.core.inputs import Normalizer
+from attnkit.core.kernels.choose import named_backend
+from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.normalizers import Normalizer
 from attnkit.surgery.adapters import Adapter
 from attnkit.surgery.convert import Changes, ScoreChange, changed, convert
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.masks import Mask
+from attnkit.core.masks.base import Mask
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.surgery.adapters import Adapter
 

@@ -16,11 +16,11 @@ import transformers
 from measure import alternate, machine, table
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from attnkit.core.multiply_adds import count_multiply_adds
+from attnkit.core.watch.multiply_adds import count_multiply_adds
 from attnkit.launch.measure.bench import peak_multiply_adds
-from attnkit.models.decoding import generate
-from attnkit.models.transformer_decoder import TransformerDecoder
-from attnkit.models.word_decoder import END, PAD, START
+from attnkit.models.captioning.generate import generate
+from attnkit.models.captioning.transformer_decoder import TransformerDecoder
+from attnkit.models.captioning.word_decoder import END, PAD, START
 
 BATCH, TOKENS, DIM, DEPTH, HEADS, BEAMS = 32, 196, 256, 6, 8, 5
 

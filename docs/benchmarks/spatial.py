@@ -5,7 +5,7 @@
 - time: `SpatialAttention` on a 64 × 64 map with 32 and 64 inner channels of twice as many, against
   1 × 1 convolutions, bmm, softmax, bmm with the same weights;
 - memory: the peak memory of each beyond its inputs, each in a process of its own;
-- parts: flash with the queries in parts (`core/query_parts.py`) against flash as it is, over
+- parts: flash with the queries in parts (`core/kernels/sdpa.py`) against flash as it is, over
   numbers of queries, heads and channels.
 
 Programs alternate; a ratio is the median of the rounds' ratios. On a machine that others use too,
@@ -23,7 +23,7 @@ from measure import Times, alternate, machine, peak_memory, table
 from torch import nn
 
 import attnkit
-from attnkit.core import query_parts
+from attnkit.core.kernels import sdpa
 
 SIDE = 64
 INNER = (32, 64)
@@ -134,11 +134,11 @@ def parts(rounds: int) -> None:
 
 
 def _whole(*tensors: torch.Tensor) -> torch.Tensor:
-    least, query_parts.LEAST_QUERIES = query_parts.LEAST_QUERIES, sys.maxsize
+    least, sdpa.LEAST_QUERIES = sdpa.LEAST_QUERIES, sys.maxsize
     try:
         return attnkit.attend(*tensors)
     finally:
-        query_parts.LEAST_QUERIES = least
+        sdpa.LEAST_QUERIES = least
 
 
 def main() -> None:

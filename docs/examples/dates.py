@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.models import RecurrentDecoder
-from attnkit.models.decoding import generate
-from attnkit.models.word_decoder import END, PAD, START, UNKNOWN
+from attnkit.models.captioning.generate import generate
+from attnkit.models.captioning.word_decoder import END, PAD, START, UNKNOWN
 
 FORMATS = ["%d %B %Y", "%B %d, %Y", "%a %d %b %Y", "%A, %B %d %Y", "%d.%m.%Y", "%m/%d/%Y",
            "%Y, the %d of %B", "%b %d %Y"]  # fmt: skip

@@ -14,9 +14,9 @@ from torchmetrics import MeanMetric, Metric
 from attnkit.lightning import TaskModule
 from attnkit.lightning.export.program import Program
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
-from attnkit.models.captioner import Captioner
-from attnkit.models.decoding import Sentences, checked_options
-from attnkit.models.word_decoder import num_words
+from attnkit.models.captioning.captioner import Captioner
+from attnkit.models.captioning.generate import Sentences, checked_options
+from attnkit.models.captioning.word_decoder import num_words
 from attnkit.tasks.captioning.grammar import EVERYTHING, OBJECTS_COLOURS_RELATION, is_right
 from attnkit.tasks.captioning.programs import captioning_programs
 from attnkit.tasks.captioning.tokenizer import load_tokenizer

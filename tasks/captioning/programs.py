@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.lightning.export.program import Program
-from attnkit.models.word_decoder import END, PAD, START
+from attnkit.models.captioning.word_decoder import END, PAD, START
 from attnkit.tasks.images.decode import PREPARED
 
 if TYPE_CHECKING:

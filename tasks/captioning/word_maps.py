@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import in_log_folder, written_beside
-from attnkit.models.word_decoder import END, PAD
+from attnkit.models.captioning.word_decoder import END, PAD
 
 COLUMNS = 6
 

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
-from attnkit.core.graph import Edges
+from attnkit.core.masks.edges import Edges
 from attnkit.lightning import ClassificationModule, UserError
 from attnkit.lightning.export.program import Program
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnkit.layers.sparse import offsets, ranges
+from attnkit.layers.graph.sparse import offsets, ranges
 
 
 class InNeighbors(NamedTuple):

@@ -5,7 +5,7 @@ import torch
 
 import attnkit
 from attnkit import Causal, MultiHeadAttention, Padding, attend
-from attnkit.core import blockwise
+from attnkit.core.kernels import blockwise
 
 CASES = {
     "plain": {},

@@ -12,10 +12,10 @@ from torch_geometric.nn import GATConv, models
 
 import attnkit
 from attnkit import GAT, Edges, interop
-from attnkit.core.adjacency import Adjacency
+from attnkit.core.masks.adjacency import Adjacency
 from attnkit.launch.config.annotations import accepts
 from attnkit.launch.config.signatures import signature_of
-from attnkit.layers.graph import GraphScoreName
+from attnkit.layers.graph.attention import GraphScoreName
 
 NODES, CHANNELS, CLASSES = 17, 13, 5
 CONF = Path(__file__).resolve().parents[2] / "conf" / "model"

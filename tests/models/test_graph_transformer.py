@@ -6,7 +6,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
 
 import attnkit
-from attnkit.layers.graph_transformer import GraphPool, graph_lengths
+from attnkit.layers.graph.transformer_block import GraphPool, graph_lengths
 from attnkit.models.graph_transformer import GraphTransformer
 
 IN, HIDDEN, CLASSES, EDGE_DIM = 5, 12, 3, 2

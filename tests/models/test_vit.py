@@ -6,7 +6,7 @@ from torch import nn
 
 import attnkit
 from attnkit import ScaledDot, ViT
-from attnkit.core.learned_scores import LEARNED_SCORES, SCORE_NAMES
+from attnkit.core.scores.learned import LEARNED_SCORES, SCORE_NAMES
 from attnkit.lightning.modules.optim import parameter_groups
 from attnkit.models.loading import load_matching
 

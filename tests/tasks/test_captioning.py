@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from attnkit.launch.main import main
 from attnkit.metrics import BLEU, CIDErD
-from attnkit.models.captioner import Captioner
-from attnkit.models.decoding import Sentences
-from attnkit.models.image_encoders import CNNEncoder
-from attnkit.models.transformer_decoder import TransformerDecoder
+from attnkit.models.captioning.captioner import Captioner
+from attnkit.models.captioning.generate import Sentences
+from attnkit.models.captioning.image_encoders import CNNEncoder
+from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 from attnkit.tasks.captioning import (
     CaptionPredictData,
     ImageCaptioning,

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN
 
 from attnkit.launch.main import main
-from attnkit.layers.sparse import SparseDropout, SparseLinear
+from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
 from attnkit.lightning import ClassReport, UserError
 from attnkit.tasks.node_classification import (
     DigitsGraphData,

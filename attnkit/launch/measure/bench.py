@@ -16,8 +16,8 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from attnkit.core.multiply_adds import count_multiply_adds
-from attnkit.core.products import plain_linear
+from attnkit.core.decode_step import plain_linear
+from attnkit.core.watch.multiply_adds import count_multiply_adds
 from attnkit.launch.job.session import Session
 from attnkit.launch.measure.kernels import compare_kernels
 from attnkit.launch.measure.step import step_of

@@ -17,7 +17,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from attnkit.core.multiply_adds import count_multiply_adds
+from attnkit.core.watch.multiply_adds import count_multiply_adds
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom
 from attnkit.launch.job import screen as report

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning import LightningModule
 
-from attnkit.core.backends import BACKENDS, UnsupportedError
+from attnkit.core.kernels.choose import BACKENDS, UnsupportedError
 from attnkit.launch.errors import is_out_of_memory
 from attnkit.lightning.callbacks.throughput import wait_for_device
 

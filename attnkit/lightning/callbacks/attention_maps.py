@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.weights import capture_attention
+from attnkit.core.watch.capture import capture_attention
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.files import in_log_folder, written_beside
 

@@ -9,7 +9,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from attnkit.core.record import KernelCounts, record_backends
+from attnkit.core.kernels.record import KernelCounts, record_backends
 
 
 class KernelRecord(Callback):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnkit
-from attnkit.core.backends import BACKENDS
+from attnkit.core.kernels.choose import BACKENDS
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.measure import bench, kernels

@@ -1,0 +1,121 @@
+"""Checks of `attend`'s arguments against each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnkit.core.inputs import Inputs, Normalizer
+from attnkit.core.masks.base import Mask, as_4d, as_mask, check_broadcastable
+from attnkit.core.masks.edges import EdgeFeatures, Edges
+from attnkit.core.masks.sequences import Causal
+from attnkit.core.normalizers.kinds import Softmax, as_normalizer
+from attnkit.core.precision import autocast_dtype
+from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import as_score
+
+
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: str | Score = "scaled_dot",
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    normalizer: str | Normalizer = "softmax",
+    edge_features: EdgeFeatures | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Inputs:
+    """Check `attend`'s arguments against each other; ValueError or TypeError name the wrong one."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+    normalizer = as_normalizer(normalizer)
+    score = as_score(score, scale)
+    query, key, value = _autocast(query, key, value)
+    _check_tensors(query, key, value)
+    score.check(query, key)
+    batch, num_heads, num_queries, _ = query.shape
+    num_keys = key.shape[2]
+    if mask is not None:
+        mask = as_mask(mask)
+        mask.check(batch, num_heads, num_queries, num_keys)
+    if bias is not None:
+        if not bias.is_floating_point():
+            raise TypeError(f"bias: expected a floating-point tensor, got {bias.dtype}")
+        if bias.device != query.device:
+            raise ValueError(f"bias: is on {bias.device}, but query is on {query.device}")
+        check_broadcastable("bias", bias, (batch, num_heads, num_queries, num_keys))
+        # kernels without a gradient for the bias can serve it where none is asked
+        bias = as_4d(bias if torch.is_grad_enabled() else bias.detach())
+    inputs = Inputs(
+        query,
+        key,
+        value,
+        score=score,
+        mask=mask,
+        bias=bias,
+        normalizer=normalizer,
+        edge_features=edge_features,
+        dropout_p=float(dropout_p),
+    )
+    if edge_features is not None:
+        _check_edge_features(edge_features, inputs)
+    normalizer.check(inputs)
+    if isinstance(mask, Causal) and mask.align == "bottom_right" and num_queries == 1 < num_keys:
+        return replace(inputs, mask=None)  # the last query sees everything
+    return inputs
+
+
+def _check_edge_features(features: EdgeFeatures, inputs: Inputs) -> None:
+    if not isinstance(features, EdgeFeatures):
+        raise TypeError(
+            f"edge_features: expected attnkit.EdgeFeatures, got {type(features).__name__}"
+        )
+    if not isinstance(inputs.mask, Edges):
+        given = None if inputs.mask is None else type(inputs.mask).__name__
+        raise ValueError(f"edge_features: expected Edges alone as the mask, got {given}")
+    if not isinstance(inputs.normalizer, Softmax):
+        raise ValueError(f"edge_features: expected softmax, got {inputs.normalizer}")
+    dims = inputs.key.shape[3], inputs.value.shape[3]
+    features.check(inputs.mask, inputs.query.shape[1], *dims)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    # torch casts SDPA's inputs under autocast; doing it first lets every kernel, ours included,
+    # be chosen for the precision that will run. Like torch, leave float64 alone.
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None:
+        return tensors
+    return tuple(
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name}: expected [batch, heads, tokens, head_dim], got {list(tensor.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"{name}: is {tensor.dtype} on {tensor.device}, "
+                f"but query is {query.dtype} on {query.device}"
+            )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            "value: expected the batch, heads and tokens of key "
+            f"{list(key.shape[:3])}, got {list(value.shape[:3])}"
+        )
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(f"key: expected query's batch {query.shape[0]}, got {key.shape[0]}")
+    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
+        raise ValueError(
+            f"key: its {key.shape[1]} heads do not divide query's {query.shape[1]} heads"
+        )

@@ -1,0 +1,163 @@
+"""One step of decoding: attention from a few new tokens to keys and values that were kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnkit.core.cache import KeyValueCache
+from attnkit.core.kernels.record import note_kernel
+from attnkit.core.multihead import MultiHeadAttention, Positions
+from attnkit.core.normalizers.kinds import Softmax
+from attnkit.core.scores.kinds import ScaledDot
+
+LARGE = 2**20  # multiply-adds from which oneDNN's 30 µs of preparation are won back
+
+
+def attention_step(
+    block: MultiHeadAttention,
+    tokens: Tensor,
+    cache: KeyValueCache,
+    *,
+    bias: Tensor | None = None,
+    positions: Positions | None = None,
+) -> Tensor:
+    """`block(tokens, cache=cache, bias=bias, positions=positions)`, with less around it.
+
+    At the sizes of a step, checking arguments and choosing a kernel take as long as computing. A
+    plain block (softmax of scaled dot products) is computed directly, as two products with a
+    softmax between them; every other goes through its `forward`, and so does a block with hooks.
+
+    Args:
+        tokens: [batch, tokens, dim], the new ones.
+        bias: added to the scores, broadcastable to [batch, heads, tokens, keys]; −∞ hides a key,
+            and each token must see one.
+    """
+    if not (_is_plain(block, tokens) and block.is_fused):
+        return block(tokens, cache=cache, bias=bias, positions=positions)
+    projected = run_linear(block.in_proj, tokens)
+    query, key, value = projected.unflatten(-1, (3, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    if positions is not None:
+        query, key = positions(query, key)
+    cache.append(key, value)
+    return _attended(block, query, cache, bias)
+
+
+def remembered(block: MultiHeadAttention, memory: Tensor) -> KeyValueCache:
+    """`block.remember(memory)`, each head's keys and values by themselves in memory, since every
+    step reads them."""
+    if _is_plain(block, memory) and block.is_fused:
+        size = block.sizes[0]
+        weight, bias = block.in_proj.weight[size:], block.in_proj.bias
+        projected = plain_linear(memory, weight, None if bias is None else bias[size:])
+        heads = projected.unflatten(-1, (2, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return KeyValueCache.of(*heads.contiguous())
+    kept = block.remember(memory)
+    return KeyValueCache.of(kept.key.contiguous(), kept.value.contiguous())
+
+
+def memory_step(
+    block: MultiHeadAttention, tokens: Tensor, memory: KeyValueCache, *, bias: Tensor | None = None
+) -> Tensor:
+    """`block(tokens, memory, bias=bias)` of a memory that `block.remember` made, likewise."""
+    if not _is_plain(block, tokens):
+        return block(tokens, memory, bias=bias)
+    if block.is_fused:
+        size = block.sizes[0]
+        offset = block.in_proj.bias
+        query = plain_linear(
+            tokens, block.in_proj.weight[:size], None if offset is None else offset[:size]
+        )
+    else:
+        query = run_linear(block.query_proj, tokens)
+    query = query.unflatten(-1, (block.num_heads, -1)).transpose(1, 2)
+    return _attended(block, query, memory, bias)
+
+
+def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
+    return (
+        type(block.score) is ScaledDot
+        and block.score.softcap is None
+        and type(block.normalizer) is Softmax
+        and block.gate_proj is None
+        and block.num_kv_heads == block.num_heads
+        and is_linear(block.in_proj if block.is_fused else block.query_proj)
+        and type(block.query_norm) is nn.Identity
+        and block.backend == "auto"
+        and not (block.training and block.dropout_p)
+        and not (block._forward_hooks or block._forward_pre_hooks)
+        and tokens.dtype in (torch.float32, torch.float64)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(tokens.device.type)
+    )
+
+
+def _attended(
+    block: MultiHeadAttention, query: Tensor, kept: KeyValueCache, bias: Tensor | None
+) -> Tensor:
+    note_kernel("step")
+    assert isinstance(block.score, ScaledDot)
+    batch, num_heads, num_queries, head_dim = query.shape
+    scores = torch.baddbmm(
+        query.new_empty(1, 1, 1),
+        query.reshape(-1, num_queries, head_dim),
+        kept.key.flatten(0, 1).mT,
+        beta=0,
+        alpha=block.score.factor(head_dim),
+    )
+    if bias is not None:
+        scores.view(batch, num_heads, num_queries, -1).add_(bias)
+    output = scores.softmax(dim=-1) @ kept.value.flatten(0, 1)
+    output = output.view(batch, num_heads, num_queries, -1).transpose(1, 2).flatten(2)
+    return run_linear(block.out_proj, output)
+
+
+def plain_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear`, in float32 on the CPU by oneDNN where no gradient is wanted.
+
+    torch computes float32 by MKL, which on AMD's processors takes up to twice as long. The
+    operator is the one that torch.compile puts there; where a build lacks it, torch's own runs.
+    """
+    if (
+        ONEDNN is None
+        or tokens.dtype != torch.float32
+        or weight.dtype != torch.float32
+        or not tokens.is_cpu
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+        or tokens.numel() * len(weight) < LARGE
+    ):
+        return F.linear(tokens, weight, bias)
+    return ONEDNN(tokens, weight, bias, "none", [], "")
+
+
+def is_linear(layer: object) -> bool:
+    """Whether it computes what torch's linear layer does and nothing besides."""
+    return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def run_linear(layer: nn.Module, tokens: Tensor) -> Tensor:
+    """`layer(tokens)`, by `plain_linear` if it is a linear layer and nothing besides."""
+    if not is_linear(layer):
+        return layer(tokens)
+    assert isinstance(layer, nn.Linear)
+    return plain_linear(tokens, layer.weight, layer.bias)
+
+
+def _found() -> Any:
+    if not torch.backends.mkldnn.is_available():
+        return None
+    try:
+        operator = torch.ops.mkldnn._linear_pointwise.default
+        operator(torch.zeros(1, 1), torch.zeros(1, 1), None, "none", [], "")
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+    return operator
+
+
+ONEDNN = _found()
+"""oneDNN's linear layer, or None where torch was built without."""

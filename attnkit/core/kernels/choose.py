@@ -1,0 +1,102 @@
+"""The kernels: what each can do, in which order they are preferred, and how they are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Inputs
+from attnkit.core.kernels.base import Backend
+from attnkit.core.kernels.blockwise import Blockwise
+from attnkit.core.kernels.delta_rule import DeltaRuleKernel
+from attnkit.core.kernels.edges.edges import EdgesKernel
+from attnkit.core.kernels.flex import Flex
+from attnkit.core.kernels.hard import HardKernel
+from attnkit.core.kernels.linear import LinearKernel
+from attnkit.core.kernels.packed import PackedKernel
+from attnkit.core.kernels.reference import Reference
+from attnkit.core.kernels.sdpa import Cudnn, Efficient, Flash, Math
+from attnkit.core.kernels.window import WindowKernel
+
+
+class UnsupportedError(ValueError):
+    """The backend that was asked for cannot do what was asked; the message gives every reason."""
+
+
+BACKENDS: tuple[Backend, ...] = (
+    EdgesKernel(),
+    PackedKernel(lambda inputs: choose_backend(inputs)),
+    WindowKernel(),
+    Flex(),
+    Flash(),
+    Cudnn(),
+    Efficient(),
+    LinearKernel(),
+    DeltaRuleKernel(),
+    Blockwise(),
+    HardKernel(),
+    Math(),
+    Reference(),
+)
+"""The kernels in order of preference; those that read a mask's own structure come first."""
+
+
+def named_backend(name: str) -> Backend | None:
+    """The backend of that name, None for "auto"; ValueError lists the names there are."""
+    if name == "auto":
+        return None
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    names = ", ".join(backend.name for backend in BACKENDS)
+    raise ValueError(f"backend: expected 'auto' or one of {names}, got {name!r}")
+
+
+def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
+    """The named backend, or the first that can serve the inputs and pays.
+
+    UnsupportedError if a named one cannot, with every reason; ValueError for an unknown name.
+    """
+    backend = named_backend(name)
+    if backend is None:
+        for backend in BACKENDS:
+            if not backend.unsupported_reasons(inputs) and backend.pays(inputs):
+                return backend
+        why = dict.fromkeys(reason for b in BACKENDS for reason in b.unsupported_reasons(inputs))
+        raise UnsupportedError(f"no backend can serve this attention: {'; '.join(why)}")
+    if reasons := backend.unsupported_reasons(inputs):
+        raise UnsupportedError(
+            f"backend={name!r} cannot serve this attention: {'; '.join(reasons)}"
+        )
+    return backend
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Per backend, in order of preference, why it cannot serve; `str()` is a table."""
+
+    reasons: dict[str, list[str]]
+    chosen: str
+    """The backend that `backend="auto"` takes: the first that can and pays at these sizes."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        lines = []
+        for name, reasons in self.reasons.items():
+            verdict = "; ".join(reasons) or ("chosen" if name == self.chosen else "can")
+            lines.append(f"{name:<{width}}  {verdict}")
+        return "\n".join(lines)
+
+
+def explain_backends(query: Tensor, key: Tensor, value: Tensor, **options) -> Explanation:
+    """Which kernels can serve `attend(query, key, value, **options)`, and why the others cannot.
+
+    Takes `attend`'s options but `backend`; computes nothing.
+
+        print(attnkit.explain_backends(query, key, value, mask=attnkit.Causal(), dropout_p=0.1))
+    """
+    inputs = check_inputs(query, key, value, **options)
+    reasons = {kernel.name: kernel.unsupported_reasons(inputs) for kernel in BACKENDS}
+    return Explanation(reasons, choose_backend(inputs).name)

@@ -1,0 +1,164 @@
+"""The delta rule in chunks: a memory that each token corrects, by matrix products.
+
+Within a chunk, what token t writes depends on what the others wrote before it. All of it solves one
+triangular system (the UT transform of Yang et al., Parallelizing Linear Transformers with the Delta
+Rule over Sequence Length, 2024), so that only chunks, not tokens, wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Inputs
+from attnkit.core.kernels.base import Backend, empty_reasons
+from attnkit.core.kernels.record import note_kernel
+from attnkit.core.kernels.recurrence import in_chunks, in_segments, segment_size
+from attnkit.core.masks.sequences import Causal
+from attnkit.core.normalizers.kinds import DeltaRule
+from attnkit.core.precision import no_autocast
+
+CHUNK = 64
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    chunk_size: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Write values into a memory by the delta rule, and read it after each (Schlag et al., 2021).
+
+        S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ,   output_t = S_tᵀ q_t
+
+    The plain recurrence: queries and keys are taken as they are, neither scaled nor normalised
+    (Yang et al. 2024 scale queries by 1/√head_dim). After a write with β_t = 1 and |k_t| = 1,
+    reading at k_t gives v_t. The memory stays bounded where 0 ≤ β_t |k_t|² ≤ 2. `attend` with
+    `DeltaRule(beta)` is this on silu(query) and silu(key) at unit length.
+
+    To go on where a sequence ended, token by token or many at a time, give the state back:
+
+        output, state = attnkit.delta_rule(query, key, value, beta)
+        next_output, state = attnkit.delta_rule(next_query, next_key, next_value, next_beta, state)
+
+    Time is linear in the tokens; the backward computes the memory anew rather than keep one for
+    each chunk. Computed in float32 (float64 if the inputs are).
+
+    Args:
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, kv_heads, tokens, head_dim]; kv_heads divides heads, as in `attend`.
+        value: [batch, kv_heads, tokens, value_dim].
+        beta: how much of what was there each token replaces, [batch, heads, tokens]; batch and
+            heads may be 1.
+        state: the memory S_0, [batch, heads, head_dim, value_dim]; zeros if None.
+        chunk_size: the tokens of one triangular system; changes speed, not the result.
+
+    Returns:
+        The output, [batch, heads, tokens, value_dim], in the dtype of the query; and the last
+        memory, [batch, heads, head_dim, value_dim], in float32 (float64 if the inputs are).
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong value, shape or type.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    rule = DeltaRule(beta)
+    inputs = check_inputs(query, key, value, mask=Causal("top_left"), normalizer=rule)
+    if state is not None:
+        _check_state(inputs, state)
+    return _in_chunks(inputs, rule.written(inputs), state, chunk_size)
+
+
+class DeltaRuleKernel(Backend):
+    """`DeltaRule`, which sees the past alone, in time linear in the tokens."""
+
+    name = "delta_rule"
+    normalizers = (DeltaRule,)
+
+    def reasons(self, inputs: Inputs) -> list[str]:
+        reasons = empty_reasons(inputs)
+        if inputs.dropout_p > 0:
+            reasons.append(f"dropout_p={inputs.dropout_p}: this kernel has no weights to drop")
+        return reasons
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        note_kernel(self.name)
+        rule = inputs.normalizer
+        assert isinstance(rule, DeltaRule)
+        output, _ = _in_chunks(inputs, rule.written(inputs), features=rule.features)
+        return output
+
+
+def _in_chunks(
+    inputs: Inputs,
+    beta: Tensor,
+    state: Tensor | None = None,
+    chunk_size: int = CHUNK,
+    features: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+) -> tuple[Tensor, Tensor]:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if state is None:
+        state = query.new_zeros(*query.shape[:2], query.shape[3], value.shape[3])
+    step = partial(_step, features, chunk_size)
+    with no_autocast(query):
+        outputs, state = in_segments(
+            step, state.to(dtype), (query, key, value, beta), segment_size(query, chunk_size)
+        )
+    if not outputs:
+        return value.new_zeros(*query.shape[:3], value.shape[3]), state
+    return torch.cat(outputs, dim=2), state
+
+
+def _step(
+    features: Callable[[Tensor], Tensor],
+    chunk_size: int,
+    state: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The output of a segment, and the memory after it."""
+    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    q, k, v = (tensor.to(state.dtype) for tensor in (query, key, value))
+    # only a segment's keys and values are ever repeated
+    heads = features(q), *(t.repeat_interleave(groups, 1) for t in (features(k), v))
+    chunked = (*heads, beta.to(state.dtype)[..., None])
+    q, k, v, b = (in_chunks(tensor, min(chunk_size, tokens)) for tensor in chunked)
+    # a chunk that meets the memory S writes u_t = β_t (v_t − Sᵀ k_t − Σ_{s<t} u_s (k_s·k_t)):
+    # u = own − seen S, whose two parts need no S
+    overlap = b * (k @ k.transpose(-2, -1))
+    # which reads of the overlap what is below its diagonal
+    solved = torch.linalg.solve_triangular(
+        overlap, b * torch.cat([v, k], dim=-1), upper=False, unitriangular=True
+    )
+    own, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    states, writes = [], []
+    chunks = zip(own.unbind(2), seen.unbind(2), k.transpose(-2, -1).unbind(2), strict=True)
+    for own_, seen_, key_ in chunks:
+        states.append(state)
+        writes.append(own_ - seen_ @ state)
+        state = state + key_ @ writes[-1]
+    before, written = torch.stack(states, dim=2), torch.stack(writes, dim=2)
+    output = q @ before + (q @ k.transpose(-2, -1)).tril() @ written
+    return output.flatten(2, 3)[:, :, :tokens].to(query.dtype), state
+
+
+def _check_state(inputs: Inputs, state: Tensor) -> None:
+    expected = [*inputs.query.shape[:2], inputs.query.shape[3], inputs.value.shape[3]]
+    if not state.is_floating_point():
+        raise TypeError(f"state: expected a floating-point tensor, got {state.dtype}")
+    if state.device != inputs.query.device:
+        raise ValueError(f"state: is on {state.device}, but query is on {inputs.query.device}")
+    if list(state.shape) != expected:
+        raise ValueError(
+            f"state: expected [batch, heads, head_dim, value_dim] = {expected}, "
+            f"got {list(state.shape)}"
+        )

@@ -1,0 +1,296 @@
+"""Attention over edges on CUDA, by Triton kernels: what they serve, and how they are run.
+
+The forward keeps the output and the log-sum-exp of each target and nothing of the edges; the
+backward computes the weights again, once in the order of targets for the query's gradient and once
+in the order of sources for those of key and value. No two programs add to one number, so results
+are the same to the bit from run to run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.kernels.base import refuse_second_derivative
+from attnkit.core.masks.adjacency import Adjacency, SplitNodes
+from attnkit.core.masks.edges import Edges
+from attnkit.core.scores.kinds import Additive, ScaledDot
+
+CHUNK = 256  # edges that one program computes at most
+TILE = 1024  # numbers of a tile of edges × channels, which one warp holds in its registers
+LARGEST_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_IS_ALLOWED = ContextVar("_IS_ALLOWED", default=True)
+
+
+def serves(inputs: Inputs) -> bool:
+    """Whether the Triton kernels can compute what `EdgesKernel` can.
+
+    They leave to torch's operators: edge features, float64, head dimensions above 256, and what
+    torch.compile traces.
+    """
+    dims = (inputs.dot_dim or inputs.query.shape[3], inputs.value.shape[3])
+    return (
+        inputs.edge_features is None
+        and inputs.query.dtype in DTYPES
+        and max(dims) <= LARGEST_DIM
+        and not torch.compiler.is_compiling()
+        and _IS_ALLOWED.get()
+        and _runs_on(inputs.query.device)
+    )
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """In the block torch's operators compute edges, which torch can count as it cannot these."""
+    token = _IS_ALLOWED.set(False)
+    try:
+        yield
+    finally:
+        _IS_ALLOWED.reset(token)
+
+
+def attend_edges(inputs: Inputs) -> Tensor:
+    """The attention over `Edges`, [batch, heads, targets, value_dim]."""
+    assert isinstance(inputs.mask, Edges)
+    score, adjacency, value = inputs.score, inputs.mask.adjacency, inputs.value
+    kind, scale, slope, vector = "dot", 1.0, 0.0, None
+    if isinstance(score, Additive):
+        query, key = inputs.query, inputs.key
+        kind, slope = str(score.activation), float(score.negative_slope)
+        vector = score.vector.float().expand(*query.shape[:2], -1)[:, :, None]
+    else:
+        if not isinstance(score, ScaledDot):  # making it one in low precision would lose digits
+            inputs = in_high_precision(inputs)
+        lowered = inputs.lowered()
+        query, key, scale = lowered.query, lowered.key, lowered.scale
+    seed = None
+    if inputs.dropout_p:
+        seed = torch.randint(2**62, (1,), device=query.device)  # drawn there, so nobody waits
+    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
+    sizes = (heads, batch * heads, heads // kv_heads)
+    plan = _Plan(adjacency, kind, _Numbers(*sizes, scale, slope, inputs.dropout_p, seed))
+    return _TritonEdgeSoftmax.apply(plan, query, key, value, vector)
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    if device.type == "cuda":
+        serves_it = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:  # Triton's own switch, by which its interpreter runs kernels on CPU tensors
+        serves_it = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return serves_it and find_spec("triton") is not None
+
+
+class _Table(NamedTuple):
+    """A tensor [batch, heads, nodes, channels] as kernels read it: a pointer and strides."""
+
+    pointer: Tensor
+    batch: int
+    head: int
+    node: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Table:
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            tensor = tensor.contiguous()
+        return cls(tensor, *tensor.stride()[:3])
+
+
+class _Tables(NamedTuple):
+    query: _Table
+    key: _Table
+    value: _Table
+    vector: _Table | None
+
+
+class _Sums(NamedTuple):
+    """Where sums of a node's edges go: whole, [batch, heads, nodes, channels], or as parts of the
+    nodes that are split, [batch, heads, slots, channels]."""
+
+    whole: _Table
+    parts: _Table
+
+    @classmethod
+    def of(cls, tensor: Tensor, split: SplitNodes) -> _Sums:
+        batch, heads, _, channels = tensor.shape
+        shape = (batch, heads, split.num_slots, channels)
+        parts = tensor.new_empty(shape, dtype=torch.float32)
+        return cls(_Table.of(tensor), _Table.of(parts))
+
+
+class _Numbers(NamedTuple):
+    num_heads: int
+    num_lanes: int  # batch × heads
+    groups: int  # heads that share a head of keys
+    scale: float
+    slope: float
+    dropout_p: float
+    seed: Tensor | None  # None: no dropout
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What is computed, beside the tensors that have gradients."""
+
+    adjacency: Adjacency
+    score: str  # "dot", "tanh" or "leaky_relu"
+    numbers: _Numbers
+
+
+class _TritonEdgeSoftmax(torch.autograd.Function):
+    """Of query, key, value and, unless the score is "dot", vector [batch, heads, 1, head_dim]."""
+
+    @staticmethod
+    def forward(ctx, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, vector: Tensor | None):
+        with torch.cuda.device_of(query):  # where Triton launches
+            output, lse = _Run(plan, query, key, value, vector).forward()
+        ctx.plan = plan
+        ctx.save_for_backward(query, key, value, vector, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        refuse_second_derivative("edges", gradient, *ctx.saved_tensors)
+        *tensors, output, lse = ctx.saved_tensors
+        run = _Run(ctx.plan, *tensors)
+        _, _, wants_key, wants_value, wants_vector = ctx.needs_input_grad
+        with torch.cuda.device_of(gradient):
+            of_query, of_vector, delta = run.target_gradients(output, lse, gradient, wants_vector)
+            of_key = of_value = None
+            if wants_key or wants_value:
+                of_key, of_value = run.source_gradients(lse, gradient, delta)
+        return None, of_query, of_key, of_value, of_vector
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """The launches of the kernels, on these tensors."""
+
+    plan: _Plan
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    vector: Tensor | None
+
+    @cached_property
+    def tables(self) -> _Tables:
+        vector = None if self.vector is None else _Table.of(self.vector)
+        return _Tables(_Table.of(self.query), _Table.of(self.key), _Table.of(self.value), vector)
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        dim, value_dim = self.key.shape[3], self.value.shape[3]
+        block = _block(max(dim, value_dim))
+        return {"SCORE": self.plan.score, "DIM": dim, "VALUE_DIM": value_dim, "BLOCK": block}
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp of each target, [batch, heads, targets, 1]."""
+        from attnkit.core.kernels.edges.triton_kernels import forward_kernel, merge_kernel
+
+        adjacency, numbers = self.plan.adjacency, self.plan.numbers
+        chunks, split = adjacency.chunks(CHUNK)
+        output = _empty_like(self.query, self.value.shape[3], self.value.dtype)
+        lse = _empty_like(self.query, 1, torch.float32)
+        sums, lse_sums = _Sums.of(output, split), _Sums.of(lse, split)
+        heads, lanes = numbers.num_heads, numbers.num_lanes
+        arguments = (self.tables, adjacency.source, chunks, sums, lse_sums, numbers)
+        _launch(forward_kernel, lanes * len(chunks.node), *arguments, **self.constants)
+        sizes = {"DIM": output.shape[3], "BLOCK": _block(output.shape[3])}
+        programs = lanes * len(split.node)
+        _launch(merge_kernel, programs, sums, lse_sums, split, heads, lanes, **sizes)
+        return output, lse
+
+    def target_gradients(
+        self, output: Tensor, lse: Tensor, gradient: Tensor, wants_vector: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The gradients of query and vector, and delta, which those of the sources need."""
+        from attnkit.core.kernels.edges.triton_kernels import target_gradients_kernel
+
+        adjacency, (batch, heads, _, dim) = self.plan.adjacency, self.query.shape
+        chunks, split = adjacency.chunks(CHUNK)
+        of_query, delta = _empty_like(self.query, dim), torch.empty_like(lse)
+        vector_parts = None
+        if wants_vector:
+            vector_parts = lse.new_empty(batch, heads, len(chunks.node), dim)
+        sums = _Sums.of(of_query, split)
+        _launch(
+            target_gradients_kernel,
+            batch * heads * len(chunks.node),
+            self.tables,
+            adjacency.source,
+            chunks,
+            *(_Table.of(tensor) for tensor in (output, lse, gradient, delta)),
+            sums,
+            None if vector_parts is None else _Table.of(vector_parts),
+            self.plan.numbers,
+            **self.constants,
+        )
+        _add_parts(sums, of_query, split)
+        of_vector = None if vector_parts is None else vector_parts.sum(dim=2, keepdim=True)
+        return of_query, of_vector, delta
+
+    def source_gradients(
+        self, lse: Tensor, gradient: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of key and value."""
+        from attnkit.core.kernels.edges.triton_kernels import source_gradients_kernel
+
+        adjacency = self.plan.adjacency
+        chunks, split = adjacency.chunks(CHUNK, by_source=True)
+        of_key = _empty_like(self.key, self.key.shape[3])
+        of_value = _empty_like(self.value, self.value.shape[3])
+        key_sums, value_sums = _Sums.of(of_key, split), _Sums.of(of_value, split)
+        _launch(
+            source_gradients_kernel,
+            of_key.shape[0] * of_key.shape[1] * len(chunks.node),
+            self.tables,
+            adjacency.target_by_source,
+            adjacency.by_source,
+            chunks,
+            *(_Table.of(tensor) for tensor in (lse, gradient, delta)),
+            key_sums,
+            value_sums,
+            self.plan.numbers,
+            **self.constants,
+        )
+        _add_parts(key_sums, of_key, split)
+        _add_parts(value_sums, of_value, split)
+        return of_key, of_value
+
+
+def _add_parts(sums: _Sums, whole: Tensor, split: SplitNodes) -> None:
+    from attnkit.core.kernels.edges.triton_kernels import sum_kernel
+
+    batch, heads, _, dim = whole.shape
+    lanes = batch * heads
+    sizes = {"DIM": dim, "BLOCK": _block(dim)}
+    _launch(sum_kernel, lanes * len(split.node), sums, split, heads, lanes, **sizes)
+
+
+def _launch(kernel: Any, num_programs: int, *arguments: object, **constants: object) -> None:
+    if num_programs:
+        kernel[(num_programs,)](*arguments, **constants, num_warps=1)
+
+
+def _block(dim: int) -> int:
+    """Edges of a tile."""
+    return max(1, min(32, TILE // (1 << (dim - 1).bit_length())))
+
+
+def _empty_like(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[batch, heads, nodes, dim], the heads of a node side by side, as layers want them."""
+    batch, heads, nodes, _ = tensor.shape
+    return tensor.new_empty(batch, nodes, heads, dim, dtype=dtype).transpose(1, 2)

@@ -1,0 +1,123 @@
+"""Hard attention: one key for each query, drawn or the best, and the record of what was drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnkit.core.inputs import Inputs
+from attnkit.core.kernels.base import Backend, empty_reasons
+from attnkit.core.kernels.blockwise import in_blocks, revived
+from attnkit.core.kernels.record import note_kernel
+from attnkit.core.normalizers.kinds import Hard, masked_scores
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one call drew: tensors [batch, heads, queries]; 0 for a row that may look nowhere.
+
+    index: the key that each query looks at; −1 for a row that may look nowhere.
+    log_probability: the logarithm of the probability it was drawn with, differentiable.
+    entropy: −Σ_j p_j log p_j of the distribution it was drawn from, in nats, differentiable.
+    """
+
+    index: Tensor
+    log_probability: Tensor
+    entropy: Tensor
+
+
+_OPEN: list[list[Draw]] = []
+
+
+@contextmanager
+def record_draws() -> Iterator[list[Draw]]:
+    """Collect, in order, what `Hard("score_function")` draws inside the `with` block.
+
+        with attnkit.record_draws() as draws:
+            output = model(x)
+        reward = -loss_per_item(output).detach()
+        log_probability = sum(draw.log_probability.sum((1, 2)) for draw in draws)
+        loss = loss_per_item(output).mean() - ((reward - baseline) * log_probability).mean()
+
+    The second term is the score-function estimator (REINFORCE, Williams 1992): its gradient is, on
+    average, that of the expected reward; a baseline that does not depend on the draw, such as a
+    moving average of rewards, lowers its variance and leaves that average as it is.
+    """
+    draws: list[Draw] = []
+    _OPEN.append(draws)
+    try:
+        yield draws
+    finally:
+        _OPEN[:] = [others for others in _OPEN if others is not draws]
+
+
+class HardKernel(Backend):
+    """`Hard`, with any score, in blocks of queries: the value of one key is read, not averaged."""
+
+    name = "hard"
+    normalizers = (Hard,)
+
+    def reasons(self, inputs: Inputs) -> list[str]:
+        return empty_reasons(inputs)
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        note_kernel(self.name)
+        assert isinstance(inputs.normalizer, Hard)
+        by_score_function = inputs.normalizer.estimator == "score_function"
+        recorded = by_score_function and bool(_OPEN)
+        if by_score_function and not recorded and _are_trained(inputs):
+            raise RuntimeError(
+                "normalizer: Hard('score_function') trains by the probabilities of what was "
+                "drawn, and nobody records them; call inside "
+                "`with attnkit.record_draws() as draws:`, or under torch.no_grad()"
+            )
+        output, *draw = in_blocks(inputs, partial(_pick, recorded=recorded))
+        if recorded:
+            for draws in _OPEN:
+                draws.append(Draw(*draw))
+        return output.to(inputs.query.dtype)
+
+
+def _are_trained(inputs: Inputs) -> bool:
+    tensors = (inputs.query, inputs.key, inputs.bias, *vars(inputs.score).values())
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
+    )
+
+
+def _pick(block: Inputs, allowed: Tensor | None, *, recorded: bool) -> tuple[Tensor, ...]:
+    assert isinstance(block.normalizer, Hard)
+    scores, dead = revived(masked_scores(block, allowed, lean=True))
+    if block.normalizer.draws:
+        # the largest of scores with Gumbel noise is a draw from their softmax (Gumbel 1954)
+        noise = torch.empty_like(scores).exponential_().log()
+        noisy = (scores - noise) / block.normalizer.temperature
+        index = noisy.detach().argmax(dim=-1, keepdim=True)
+    else:
+        index = scores.detach().argmax(dim=-1, keepdim=True)
+    output = block.value.gather(2, index.expand(-1, -1, -1, block.value.shape[3]))
+    if block.normalizer.estimator == "straight_through":
+        soft = noisy.softmax(dim=-1)
+        # exactly 0, with the gradient of the soft weights
+        output = output + (soft - soft.detach()) @ block.value.detach()
+    output = (output * F.dropout(torch.ones_like(output[..., :1]), block.dropout_p)).masked_fill(
+        dead, 0.0
+    )
+    if not recorded:
+        return (output,)
+    log_p = scores.log_softmax(dim=-1)
+    # −∞ · 0 of keys that are masked is 0
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(dim=-1)
+    dead = dead.squeeze(-1)
+    return (
+        output,
+        index.squeeze(-1).masked_fill(dead, -1),
+        log_p.gather(-1, index).squeeze(-1).masked_fill(dead, 0.0),
+        entropy.masked_fill(dead, 0.0),
+    )

@@ -1,0 +1,146 @@
+"""Linear attention in time and memory linear in the tokens: keys and values meet in a memory first.
+
+    output_i = φ(q_i) Σ_j φ(k_j)ᵀ v_j / φ(q_i) Σ_j φ(k_j)ᵀ
+
+The sums over the keys are one matrix of head_dim × value_dim and one vector, held side by side, for
+the vector is the sum for a value of 1. Causal attention has such a memory for each query; it is
+kept per chunk of tokens, and what the chunk itself adds is a small matrix of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from operator import and_
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnkit.core.inputs import Inputs
+from attnkit.core.kernels.base import Backend, empty_reasons
+from attnkit.core.kernels.record import note_kernel
+from attnkit.core.kernels.recurrence import in_chunks, in_segments, segment_size
+from attnkit.core.masks.sequences import Causal, Padding
+from attnkit.core.normalizers.kinds import Linear
+from attnkit.core.precision import no_autocast
+
+Features = Callable[[Tensor], Tensor]
+
+CHUNK = 64  # as many tokens as a head usually has dimensions: both products then cost the same
+
+
+class LinearKernel(Backend):
+    """`Linear`, everywhere or causal, with padded keys or without.
+
+    Sums are in float32 (float64 if the inputs are), and of nothing but positive terms times
+    values: no long sum is ever the difference of two.
+    """
+
+    name = "linear"
+    normalizers = (Linear,)
+
+    def reasons(self, inputs: Inputs) -> list[str]:
+        reasons = empty_reasons(inputs)
+        if inputs.dropout_p > 0:
+            reasons.append(f"dropout_p={inputs.dropout_p}: this kernel has no weights to drop")
+        return reasons + [
+            f"looks everywhere or by Causal and Padding, not by {type(mask).__name__}"
+            for mask in inputs.masks
+            if not isinstance(mask, Causal | Padding)
+        ]
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        note_kernel(self.name)
+        assert isinstance(inputs.normalizer, Linear)
+        query, key, value = inputs.query, inputs.key, inputs.value
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        size = segment_size(query, CHUNK)
+        dead, prefix, aligned = _alignment(inputs)
+        sizes = [prefix, aligned, inputs.num_keys - prefix - aligned]
+        # the keys that all see, those that queries at their side begin to see, and those none sees
+        seen_by_all, at_side, _ = zip(*(t.split(sizes, 2) for t in _keys(inputs)), strict=True)
+        nowhere, beside, after = query.split([dead, aligned, query.shape[2] - dead - aligned], 2)
+        state = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3] + 1, dtype=dtype)
+        features = inputs.normalizer.features
+        with no_autocast(query):
+            _, state = in_segments(partial(_write, features), state, seen_by_all, size)
+            causal = partial(_read_and_write, features)
+            outputs, state = in_segments(causal, state, (beside, *at_side), size)
+            others, _ = in_segments(partial(_read, features), state, (after,), size)
+        zeros = value.new_zeros(*nowhere.shape[:3], value.shape[3])
+        return torch.cat([zeros, *outputs, *others], dim=2)
+
+
+def _alignment(inputs: Inputs) -> tuple[int, int, int]:
+    """How many queries see nothing; how many keys are seen by all others; and how many queries
+    then see one key more each. Queries after these see as much as the last."""
+    if inputs.mask is None:
+        return 0, inputs.num_keys, 0
+    _, last = inputs.mask.band(inputs.num_queries, inputs.num_keys)
+    if last is None:
+        return 0, inputs.num_keys, 0
+    dead, prefix = min(inputs.num_queries, max(0, -last)), min(inputs.num_keys, max(0, last))
+    return dead, prefix, min(inputs.num_queries - dead, inputs.num_keys - prefix)
+
+
+def _keys(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Key and value, and where some of the keys are padding, which are not."""
+    real = [
+        mask.dense(1, inputs.num_keys, inputs.key.device).transpose(2, 3)
+        for mask in inputs.masks
+        if isinstance(mask, Padding)
+    ]
+    return inputs.key, inputs.value, *([reduce(and_, real)] if real else [])
+
+
+def _write(
+    features: Features, state: Tensor, key: Tensor, value: Tensor, *real: Tensor
+) -> tuple[None, Tensor]:
+    key, value = _featured(features, state, key, *real), _with_ones(value, state)
+    return None, state + key.transpose(-2, -1) @ value
+
+
+def _read(features: Features, state: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = query.shape[2]
+    rows = _featured(features, state, query).unflatten(1, (state.shape[1], -1))
+    sums = rows.flatten(2, 3) @ state
+    return _normalised(sums.unflatten(2, (-1, tokens)).flatten(1, 2), query.dtype), state
+
+
+def _read_and_write(
+    features: Features, state: Tensor, query: Tensor, key: Tensor, value: Tensor, *real: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Each query reads what was written before its chunk, and within the chunk up to itself."""
+    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    size = min(CHUNK, tokens)
+    q, k, v = (
+        in_chunks(tensor, size)
+        for tensor in (
+            _featured(features, state, query),
+            _featured(features, state, key, *real),
+            _with_ones(value, state),
+        )
+    )
+    # the query heads of a group beside each other: [batch, kv_heads, chunks, groups · size, dim]
+    q = q.unflatten(1, (-1, groups)).transpose(2, 3).flatten(3, 4)
+    weights = (q @ k.transpose(-2, -1)).unflatten(3, (groups, size)).tril().flatten(3, 4)
+    states = torch.cat([state[:, :, None], k.transpose(-2, -1) @ v], dim=2).cumsum(dim=2)
+    sums = weights @ v + q @ states[:, :, :-1]
+    sums = sums.unflatten(3, (groups, size)).transpose(2, 3).flatten(1, 2).flatten(2, 3)
+    return _normalised(sums[:, :, :tokens], query.dtype), states[:, :, -1]
+
+
+def _featured(features: Features, state: Tensor, tokens: Tensor, *real: Tensor) -> Tensor:
+    """φ in the precision of the state, 0 of a padded key."""
+    featured = features(tokens.to(state.dtype))
+    return featured.masked_fill(~real[0], 0.0) if real else featured
+
+
+def _with_ones(value: Tensor, state: Tensor) -> Tensor:
+    return F.pad(value.to(state.dtype), (0, 1), value=1.0)
+
+
+def _normalised(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    total = sums[..., -1:]
+    return (sums[..., :-1] / total.masked_fill(total == 0, 1.0)).to(dtype)

@@ -1,0 +1,166 @@
+"""Which kernel really ran, per module, read from the operator that torch dispatched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KERNEL_OF_OPERATOR = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
+}
+
+# The second is all of torch.nn.MultiheadAttention, which calls the first where we cannot see.
+ATTENTION_FUNCTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+
+class KernelCounts:
+    """`counts[module][kernel]`: how often each kernel ran in each module.
+
+    A module is named as in `named_modules()` of the recorded model, or of the outermost module that
+    was called, so that module itself, like attention outside of any, is `""`. `str()` is a table.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Counter[str]] = {}
+
+    def add(self, module: str, kernel: str) -> None:
+        self.counts.setdefault(module, Counter())[kernel] += 1
+
+    def total(self) -> Counter[str]:
+        """How often each kernel ran in all modules together."""
+        return sum(self.counts.values(), Counter())
+
+    def __str__(self) -> str:
+        if not self.counts:
+            return "no attention ran"
+        rows = {"module": "kernels"}
+        for module, kernels in self.counts.items():
+            ran = (f"{kernel} ×{times}" for kernel, times in kernels.items())
+            rows[module or "(itself)"] = ", ".join(ran)
+        width = max(map(len, rows))
+        lines = [f"{module:<{width}}  {ran}" for module, ran in rows.items()]
+        return "\n".join(lines)
+
+
+@contextmanager
+def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
+    """Count, per module, the attention kernels that run inside the `with` block.
+
+        with attnkit.record_backends() as record:
+            model(images)
+        print(record)
+
+    Every call of torch's `scaled_dot_product_attention` is seen, also in modules that are not
+    ours; the kernel is the operator torch dispatched, `math` where it dispatched no fused one.
+    `torch.nn.MultiheadAttention` leaves its fast path of evaluation, one operator for all of it,
+    while it is watched.
+    Modules compiled with torch.compile run uncompiled inside the block, since torch cannot
+    observe operators in compiled code; the choice of kernel is the same Python either way.
+
+    Args:
+        model: whose `named_modules()` name the modules; None: the outermost module that is called.
+    """
+    record = KernelCounts()
+    recorder = _Recorder(record, model)
+    _RECORDERS.append(recorder)
+    with ExitStack() as stack:
+        stack.callback(_RECORDERS.remove, recorder)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for hook in (
+            register_module_forward_pre_hook(recorder.enter_module),
+            register_module_forward_hook(recorder.leave_module, always_call=True),
+        ):
+            stack.callback(hook.remove)
+        stack.enter_context(_CallMode(recorder))
+        stack.enter_context(_OperatorMode(recorder))
+        yield record
+
+
+def note_kernel(kernel: str) -> None:
+    """Tell the records that are open that a kernel of our own, no operator of torch, runs."""
+    # while a graph is traced nothing runs, and reading the list would make the graph depend on it
+    if not torch.compiler.is_compiling():
+        for recorder in _RECORDERS:
+            recorder.add(kernel)
+
+
+def module_name(name: str) -> str:
+    """A name of `named_modules()` as it was before torch.compile wrapped the model."""
+    return name.removeprefix("_orig_mod").removeprefix(".")
+
+
+_RECORDERS: list[_Recorder] = []
+
+
+class _Recorder:
+    """Where we are: the modules entered, and the fused kernel seen in the current SDPA call."""
+
+    def __init__(self, record: KernelCounts, model: nn.Module | None) -> None:
+        self.record = record
+        self.model = model
+        self.modules: list[nn.Module] = []
+        self.names: dict[nn.Module, str] = {}
+        self.seen: str | None = None
+
+    def enter_module(self, module: nn.Module, args: object) -> None:
+        if not self.modules:
+            named = (self.model or module).named_modules()
+            self.names = {child: module_name(name) for name, child in named}
+        self.modules.append(module)
+
+    def leave_module(self, module: nn.Module, args: object, output: object) -> None:
+        if self.modules and self.modules[-1] is module:
+            self.modules.pop()
+
+    def add(self, kernel: str) -> None:
+        name = self.names.get(self.modules[-1], "") if self.modules else ""
+        self.record.add(name, kernel)
+
+
+class _CallMode(TorchFunctionMode):
+    """Sees where a call of torch's attention begins and ends."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func not in ATTENTION_FUNCTIONS:
+            return func(*args, **(kwargs or {}))
+        self.recorder.seen = None
+        output = func(*args, **(kwargs or {}))
+        # the math kernel is a composition of ordinary operators and has no operator of its own
+        self.recorder.add(self.recorder.seen or "math")
+        return output
+
+
+class _OperatorMode(TorchDispatchMode):
+    """Sees which operator the call was dispatched to."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.scaled_dot_product_attention.default:
+            # in inference mode the call arrives whole: take it apart where we can see
+            with self:
+                return func.decompose(*args, **kwargs)
+        self.recorder.seen = KERNEL_OF_OPERATOR.get(func.name(), self.recorder.seen)
+        return func(*args, **kwargs)

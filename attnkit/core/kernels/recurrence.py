@@ -1,0 +1,69 @@
+"""Long sequences in segments: each hands a state to the next, and the backward computes it again.
+
+What attention with a fixed-size memory is made of: the memory is the state, and within a segment
+chunks of tokens become batched matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+Step = Callable[..., tuple[Any, Tensor]]
+"""(state, a segment of each tensor) to (what the segment gives, the next state)."""
+
+# Numbers in one tensor of a segment: what stays in the CPU's cache; elsewhere enough to keep a GPU
+# busy.
+SEGMENT_ELEMENTS = {"cpu": 2**18, "other": 2**24}
+
+
+def in_segments(
+    step: Step, state: Tensor, tensors: Sequence[Tensor], size: int
+) -> tuple[list[Any], Tensor]:
+    """Take the step through segments of `size` tokens; what each gave, and the last state.
+
+    The tensors are [batch, heads, tokens, ...]. Beside them and what the steps give, one segment
+    is held, and the states between segments: the backward takes each step again (Chen et al.,
+    Training Deep Nets with Sublinear Memory Cost, 2016).
+    """
+    tokens = tensors[0].shape[2]
+    if tokens == 0:
+        return [], state
+    if torch.compiler.is_exporting():  # tokens that are not counted yet are one segment
+        result, state = step(state, *tensors)
+        return [result], state
+    # one segment is all there is: autograd may as well hold it
+    recompute = torch.is_grad_enabled() and tokens > size
+    results = []
+    # split rather than sliced: the gradient is then one concatenation
+    for segment in zip(*(tensor.split(size, dim=2) for tensor in tensors), strict=True):
+        if recompute:
+            result, state = checkpoint(
+                step, state, *segment, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            result, state = step(state, *segment)
+        results.append(result)
+    return results, state
+
+
+def segment_size(tensor: Tensor, chunk_size: int) -> int:
+    """Tokens of a segment of tensors like this one, in whole chunks."""
+    if torch.compiler.is_exporting():
+        return chunk_size
+    batch, heads, _, dim = tensor.shape
+    most = SEGMENT_ELEMENTS["cpu" if tensor.is_cpu else "other"] // (batch * heads * dim)
+    return max(1, most // chunk_size) * chunk_size
+
+
+def in_chunks(tensor: Tensor, size: int) -> Tensor:
+    """[batch, heads, tokens, ...] as [batch, heads, chunks, size, ...], filled up with zeros."""
+    missing = -tensor.shape[2] % size
+    if missing:
+        tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, missing))
+    return tensor.unflatten(2, (-1, size))

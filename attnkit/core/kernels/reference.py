@@ -1,0 +1,97 @@
+"""The definition of attention, written plainly; every kernel is held against it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnkit.core.inputs import Inputs, Normalizer, in_high_precision
+from attnkit.core.kernels.base import Backend
+from attnkit.core.kernels.record import note_kernel
+from attnkit.core.masks.edges import Edges
+from attnkit.core.normalizers.kinds import Softmax
+from attnkit.core.precision import no_autocast
+
+
+def reference_attention(inputs: Inputs) -> Tensor:
+    """output_i = Σ_j dropout(normalizer_j(score(q_i, k_j) + bias_ij)) · v_j, j where the mask
+    allows.
+
+    With `Edges` as the mask, and softmax, the sum goes over edges, and an edge given twice counts
+    twice. Computed in float32 (float64 if the inputs are), returned in the dtype of the inputs.
+    """
+    exact = in_high_precision(inputs)
+    key, value = exact.repeated_heads()
+    exact = replace(exact, key=key, value=value)
+    with no_autocast(inputs.query):
+        if isinstance(exact.mask, Edges) and isinstance(exact.normalizer, Softmax):
+            output = _over_edges(exact, exact.mask)
+        else:
+            weights = exact.normalizer.weights(exact, exact.dense_mask())
+            output = F.dropout(weights, exact.dropout_p) @ value
+    return output.to(inputs.query.dtype)
+
+
+def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
+    source, target = edges.edge_index
+    value = inputs.value[:, :, source]
+    features = inputs.edge_features
+    if features is not None and features.value_weight is not None:
+        value = value + features.features @ features.value_weight.transpose(1, 2)
+    weights = F.dropout(softmax_of_edges(inputs, edges), inputs.dropout_p)
+    output = value.new_zeros(*inputs.query.shape[:3], value.shape[3])
+    return _added(output, target, weights[..., None] * value)
+
+
+def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
+    """softmax over the edges of each target of score(q_i, k_j + W_k e_ij) + bias_ij, [batch,
+    heads, edges]."""
+    source, target = edges.edge_index
+    query, key = inputs.query[:, :, target], inputs.key[:, :, source]
+    features = inputs.edge_features
+    if features is not None and features.key_weight is not None:
+        key = key + features.features @ features.key_weight.transpose(1, 2)
+    # each edge is an item of a batch, with one query and one key
+    pairs = (tensor.transpose(1, 2).flatten(0, 1).unsqueeze(2) for tensor in (query, key))
+    scores = inputs.score.scores(*pairs).flatten(1)
+    scores = scores.unflatten(0, (query.shape[0], target.shape[0])).transpose(1, 2)
+    if inputs.bias is not None:
+        shape = (*query.shape[:2], inputs.num_queries, inputs.num_keys)
+        scores = scores + inputs.bias.expand(shape)[:, :, target, source]
+    largest = scores.new_full(inputs.query.shape[:3], -torch.inf)
+    places = target.long().expand_as(scores)
+    largest = largest.scatter_reduce(2, places, scores.detach(), "amax")
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    exponentials = (scores - largest[:, :, target]).exp()
+    totals = _added(torch.zeros_like(largest), target, exponentials)[:, :, target]
+    return exponentials / totals.masked_fill(totals == 0, 1.0)
+
+
+def _added(sums: Tensor, target: Tensor, rows: Tensor) -> Tensor:
+    """The sums [batch, heads, targets, …] with each edge's row [batch, heads, edges, …] added."""
+    # not index_add: what ONNX makes of it, ScatterND, several threads of onnxruntime add wrongly
+    places = target.long().view(-1, *(1,) * (rows.ndim - 3)).expand_as(rows)
+    return sums.scatter_add(2, places, rows)
+
+
+class Reference(Backend):
+    """The definition itself: serves everything, fast at nothing."""
+
+    name = "reference"
+    normalizers = (Normalizer,)
+    reads_edges = True
+
+    def reasons(self, inputs: Inputs) -> list[str]:
+        if inputs.normalizer.draws:
+            return ["draws no keys at random"]
+        mask, normalizer = inputs.mask, inputs.normalizer
+        if isinstance(mask, Edges) and not isinstance(normalizer, Softmax) and mask.has_repeated:
+            return [f"an edge is given twice, which {normalizer} does not count"]
+        return []
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        note_kernel("reference")
+        return reference_attention(inputs)

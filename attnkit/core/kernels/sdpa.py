@@ -1,0 +1,262 @@
+"""The kernels of torch's scaled_dot_product_attention.
+
+On the CPU, the backward of torch's flash kernel goes through batch items and heads in parallel, and
+through the queries and keys of each by one thread: one item of one head leaves all others idle.
+Rows of attention do not depend on each other, so a part of the queries, with all keys, can be a
+batch item of its own; the gradients of keys and values are then sums over the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnkit.core.inputs import Inputs
+from attnkit.core.kernels.base import Backend, dot_product_reasons, empty_reasons
+
+LEAST_QUERIES = 256  # of a part: with fewer, splitting costs what it gains
+
+
+class Sdpa(Backend):
+    """A kernel of torch's scaled_dot_product_attention, forced by `sdpa_kernel`.
+
+    Subclasses declare their limits per device type; what a kernel cannot read but exact algebra
+    can give it (unequal head dimensions, grouped heads) is lowered rather than refused.
+    """
+
+    kernel: SDPBackend
+    device_types: tuple[str, ...] = ("cpu", "cuda")
+    serves_grouped = True
+    # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do
+    guards_dead_rows = False
+    needs_positive_scale = True
+    needs_unit_stride = True
+
+    def reasons(self, inputs: Inputs) -> list[str]:
+        device_type = inputs.query.device.type
+        if device_type not in self.device_types:
+            return [f"runs on {' and '.join(self.device_types)}, the tensors are on {device_type}"]
+        reasons = empty_reasons(inputs) + dot_product_reasons(
+            inputs, needs_positive_scale=self.needs_positive_scale
+        )
+        if inputs.dot_dim is None:  # and there is no head dimension to speak of
+            return reasons
+        return reasons + (
+            self.cuda_reasons(inputs) if device_type == "cuda" else self.cpu_reasons(inputs)
+        )
+
+    def cpu_reasons(self, inputs: Inputs) -> list[str]:
+        return []
+
+    def cuda_reasons(self, inputs: Inputs) -> list[str]:
+        return []
+
+    def head_dims(self, inputs: Inputs) -> tuple[int, int]:
+        """The head dimensions of query/key and of value that the kernel wants, padded with 0."""
+        return _dot_dim(inputs), inputs.value.shape[3]
+
+    def readable(self, tensor: Tensor, head_dim: int) -> Tensor:
+        """A tensor as the kernel can read it: padded, and its channels beside each other."""
+        missing = head_dim - tensor.shape[-1]
+        if missing:
+            # zeros add nothing to the scores, and to the output only columns that are cut off again
+            return F.pad(tensor, (0, missing))
+        if self.needs_unit_stride and tensor.stride(-1) != 1:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        inputs = inputs.lowered()
+        query, key, value = inputs.query, inputs.key, inputs.value
+        head_dim, value_dim = self.head_dims(inputs)
+        grouped = inputs.is_grouped
+        if grouped and not self.serves_grouped:
+            key, value = inputs.repeated_heads()
+            grouped = False
+        term, alive = inputs.term(), None
+        if term is not None and self.guards_dead_rows and query.is_cuda:
+            term, alive = _revive(term)
+        with sdpa_kernel(self.kernel):
+            output = F.scaled_dot_product_attention(
+                self.readable(query, head_dim),
+                self.readable(key, head_dim),
+                self.readable(value, value_dim),
+                attn_mask=term,
+                dropout_p=inputs.dropout_p,
+                is_causal=inputs.is_causal and term is None,
+                scale=inputs.scale,
+                enable_gqa=grouped,
+            )
+        output = output[..., : inputs.value.shape[3]]
+        return output if alive is None else output.masked_fill(~alive, 0.0)
+
+
+class Flash(Sdpa):
+    """FlashAttention: torch's own on CPU, FlashAttention-2 on CUDA."""
+
+    name = "flash"
+    kernel = SDPBackend.FLASH_ATTENTION
+
+    def head_dims(self, inputs: Inputs) -> tuple[int, int]:
+        largest = max(_dot_dim(inputs), inputs.value.shape[3])
+        return largest, largest
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        num_parts = num_query_parts(inputs)
+        if num_parts == 1:
+            return super().__call__(inputs)
+        inputs = inputs.lowered()
+        return joined_parts(super().__call__(split_queries(inputs, num_parts)), inputs)
+
+    def cpu_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = []
+        if inputs.dropout_p > 0:
+            reasons.append(f"dropout_p={inputs.dropout_p}: the CPU's kernel has no dropout")
+        if inputs.bias is not None and inputs.bias.requires_grad:
+            reasons.append("bias requires a gradient, which the CPU's kernel does not compute")
+        return reasons
+
+    def cuda_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = _half_precision_reasons(inputs) + _capability_reasons(inputs)
+        if max(self.head_dims(inputs)) > 256:
+            reasons.append(f"head_dim is at most 256, got {max(self.head_dims(inputs))}")
+        if inputs.has_term:
+            reasons.append("reads no mask or bias but causal on CUDA")
+        elif inputs.is_causal and inputs.num_queries != inputs.num_keys:
+            reasons.append(
+                "causal needs as many queries as keys on CUDA, "
+                f"got {inputs.num_queries} and {inputs.num_keys}"
+            )
+        return reasons
+
+
+class Cudnn(Sdpa):
+    """cuDNN's fused attention."""
+
+    name = "cudnn"
+    kernel = SDPBackend.CUDNN_ATTENTION
+    device_types = ("cuda",)
+    guards_dead_rows = True
+
+    def head_dims(self, inputs: Inputs) -> tuple[int, int]:
+        return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
+
+    def cuda_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = _half_precision_reasons(inputs) + _capability_reasons(inputs)
+        if max(self.head_dims(inputs)) > 128:
+            reasons.append(f"head_dim is at most 128, got {max(self.head_dims(inputs))}")
+        if inputs.bias is not None and inputs.bias.requires_grad:
+            reasons.append("bias requires a gradient, which this kernel does not compute")
+        if inputs.is_causal and not inputs.has_term and inputs.num_queries != inputs.num_keys:
+            reasons.append(
+                "causal needs as many queries as keys, "
+                f"got {inputs.num_queries} and {inputs.num_keys}"
+            )
+        if 1 in (inputs.num_queries, inputs.num_keys):
+            reasons.append("needs more than one query and one key")
+        return reasons
+
+
+class Efficient(Sdpa):
+    """Memory-efficient attention (Rabe and Staats 2021; xformers' kernel)."""
+
+    name = "efficient"
+    kernel = SDPBackend.EFFICIENT_ATTENTION
+    device_types = ("cuda",)
+    serves_grouped = False
+    guards_dead_rows = True
+
+    def head_dims(self, inputs: Inputs) -> tuple[int, int]:
+        return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
+
+    def cuda_reasons(self, inputs: Inputs) -> list[str]:
+        if inputs.query.dtype == torch.float64:
+            return ["computes in float32, bfloat16 and float16, got torch.float64"]
+        return []
+
+
+class Math(Sdpa):
+    """torch's composition of matrix products and softmax; holds all scores in memory."""
+
+    name = "math"
+    kernel = SDPBackend.MATH
+    device_types = ("cpu", "cuda", "mps", "xpu")
+    needs_positive_scale = False
+    needs_unit_stride = False
+
+
+def num_query_parts(inputs: Inputs) -> int:
+    """In how many parts the queries should go through the CPU's flash kernel; 1: as they are.
+
+    As many as leave no thread idle and none with more than one part, so that the gradients of keys
+    and values, one for each part until they are summed, are no more than the threads. Masks and
+    biases are not split, nor is what has no backward: the forward is parallel as it is.
+    """
+    tensors = inputs.query, inputs.key, inputs.value
+    if not inputs.query.is_cpu or inputs.is_causal or inputs.has_term:
+        return 1
+    if torch.compiler.is_compiling():  # which cannot ask for the number of threads
+        return 1
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return 1
+    num_lanes = inputs.query.shape[0] * inputs.query.shape[1]
+    return max(1, min(torch.get_num_threads() // num_lanes, inputs.num_queries // LEAST_QUERIES))
+
+
+def split_queries(inputs: Inputs, num_parts: int) -> Inputs:
+    """The same attention with each part of the queries as a batch item of its own.
+
+    The last part is filled up with zeros. Keys and values are not copied where there is one item.
+    """
+    missing = -inputs.num_queries % num_parts
+    query = F.pad(inputs.query, (0, 0, 0, missing)) if missing else inputs.query
+    key, value = (
+        tensor[:, None].expand(-1, num_parts, -1, -1, -1).flatten(0, 1)
+        for tensor in (inputs.key, inputs.value)
+    )
+    query = query.unflatten(2, (num_parts, -1)).transpose(1, 2).flatten(0, 1)
+    return replace(inputs, query=query, key=key, value=value)
+
+
+def joined_parts(output: Tensor, inputs: Inputs) -> Tensor:
+    """The output of `inputs` from that of its parts, without the filling; a view where the kernel
+    laid the heads of a query beside each other."""
+    batch = inputs.query.shape[0]
+    rows = output.transpose(1, 2).reshape(batch, -1, output.shape[1], output.shape[3])
+    return rows[:, : inputs.num_queries].transpose(1, 2)
+
+
+def _half_precision_reasons(inputs: Inputs) -> list[str]:
+    dtype = inputs.query.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        return []
+    return [f"computes in float16 and bfloat16 on CUDA, got {dtype}"]
+
+
+def _capability_reasons(inputs: Inputs) -> list[str]:
+    major, minor = torch.cuda.get_device_capability(inputs.query.device)
+    if major >= 8:
+        return []
+    return [f"needs a GPU of compute capability 8.0 or newer, this one has {major}.{minor}"]
+
+
+def _dot_dim(inputs: Inputs) -> int:
+    assert inputs.dot_dim is not None  # the first of the reasons
+    return inputs.dot_dim
+
+
+def _multiple_of_8(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _revive(term: Tensor) -> tuple[Tensor, Tensor]:
+    """Let rows that may look nowhere look everywhere, and say which rows are alive."""
+    if term.dtype == torch.bool:
+        alive = term.any(dim=-1, keepdim=True)
+        return term | ~alive, alive
+    alive = (term != -torch.inf).any(dim=-1, keepdim=True)
+    return term.masked_fill(~alive, 0.0), alive

@@ -1,0 +1,23 @@
+"""Masks: where a query may look. **True = may look**, here and everywhere in attnkit."""
+
+from attnkit.core.masks.base import And, Dense, Mask, Not, Or, as_mask
+from attnkit.core.masks.edges import EdgeFeatures, Edges
+from attnkit.core.masks.grids import Blocks, Window2d
+from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
+
+__all__ = [
+    "And",
+    "Blocks",
+    "Causal",
+    "Dense",
+    "EdgeFeatures",
+    "Edges",
+    "Mask",
+    "Not",
+    "Or",
+    "Packed",
+    "Padding",
+    "Window",
+    "Window2d",
+    "as_mask",
+]

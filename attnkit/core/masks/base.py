@@ -1,0 +1,281 @@
+"""Masks: where a query may look. **True = may look**, here and everywhere in attnkit.
+
+A mask is one function of indices, `allows(batch, head, query, key)`; all that kernels read (flags,
+boolean tensors, blocks of them, FlexAttention's block masks) is derived from it. `&`, `|` and `~`
+combine masks. A row that may look nowhere gives an output of exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Index = int | Tensor
+
+
+class Mask:
+    """Where a query may look.
+
+    Subclasses define `allows`. `mask & mask` is where both allow it, `mask | mask` where one does,
+    `~mask` where the mask does not.
+    """
+
+    counts_positions = False
+    """Whether query and key indices are compared, which `Packed` counts within sequences."""
+    packs_sequences = False
+    """Whether it says in which sequence a token is: `Packed`."""
+
+    def allows(
+        self,
+        batch: Tensor,
+        head: Tensor,
+        query: Tensor,
+        key: Tensor,
+        num_queries: Index,
+        num_keys: Index,
+    ) -> Tensor:
+        """May the query look at the key? Integer tensors that broadcast, to booleans that do."""
+        raise NotImplementedError(f"{type(self).__name__} defines no allows()")
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        """Raise ValueError where the mask does not fit the attention it is given to."""
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks whose intersection this is."""
+        return (self,)
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        """The batch and heads that the mask tells apart; 1 where it is the same for all."""
+        return 1, 1
+
+    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        """(lower, upper): query i sees none but the keys i + lower … i + upper; None: no limit."""
+        return None, None
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """The boolean tensor, broadcastable to [batch, heads, queries, keys], True = may look."""
+        rows = torch.arange(num_queries, device=device)
+        heads = torch.arange(self.leading[1], device=device)
+        return self.select(rows, heads, num_queries, num_keys)
+
+    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
+        """The dense mask of some query rows and some heads only; nothing else is computed."""
+        batch = torch.arange(self.leading[0], device=rows.device)
+        keys = torch.arange(num_keys, device=rows.device)
+        allowed = self.allows(
+            batch[:, None, None, None],
+            heads[:, None, None],
+            rows[:, None],
+            keys,
+            num_queries,
+            num_keys,
+        )
+        return as_4d(allowed)
+
+    def to(self, *args, **kwargs) -> Mask:
+        """The same mask with its tensors moved as by `Tensor.to`."""
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(*args, **kwargs), self)
+
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        return And((*self.parts, *as_mask(other).parts))
+
+    def __rand__(self, other: Tensor) -> Mask:
+        return as_mask(other) & self
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        return Or((self, as_mask(other)))
+
+    def __ror__(self, other: Tensor) -> Mask:
+        return as_mask(other) | self
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """Any boolean tensor broadcastable to [batch, heads, queries, keys], True = may look."""
+
+    allowed: Tensor
+
+    def __post_init__(self) -> None:
+        if isinstance(self.allowed, Tensor):
+            _check_boolean(self.allowed)
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        check_broadcastable("mask", self.allowed, (batch, num_heads, num_queries, num_keys))
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        allowed = as_4d(self.allowed)
+        return allowed.shape[0], allowed.shape[1]
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        allowed = as_4d(self.allowed).to(key.device)
+        indices = (batch, head, query, key)
+        sizes = allowed.shape
+        return allowed[tuple(i if n > 1 else i * 0 for i, n in zip(indices, sizes, strict=True))]
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        return as_4d(self.allowed).to(device)
+
+    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
+        allowed = as_4d(self.allowed).to(rows.device)
+        allowed = allowed if allowed.shape[1] == 1 else allowed[:, heads]
+        return allowed if allowed.shape[2] == 1 else allowed[:, :, rows]
+
+
+@dataclass(frozen=True, eq=False)
+class _Several(Mask):
+    masks: tuple[Mask, ...]
+
+    def fold(self, tensors: Iterable[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        batches, heads = zip(*(mask.leading for mask in self.masks), strict=True)
+        return max(batches), max(heads)
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        for mask in self.masks:
+            mask.check(batch, num_heads, num_queries, num_keys)
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        where = (batch, head, query, key, num_queries, num_keys)
+        return self.fold(mask.allows(*where) for mask in self.masks)
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        return self.fold(mask.dense(num_queries, num_keys, device) for mask in self.masks)
+
+    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
+        return self.fold(mask.select(rows, heads, num_queries, num_keys) for mask in self.masks)
+
+
+@dataclass(frozen=True, eq=False)
+class And(_Several):
+    """Where all of the given masks allow to look; written `mask & mask`.
+
+    Beside `Packed`, positions are counted within each sequence: `Packed(lengths) & Causal()` is
+    causal in every sequence, aligned as asked.
+    """
+
+    def fold(self, tensors: Iterable[Tensor]) -> Tensor:
+        return reduce(torch.Tensor.__and__, tensors)
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    @property
+    def packed(self) -> Any:
+        """The part that says in which sequence, and where in it, a token is; None without one."""
+        return next((mask for mask in self.masks if mask.packs_sequences), None)
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        counted = [mask for mask in self.masks if mask.counts_positions]
+        for mask in self.masks:
+            if self.packed is None or mask not in counted:
+                mask.check(batch, num_heads, num_queries, num_keys)
+        if self.packed is not None:
+            self.packed.check_inside(counted)
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        if self.packed is None:
+            return super().allows(batch, head, query, key, num_queries, num_keys)
+        across = (query, key, num_queries, num_keys)
+        within = self.packed.within(query, key)
+        return self.fold(
+            mask.allows(batch, head, *(within if mask.counts_positions else across))
+            for mask in self.masks
+        )
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        combine = super().dense if self.packed is None else partial(Mask.dense, self)
+        return combine(num_queries, num_keys, device)
+
+    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
+        combine = super().select if self.packed is None else partial(Mask.select, self)
+        return combine(rows, heads, num_queries, num_keys)
+
+    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        bands = [mask.band(num_queries, num_keys) for mask in self.masks]
+        lower = [first for first, _ in bands if first is not None]
+        upper = [last for _, last in bands if last is not None]
+        return max(lower, default=None), min(upper, default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(_Several):
+    """Where one of the given masks allows to look; written `mask | mask`."""
+
+    def fold(self, tensors: Iterable[Tensor]) -> Tensor:
+        return reduce(torch.Tensor.__or__, tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    """Where the given mask does not allow to look; written `~mask`."""
+
+    mask: Mask
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        return self.mask.leading
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        self.mask.check(batch, num_heads, num_queries, num_keys)
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        return ~self.mask.allows(batch, head, query, key, num_queries, num_keys)
+
+
+def as_mask(mask: Mask | Tensor) -> Mask:
+    """A mask from what users pass: masks as they are, boolean tensors as `Dense`."""
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        return Dense(mask)
+    raise TypeError(
+        f"mask: expected an attnkit mask or a boolean tensor, got {type(mask).__name__}"
+    )
+
+
+def as_4d(tensor: Tensor) -> Tensor:
+    """A tensor that broadcasts to [batch, heads, queries, keys], with those four dimensions."""
+    return tensor[(None,) * (4 - tensor.ndim)]
+
+
+def check_broadcastable(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> None:
+    """Raise ValueError unless `tensor` broadcasts to [batch, heads, queries, keys] = `shape`."""
+    sizes = tuple(tensor.shape)
+    if len(sizes) > 4 or any(
+        size not in (1, full) for size, full in zip(reversed(sizes), reversed(shape), strict=False)
+    ):
+        raise ValueError(
+            f"{name}: the shape {list(sizes)} does not broadcast to "
+            f"[batch, heads, queries, keys] = {list(shape)}"
+        )
+
+
+def _check_boolean(tensor: Tensor) -> None:
+    if tensor.dtype == torch.bool:
+        return
+    hint = "additive terms go into bias=" if tensor.is_floating_point() else "convert with .bool()"
+    raise TypeError(
+        f"mask: expected a boolean tensor (True = may look), got {tensor.dtype}; {hint}"
+    )
+
+
+pytree.register_dataclass(Dense)
+pytree.register_dataclass(And)
+pytree.register_dataclass(Or)
+pytree.register_dataclass(Not)

@@ -1,0 +1,196 @@
+"""The edges of a graph as a mask, and what edges may carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from attnkit.core.masks.adjacency import Adjacency
+from attnkit.core.masks.base import Mask
+from attnkit.core.scores.base import moved
+
+
+@dataclass(frozen=True, eq=False)
+class Edges(Mask):
+    """Target nodes see the source nodes of their edges, as messages flow in PyG.
+
+    Given alone as the mask, an edge given twice counts twice, as in message passing; inside
+    `&`, `|` and `~` masks are boolean and it counts once.
+
+    Sorting the edges takes longer than attending once: keep the object for all layers, heads and
+    epochs. What was sorted is kept, so the tensor must not be changed afterwards.
+
+    edge_index: integers [2, edges], source (key) in row 0, target (query) in row 1; PyG's
+        `EdgeIndex` is one; or a sparse matrix [targets, sources] (PyG's `adj_t`), of which the
+        places count and not the values.
+    num_nodes: the targets, the number of queries; may be left out for a sparse matrix.
+    num_sources: the sources, the number of keys; None: as many as targets.
+
+    Raises:
+        TypeError, ValueError, IndexError: edge_index has another type or shape, or names a node
+            that is not there.
+    """
+
+    edge_index: Tensor
+    num_nodes: int | None = None
+    num_sources: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.edge_index, Tensor):
+            return  # a pytree map rebuilds masks with leaves that are no tensors
+        if self.edge_index.layout is not torch.strided:
+            self._read_sparse(self.edge_index)
+        elif type(self.edge_index) is not Tensor and hasattr(self.edge_index, "as_tensor"):
+            object.__setattr__(self, "edge_index", self.edge_index.as_tensor())
+        edges = self.edge_index
+        if edges.is_floating_point() or edges.is_complex() or edges.dtype == torch.bool:
+            raise TypeError(f"edge_index: expected integers [2, edges], got {edges.dtype}")
+        if edges.dtype not in (torch.int32, torch.int64):  # which cannot be indices
+            edges = edges.long()
+            object.__setattr__(self, "edge_index", edges)
+        if edges.ndim != 2 or edges.shape[0] != 2:
+            hint = ", transposed?" if edges.ndim == 2 and edges.shape[1] == 2 else ""
+            raise ValueError(
+                f"edge_index: expected the shape [2, edges], got {list(edges.shape)}{hint}"
+            )
+        if self.num_nodes is None:
+            raise TypeError("num_nodes: expected the number of nodes, got None (Edges)")
+        if edges.numel() == 0 or edges.is_meta or torch.compiler.is_compiling():
+            return
+        for name, row, size in zip(("source", "target"), edges, self.sizes[::-1], strict=True):
+            low, high = (int(bound) for bound in row.aminmax())
+            if low < 0 or high >= size:
+                raise IndexError(
+                    f"edge_index: the {name} nodes go from {low} to {high}, "
+                    f"expected 0 to {size - 1}"
+                )
+
+    def _read_sparse(self, matrix: Tensor) -> None:
+        if matrix.ndim != 2:
+            raise ValueError(
+                f"edge_index: a sparse matrix is [targets, sources], got {list(matrix.shape)}"
+            )
+        for name, size in (("num_nodes", matrix.shape[0]), ("num_sources", matrix.shape[1])):
+            given = getattr(self, name)
+            if given not in (None, size):
+                raise ValueError(f"{name}: the sparse matrix has {size}, got {given}")
+            object.__setattr__(self, name, size)
+        target, source = matrix.detach().to_sparse_coo().coalesce().indices()
+        object.__setattr__(self, "edge_index", torch.stack([source, target]))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of targets and of sources."""
+        assert self.num_nodes is not None
+        return self.num_nodes, self.num_nodes if self.num_sources is None else self.num_sources
+
+    @property
+    def num_edges(self) -> int:
+        return self.edge_index.shape[1]
+
+    @cached_property
+    def adjacency(self) -> Adjacency:
+        """The edges as kernels read them."""
+        with torch.inference_mode(False):  # kept, and so for training too
+            return Adjacency.of(self.edge_index, *self.sizes)
+
+    @cached_property
+    def has_repeated(self) -> bool:
+        """Whether an edge is given more than once."""
+        source, target = self.edge_index.long()
+        return len((target * self.sizes[1] + source).unique()) < self.num_edges
+
+    @cached_property
+    def proper(self) -> Tensor:
+        """The places of the edges that are no self-loops, [proper edges]."""
+        with torch.inference_mode(False):
+            source, target = self.edge_index
+            return (source != target).nonzero().squeeze(1)
+
+    @cached_property
+    def looped(self) -> Edges:
+        """The proper edges in their order, then one self-loop for each node that is both source
+        and target; made once and kept, as the sorted edges are."""
+        with torch.inference_mode(False):
+            loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
+            proper = self.edge_index[:, self.proper]
+            return Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        if (num_queries, num_keys) != self.sizes:
+            raise ValueError(
+                f"mask: Edges has {self.sizes[0]} targets and {self.sizes[1]} sources, "
+                f"got {num_queries} queries and {num_keys} keys"
+            )
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        source, target = self.edge_index.to(query.device).long()
+        pairs = (target * num_keys + source).sort().values
+        wanted = query * num_keys + key
+        if len(pairs) == 0:
+            return wanted < 0
+        return pairs[torch.searchsorted(pairs, wanted).clamp(max=len(pairs) - 1)] == wanted
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        source, target = self.edge_index.to(device)
+        allowed = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=device)
+        allowed[target, source] = True
+        return allowed[None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeFeatures:
+    """What edges add to the keys and values that pass along them.
+
+        score_ij = score(q_i, k_j + W_k e_ij),   value_ij = v_j + W_v e_ij
+
+    features: e, [edges, edge_dim], in the order of `Edges.edge_index`.
+    key_weight: W_k, [heads, head_dim, edge_dim]; None: scores read no features.
+    value_weight: W_v, [heads, value_dim, edge_dim]; None: values read none.
+    """
+
+    features: Tensor
+    key_weight: Tensor | None = None
+    value_weight: Tensor | None = None
+
+    def check(self, edges: Edges, num_heads: int, head_dim: int, value_dim: int) -> None:
+        """Raise ValueError where sizes do not fit."""
+        for name in ("features", "key_weight", "value_weight"):
+            tensor = getattr(self, name)
+            if tensor is None and name != "features":
+                continue
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(
+                    f"{name}: expected a floating-point tensor, got {given} (EdgeFeatures)"
+                )
+            if tensor.device != edges.edge_index.device:
+                raise ValueError(
+                    f"{name}: is on {tensor.device}, but the edges are on "
+                    f"{edges.edge_index.device} (EdgeFeatures)"
+                )
+        if self.features.ndim != 2 or len(self.features) != edges.num_edges:
+            raise ValueError(
+                f"edge_features: expected [{edges.num_edges} edges, edge_dim], "
+                f"got {list(self.features.shape)}"
+            )
+        edge_dim = self.features.shape[1]
+        for name, dim in (("key_weight", head_dim), ("value_weight", value_dim)):
+            weight = getattr(self, name)
+            if weight is not None and tuple(weight.shape) != (num_heads, dim, edge_dim):
+                raise ValueError(
+                    f"{name}: expected [heads, dim, edge_dim] = {[num_heads, dim, edge_dim]}, "
+                    f"got {list(weight.shape)} (EdgeFeatures)"
+                )
+
+    def to(self, dtype: torch.dtype) -> EdgeFeatures:
+        """The same in another dtype."""
+        return moved(self, dtype)
+
+
+pytree.register_dataclass(Edges)
+pytree.register_dataclass(EdgeFeatures)

@@ -1,0 +1,114 @@
+"""Masks over grids: 2-D windows, blocks of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from attnkit.core.masks.base import Mask
+
+
+@dataclass(frozen=True)
+class Window2d(Mask):
+    """On a grid of height × width tokens, row by row, each sees its neighbourhood.
+
+        (y, x) sees (y′, x′) where |y − y′| ≤ radius_h and |x − x′| ≤ radius_w
+
+    The neighbourhood is cut at the grid's edges: it does not wrap, and it does not slide inward as
+    that of NATTEN (Hassani et al. 2023). The `num_prefix_tokens` tokens before the grid (class,
+    registers) see all tokens and are seen by all.
+    """
+
+    height: int
+    width: int
+    radius_h: int
+    radius_w: int
+    num_prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("height", 1),
+            ("width", 1),
+            ("radius_h", 0),
+            ("radius_w", 0),
+            ("num_prefix_tokens", 0),
+        ):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < least:
+                raise ValueError(f"{name}: expected an integer ≥ {least}, got {size!r} (Window2d)")
+
+    @property
+    def num_tokens(self) -> int:
+        """Prefix and grid together."""
+        return self.num_prefix_tokens + self.height * self.width
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        if not num_queries == num_keys == self.num_tokens:
+            raise ValueError(
+                f"mask: Window2d is for {self.num_tokens} tokens ({self.num_prefix_tokens} and "
+                f"{self.height} × {self.width}), got {num_queries} queries and {num_keys} keys"
+            )
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        query, key = query - self.num_prefix_tokens, key - self.num_prefix_tokens
+        near_h = (query // self.width - key // self.width).abs() <= self.radius_h
+        near_w = (query % self.width - key % self.width).abs() <= self.radius_w
+        return (query < 0) | (key < 0) | near_h & near_w
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Mask):
+    """Block-sparse attention: block a of queries sees block b of keys where grid[a, b] is True.
+
+    grid: booleans [query blocks, key blocks] or [heads, query blocks, key blocks].
+    block_size: tokens of a block, for queries and keys or (queries, keys); the last may be cut.
+    """
+
+    grid: Tensor
+    block_size: int | tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.grid, Tensor):
+            return
+        if min(self.sizes) < 1:
+            raise ValueError(f"block_size: expected at least 1, got {self.block_size} (Blocks)")
+        if self.grid.dtype != torch.bool:
+            raise TypeError(f"grid: expected booleans (True = may look), got {self.grid.dtype}")
+        if self.grid.ndim not in (2, 3):
+            raise ValueError(
+                "grid: expected [query blocks, key blocks] or [heads, …], "
+                f"got {list(self.grid.shape)}"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tokens of a block of queries and of a block of keys."""
+        size = self.block_size
+        return (size, size) if isinstance(size, int) else size
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        return 1, self.grid.shape[0] if self.grid.ndim == 3 else 1
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        tokens = zip((num_queries, num_keys), self.sizes, strict=True)
+        expected = [-(-total // size) for total, size in tokens]
+        if list(self.grid.shape[-2:]) != expected or self.leading[1] not in (1, num_heads):
+            raise ValueError(
+                f"mask: Blocks has the grid {list(self.grid.shape)}, expected {expected} or "
+                f"{[num_heads, *expected]} for {num_queries} queries and {num_keys} keys"
+            )
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        rows, columns = self.sizes
+        grid = self.grid.to(key.device)
+        if self.leading[1] == 1:
+            return grid.view(grid.shape[-2:])[query // rows, key // columns]
+        return grid[head, query // rows, key // columns]
+
+
+pytree.register_constant(Window2d)
+pytree.register_dataclass(Blocks)

@@ -1,0 +1,234 @@
+"""Masks along sequences: causal, padding, windows, packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from attnkit.core.masks.base import Mask
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """Query i sees the keys up to its own position.
+
+    | align            | i sees j when              | meaning where queries ≠ keys               |
+    |------------------|----------------------------|--------------------------------------------|
+    | `"top_left"`     | j ≤ i                      | both sequences begin together              |
+    | `"bottom_right"` | j ≤ i + (keys − queries)   | both end together, as in cached decoding   |
+
+    Libraries differ in the alignment they assume, so it must be said where it matters: with
+    `align=None` unequal numbers of queries and keys raise ValueError.
+    """
+
+    align: Literal["top_left", "bottom_right"] | None = None
+    counts_positions = True
+
+    def __post_init__(self) -> None:
+        check_align_name(self.align, "Causal")
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        check_align(self, num_queries, num_keys)
+
+    def offset(self, num_queries: int, num_keys: int) -> int:
+        """Query i sees the keys j ≤ i + offset."""
+        return num_keys - num_queries if self.align == "bottom_right" else 0
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        return key <= query + self.offset(num_queries, num_keys)
+
+    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        return None, self.offset(num_queries, num_keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Padding(Mask):
+    """Every query of item b sees the keys of item b that are no padding.
+
+    `lengths`: how many keys are real, integers [batch]; or which are, booleans [batch, keys].
+    """
+
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        # pytree maps rebuild masks with leaves that are no tensors; only tensors can be checked
+        if not isinstance(self.lengths, Tensor):
+            return
+        if self.lengths.dtype == torch.bool:
+            if self.lengths.ndim != 2:
+                raise ValueError(
+                    "lengths: a boolean Padding is [batch, keys], "
+                    f"got the shape {list(self.lengths.shape)}"
+                )
+        elif self.lengths.is_floating_point() or self.lengths.is_complex():
+            raise TypeError(
+                "lengths: expected integers [batch] or booleans [batch, keys], "
+                f"got {self.lengths.dtype}"
+            )
+        elif self.lengths.ndim != 1:
+            raise ValueError(f"lengths: expected the shape [batch], got {list(self.lengths.shape)}")
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        expected = [batch, num_keys] if self.lengths.dtype == torch.bool else [batch]
+        if list(self.lengths.shape) != expected:
+            raise ValueError(
+                f"mask: Padding has the shape {list(self.lengths.shape)}, "
+                f"expected {expected} for {batch} items of {num_keys} keys"
+            )
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        return len(self.lengths), 1
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        lengths = self.lengths.to(key.device)
+        return lengths[batch, key] if lengths.dtype == torch.bool else key < lengths[batch]
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """Query i sees the keys i − left … i + right (Beltagy et al., Longformer, 2020).
+
+    `None` is no limit on that side. For queries ≠ keys, `align` says where query i stands among
+    the keys, as in `Causal`: at key i ("top_left") or at key i + keys − queries ("bottom_right").
+    `Window(left, right) & Causal()` is `Window(left, 0)`.
+    """
+
+    left: int | None
+    right: int | None
+    align: Literal["top_left", "bottom_right"] | None = None
+    counts_positions = True
+
+    def __post_init__(self) -> None:
+        for name, size in (("left", self.left), ("right", self.right)):
+            if size is not None and (not isinstance(size, int) or size < 0):
+                raise ValueError(f"{name}: expected an integer ≥ 0 or None, got {size!r} (Window)")
+        check_align_name(self.align, "Window")
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        check_align(self, num_queries, num_keys)
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        distance = key - query
+        if self.align == "bottom_right":
+            distance = distance - (num_keys - num_queries)
+        allowed = distance == distance if self.left is None else distance >= -self.left
+        return allowed if self.right is None else allowed & (distance <= self.right)
+
+    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        offset = num_keys - num_queries if self.align == "bottom_right" else 0
+        return (
+            None if self.left is None else offset - self.left,
+            None if self.right is None else offset + self.right,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(Mask):
+    """Many sequences one after the other in one row; none sees another.
+
+    lengths: the queries of each sequence, integers [sequences]; their sum is the number of queries.
+    key_lengths: the keys of each; None: as many as queries.
+
+    Beside `&`, `Causal` and `Window` count within each sequence.
+    """
+
+    lengths: Tensor
+    key_lengths: Tensor | None = None
+    packs_sequences = True
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "key_lengths"):
+            given = getattr(self, name)
+            if isinstance(given, Sequence):
+                given = torch.tensor(given)
+                object.__setattr__(self, name, given)
+            # pytree maps rebuild masks with leaves that are no tensors
+            if not isinstance(given, Tensor):
+                continue
+            if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+                raise TypeError(f"{name}: expected integers [sequences], got {given.dtype}")
+            if given.ndim != 1:
+                raise ValueError(f"{name}: expected the shape [sequences], got {list(given.shape)}")
+        if all(isinstance(lengths, Tensor) for lengths in self.both_lengths):
+            queries, keys = map(len, self.both_lengths)
+            if queries != keys:
+                raise ValueError(f"key_lengths: {keys} sequences, but lengths has {queries}")
+
+    @property
+    def both_lengths(self) -> tuple[Tensor, Tensor]:
+        """The lengths in queries and in keys."""
+        return self.lengths, self.lengths if self.key_lengths is None else self.key_lengths
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        if torch.compiler.is_compiling():
+            return  # lengths have no values yet
+        tokens = ("queries", num_queries), ("keys", num_keys)
+        for (name, total), lengths in zip(tokens, self.both_lengths, strict=True):
+            if len(lengths) and int(lengths.min()) < 0:
+                raise ValueError(f"mask: Packed has a negative length, {int(lengths.min())}")
+            if int(lengths.sum()) != total:
+                raise ValueError(
+                    f"mask: the lengths of Packed sum to {int(lengths.sum())}, "
+                    f"but there are {total} {name}"
+                )
+
+    def check_inside(self, masks: Sequence[Mask]) -> None:
+        """Raise ValueError where a mask does not say how it is aligned within the sequences."""
+        ambiguous = [mask for mask in masks if getattr(mask, "align", None) is None]
+        if not ambiguous or self.key_lengths is None or torch.compiler.is_compiling():
+            return
+        for num_queries, num_keys in zip(
+            self.lengths.tolist(), self.key_lengths.tolist(), strict=True
+        ):
+            for mask in ambiguous:
+                mask.check(1, 1, num_queries, num_keys)
+
+    def within(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query and key counted within their sequences, and the lengths of the query's."""
+        lengths, key_lengths = (lengths.to(query.device) for lengths in self.both_lengths)
+        ends, key_ends = lengths.cumsum(0), key_lengths.cumsum(0)
+        sequence = _sequence_of(query, ends)
+        return (
+            query - (ends - lengths)[sequence],
+            key - (key_ends - key_lengths)[sequence],
+            lengths[sequence],
+            key_lengths[sequence],
+        )
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        ends, key_ends = (lengths.to(query.device).cumsum(0) for lengths in self.both_lengths)
+        return _sequence_of(query, ends) == _sequence_of(key, key_ends)
+
+
+def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
+    return torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=len(ends) - 1)
+
+
+def check_align_name(align: str | None, name: str) -> None:
+    """ValueError unless the alignment is one there is."""
+    if align not in (None, "top_left", "bottom_right"):
+        raise ValueError(
+            f"align: expected 'top_left' or 'bottom_right', got {align!r} ({name} mask)"
+        )
+
+
+def check_align(mask: Any, num_queries: int, num_keys: int) -> None:
+    """ValueError where the alignment matters and was not given."""
+    if mask.align is None and num_queries != num_keys:
+        raise ValueError(
+            f"mask: {type(mask).__name__}() with {num_queries} queries and {num_keys} keys is "
+            "ambiguous; give align='top_left' or align='bottom_right'"
+        )
+
+
+# As pytrees, masks pass through torch.export, torch.func and Lightning's transfer to a device.
+pytree.register_constant(Causal)
+pytree.register_dataclass(Padding)
+pytree.register_constant(Window)
+pytree.register_dataclass(Packed)

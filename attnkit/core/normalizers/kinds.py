@@ -1,0 +1,265 @@
+"""Normalisers: how the scores of a query become the weights of its keys, and the one dict of names.
+
+A normaliser knows its definition, `weights(inputs, allowed)`; the kernels compute the same without
+holding all weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from attnkit.core.inputs import Inputs, Normalizer
+from attnkit.core.masks.sequences import Causal, Padding
+from attnkit.core.scores.base import check_positive
+from attnkit.core.scores.kinds import ScaledDot
+
+Estimator = Literal["straight_through", "score_function"]
+FeatureMap = Literal["elu", "relu"]
+
+
+@dataclass(frozen=True)
+class Softmax(Normalizer):
+    """weight_ij = exp(score_ij) / Σ_j exp(score_ij)."""
+
+    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
+        return softmax(masked_scores(inputs, allowed, lean=lean))
+
+
+@dataclass(frozen=True)
+class Hard(Normalizer):
+    """One key has all the weight: drawn from the softmax of the scores, or the best one.
+
+        index_i ~ softmax_j(score_ij),   weight_ij = [j = index_i]
+
+    Drawing has no gradient; the scores are trained by an estimator:
+
+    | estimator            | gradient of the scores                                              |
+    |----------------------|---------------------------------------------------------------------|
+    | `"straight_through"` | that of softmax((score + Gumbel noise) / temperature), biased (Jang |
+    |                      | et al. 2017; Maddison et al. 2017)                                  |
+    | `"score_function"`   | none by itself; the loss has the log-probability of what was drawn, |
+    |                      | from `attnkit.record_draws` (REINFORCE, Williams 1992; as in Show,  |
+    |                      | Attend and Tell, Xu et al. 2015)                                    |
+    | `None`               | none; the key with the best score, the first of equals              |
+
+    In evaluation modules use `Hard(None)`. `attention_weights` gives, for an estimator, the
+    probabilities that keys are drawn with.
+    """
+
+    estimator: Estimator | None = "straight_through"
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.estimator not in (*get_args(Estimator), None):
+            raise ValueError(
+                "estimator: expected 'straight_through', 'score_function' or None, "
+                f"got {self.estimator!r}"
+            )
+        check_positive("temperature", self.temperature)
+        if self.temperature != 1 and self.estimator != "straight_through":
+            raise ValueError(
+                f"temperature: only 'straight_through' has one, got {self.temperature} "
+                f"with the estimator {self.estimator!r}"
+            )
+
+    @property
+    def draws(self) -> bool:
+        return self.estimator is not None
+
+    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
+        scores = masked_scores(inputs, allowed, lean=lean)
+        if self.draws:
+            return softmax(scores)
+        if scores.shape[-1] == 0:
+            return scores
+        best, index = scores.max(dim=-1, keepdim=True)
+        weights = torch.zeros_like(scores).scatter(-1, index, 1.0)
+        return weights.masked_fill(best == -torch.inf, 0.0)
+
+    def evaluated(self) -> Hard:
+        return Hard(None)
+
+
+@dataclass(frozen=True)
+class Linear(Normalizer):
+    """weight_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j), both over the allowed j: time and memory
+    linear in the tokens (Katharopoulos et al., Transformers are RNNs, 2020).
+
+    There is no exponential and so no score but φ(q)·φ(k); a row whose weights are all 0 is 0.
+
+    feature_map: φ, "elu" is elu(x) + 1 as published, "relu" is max(x, 0).
+    """
+
+    feature_map: FeatureMap = "elu"
+
+    def __post_init__(self) -> None:
+        if self.feature_map not in get_args(FeatureMap):
+            raise ValueError(
+                f"feature_map: expected one of {', '.join(get_args(FeatureMap))}, "
+                f"got {self.feature_map!r}"
+            )
+
+    def check(self, inputs: Inputs) -> None:
+        _check_plain(inputs, "linear attention weighs by φ(q)·φ(k)")
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """φ, nowhere negative."""
+        positive = F.relu(tokens)
+        if self.feature_map == "relu":
+            return positive
+        # e^x below 0, where (e^x − 1) + 1 rounds to 0 for all x < −17 in float32
+        return positive + (tokens - positive).exp()
+
+    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
+        products = self.features(inputs.query) @ self.features(inputs.key).transpose(-2, -1)
+        if allowed is not None:
+            products = products.masked_fill(~allowed, 0.0)
+        total = products.sum(dim=-1, keepdim=True)
+        return products / total.masked_fill(total == 0, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaRule(Normalizer):
+    """Fast weights written by the delta rule (Schlag et al., Linear Transformers Are Secretly Fast
+    Weight Programmers, 2021): a memory S, from keys to values, corrected by each token.
+
+        S_t = S_{t−1} + β_t (v_t − S_{t−1} k̂_t) k̂_tᵀ,   output_t = S_t q̂_t
+
+    q̂ and k̂ are silu(q) and silu(k) at unit length, as in DeltaNet (Yang et al. 2024), which keeps
+    the memory bounded for 0 ≤ β ≤ 1; Schlag et al. divide by the sum instead. A vector of zeros
+    stays zero. It sees the past alone, so it wants `Causal`, with which `Padding` may go: a padded
+    key writes nothing. As attention, the weights are
+
+        W = tril(Q̂ K̂ᵀ) (I + diag(β) tril(K̂ K̂ᵀ, −1))⁻¹ diag(β)
+
+    which may be negative and do not sum to 1.
+
+    beta: how much of what was there each key replaces, [batch, heads, keys]; both may be 1.
+    """
+
+    beta: Tensor
+
+    def check(self, inputs: Inputs) -> None:
+        _check_plain(inputs, "the delta rule reads its memory by q̂")
+        beta, (batch, num_heads) = self.beta, inputs.query.shape[:2]
+        if not beta.is_floating_point():
+            raise TypeError(f"beta: expected a floating-point tensor, got {beta.dtype}")
+        if beta.device != inputs.query.device:
+            raise ValueError(f"beta: is on {beta.device}, but query is on {inputs.query.device}")
+        fits = beta.ndim == 3 and beta.shape[0] in (1, batch) and beta.shape[1] in (1, num_heads)
+        if not fits or beta.shape[2] != inputs.num_keys:
+            raise ValueError(
+                f"beta: expected [batch, heads, keys] = {[batch, num_heads, inputs.num_keys]}, "
+                f"got {list(beta.shape)}"
+            )
+        masks = inputs.masks
+        if not any(isinstance(mask, Causal) for mask in masks) or not all(
+            isinstance(mask, Causal | Padding) for mask in masks
+        ):
+            raise ValueError(
+                "mask: the delta rule sees the past alone, expected Causal() or "
+                "Causal() & Padding(lengths), "
+                f"got {' & '.join(type(mask).__name__ for mask in masks) or None}"
+            )
+        if inputs.num_queries != inputs.num_keys:
+            raise ValueError(
+                "key: the delta rule has as many keys as queries, "
+                f"got {inputs.num_keys} and {inputs.num_queries}"
+            )
+
+    @staticmethod
+    def features(tokens: Tensor) -> Tensor:
+        """q̂ or k̂: silu, at unit length."""
+        active = F.silu(tokens)
+        # the norm, whose gradient is finite where that of 1 / √(sum of squares) is not: of vectors
+        # shorter than about 1e−13 in float32
+        norm = torch.linalg.vector_norm(active, dim=-1, keepdim=True)
+        return active / norm.masked_fill(norm == 0, torch.inf)
+
+    def written(self, inputs: Inputs) -> Tensor:
+        """β [batch, heads, keys], 0 where a key is padding."""
+        beta = self.beta.expand(*inputs.query.shape[:2], -1)
+        for mask in inputs.masks:
+            if isinstance(mask, Padding):
+                allowed = mask.dense(1, inputs.num_keys, beta.device)
+                beta = beta.masked_fill(~allowed[:, :, 0], 0.0)
+        return beta
+
+    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
+        query, key = self.features(inputs.query), self.features(inputs.key)
+        beta = self.written(inputs)[..., None]
+        written = beta * (key @ key.transpose(-2, -1)).tril(-1)
+        reads = query @ key.transpose(-2, -1)
+        if allowed is not None:
+            reads = reads.masked_fill(~allowed, 0.0)
+        # W (I + written) = reads, the left of it unit lower triangular
+        weights = torch.linalg.solve_triangular(
+            written, reads, upper=False, left=False, unitriangular=True
+        )
+        return weights * beta.transpose(-2, -1)
+
+    def select(self, heads: Tensor) -> DeltaRule:
+        return self if self.beta.shape[1] == 1 else DeltaRule(self.beta[:, heads])
+
+
+NORMALIZERS: dict[str, Normalizer] = {"softmax": Softmax(), "hard": Hard(), "linear": Linear()}
+
+
+def as_normalizer(normalizer: str | Normalizer) -> Normalizer:
+    """The normaliser of that name; ValueError lists the names there are."""
+    if isinstance(normalizer, Normalizer):
+        return normalizer
+    if normalizer == "delta_rule":
+        raise ValueError(
+            "normalizer: 'delta_rule' has a tensor, give the object: "
+            "normalizer=attnkit.DeltaRule(beta)"
+        )
+    if normalizer not in NORMALIZERS:
+        raise ValueError(
+            f"normalizer: expected one of {', '.join(NORMALIZERS)}, got {normalizer!r}"
+        )
+    return NORMALIZERS[normalizer]
+
+
+def masked_scores(inputs: Inputs, allowed: Tensor | None, *, lean: bool) -> Tensor:
+    """score(q_i, k_j) + bias_ij, −∞ where i may not look at j."""
+    score = inputs.score.lean_scores if lean else inputs.score.scores
+    scores = score(inputs.query, inputs.key)
+    if inputs.bias is not None:
+        scores = scores + inputs.bias
+    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """softmax over the last dimension, where a row of nothing but −∞ is exactly 0, and so is its
+    gradient."""
+    if scores.shape[-1] == 0:
+        return scores
+    largest = scores.detach().amax(dim=-1, keepdim=True)
+    # any finite number does for a row of −∞: its exponentials are 0 all the same
+    exponentials = (scores - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
+    total = exponentials.sum(dim=-1, keepdim=True)
+    return exponentials / total.masked_fill(total == 0, 1.0)
+
+
+def _check_plain(inputs: Inputs, why: str) -> None:
+    """ValueError where something is asked for that there are no scores for."""
+    score = inputs.score
+    is_dot = isinstance(score, ScaledDot) and score.scale in (None, 1.0)
+    if not is_dot or score.softcap is not None:
+        raise ValueError(f"score: {why}, expected 'scaled_dot' as it is, got {score!r}")
+    if inputs.bias is not None:
+        raise ValueError(f"bias: {why} and has no scores to add one to")
+
+
+# As pytrees, normalisers pass through torch.export and torch.func.
+pytree.register_constant(Softmax)
+pytree.register_constant(Hard)
+pytree.register_constant(Linear)
+pytree.register_dataclass(DeltaRule)

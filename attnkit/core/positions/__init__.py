@@ -1,0 +1,23 @@
+"""Positions: where tokens are, told to tokens, to queries and keys, or to scores."""
+
+from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
+from attnkit.core.positions.learned import (
+    FactorizedPositions2d,
+    LearnedPositions1d,
+    LearnedPositions2d,
+)
+from attnkit.core.positions.rotary import Rotary1d, Rotary2d
+from attnkit.core.positions.sinusoidal import sincos_1d, sincos_2d
+
+__all__ = [
+    "ALiBi",
+    "FactorizedPositions2d",
+    "LearnedPositions1d",
+    "LearnedPositions2d",
+    "RelativeBias1d",
+    "RelativeBias2d",
+    "Rotary1d",
+    "Rotary2d",
+    "sincos_1d",
+    "sincos_2d",
+]

@@ -1,0 +1,140 @@
+"""Biases that depend on positions alone; they go into `bias=`, beside any mask."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class ALiBi(nn.Module):
+    """Attention with linear biases (Press et al., Train Short, Test Long, 2022): nothing learned.
+
+        bias[h, i, j] = −slope_h · |j − i|,   slope_h = 2^(−8 h / num_heads), h = 1 … num_heads
+
+    For a number of heads that is no power of two, the slopes are those of the largest power of two
+    below, then every other one of twice that, as in the authors' code. With `Causal` only the past
+    is seen and this is the paper's form; without, it is the symmetric one. The tensor is queries ×
+    keys; the paper's own form, slope_h · j, equals it under `Causal`.
+
+    Args:
+        num_heads: query heads.
+    """
+
+    slopes: Tensor
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        _positive("num_heads", num_heads)
+        closest = 2 ** int(math.log2(num_heads))
+        slopes = _geometric(closest) + _geometric(2 * closest)[::2][: num_heads - closest]
+        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
+
+    def forward(self, num_queries: int, num_keys: int | None = None, *, offset: int = 0) -> Tensor:
+        """The bias, [1, heads, queries, keys]; query i stands at key i + offset."""
+        distance = _distances(num_queries, num_keys, offset, self.slopes.device)
+        return -self.slopes[:, None, None] * distance.abs().to(self.slopes.dtype)[None, None]
+
+
+class RelativeBias1d(nn.Module):
+    """A learned bias for each head and distance, clipped (Shaw et al. 2018; on scores, T5, 2020).
+
+        bias[h, i, j] = table[clip(j − i, −max_distance, max_distance) + max_distance, h]
+
+    T5 shares far distances in logarithmic buckets; here each has its own entry up to
+    `max_distance`.
+
+    Args:
+        num_heads: query heads.
+        max_distance: the distance from which on all are one.
+    """
+
+    def __init__(self, num_heads: int, max_distance: int) -> None:
+        super().__init__()
+        _positive("num_heads", num_heads)
+        _positive("max_distance", max_distance)
+        self.max_distance = max_distance
+        self.table = nn.Parameter(torch.empty(2 * max_distance + 1, num_heads))
+        nn.init.trunc_normal_(self.table, std=0.02)
+
+    def forward(self, num_queries: int, num_keys: int | None = None, *, offset: int = 0) -> Tensor:
+        """The bias, [1, heads, queries, keys]; query i stands at key i + offset."""
+        distance = _distances(num_queries, num_keys, offset, self.table.device)
+        rows = distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
+        return _look_up(self.table, rows)
+
+
+class RelativeBias2d(nn.Module):
+    """A learned bias for each head and offset on a grid (Liu et al., Swin Transformer, 2021).
+
+        bias[h, i, j] = table[(y_i − y_j + height − 1) · (2 width − 1) + x_i − x_j + width − 1, h]
+
+    The table's layout is that of Swin, torchvision and timm, so that their weights are copied as
+    they are. Tokens before the grid have a bias of 0.
+
+    Args:
+        num_heads: query heads.
+        height, width: the grid, whose tokens go row by row.
+        num_prefix_tokens: class or register tokens before it.
+    """
+
+    rows: Tensor
+
+    def __init__(
+        self, num_heads: int, height: int, width: int, *, num_prefix_tokens: int = 0
+    ) -> None:
+        super().__init__()
+        for name, size in (("num_heads", num_heads), ("height", height), ("width", width)):
+            _positive(name, size)
+        if num_prefix_tokens < 0:
+            raise ValueError(f"num_prefix_tokens: expected at least 0, got {num_prefix_tokens}")
+        self.height, self.width, self.num_prefix_tokens = height, width, num_prefix_tokens
+        self.table = nn.Parameter(torch.empty((2 * height - 1) * (2 * width - 1), num_heads))
+        nn.init.trunc_normal_(self.table, std=0.02)
+        y = torch.arange(height).repeat_interleave(width)
+        x = torch.arange(width).repeat(height)
+        down = y[:, None] - y + height - 1
+        right = x[:, None] - x + width - 1
+        self.register_buffer("rows", down * (2 * width - 1) + right, persistent=False)
+
+    def forward(self) -> Tensor:
+        """The bias, [1, heads, tokens, tokens]."""
+        prefix = self.num_prefix_tokens
+        return F.pad(_look_up(self.table, self.rows), (prefix, 0, prefix, 0))
+
+    @torch.no_grad()
+    def resized(self, height: int, width: int) -> RelativeBias2d:
+        """The same bias on another grid: the table resampled, bicubic, as Swin is fine-tuned."""
+        num_heads = self.table.shape[1]
+        new = RelativeBias2d(num_heads, height, width, num_prefix_tokens=self.num_prefix_tokens)
+        new = new.to(self.table.device, self.table.dtype)
+        dtype = torch.promote_types(self.table.dtype, torch.float32)
+        old_size, new_size = ((2 * h - 1, 2 * w - 1) for h, w in (
+            (self.height, self.width), (height, width)))  # fmt: skip
+        maps = self.table.to(dtype).T.reshape(1, num_heads, *old_size)
+        if old_size != new_size:
+            maps = F.interpolate(maps, size=new_size, mode="bicubic", align_corners=False)
+        new.table.copy_(maps.reshape(num_heads, -1).T)
+        return new
+
+
+def _distances(num_queries: int, num_keys: int | None, offset: int, device: torch.device) -> Tensor:
+    """j − i − offset, [queries, keys]."""
+    keys = torch.arange(num_queries if num_keys is None else num_keys, device=device)
+    return keys - torch.arange(num_queries, device=device)[:, None] - offset
+
+
+def _look_up(table: Tensor, rows: Tensor) -> Tensor:
+    entries = table.index_select(0, rows.flatten())
+    return entries.unflatten(0, rows.shape).permute(2, 0, 1)[None]
+
+
+def _geometric(num_heads: int) -> list[float]:
+    return [2 ** (-8 * h / num_heads) for h in range(1, num_heads + 1)]
+
+
+def _positive(name: str, size: int) -> None:
+    if size < 1:
+        raise ValueError(f"{name}: expected at least 1, got {size}")

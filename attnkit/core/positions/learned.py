@@ -1,0 +1,246 @@
+"""Learned positions, added to tokens: tables that can be resampled to another length or grid."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnkit.core.positions.sinusoidal import check_sizes
+
+
+class LearnedPositions1d(nn.Module):
+    """A learned vector per position of a line: `tokens + table[start : start + num_tokens]`.
+
+    Gehring et al. 2017; BERT (Devlin et al. 2019). Tokens `[batch, tokens, dim]` in and out; there
+    may be fewer of them than positions.
+
+    Args:
+        num_positions: rows of the table.
+        dim: channels.
+        std: spread of the table at the start.
+
+    Raises:
+        ValueError: a size is not positive; tokens beyond the table, or of another width.
+    """
+
+    def __init__(self, num_positions: int, dim: int, *, std: float = 0.02) -> None:
+        super().__init__()
+        check_sizes(num_positions=num_positions, dim=dim)
+        self.std = std
+        self.table = nn.Parameter(torch.empty(num_positions, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Truncated normal."""
+        nn.init.trunc_normal_(self.table, std=self.std)
+
+    def forward(self, tokens: Tensor, *, start: int = 0) -> Tensor:
+        """The tokens, the first of which stands at `start`, with their positions added."""
+        _check_width(tokens, self.table)
+        num_positions, end = len(self.table), start + tokens.shape[-2]
+        if start < 0 or end > num_positions:
+            raise ValueError(
+                f"tokens: positions {start} to {end - 1}, but num_positions is {num_positions}"
+            )
+        return tokens + self.table[start:end]
+
+    def resize(self, num_positions: int) -> LearnedPositions1d:
+        """Resample the table to another length, in place; returns self.
+
+        Bicubic with antialiasing, as the positions of pictures are. The parameter is a new one, so
+        resize before you make an optimiser.
+        """
+        check_sizes(num_positions=num_positions)
+        self.table = _resized(self.table, (len(self.table), 1), (num_positions, 1))
+        return self
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters an optimiser should not shrink."""
+        return {"table"}
+
+    def extra_repr(self) -> str:
+        return f"num_positions={self.table.shape[0]}, dim={self.table.shape[1]}"
+
+
+class _GridPositions(nn.Module):
+    """What is added to the patches of a grid; `num_prefix_tokens` before it are left as they are.
+
+    A learned token before the grid needs no position: it would be a part of the token.
+    """
+
+    def __init__(
+        self, grid: tuple[int, int], dim: int, *, num_prefix_tokens: int = 0, std: float = 0.02
+    ) -> None:
+        super().__init__()
+        check_sizes(rows=grid[0], columns=grid[1], dim=dim)
+        if num_prefix_tokens < 0:
+            raise ValueError(f"num_prefix_tokens: expected at least 0, got {num_prefix_tokens}")
+        self.grid = grid
+        self.dim = dim
+        self.num_prefix_tokens = num_prefix_tokens
+        self.std = std
+
+    def positions(self) -> Tensor:
+        """The vectors of all patches, `[rows * columns, dim]`, row by row."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The tokens, prefix and patches, with the patches' positions added."""
+        positions = self.positions()
+        _check_width(tokens, positions)
+        if tokens.shape[-2] != self.num_prefix_tokens + len(positions):
+            raise ValueError(
+                f"tokens: {tokens.shape[-2]} tokens, expected {self.num_prefix_tokens} before "
+                f"the grid {self.grid[0]} x {self.grid[1]}"
+            )
+        return tokens + F.pad(positions, (0, 0, self.num_prefix_tokens, 0))
+
+    def extra_repr(self) -> str:
+        return f"grid={self.grid}, dim={self.dim}, num_prefix_tokens={self.num_prefix_tokens}"
+
+
+class LearnedPositions2d(_GridPositions):
+    """A learned vector per patch (Dosovitskiy et al., An image is worth 16x16 words, 2021).
+
+        patch (y, x) + table[y · columns + x]
+
+    Tokens `[batch, num_prefix_tokens + rows · columns, dim]` in and out; those before the grid
+    (class, registers) are left as they are.
+
+    Args:
+        grid: rows and columns of patches.
+        dim: channels.
+        num_prefix_tokens: tokens before the grid.
+        std: spread of the table at the start.
+
+    Raises:
+        ValueError: a size is not positive; another number of tokens, or of another width.
+    """
+
+    def __init__(
+        self, grid: tuple[int, int], dim: int, *, num_prefix_tokens: int = 0, std: float = 0.02
+    ) -> None:
+        super().__init__(grid, dim, num_prefix_tokens=num_prefix_tokens, std=std)
+        self.table = nn.Parameter(torch.empty(grid[0] * grid[1], dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Truncated normal."""
+        nn.init.trunc_normal_(self.table, std=self.std)
+
+    def positions(self) -> Tensor:
+        """The vectors of all patches, `[rows * columns, dim]`, row by row."""
+        return self.table
+
+    def resize(self, grid: tuple[int, int]) -> LearnedPositions2d:
+        """Resample the table to another grid, in place; returns self. See `resize_positions`.
+
+        The parameter is a new one, so resize before you make an optimiser.
+        """
+        check_sizes(rows=grid[0], columns=grid[1])
+        self.table = _resized(self.table, self.grid, grid)
+        self.grid = grid
+        return self
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters an optimiser should not shrink."""
+        return {"table"}
+
+
+class FactorizedPositions2d(_GridPositions):
+    """A learned vector per row and one per column, added (Dehghani et al., NaViT, 2023).
+
+        patch (y, x) + row_table[y] + column_table[x]
+
+    so that p(y, x) − p(y′, x) is the same in every column; (rows + columns) · dim parameters.
+    Tokens `[batch, num_prefix_tokens + rows · columns, dim]` in and out; those before the grid
+    (class, registers) are left as they are.
+
+    NaViT's factorised absolute positions, the form that adds and counts in patches (it also tries
+    products, concatenation and fractions of the picture).
+
+    Args:
+        grid: rows and columns of patches.
+        dim: channels.
+        num_prefix_tokens: tokens before the grid.
+        std: spread of the sum at the start; of each table it is std / √2.
+
+    Raises:
+        ValueError: a size is not positive; another number of tokens, or of another width.
+    """
+
+    def __init__(
+        self, grid: tuple[int, int], dim: int, *, num_prefix_tokens: int = 0, std: float = 0.02
+    ) -> None:
+        super().__init__(grid, dim, num_prefix_tokens=num_prefix_tokens, std=std)
+        self.row_table = nn.Parameter(torch.empty(grid[0], dim))
+        self.column_table = nn.Parameter(torch.empty(grid[1], dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Truncated normal."""
+        for table in (self.row_table, self.column_table):
+            nn.init.trunc_normal_(table, std=self.std / 2**0.5)
+
+    def positions(self) -> Tensor:
+        """The vectors of all patches, `[rows * columns, dim]`, row by row."""
+        return (self.row_table[:, None] + self.column_table).flatten(0, 1)
+
+    def resize(self, grid: tuple[int, int]) -> FactorizedPositions2d:
+        """Resample both tables, in place; returns self. As `resize_positions` does to their sum.
+
+        The parameters are new ones, so resize before you make an optimiser.
+        """
+        check_sizes(rows=grid[0], columns=grid[1])
+        self.row_table = _resized(self.row_table, (self.grid[0], 1), (grid[0], 1))
+        self.column_table = _resized(self.column_table, (self.grid[1], 1), (grid[1], 1))
+        self.grid = grid
+        return self
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters an optimiser should not shrink."""
+        return {"row_table", "column_table"}
+
+
+def resize_positions(
+    positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]
+) -> Tensor:
+    """Resample learned positions `[…, rows * columns, dim]` to another grid.
+
+    Bicubic with antialiasing, as timm's `resample_abs_pos_embed` does (equal in float32; we keep
+    float64 where timm goes through float32). Positions that are linear in y and x stay so away
+    from the edges when the grid grows.
+
+    Raises:
+        ValueError: positions do not fill old_grid.
+    """
+    num_positions, dim = positions.shape[-2:]
+    if num_positions != old_grid[0] * old_grid[1]:
+        raise ValueError(
+            f"positions: {num_positions} rows do not fill old_grid {old_grid[0]} x {old_grid[1]}"
+        )
+    if old_grid == new_grid:
+        return positions
+    # antialiased interpolation exists in float32 and float64 only
+    dtype = positions.dtype if positions.dtype == torch.float64 else torch.float32
+    maps = positions.to(dtype).reshape(-1, *old_grid, dim).permute(0, 3, 1, 2)
+    maps = F.interpolate(maps, size=new_grid, mode="bicubic", antialias=True)
+    rows = maps.permute(0, 2, 3, 1).to(positions.dtype)
+    return rows.reshape(*positions.shape[:-2], new_grid[0] * new_grid[1], dim)
+
+
+def _resized(
+    table: nn.Parameter, old_grid: tuple[int, int], new_grid: tuple[int, int]
+) -> nn.Parameter:
+    if old_grid == new_grid:
+        return table
+    resized = resize_positions(table.detach(), old_grid, new_grid)
+    return nn.Parameter(resized, requires_grad=table.requires_grad)
+
+
+def _check_width(tokens: Tensor, table: Tensor) -> None:
+    if tokens.ndim != 3 or tokens.shape[-1] != table.shape[-1]:
+        raise ValueError(
+            f"tokens: expected [batch, tokens, {table.shape[-1]}], got {list(tokens.shape)}"
+        )

@@ -1,0 +1,205 @@
+"""Rotary positions: queries and keys are turned, so that their products see differences only.
+
+Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021. Channel i makes a
+pair with channel i + head_dim / 2, as in GPT-NeoX and Llama; RoFormer pairs neighbours, which is a
+fixed permutation of channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnkit.core.positions.sinusoidal import band_angles, check_sizes, grid_points
+
+
+class Rotation:
+    """One rotation per token, ready to apply: `(query, key) -> (query, key)`.
+
+    query `[batch, heads, queries, head_dim]` and key `[batch, heads, keys, head_dim]` are turned
+    by the angles of their tokens and come back in their own dtype.
+
+    Args:
+        cos, sin: of the angles, `[tokens, head_dim / 2]` or `[batch, 1, tokens, head_dim / 2]`.
+        query_cos, query_sin: of the queries, where these are other tokens than the keys.
+    """
+
+    def __init__(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        query_cos: Tensor | None = None,
+        query_sin: Tensor | None = None,
+    ) -> None:
+        self.cos, self.sin = cos, sin
+        self.query_cos = cos if query_cos is None else query_cos
+        self.query_sin = sin if query_sin is None else query_sin
+
+    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            _rotate("query", query, self.query_cos, self.query_sin),
+            _rotate("key", key, self.cos, self.sin),
+        )
+
+    def first_queries(self, num_queries: int) -> Rotation:
+        """The same rotation where only the first tokens ask and all answer."""
+        cos, sin = self.cos[..., :num_queries, :], self.sin[..., :num_queries, :]
+        return Rotation(self.cos, self.sin, cos, sin)
+
+
+class _Rotary(nn.Module):
+    """Cosines and sines of each token's angles, made in float64 and rounded once to `dtype`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, angles: Tensor, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        dtype = dtype or torch.get_default_dtype()
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+
+    def _of(self, rows: Tensor) -> Rotation:
+        """The rotation of the tokens in some rows of the table, integers `[batch, tokens]`."""
+        cos, sin = (F.embedding(rows, table).unsqueeze(1) for table in (self.cos, self.sin))
+        return Rotation(cos, sin)
+
+
+class Rotary1d(_Rotary):
+    """Rotary positions in a line: `(query, key) -> (query, key)`, scores see differences only.
+
+        pair i of the token at p turns by p · w_i,   w_i = temperature ** (-i / (head_dim / 2))
+
+    so `<R(p) q, R(p') k>` depends on `p - p'`, and no length changes. Give it as `positions=` to
+    `MultiHeadAttention`, where tokens are numbered from 0, or `rotation(…)` where they are not.
+    A key is turned before it is cached, once and for all:
+
+        block(new_tokens, positions=rotary.rotation(num_new, start=num_cached), …)
+
+    Su et al. 2021, in the channel layout of Llama (Touvron et al. 2023).
+
+    Args:
+        head_dim: channels of a head, a multiple of 2.
+        max_tokens: how many positions there are, 0 … max_tokens - 1.
+        temperature: the slowest pair turns about 1 / temperature per token.
+        dtype: of the table; None: torch's default.
+
+    Raises:
+        ValueError: head_dim is odd, a size is not positive, or more positions are asked for.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_tokens: int,
+        *,
+        temperature: float = 10000.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_sizes(head_dim=head_dim, max_tokens=max_tokens)
+        if head_dim % 2:
+            raise ValueError(
+                f"head_dim: {head_dim} is not a multiple of 2, as rotary positions need"
+            )
+        super().__init__(band_angles(torch.arange(max_tokens), head_dim // 2, temperature), dtype)
+        self.max_tokens = max_tokens
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Both turned as tokens 0, 1, …; `[batch, heads, tokens, head_dim]`."""
+        return self.rotation(key.shape[-2])(query, key)
+
+    def rotation(self, num_tokens: int, start: int = 0) -> Rotation:
+        """The rotation of the tokens start … start + num_tokens - 1."""
+        end = start + num_tokens
+        if start < 0 or end > self.max_tokens:
+            raise ValueError(
+                f"start and num_tokens: positions {start} to {end - 1}, "
+                f"but max_tokens is {self.max_tokens}"
+            )
+        return Rotation(self.cos[start:end], self.sin[start:end])
+
+    def rotation_at(self, positions: Tensor) -> Rotation:
+        """The rotation of tokens at any positions, integers `[batch, tokens]`.
+
+        For packed sequences, whose positions begin anew with each, and for padding on the left.
+        Not checked inside torch.compile, where reading the tensor would break the graph.
+        """
+        if positions.ndim != 2 or positions.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                "positions: expected integers [batch, tokens], "
+                f"got {positions.dtype} {list(positions.shape)}"
+            )
+        if positions.numel() and not torch.compiler.is_compiling():
+            lowest, highest = (int(bound) for bound in positions.aminmax())
+            if lowest < 0 or highest >= self.max_tokens:
+                raise ValueError(
+                    f"positions: {lowest} to {highest}, but max_tokens is {self.max_tokens}"
+                )
+        return self._of(positions)
+
+    def extra_repr(self) -> str:
+        return f"head_dim={2 * self.cos.shape[1]}, max_tokens={self.max_tokens}"
+
+
+class Rotary2d(_Rotary):
+    """Axial 2-D rotary positions: `(query, key) -> (query, key)`, scores see differences only.
+
+    Of head_dim / 2 channel pairs the first half turns by `y * w_i`, the second by `x * w_i`, with
+    `w_i = temperature ** (-i / (head_dim / 4))` and y, x in patches, so `<R(p) q, R(p') k>` depends
+    on `p - p'`. The first `num_prefix_tokens` tokens (class, registers) have no place in the image
+    and are left as they are, exactly.
+
+    Su et al. 2021 in its axial 2-D form with temperature 100 (Heo et al., RoPE-ViT, 2024). We
+    split the pairs in halves where Heo et al. interleave them: a fixed permutation of channels.
+
+    Raises:
+        ValueError: head_dim is no multiple of 4, num_prefix_tokens is negative, or the grid is
+            empty.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        grid: tuple[int, int],
+        *,
+        num_prefix_tokens: int = 0,
+        temperature: float = 100.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if head_dim % 4:
+            raise ValueError(
+                f"head_dim: {head_dim} is not a multiple of 4, as 2-D rotary positions need"
+            )
+        if num_prefix_tokens < 0:
+            raise ValueError(f"num_prefix_tokens: expected at least 0, got {num_prefix_tokens}")
+        y, x = band_angles(grid_points(grid), head_dim // 4, temperature)
+        # a prefix token turns by 0: cos 1, sin 0, which multiplies out to the same bits
+        super().__init__(F.pad(torch.cat([y, x], dim=-1), (0, 0, num_prefix_tokens, 0)), dtype)
+        self.num_prefix_tokens = num_prefix_tokens
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Both turned, prefix and patches; `[batch, heads, tokens, head_dim]`."""
+        return self.rotation()(query, key)
+
+    def rotation(self, kept: Tensor | None = None) -> Rotation:
+        """The rotation of all tokens, or of prefix and patches `kept` `[batch, patches]` alone."""
+        if kept is None:
+            return Rotation(self.cos, self.sin)
+        prefix = torch.arange(self.num_prefix_tokens, device=kept.device)
+        prefix = prefix.expand(kept.shape[0], -1)
+        return self._of(torch.cat([prefix, kept + self.num_prefix_tokens], dim=1))
+
+
+def _rotate(name: str, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if tokens.shape[-2] != cos.shape[-2]:
+        raise ValueError(
+            f"{name}: {tokens.shape[-2]} tokens, but the rotation is for {cos.shape[-2]}"
+        )
+    if tokens.shape[-1] != 2 * cos.shape[-1]:
+        raise ValueError(
+            f"{name}: head_dim {tokens.shape[-1]}, but the rotation is for {2 * cos.shape[-1]}"
+        )
+    first, second = tokens.chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.to(tokens.dtype)

@@ -1,0 +1,37 @@
+"""Regions that compute in the precision they are given."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+# A list, since torch.compile of torch 2.11 cannot ask torch.amp.is_autocast_available.
+WITHOUT_AUTOCAST = {"fpga", "lazy", "meta", "mkldnn", "vulkan"}
+
+
+def no_autocast(like: Tensor) -> AbstractContextManager:
+    """A block in which nothing is cast, on the device of a tensor; some, such as meta, never do."""
+    device_type = like.device.type
+    if device_type in WITHOUT_AUTOCAST:
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def autocast_dtype(like: Tensor) -> torch.dtype | None:
+    """What autocast casts to on the device of a tensor; None where it is off."""
+    device_type = like.device.type
+    if device_type in WITHOUT_AUTOCAST or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias in another dtype, where finite stays finite: a −1e9 must not forbid in float16."""
+    if bias.dtype == dtype:
+        return bias
+    limit = torch.finfo(dtype).max
+    if limit >= torch.finfo(bias.dtype).max:
+        return bias.to(dtype)
+    return torch.where(bias.isinf(), bias, bias.clamp(-limit, limit)).to(dtype)

@@ -1,0 +1,122 @@
+"""What a score is, and the checks of its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Owner = TypeVar("Owner", bound=Any)
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """How well query i matches key j.
+
+    Subclasses are frozen dataclasses; their tensors may require gradients. To write one of your
+    own, define `uncapped`; the kernels `blockwise` and `reference` serve it.
+
+    softcap: None, or a bound: score ← softcap · tanh(score / softcap) (Gemma 2, 2024). Fused
+    kernels do not compute it.
+    """
+
+    softcap: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_positive("softcap", self.softcap)
+
+    def check(self, query: Tensor, key: Tensor) -> None:
+        """ValueError where query and key do not fit each other or the score's tensors."""
+        if key.shape[3] != query.shape[3]:
+            raise ValueError(f"key: expected query's head_dim {query.shape[3]}, got {key.shape[3]}")
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """The definition: [batch, heads, queries, keys] of as many query as key heads."""
+        return self.cap(self.uncapped(query, key))
+
+    def lean_scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """The same numbers, where need be by other means than the definition's: no tensor larger
+        than they are is held."""
+        return self.scores(query, key)
+
+    def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
+        """The definition without softcap."""
+        raise NotImplementedError(f"{type(self).__name__} defines no uncapped()")
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """The scores within ±softcap."""
+        if self.softcap is None:
+            return scores
+        return self.softcap * (scores / self.softcap).tanh()
+
+    def dot_dim(self, head_dim: int) -> int | None:
+        """The head dimension of `as_dot`; None if the score is no dot product."""
+        return None
+
+    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Query, key and scale whose scaled dot product is this score before its softcap.
+
+        Without softcap it may lack what depends on the query alone, which softmax does not see.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is no dot product")
+
+    def select(self, heads: Tensor) -> Score:
+        """The score of some query heads only."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Score:
+        """The same score with its tensors moved as by `Tensor.to`."""
+        return moved(self, *args, **kwargs)
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+def moved(owner: Owner, *args: Any, **kwargs: Any) -> Owner:
+    """A dataclass with its tensors moved as by `Tensor.to`."""
+    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
+    tensors: dict[str, Any] = {
+        name: value.to(*args, **kwargs)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    return replace(owner, **tensors) if tensors else owner
+
+
+def per_head(parameter: float | Tensor) -> float | Tensor:
+    """The parameter, broadcastable to [batch, heads, queries, ...]."""
+    if isinstance(parameter, Tensor) and parameter.ndim == 1:
+        return parameter[:, None, None]
+    return parameter
+
+
+def select_heads(parameter: float | Tensor, heads: Tensor) -> float | Tensor:
+    if isinstance(parameter, Tensor) and parameter.ndim == 1:
+        return parameter[heads]
+    return parameter
+
+
+def check_positive(name: str, value: object) -> None:
+    # what a tensor holds is not read: that would wait for the device
+    if isinstance(value, int | float) and not 0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a positive number, got {value}")
+
+
+def check_number(name: str, value: object, query: Tensor) -> None:
+    if not isinstance(value, int | float):
+        check_fit(name, value, (query.shape[1],), query)
+
+
+def check_fit(name: str, tensor: object, shape: tuple[int, ...], query: Tensor) -> None:
+    """The tensor has this shape, or lacks its first dimension, that of the heads."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: expected a floating-point tensor, got {given}")
+    if tensor.device != query.device:
+        raise ValueError(f"{name}: is on {tensor.device}, but query is on {query.device}")
+    if tuple(tensor.shape) not in (shape, shape[1:]):
+        raise ValueError(
+            f"{name}: expected the shape {list(shape[1:])} or, with heads, {list(shape)}, "
+            f"got {list(tensor.shape)}"
+        )

@@ -1,0 +1,284 @@
+"""Scores: how well a query matches a key, and the one dict from names to them.
+
+A score knows its definition, `scores(query, key)`, and, if there is one, the scaled dot product
+that equals it inside a softmax, `as_dot(query, key)`, which the fused kernels then compute.
+Parameters are per query head and act on the query, so that key heads may be shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from attnkit.core.scores.additive import additive_scores
+from attnkit.core.scores.base import (
+    Score,
+    check_fit,
+    check_number,
+    check_positive,
+    per_head,
+    select_heads,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledDot(Score):
+    """score(q, k) = scale · q·k (Vaswani et al., Attention Is All You Need, 2017).
+
+    scale: None is 1/√head_dim.
+    """
+
+    scale: float | None = None
+
+    def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
+        return self.factor(query.shape[3]) * (query @ key.transpose(-2, -1))
+
+    def dot_dim(self, head_dim: int) -> int:
+        return head_dim
+
+    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        return query, key, self.factor(query.shape[3])
+
+    def factor(self, head_dim: int) -> float:
+        """The factor on q·k."""
+        if self.scale is not None:
+            return float(self.scale)
+        return float(head_dim**-0.5) if head_dim else 1.0
+
+
+def Dot(*, softcap: float | None = None) -> ScaledDot:
+    """score(q, k) = q·k (Luong et al., Effective Approaches to Attention-based NMT, 2015)."""
+    return ScaledDot(scale=1.0, softcap=softcap)
+
+
+@dataclass(frozen=True, eq=False)
+class General(Score):
+    """score(q, k) = qᵀ W k, the general or bilinear score (Luong et al. 2015).
+
+    weight: W, [query's head_dim, key's head_dim] or one for each head,
+        [heads, query's head_dim, key's head_dim]; the two head_dim may differ.
+    """
+
+    weight: Tensor
+
+    def check(self, query: Tensor, key: Tensor) -> None:
+        check_fit("weight", self.weight, (query.shape[1], query.shape[3], key.shape[3]), query)
+
+    def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
+        return query @ self.weight @ key.transpose(-2, -1)
+
+    def dot_dim(self, head_dim: int) -> int:
+        return self.weight.shape[-1]
+
+    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        return query @ self.weight.to(query.dtype), key, 1.0
+
+    def select(self, heads: Tensor) -> General:
+        return self if self.weight.ndim == 2 else replace(self, weight=self.weight[heads])
+
+
+@dataclass(frozen=True, eq=False)
+class Cosine(Score):
+    """score(q, k) = cos(q, k) / temperature; Swin Transformer V2 (Liu et al. 2022) learns the
+    temperature, and begins with 0.1.
+
+    A vector of zeros has the cosine 0 with every other, and no gradient.
+
+    temperature: a positive number, or a tensor [] or [heads] of them.
+    """
+
+    temperature: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("temperature", self.temperature)
+
+    def check(self, query: Tensor, key: Tensor) -> None:
+        super().check(query, key)
+        check_number("temperature", self.temperature, query)
+
+    def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
+        return (_unit(query) @ _unit(key).transpose(-2, -1)) / per_head(self.temperature)
+
+    def dot_dim(self, head_dim: int) -> int:
+        return head_dim
+
+    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        unit_query, unit_key = _unit(_high(query)), _unit(_high(key)).to(key.dtype)
+        if not isinstance(self.temperature, Tensor):
+            return unit_query.to(query.dtype), unit_key, 1 / self.temperature
+        return (unit_query / per_head(self.temperature)).to(query.dtype), unit_key, 1.0
+
+    def select(self, heads: Tensor) -> Cosine:
+        return replace(self, temperature=select_heads(self.temperature, heads))
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian(Score):
+    """score(q, k) = −‖q − k‖² / (2 bandwidth²): softmax then weights by a Gaussian kernel
+    (Nadaraya 1964; Watson 1964).
+
+    bandwidth: σ, a positive number, or a tensor [] or [heads] of them.
+    """
+
+    bandwidth: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("bandwidth", self.bandwidth)
+
+    def check(self, query: Tensor, key: Tensor) -> None:
+        super().check(query, key)
+        check_number("bandwidth", self.bandwidth, query)
+
+    def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
+        # not by a matrix product: that would cancel where points are close and far from 0
+        distance = torch.cdist(query, key, compute_mode="donot_use_mm_for_euclid_dist")
+        return -0.5 * (distance / per_head(self.bandwidth)).square()
+
+    def dot_dim(self, head_dim: int) -> int:
+        return head_dim + 2
+
+    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """[q, 1, 1] · [k, high, low] / σ² with high + low = −‖k‖²/2, of points moved so that the
+        keys' mean is 0 and measured in a common unit, the mean bandwidth.
+
+        Moving them changes no distance and keeps the norms small; the norm in two parts is as
+        exact in half precision as the products are; the unit keeps it within float16's range. Keys
+        that a mask other than `Padding` hides count in the mean, and so can change the rounding,
+        nothing else.
+        """
+        centre = _high(key).detach().mean(dim=2, keepdim=True)
+        unit: float | Tensor = self.bandwidth
+        factor = query.new_ones(())
+        if isinstance(self.bandwidth, Tensor):
+            unit = _high(self.bandwidth.detach()).mean()
+            factor = (unit / per_head(self.bandwidth)).square().to(query.dtype)
+        centre_of_query = centre.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        query_points = (_high(query) - centre_of_query) / unit
+        # the norm is that of the rounded key: so rounding moves a point and does nothing else
+        key_points = ((_high(key) - centre) / unit).to(key.dtype)
+        norm = -_high(key_points).square().sum(dim=-1, keepdim=True) / (2 * NORM_UNIT)
+        high = norm.clamp(min=torch.finfo(key.dtype).min).to(key.dtype)
+        low = (norm - high).detach().to(key.dtype)
+        channel = (NORM_UNIT * factor).expand(*query.shape[:3], 1)
+        query_parts = [(factor * query_points).to(query.dtype), channel, channel]
+        key_parts = [key_points, high, low]
+        if self.softcap is not None:  # which sees what softmax does not
+            query_norm = query_points.square().sum(dim=-1, keepdim=True) / -2
+            query_parts.append((factor * query_norm).to(query.dtype))
+            key_parts.append(torch.ones_like(high))
+        return torch.cat(query_parts, dim=-1), torch.cat(key_parts, dim=-1), 1.0
+
+    def select(self, heads: Tensor) -> Gaussian:
+        return replace(self, bandwidth=select_heads(self.bandwidth, heads))
+
+
+@dataclass(frozen=True, eq=False)
+class Additive(Score):
+    """score(q, k) = vᵀ activation(q + k).
+
+    With tanh it is Bahdanau's score, vᵀ tanh(W_q x + W_k y) (Bahdanau et al., Neural Machine
+    Translation by Jointly Learning to Align and Translate, 2015), with LeakyReLU that of GATv2
+    (Brody et al. 2022). The projections W_q and W_k are those of the block that gives the queries
+    and keys.
+
+    vector: v, [head_dim], or one for each head, [heads, head_dim].
+    activation: "tanh" or "leaky_relu".
+    negative_slope: of "leaky_relu", not negative.
+    """
+
+    vector: Tensor
+    activation: Literal["tanh", "leaky_relu"] = "tanh"
+    negative_slope: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.activation not in ("tanh", "leaky_relu"):
+            raise ValueError(
+                f"activation: expected 'tanh' or 'leaky_relu', got {self.activation!r}"
+            )
+        if not 0 <= self.negative_slope < float("inf"):
+            raise ValueError(f"negative_slope: expected at least 0, got {self.negative_slope}")
+
+    def check(self, query: Tensor, key: Tensor) -> None:
+        super().check(query, key)
+        check_fit("vector", self.vector, (query.shape[1], query.shape[3]), query)
+
+    def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
+        pairs = query[:, :, :, None] + key[:, :, None]
+        if self.activation == "tanh":
+            pairs = pairs.tanh()
+        else:
+            pairs = F.leaky_relu(pairs, self.negative_slope)
+        return (pairs * self.vector[..., None, None, :]).sum(dim=-1)
+
+    def lean_scores(self, query: Tensor, key: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():  # to where nobody knows our operator
+            return self.scores(query, key)
+        vector = self.vector.expand(*query.shape[:2], -1)
+        slope = None if self.activation == "tanh" else float(self.negative_slope)
+        scores = additive_scores(
+            query.flatten(0, 1), key.flatten(0, 1), vector.flatten(0, 1), slope
+        )
+        return self.cap(scores.unflatten(0, query.shape[:2]))
+
+    def select(self, heads: Tensor) -> Additive:
+        return self if self.vector.ndim == 1 else replace(self, vector=self.vector[heads])
+
+
+SCORES: dict[str, Score] = {
+    "scaled_dot": ScaledDot(),
+    "dot": Dot(),
+    "cosine": Cosine(),
+    "gaussian": Gaussian(),
+}
+_WITH_TENSORS = {"general": "General(weight)", "additive": "Additive(vector)"}
+
+
+def as_score(score: str | Score, scale: float | None = None) -> Score:
+    """The score of that name, with the caller's scale; ValueError lists the names there are."""
+    if not isinstance(score, Score):
+        if score in _WITH_TENSORS:
+            raise ValueError(
+                f"score: {score!r} has a tensor, give the object: "
+                f"score=attnkit.{_WITH_TENSORS[score]}"
+            )
+        if score not in SCORES:
+            raise ValueError(f"score: expected one of {', '.join(SCORES)}, got {score!r}")
+        found = SCORES[score]
+        if scale is not None and score != "scaled_dot":
+            raise ValueError(
+                f"scale: the score {score!r} has no scale, got {scale}; use score='scaled_dot'"
+            )
+        score = found
+    if scale is None:
+        return score
+    if not isinstance(score, ScaledDot) or score.scale is not None:
+        raise ValueError(f"scale: only for the score 'scaled_dot', got {scale} with {score}")
+    return replace(score, scale=float(scale))
+
+
+# Norms are divided by it, so that those up to 2²⁴ are within float16's range
+NORM_UNIT = 256.0
+
+
+def _high(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    squares = vectors.square().sum(dim=-1, keepdim=True)
+    is_zero = squares == 0
+    # the root of 1, not of 0: its gradient is finite, and then masked
+    return vectors * squares.masked_fill(is_zero, 1.0).rsqrt().masked_fill(is_zero, 0.0)
+
+
+# As pytrees, scores pass through torch.export and torch.func.
+for _score in (ScaledDot, General, Cosine, Gaussian, Additive):
+    pytree.register_dataclass(_score)

@@ -1,0 +1,161 @@
+"""Scores with parameters of their own: modules whose `forward()` gives the Score of the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.scores.base import Score, check_positive
+from attnkit.core.scores.kinds import SCORES, Additive, Cosine, Gaussian, General
+
+ScoreName = Literal["scaled_dot", "dot", "cosine", "gaussian", "general", "additive"]
+SCORE_NAMES: tuple[ScoreName, ...] = get_args(ScoreName)
+"""What a block's `score` may be called: those of `SCORES`, and those that it learns."""
+
+
+class GeneralScore(nn.Module):
+    """`General` with a weight per head, [num_heads, head_dim, head_dim].
+
+    Begins as the scaled dot product, the identity / √head_dim.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, *, softcap: float | None = None) -> None:
+        super().__init__()
+        self.softcap = softcap
+        self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The scaled dot product."""
+        head_dim = self.weight.shape[-1]
+        with torch.no_grad():
+            self.weight.copy_(torch.eye(head_dim) / head_dim**0.5)
+
+    def forward(self) -> General:
+        return General(weight=self.weight, softcap=self.softcap)
+
+
+class AdditiveScore(nn.Module):
+    """`Additive` with a vector per head, [num_heads, head_dim]: Bahdanau's score in a block whose
+    query and key projections are his W_q and W_k; that of GATv2 with "leaky_relu".
+
+    Begins uniform within ±√(6 / (head_dim + 1)), Xavier's bound.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        activation: Literal["tanh", "leaky_relu"] = "tanh",
+        negative_slope: float = 0.2,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.negative_slope = negative_slope
+        self.softcap = softcap
+        self.vector = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.reset_parameters()
+        self()  # names wrong options now
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform, each vector being a projection to one number."""
+        bound = (6 / (self.vector.shape[-1] + 1)) ** 0.5
+        nn.init.uniform_(self.vector, -bound, bound)
+
+    def forward(self) -> Additive:
+        return Additive(self.vector, self.activation, self.negative_slope, softcap=self.softcap)
+
+
+class CosineScore(nn.Module):
+    """`Cosine` with a temperature per head, exp(log_temperature [num_heads]).
+
+    Begins with 0.1, as in Swin Transformer V2 (Liu et al. 2022), which also keeps it from falling
+    below 0.01; here nothing does.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        initial_temperature: float = 0.1,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("initial_temperature", initial_temperature)
+        self.initial_temperature = initial_temperature
+        self.softcap = softcap
+        self.log_temperature = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initial temperature, for every head."""
+        nn.init.constant_(self.log_temperature, log(self.initial_temperature))
+
+    def forward(self) -> Cosine:
+        return Cosine(temperature=self.log_temperature.exp(), softcap=self.softcap)
+
+
+class GaussianScore(nn.Module):
+    """`Gaussian` with a bandwidth per head, exp(log_bandwidth [num_heads]).
+
+    Begins with head_dim^¼ if no other is given, which weighs q·k as the scaled dot product does.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        initial_bandwidth: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("initial_bandwidth", initial_bandwidth)
+        self.initial_bandwidth = initial_bandwidth or head_dim**0.25
+        self.softcap = softcap
+        self.log_bandwidth = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initial bandwidth, for every head."""
+        nn.init.constant_(self.log_bandwidth, log(self.initial_bandwidth))
+
+    def forward(self) -> Gaussian:
+        return Gaussian(bandwidth=self.log_bandwidth.exp(), softcap=self.softcap)
+
+
+LEARNED_SCORES: dict[str, Callable[[int, int], nn.Module]] = {
+    "general": GeneralScore,
+    "additive": AdditiveScore,
+    "cosine": CosineScore,
+    "gaussian": GaussianScore,
+}
+
+
+def learned_score(
+    score: str | Score | nn.Module, num_heads: int, head_dim: int
+) -> Score | nn.Module:
+    """What a block keeps for its argument `score`: a module where there is something to learn."""
+    if isinstance(score, nn.Module):
+        return score
+    if isinstance(score, Score):
+        owned = [name for name, value in vars(score).items() if isinstance(value, Tensor)]
+        if owned:
+            raise ValueError(
+                f"score: the {owned[0]} of {score} would be no parameter of the block; give a "
+                f"module whose forward() returns it, such as attnkit.learned_scores.{score}Score"
+            )
+        return score
+    if score in LEARNED_SCORES:
+        return LEARNED_SCORES[score](num_heads, head_dim)
+    if score not in SCORES:
+        names = ", ".join(SCORE_NAMES)
+        raise ValueError(f"score: expected one of {names}, a Score or a module, got {score!r}")
+    return SCORES[score]

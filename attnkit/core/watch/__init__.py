@@ -1,0 +1,1 @@
+"""Looking at modules while they run: weights, multiply-adds; nothing is changed."""

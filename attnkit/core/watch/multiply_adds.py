@@ -1,0 +1,124 @@
+"""How much a module computes, in multiply-adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import attnkit.core.scores.additive  # noqa: F401  registers its operator
+from attnkit.core.decode_step import ONEDNN
+from attnkit.core.kernels.edges.triton import without_triton
+from attnkit.core.watch.undisturbed import undisturbed
+
+
+def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any) -> int:
+    """The multiply-adds of `module(*inputs, **options)`: products whose results are summed.
+
+    A linear layer of n tokens has n · in · out, a convolution one for each weight and place of its
+    output, attention of n queries and m keys n · m · (head_dim + value_dim) for each head, and the
+    attention of E edges E · (head_dim + value_dim) and E for the sum of the weights. Not counted
+    are additions of biases, norms, activations, the softmax, the products of a gate with its map,
+    recurrent layers and `nn.Bilinear`.
+
+    Counted is what runs: a window also computes what its blocks hold beyond its edges, and a mask
+    by which a kernel merely hides keys, or any in FlexAttention, costs what no mask does. Triton
+    kernels for edges are not seen by torch; torch's operators run in their place.
+
+    It is the count of `torch.utils.flop_counter` halved, with what torch leaves out: sampled and
+    sparse products, weighted sums of rows, products with vectors, the additive score, and torch's
+    `MultiheadAttention` and `TransformerEncoderLayer` in evaluation, whose fast path torch counts
+    as 0.
+
+    Args:
+        module: run once, in evaluation and without gradients, and left as it was: modes, buffers,
+            random state. Compiled code runs uncompiled. A function is run as it is.
+        inputs, options: what it is called with.
+    """
+    module = getattr(module, "_orig_mod", module)  # what torch.compile wrapped
+    with ExitStack() as stack:
+        if isinstance(module, nn.Module):
+            stack.enter_context(undisturbed(module))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(without_triton())
+        mha = torch.backends.mha
+        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        counter = stack.enter_context(FlopCounterMode(display=False, custom_mapping=_formulas()))
+        module(*inputs, **options)
+    return counter.get_total_flops() // 2
+
+
+def _formulas() -> dict[Any, Any]:
+    """FLOPs, two for each multiply-add, of the operators that torch's counter passes over."""
+    aten = torch.ops.aten
+    linear = _raw(lambda a, b, *_, **__: 2 * a.numel() * b.shape[0])
+    return {
+        **({} if ONEDNN is None else {ONEDNN.overloadpacket: linear}),
+        aten.mm: _raw(lambda a, b, **_: _product(a, b)),
+        aten.addmm: _raw(lambda _, a, b, **__: _product(a, b)),
+        aten._sparse_addmm: _raw(lambda _, a, b, **__: _product(a, b)),
+        aten._sparse_mm: _raw(lambda a, b, *_, **__: _product(a, b)),
+        aten._sparse_mm_reduce_impl: _raw(lambda a, b, *_, **__: _product(a, b)),
+        aten.sparse_sampled_addmm: _raw(lambda out, a, _, **__: 2 * _nonzeros(out) * a.shape[-1]),
+        aten._embedding_bag: _raw(_bag),
+        aten._embedding_bag_forward_only: _raw(_bag),
+        aten.mv: _raw(lambda a, b, **_: _product(a, b[:, None])),
+        aten.addmv: _raw(lambda _, a, b, **__: _product(a, b[:, None])),
+        aten.dot: _raw(lambda a, _, **__: 2 * a.numel()),
+        aten.linalg_solve_triangular: _raw(_solve),
+        aten._scaled_dot_product_flash_attention_for_cpu: _raw(
+            lambda q, k, v, *_, **__: 2 * q[..., 0].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
+        ),
+        torch.ops.attnkit.additive_scores: _raw(
+            lambda q, k, *_, **__: 2 * q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2]
+        ),
+    }
+
+
+def _raw(formula: Callable[..., int]) -> Callable[..., int]:
+    """Marked as torch marks formulas that read tensors and not only their shapes."""
+
+    def count(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) -> int:
+        return formula(*args, **kwargs)
+
+    count._get_raw = True  # type: ignore[attr-defined]
+    return count
+
+
+def _nonzeros(tensor: Tensor) -> int:
+    return tensor.numel() if tensor.layout is torch.strided else tensor._nnz()
+
+
+def _product(a: Tensor, b: Tensor) -> int:
+    if a.layout is torch.strided and b.layout is not torch.strided:
+        return 2 * _nonzeros(b) * a.shape[0]
+    return 2 * _nonzeros(a) * b.shape[1]
+
+
+def _bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    # without weights rows are only added
+    return 0 if per_sample_weights is None else 2 * indices.numel() * weight.shape[1]
+
+
+def _solve(a: Tensor, b: Tensor, **kwargs: Any) -> int:
+    """Substitution: each row of b less what the rows before it make of it."""
+    size = a.shape[-1]
+    batch = prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    return batch * size * (size - 1) * b.shape[-1]

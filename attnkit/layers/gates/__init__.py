@@ -1,0 +1,1 @@
+"""Gates: feature maps multiplied by what is computed from them."""

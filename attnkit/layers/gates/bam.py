@@ -1,0 +1,76 @@
+"""The bottleneck attention module."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from attnkit.layers.gates.gate import Gate, hidden_width
+
+
+class BAM(Gate):
+    """BAM, the bottleneck attention module: one gate of what and where together, and a residual.
+
+        y = x + x ⊙ σ(C(x) + S(x))
+        C(x) = norm(W₁ relu(W₀ mean of x over the pixels + b₀))
+        S(x) = norm(f₃ relu(f₂ relu(f₁ relu(f₀ x))))
+
+    C has one number for each channel, S one for each pixel; f₀ and f₃ are 1 × 1 convolutions, f₁
+    and f₂ dilated 3 × 3 ones with zeros outside. Feature maps `[batch, channels, height, width]` in
+    and out, gate map `[batch, channels, height, width]`.
+
+    Park et al. 2018 (BAM), as its formulas say: the branches are added and each ends in a batch
+    normalisation. The authors' code multiplies them, and normalises hidden layers instead; the
+    ReLUs, which the formulas leave out, are the code's.
+
+    Items of a batch see each other in training, by the batch normalisation, for which a batch of
+    one is too few in C: torch then raises "Expected more than 1 value per channel".
+
+    Cost of an item, h the hidden channels: 2·channels·h + (channels·h + 18·h² + h)·height·width
+    multiply-adds, beside pooling and scaling; 3·channels·h + 18·h² + 5·h + 2·channels + 2
+    parameters.
+
+    Args:
+        channels: of the map.
+        reduction: channels over hidden channels; a remainder is dropped, at least one is left.
+        hidden_channels: exactly so many, whatever the reduction.
+        dilation: of the 3 × 3 convolutions, in pixels.
+
+    Raises:
+        ValueError: sizes that are not positive; else as `Gate`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 16,
+        hidden_channels: int | None = None,
+        dilation: int = 4,
+    ) -> None:
+        super().__init__(channels)
+        if dilation < 1:
+            raise ValueError(f"dilation: expected at least 1, got {dilation}")
+        hidden = hidden_width(channels, reduction, hidden_channels)
+        # no bias where a norm, which has its own, follows
+        self.channel = nn.Sequential(
+            nn.Conv2d(channels, hidden, 1),
+            nn.ReLU(),
+            nn.Conv2d(hidden, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.spatial = nn.Sequential(
+            nn.Conv2d(channels, hidden, 1),
+            nn.ReLU(),
+            nn.Conv2d(hidden, hidden, 3, padding=dilation, dilation=dilation),
+            nn.ReLU(),
+            nn.Conv2d(hidden, hidden, 3, padding=dilation, dilation=dilation),
+            nn.ReLU(),
+            nn.Conv2d(hidden, 1, 1, bias=False),
+            nn.BatchNorm2d(1),
+        )
+
+    def gate(self, x: Tensor) -> Tensor:
+        return (self.channel(x.mean((2, 3), keepdim=True)) + self.spatial(x)).sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)

@@ -1,0 +1,145 @@
+"""The convolutional block attention module and its two gates."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.layers.gates.gate import Gate, hidden_width
+from attnkit.layers.maps.combined import Combined
+
+
+class CBAMChannelGate(Gate):
+    """CBAM's channel attention: a gate for each channel, from the channels' means and maxima.
+
+        y = x ⊙ σ(MLP(mean of x over the pixels) + MLP(maximum of x over the pixels))
+        MLP(z) = W₁ relu(W₀ z)
+
+    with one MLP for both. Feature maps `[batch, channels, height, width]` in and out, gate map
+    `[batch, channels, 1, 1]`.
+
+    Woo et al. 2018 (CBAM), whose formula has no biases and whose code has. Equal to timm's
+    `ChannelAttn`, given the same hidden channels, which timm rounds instead of flooring.
+
+    Cost of an item, h the hidden channels: 4·channels·h multiply-adds, beside pooling and scaling;
+    2·channels·h parameters, with biases h + channels more.
+
+    Args:
+        channels: of the map.
+        reduction: channels over hidden channels; a remainder is dropped, at least one is left.
+        hidden_channels: exactly so many, whatever the reduction.
+        bias: whether the MLP has biases.
+
+    Raises:
+        ValueError: as `Gate`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 16,
+        hidden_channels: int | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(channels)
+        hidden = hidden_width(channels, reduction, hidden_channels)
+        self.mlp = nn.Sequential(
+            nn.Conv2d(channels, hidden, 1, bias=bias),
+            nn.ReLU(),
+            nn.Conv2d(hidden, channels, 1, bias=bias),
+        )
+
+    def gate(self, x: Tensor) -> Tensor:
+        mean, maximum = x.mean((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+        return (self.mlp(mean) + self.mlp(maximum)).sigmoid()
+
+
+class CBAMSpatialGate(Gate):
+    """CBAM's spatial attention: a gate for each pixel, from its surroundings.
+
+        y = x ⊙ σ(norm(W ∗ [mean, maximum of x over the channels]))
+
+    with ∗ a convolution over the two maps, k × k, zeros outside. Feature maps
+    `[batch, channels, height, width]` in and out, gate map `[batch, 1, height, width]`.
+
+    Woo et al. 2018 (CBAM). Batch normalisation is in the authors' code (with a momentum of 0.01;
+    here torch's 0.1) and in timm's `SpatialAttn`, which this is equal to, but not in the paper's
+    formula, which is `batch_norm=False`. With it, items of a batch see each other in training, and
+    a batch of one pixel in all cannot be trained on.
+
+    Cost of an item: 2·k²·height·width multiply-adds, beside pooling and scaling; 2·k² parameters
+    and 2 of the norm, or one bias.
+
+    Args:
+        channels: of the map; None: any number, since no parameter depends on it.
+        kernel_size: k, odd.
+        batch_norm: whether there is a norm; without it the convolution has a bias.
+
+    Raises:
+        ValueError: an even `kernel_size`; else as `Gate`.
+    """
+
+    def __init__(
+        self, channels: int | None = None, *, kernel_size: int = 7, batch_norm: bool = True
+    ) -> None:
+        super().__init__(channels)
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size: expected an odd number, got {kernel_size}")
+        self.conv = nn.Conv2d(2, 1, kernel_size, padding=kernel_size // 2, bias=not batch_norm)
+        self.norm = nn.BatchNorm2d(1) if batch_norm else nn.Identity()
+
+    def gate(self, x: Tensor) -> Tensor:
+        pooled = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], dim=1)
+        return self.norm(self.conv(pooled)).sigmoid()
+
+
+class CBAM(Combined):
+    """CBAM, the convolutional block attention module: a channel gate, then a spatial gate.
+
+        y = spatial(channel(x)),   or with order="spatial_first"   y = channel(spatial(x))
+
+    with `CBAMChannelGate` and `CBAMSpatialGate`, the children `channel` and `spatial`; each looks
+    at what it gates. Feature maps `[batch, channels, height, width]` in and out.
+
+    Woo et al. 2018 (CBAM), who compare both orders. At its defaults equal to timm's `CbamModule`,
+    given the same hidden channels; what differs from the paper's formulas stands at the two gates.
+    For both gates of x itself, `Combined(CBAMChannelGate(64), CBAMSpatialGate(64), mode="sum")`.
+
+    Cost of an item, h the hidden channels, k the kernel's size: 4·channels·h +
+    2·k²·height·width multiply-adds, beside pooling and scaling; at the defaults 2·channels·h +
+    2·k² + 2 parameters. Items of a batch see each other in training, by the spatial gate's batch
+    normalisation.
+
+    Args:
+        channels, reduction, hidden_channels, bias: as in `CBAMChannelGate`.
+        kernel_size, batch_norm: as in `CBAMSpatialGate`.
+        order: which comes first.
+
+    Raises:
+        ValueError: another order; else as the gates.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 16,
+        hidden_channels: int | None = None,
+        bias: bool = False,
+        kernel_size: int = 7,
+        batch_norm: bool = True,
+        order: Literal["channel_first", "spatial_first"] = "channel_first",
+    ) -> None:
+        if order not in ("channel_first", "spatial_first"):
+            raise ValueError(f"order: expected channel_first or spatial_first, got {order!r}")
+        channel = CBAMChannelGate(
+            channels, reduction=reduction, hidden_channels=hidden_channels, bias=bias
+        )
+        spatial = CBAMSpatialGate(channels, kernel_size=kernel_size, batch_norm=batch_norm)
+        if order == "channel_first":
+            super().__init__(channel, spatial, names=("channel", "spatial"))
+        else:
+            super().__init__(spatial, channel, names=("spatial", "channel"))

@@ -1,0 +1,47 @@
+"""Efficient channel attention."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from attnkit.layers.gates.gate import Gate
+
+
+class EfficientChannelAttention(Gate):
+    """ECA: a gate for each channel, from the means of the channels next to it.
+
+        y = x ⊙ σ(w ∗ z),   z = mean of x over the pixels
+
+    with ∗ a convolution along the channels, k wide, zeros beyond the first and the last. Feature
+    maps `[batch, channels, height, width]` in and out, gate map `[batch, channels, 1, 1]`.
+
+    Wang et al. 2020 (ECA-Net), with their adaptive width: the odd number nearest to
+    (log₂ channels + 1) / 2. Equal to timm's `EcaModule`, which, as this one, is at least 3 wide
+    (the paper's rule is 1 wide for less than 8 channels, where no channel sees another); the
+    authors' code is 3 wide unless told.
+
+    Cost of an item: k·channels multiply-adds, beside pooling and scaling; k parameters.
+
+    Args:
+        channels: of the map; None: any number, and then `kernel_size` is needed.
+        kernel_size: k, odd; None: the adaptive width.
+
+    Raises:
+        ValueError: an even or no width; else as `Gate`.
+    """
+
+    def __init__(self, channels: int | None, *, kernel_size: int | None = None) -> None:
+        super().__init__(channels)
+        if kernel_size is None:
+            if channels is None:
+                raise ValueError("kernel_size: expected a number where channels is None, got None")
+            kernel_size = max(3, int((math.log2(channels) + 1) / 2) | 1)
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size: expected an odd number, got {kernel_size}")
+        self.conv = nn.Conv1d(1, 1, kernel_size, padding=kernel_size // 2, bias=False)
+
+    def gate(self, x: Tensor) -> Tensor:
+        mean = x.mean((2, 3))
+        return self.conv(mean[:, None]).sigmoid().transpose(1, 2)[..., None]

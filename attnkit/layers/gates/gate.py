@@ -1,0 +1,117 @@
+"""A gate over a feature map, and how gate maps are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.kernels.record import module_name
+
+
+class Gate(nn.Module):
+    """A gate: every value of a feature map is scaled by a number between 0 and 1.
+
+        y = x ⊙ gate(x)
+
+    Feature maps `[batch, channels, height, width]` of any size in and out; a gate of your own is a
+    subclass that defines `gate`. Items of a batch do not see each other, except where a gate says
+    that it has batch normalisation, and then in training only.
+
+    The map of an untrained gate is about ½ everywhere (¼ of `CoordinateAttention`), so that one put
+    into a trained network weakens its features at first.
+
+    Args:
+        channels: of the map; None: any number, in gates whose parameters do not depend on it.
+
+    Raises:
+        ValueError: sizes that are not positive; a map of another shape, or without a pixel.
+    """
+
+    def __init__(self, channels: int | None) -> None:
+        super().__init__()
+        if channels is not None and channels < 1:
+            raise ValueError(f"channels: expected at least 1, got {channels}")
+        self.channels = channels
+
+    def gate(self, x: Tensor) -> Tensor:
+        """The map that scales x: `[batch, 1 or channels, 1 or height, 1 or width]`, in (0, 1)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4 or x.shape[1] != (self.channels or x.shape[1]) or 0 in x.shape[1:]:
+            raise ValueError(
+                f"x: expected [batch, {self.channels or 'channels'}, height, width] with at least "
+                f"one pixel, got {list(x.shape)}"
+            )
+        return x * self.gate(x)
+
+
+def hidden_width(
+    channels: int, reduction: int, hidden_channels: int | None, at_least: int = 1
+) -> int:
+    """Channels of a bottleneck: those asked for, else channels // reduction, not below a bound."""
+    for name, value in (("reduction", reduction), ("hidden_channels", hidden_channels)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    return hidden_channels or max(at_least, channels // reduction)
+
+
+@contextmanager
+def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect the gate maps of a model while it runs.
+
+        with attnkit.capture_gates(cbam) as maps:
+            cbam(features)
+        maps["channel"][0]    # [batch, channels, 1, 1]
+        maps["spatial"][0]    # [batch, 1, height, width]
+
+    Each gate's maps stand under its name in `named_modules()`, in the order of its calls, detached.
+    They are the maps that scaled the features, not computed a second time, so that running
+    statistics of batch norms move as they do without the capture. Compiled modules run uncompiled
+    inside the block.
+
+    Args:
+        model: any module that contains gates of attnkit, or modules of yours with a method `gate`
+            that `forward` calls and that returns the map.
+
+    Raises:
+        ValueError: the model has no gate.
+    """
+    # looked up in the class: in many networks of others `gate` is a child, such as a sigmoid
+    gates = {
+        module_name(name): module
+        for name, module in model.named_modules()
+        if callable(getattr(type(module), "gate", None))
+    }
+    if not gates:
+        raise ValueError(f"model: {type(model).__name__} has no gates")
+    captured: dict[str, list[Tensor]] = {}
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in gates.items():
+            stack.enter_context(_recorded(module, name, captured))
+        yield captured
+
+
+@contextmanager
+def _recorded(module: nn.Module, name: str, captured: dict[str, list[Tensor]]) -> Iterator[None]:
+    attributes = vars(module)
+    outer = attributes.get("gate")  # that of a capture around this one
+    gate = outer or getattr(module, "gate")  # noqa: B009  mypy takes module.gate for a child
+
+    def recorded(*args: object, **kwargs: object) -> Tensor:
+        map_ = gate(*args, **kwargs)
+        captured.setdefault(name, []).append(map_.detach())
+        return map_
+
+    attributes["gate"] = recorded
+    try:
+        yield
+    finally:
+        if outer is None:
+            del attributes["gate"]
+        else:
+            attributes["gate"] = outer

@@ -1,0 +1,129 @@
+"""Squeeze-and-excitation, by channel, by pixel, and both."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from attnkit.layers.gates.gate import Gate, hidden_width
+from attnkit.layers.maps.combined import Combined
+
+
+class SqueezeExcitation(Gate):
+    """Squeeze-and-excitation: a gate for each channel, from the means of all channels.
+
+        y = x ⊙ s,   s = σ(W₂ relu(W₁ z + b₁) + b₂),   z = mean of x over the pixels
+
+    Feature maps `[batch, channels, height, width]` in and out, gate map `[batch, channels, 1, 1]`.
+    W₁ and W₂ are 1 × 1 convolutions, which on one pixel are linear layers.
+
+    Hu et al. 2018 (Squeeze-and-Excitation Networks), whose formula has no biases and whose code
+    has. Equal to torchvision's `ops.SqueezeExcitation` and to timm's `SEModule` at their default
+    activations, given the same hidden channels: timm's default rounds them to a multiple of 8,
+    at least 8; here they are channels // reduction, at least 1.
+
+    Cost of an item, h the hidden channels: 2·channels·h multiply-adds, beside pooling and scaling;
+    2·channels·h + h + channels parameters.
+
+    Args:
+        channels: of the map.
+        reduction: channels over hidden channels; a remainder is dropped.
+        hidden_channels: exactly so many, whatever the reduction.
+        bias: whether W₁ and W₂ add a bias.
+
+    Raises:
+        ValueError: as `Gate`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 16,
+        hidden_channels: int | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(channels)
+        hidden = hidden_width(channels, reduction, hidden_channels)
+        self.reduce = nn.Conv2d(channels, hidden, 1, bias=bias)
+        self.expand = nn.Conv2d(hidden, channels, 1, bias=bias)
+
+    def gate(self, x: Tensor) -> Tensor:
+        return self.expand(self.reduce(x.mean((2, 3), keepdim=True)).relu()).sigmoid()
+
+
+class SpatialExcitation(Gate):
+    """sSE, channel squeeze and spatial excitation: a gate for each pixel, from its channels.
+
+        y = x ⊙ σ(w · x + b)
+
+    Feature maps `[batch, channels, height, width]` in and out, gate map
+    `[batch, 1, height, width]`. Roy et al. 2018 (Concurrent Spatial and Channel Squeeze &
+    Excitation), whose formula has no bias and whose code has.
+
+    Cost of an item: channels·height·width multiply-adds, beside the scaling; channels + 1
+    parameters.
+
+    Args:
+        channels: of the map.
+        bias: whether there is a b.
+
+    Raises:
+        ValueError: as `Gate`.
+    """
+
+    def __init__(self, channels: int, *, bias: bool = True) -> None:
+        super().__init__(channels)
+        self.squeeze = nn.Conv2d(channels, 1, 1, bias=bias)
+
+    def gate(self, x: Tensor) -> Tensor:
+        return self.squeeze(x).sigmoid()
+
+
+class SCSE(Combined):
+    """scSE, concurrent squeeze-and-excitation by channel and by pixel.
+
+        y = cSE(x) + sSE(x),   or max(cSE(x), sSE(x)), or cSE(x) ⊙ sSE(x)
+
+    with cSE a `SqueezeExcitation` and sSE a `SpatialExcitation`, both of x itself. Feature maps
+    `[batch, channels, height, width]` in and out; the gates are the children `channel` and
+    `spatial`.
+
+    Roy et al. 2018 (Concurrent Spatial and Channel Squeeze & Excitation, MICCAI), where the two are
+    added. The authors' later paper (Recalibrating Fully Convolutional Networks, TMI 2019) compares
+    ways to fuse them, and their code has the maximum: fusion="max". It is one of the outputs and
+    not of the gates: of a negative value, the smaller gate. Their fusion by concatenation, which
+    doubles the channels, is not here.
+
+    Cost of an item, h the hidden channels: 2·channels·h + channels·height·width multiply-adds,
+    beside pooling and scaling; 2·channels·h + h + 2·channels + 1 parameters.
+
+    Args:
+        channels: of the map.
+        reduction, hidden_channels, bias: as in `SqueezeExcitation`; the paper's reduction is 2.
+        fusion: "sum", "max" or "product".
+
+    Raises:
+        ValueError: another fusion; else as `Gate`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 2,
+        hidden_channels: int | None = None,
+        bias: bool = True,
+        fusion: Literal["sum", "max", "product"] = "sum",
+    ) -> None:
+        if fusion not in ("sum", "max", "product"):
+            raise ValueError(f"fusion: expected sum, max or product, got {fusion!r}")
+        super().__init__(
+            SqueezeExcitation(
+                channels, reduction=reduction, hidden_channels=hidden_channels, bias=bias
+            ),
+            SpatialExcitation(channels, bias=bias),
+            mode=fusion,
+            names=("channel", "spatial"),
+        )

@@ -1,0 +1,1 @@
+"""Attention over the nodes of a graph."""

@@ -1,0 +1,287 @@
+"""Attention of the nodes of a graph: node features and edges in, node features out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.attend import attend
+from attnkit.core.kernels.choose import named_backend
+from attnkit.core.kernels.edges.weights import edge_weights
+from attnkit.core.masks.edges import EdgeFeatures, Edges
+from attnkit.core.scores.base import Score
+from attnkit.core.scores.learned import ScoreName
+from attnkit.core.weights import Indices, as_indices
+from attnkit.layers.graph.heads import DotHeads, GATHeads, GATv2Heads, GraphHeads, NodeHeads
+from attnkit.layers.graph.inputs import Nodes, check_graph
+from attnkit.layers.graph.self_loops import (
+    FillValue,
+    check_fill_value,
+    in_callers_order,
+    looped_features,
+)
+
+GraphScoreName = Literal[ScoreName, "gat", "gatv2"]
+
+
+class GraphAttention(nn.Module):
+    """Multi-head attention of nodes to their neighbours.
+
+        head_h,i = Σ_e weight_h,e · (W_v,h x_j + W_e,h e_ij)    over the edges e from j to i
+        weight_h,e = softmax_e(score(W_q,h x_i, W_k,h x_j + W_e,h e_ij))
+        output_i = [head_1,i … head_H,i] + W_r x_i + b
+
+    A Transformer's attention whose mask is the graph's edges. By its score it is UniMP's layer
+    (Shi et al., Masked Label Prediction, 2021; PyG's `TransformerConv`) with "scaled_dot", GATv2
+    (Brody et al., How Attentive are Graph Attention Networks?, 2022) with "gatv2", whose values are
+    its keys, and GAT (Veličković et al., Graph Attention Networks, 2018) with "gat", whose queries,
+    keys and values are one projection; in these two edges change the weights and not the values.
+    `attnkit.interop.from_pyg` takes over PyG's layers.
+
+    A node without edges gives W_r x_i + b. Cost and memory are those of edges × heads, but with
+    edge features and "cosine" or "gaussian", which only the reference kernel computes.
+
+    Args:
+        in_channels: channels of the nodes, or those of sources and of targets, a pair.
+        out_channels: channels of a head.
+        heads: how many.
+        score: "scaled_dot", "dot", "general", "cosine", "gaussian" or "additive" (Bahdanau's), each
+            with projections to queries, keys and values; "gatv2"; "gat"; or a `Score` or module as
+            in `MultiHeadAttention`.
+        concat: heads side by side, heads · out_channels; False: their mean, out_channels.
+        edge_dim: channels of the edges; None: they carry nothing.
+        add_self_loops: each node sees itself: self-loops of the graph are replaced by one for every
+            node, with features after `fill_value`.
+        fill_value: of self-loops: a number, a tensor [edge_dim], or "mean", "add", "min", "max" or
+            "mul" of the features of the node's other edges.
+        residual: whether to add W_r x_i, the root weight.
+        gate: mix it in, β W_r x_i + (1 − β) head_i with a learned β in (0, 1), rather than add it
+            (UniMP; PyG's `beta`).
+        separate_self: put the node's own value before what it gathered, [W_v x_i, head_i], which
+            doubles the channels (GAT-sep; Platonov et al., A Critical Look at the Evaluation of
+            GNNs under Heterophily, 2023). The layer that follows mixes them.
+        dropout_p: the share of weights dropped in training; none in evaluation.
+        negative_slope: of the LeakyReLU of "gat" and "gatv2".
+        share_weights: of "gatv2": one projection for queries and keys.
+        bias: whether the projections add a bias; None: all but GAT's do.
+        out_bias: whether the output does.
+        backend: the kernel, as in `attnkit.attend`.
+
+    Raises:
+        ValueError, TypeError: options that are wrong or that the score has no use for.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        *,
+        score: GraphScoreName | Score | nn.Module = "scaled_dot",
+        concat: bool = True,
+        edge_dim: int | None = None,
+        add_self_loops: bool = False,
+        fill_value: FillValue = "mean",
+        residual: bool = False,
+        gate: bool = False,
+        separate_self: bool = False,
+        dropout_p: float = 0.0,
+        negative_slope: float = 0.2,
+        share_weights: bool = False,
+        bias: bool | None = None,
+        out_bias: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        is_pair = not isinstance(in_channels, int)
+        sizes = _as_pair(in_channels)
+        _check_sizes(sizes, out_channels, heads, edge_dim)
+        if not 0.0 <= dropout_p < 1.0:
+            raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+        if gate and not residual:
+            raise ValueError("gate: mixes in W_r x_i, but residual is False")
+        if separate_self and is_pair:
+            raise ValueError(
+                f"separate_self: expected one in_channels, whose values targets have too, "
+                f"got {sizes}"
+            )
+        if share_weights and (score != "gatv2" or sizes[0] != sizes[1]):
+            raise ValueError(
+                f"share_weights: expected the score 'gatv2' and one in_channels, "
+                f"got {score} and {in_channels}"
+            )
+        if negative_slope != 0.2 and score not in ("gat", "gatv2"):
+            raise ValueError(
+                f"negative_slope: only 'gat' and 'gatv2' have one, the score is {score}"
+            )
+        check_fill_value(fill_value, is_read=add_self_loops and edge_dim is not None)
+        named_backend(backend)
+        self.in_channels = sizes
+        self.out_channels = out_channels
+        self.heads = heads
+        self.concat = concat
+        self.edge_dim = edge_dim
+        self.add_self_loops = add_self_loops
+        self.separate_self = separate_self
+        self.dropout_p = dropout_p
+        self.backend = backend
+        self.fill_value: FillValue
+        if isinstance(fill_value, Tensor):
+            self.register_buffer("fill_value", fill_value.detach().clone(), persistent=False)
+        else:
+            self.fill_value = fill_value
+        self.projections: GraphHeads
+        if score == "gat":
+            self.projections = GATHeads(
+                sizes, out_channels, heads, edge_dim,
+                is_bipartite=is_pair, negative_slope=negative_slope, bias=bool(bias),
+            )  # fmt: skip
+        elif score == "gatv2":
+            self.projections = GATv2Heads(
+                sizes, out_channels, heads, edge_dim,
+                negative_slope=negative_slope, share_weights=share_weights, bias=bias is not False,
+            )  # fmt: skip
+        else:
+            self.projections = DotHeads(
+                sizes, out_channels, heads, edge_dim, score=score, bias=bias is not False
+            )
+        width = self.width
+        self.residual_proj = nn.Linear(sizes[1], width, bias=out_bias) if residual else None
+        self.gate_proj = nn.Linear(3 * width, 1, bias=False) if gate else None
+        self.out_bias = nn.Parameter(torch.zeros(width)) if out_bias and not residual else None
+        self.reset_parameters()
+
+    @property
+    def width(self) -> int:
+        """Channels of the output."""
+        width = self.heads * self.out_channels if self.concat else self.out_channels
+        return 2 * width if self.separate_self else width
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform matrices, biases 0."""
+        self.projections.reset_parameters()
+        for module in (self.residual_proj, self.gate_proj):
+            if module is not None:
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if self.out_bias is not None:
+            nn.init.zeros_(self.out_bias)
+
+    def forward(
+        self, x: Nodes, edge_index: Tensor | Edges, edge_attr: Tensor | None = None
+    ) -> Tensor:
+        """What each node gathers from its neighbours.
+
+        Args:
+            x: [nodes, in_channels], dense or sparse CSR; or a pair, of sources and of targets.
+            edge_index: integers [2, edges], sources in row 0 and targets in row 1 (PyG's, its
+                `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. The first
+                are sorted at every call, which can take longer than the rest of it: where a graph
+                is used again, in other layers or epochs, build `Edges(edge_index, num_nodes)` once
+                and pass that.
+            edge_attr: [edges, edge_dim], or [edges] for one channel.
+
+        Returns:
+            [targets, heads · out_channels], or without `concat` [targets, out_channels]; twice as
+            many channels with `separate_self`.
+
+        Raises:
+            ValueError, TypeError, IndexError: features or edges of another shape or type.
+        """
+        source, target, edges, features = check_graph(
+            x, edge_index, edge_attr, self.in_channels, self.edge_dim
+        )
+        nodes = self.projections(source, target)
+        output = self._merged(self._attend(nodes, edges, features))
+        if self.separate_self:
+            own = nodes.value if target is source else self.projections.own(target)
+            output = torch.cat([self._merged(own), output], dim=1)
+        if self.residual_proj is not None:
+            root = self.residual_proj(target)
+            if self.gate_proj is None:
+                return output + root
+            beta = self.gate_proj(torch.cat([output, root, output - root], dim=1)).sigmoid()
+            return torch.lerp(output, root, beta)
+        return output if self.out_bias is None else output + self.out_bias
+
+    def attention_weights(
+        self,
+        x: Nodes,
+        edge_index: Tensor | Edges,
+        edge_attr: Tensor | None = None,
+        *,
+        rows: Indices = None,
+        heads: Indices = None,
+    ) -> Tensor:
+        """The weights that `forward` uses on the same arguments, before dropout.
+
+        Args:
+            rows: which edges, None for all.
+            heads: which heads, None for all.
+
+        Returns:
+            [edges, heads], row e for edge e of `edge_index`. With `add_self_loops` the loops of
+            nodes 0, 1, … follow, and the row of a self-loop in `edge_index`, which they replace, is
+            0. The rows of the edges into one node sum to 1.
+        """
+        source, target, edges, features = check_graph(
+            x, edge_index, edge_attr, self.in_channels, self.edge_dim
+        )
+        weights = self._weights(self.projections(source, target), edges, features)
+        rows = as_indices("rows", rows, len(weights), weights.device)
+        heads = as_indices("heads", heads, self.heads, weights.device)
+        return weights[rows[:, None], heads]
+
+    def _weights(self, nodes: NodeHeads, edges: Edges, features: Tensor | None) -> Tensor:
+        used, carried = self._graph(edges, features)
+        score = self.projections.current_score()
+        weights = edge_weights(nodes.query, nodes.key, used, score=score, edge_features=carried).T
+        return in_callers_order(weights, edges) if self.add_self_loops else weights
+
+    def _attend(self, nodes: NodeHeads, edges: Edges, features: Tensor | None) -> Tensor:
+        """[heads, targets, out_channels]."""
+        used, carried = self._graph(edges, features)
+        return attend(
+            *nodes,
+            score=self.projections.current_score(),
+            mask=used,
+            edge_features=carried,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            backend=self.backend,
+        )
+
+    def _graph(self, edges: Edges, features: Tensor | None) -> tuple[Edges, EdgeFeatures | None]:
+        """The edges that attention goes along, and what they add to keys and values."""
+        if features is not None and self.add_self_loops:
+            features = looped_features(features, edges, self.fill_value)
+        carried = None if features is None else self.projections.edge_features(features)
+        return edges.looped if self.add_self_loops else edges, carried
+
+    def _merged(self, output: Tensor) -> Tensor:
+        """Heads [heads, nodes, out_channels] side by side, or their mean."""
+        return output.transpose(0, 1).flatten(1) if self.concat else output.mean(dim=0)
+
+    def extra_repr(self) -> str:
+        channels = self.in_channels[0] if len(set(self.in_channels)) == 1 else self.in_channels
+        return f"{channels}, {self.out_channels}, heads={self.heads}"
+
+
+def _as_pair(in_channels: int | tuple[int, int]) -> tuple[int, int]:
+    if isinstance(in_channels, int):
+        return in_channels, in_channels
+    if len(in_channels) != 2:
+        raise ValueError(f"in_channels: expected one number or two, got {in_channels}")
+    source, target = in_channels
+    return source, target
+
+
+def _check_sizes(
+    in_channels: tuple[int, int], out_channels: int, heads: int, edge_dim: int | None
+) -> None:
+    sizes = {"in_channels": min(in_channels), "out_channels": out_channels, "heads": heads}
+    for name, size in {**sizes, "edge_dim": 1 if edge_dim is None else edge_dim}.items():
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")

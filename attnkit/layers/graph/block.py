@@ -1,0 +1,82 @@
+"""Layers of graph models: attention with what comes before and after it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from attnkit.core.masks.edges import Edges
+from attnkit.layers.graph.attention import GraphAttention
+from attnkit.layers.graph.sparse import SparseDropout
+
+Activation = Literal["elu", "relu", "gelu"]
+Norm = Literal["layer", "batch"]
+
+
+def make_activation(name: Activation) -> nn.Module:
+    """The activation of that name."""
+    if name not in get_args(Activation):
+        raise ValueError(f"activation: expected one of {get_args(Activation)}, got {name!r}")
+    return {"elu": nn.ELU, "relu": nn.ReLU, "gelu": nn.GELU}[name]()
+
+
+def make_norm(name: Norm | None, channels: int) -> nn.Module:
+    """The normalisation of that name; None: the identity."""
+    if name not in (None, *get_args(Norm)):
+        raise ValueError(f"norm: expected one of {get_args(Norm)} or None, got {name!r}")
+    norms: dict[Any, Any] = {None: nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
+    return norms[name](channels)
+
+
+class GraphLayer(nn.Module):
+    """x = activation(norm(attention(dropout(x)))), a layer of GAT (Veličković et al. 2018)."""
+
+    def __init__(
+        self, attention: GraphAttention, norm: nn.Module, activation: nn.Module, dropout_p: float
+    ) -> None:
+        super().__init__()
+        self.dropout = SparseDropout(dropout_p)
+        self.attention = attention
+        self.norm = norm
+        self.activation = activation
+
+    def forward(self, x: Tensor, edges: Edges, edge_attr: Tensor | None = None) -> Tensor:
+        return self.activation(self.norm(self.attention(self.dropout(x), edges, edge_attr)))
+
+
+class GraphBlock(nn.Module):
+    """x = x + mlp(attention(norm(x))), a residual block of Platonov et al. 2023.
+
+    The MLP, of linear, dropout, activation, linear, dropout, reads what the attention gives: with
+    `separate_self` the node and its neighbourhood side by side. Nodes [nodes, channels] in and out.
+
+    mlp_ratio: the MLP's width over the channels.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        attention: GraphAttention,
+        norm: nn.Module,
+        *,
+        mlp_ratio: float = 1.0,
+        activation: Activation = "gelu",
+        dropout_p: float = 0.0,
+    ) -> None:
+        super().__init__()
+        width = round(channels * mlp_ratio)
+        if width < 1:
+            raise ValueError(f"mlp_ratio: {mlp_ratio} of {channels} channels leaves none")
+        self.norm = norm
+        self.attention = attention
+        self.mlp = nn.Sequential(
+            nn.Linear(attention.width, width),
+            nn.Dropout(dropout_p),
+            make_activation(activation),
+            nn.Linear(width, channels),
+            nn.Dropout(dropout_p),
+        )
+
+    def forward(self, x: Tensor, edges: Edges, edge_attr: Tensor | None = None) -> Tensor:
+        return x + self.mlp(self.attention(self.norm(x), edges, edge_attr))

@@ -1,0 +1,65 @@
+"""What self-loops carry, and where weights of a graph with self-loops belong in the caller's order.
+
+The graph itself is `Edges.looped`: the caller's edges but self-loops, then one for each node.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attnkit.core.masks.edges import Edges
+
+FillValue = float | Tensor | Literal["mean", "add", "min", "max", "mul"]
+"""Features of a self-loop: a number, one for each channel, or what is made of the features of the
+other edges into its node."""
+
+_REDUCTIONS = {"mean": "mean", "add": "sum", "min": "amin", "max": "amax", "mul": "prod"}
+
+
+def check_fill_value(fill_value: object, *, is_read: bool) -> None:
+    """ValueError or TypeError unless it is one, and the default if nobody reads it."""
+    is_default = isinstance(fill_value, str) and fill_value == "mean"
+    if not (is_read or is_default):
+        raise ValueError("fill_value: given, but there are no features of added self-loops")
+    if isinstance(fill_value, str):
+        if fill_value not in _REDUCTIONS:
+            names = ", ".join(map(repr, _REDUCTIONS))
+            raise ValueError(f"fill_value: expected a number or one of {names}, got {fill_value!r}")
+    elif not isinstance(fill_value, int | float | Tensor):
+        raise TypeError(f"fill_value: expected a number, tensor or name, got {fill_value!r}")
+
+
+def looped_features(features: Tensor, edges: Edges, fill_value: FillValue) -> Tensor:
+    """The features of `edges.looped`, from those of `edges`, [edges, edge_dim]."""
+    num_loops, edge_dim = min(edges.sizes), features.shape[1]
+    proper = features[edges.proper]
+    if isinstance(fill_value, str):
+        empty = torch.ones if fill_value == "mul" else torch.zeros
+        nodes = empty(edges.sizes[0], edge_dim, dtype=features.dtype, device=features.device)
+        target = edges.edge_index[1, edges.proper].long()[:, None].expand(-1, edge_dim)
+        loops = nodes.scatter_reduce(
+            0, target, proper, _REDUCTIONS[fill_value], include_self=fill_value == "mul"
+        )[:num_loops]
+    else:
+        row = torch.as_tensor(fill_value, dtype=features.dtype, device=features.device)
+        if row.shape not in ((), (edge_dim,), (1, edge_dim)):
+            raise ValueError(
+                f"fill_value: expected one number for each of {edge_dim} channels, "
+                f"got the shape {list(row.shape)}"
+            )
+        loops = row.expand(num_loops, edge_dim)
+    return torch.cat([proper, loops])
+
+
+def in_callers_order(rows: Tensor, edges: Edges) -> Tensor:
+    """Rows of the edges of `edges.looped`, as rows of the edges of `edges`, then of the loops.
+
+    A self-loop of the caller's was replaced by its node's: its row is 0.
+    """
+    loops = torch.arange(min(edges.sizes), device=rows.device) + edges.num_edges
+    places = torch.cat([edges.proper, loops])
+    result = rows.new_zeros(edges.num_edges + len(loops), *rows.shape[1:])
+    return result.index_copy(0, places, rows)

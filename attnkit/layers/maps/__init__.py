@@ -1,0 +1,1 @@
+"""Attention over feature maps [batch, channels, height, width]."""

@@ -1,0 +1,241 @@
+"""Channel attention: the channels of a feature map look at each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnkit.core.attend import attend
+from attnkit.core.kernels.choose import named_backend
+from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import as_score
+from attnkit.core.scores.learned import CosineScore, learned_score
+from attnkit.core.weights import Indices, attention_weights
+from attnkit.layers.maps.residual import Residual, ResidualKind, check_features
+
+
+class _OverChannels(nn.Module):
+    """Attention whose tokens are channels: what its kinds share.
+
+    They differ in `project`, from features to queries, keys and values, in `score` and in
+    `out_proj`.
+    """
+
+    score: Score | nn.Module
+
+    def __init__(
+        self, channels: int, residual: ResidualKind | None, dropout_p: float, backend: str
+    ) -> None:
+        super().__init__()
+        if channels < 1:
+            raise ValueError(f"channels: expected at least 1, got {channels}")
+        if not 0.0 <= dropout_p < 1.0:
+            raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+        named_backend(backend)
+        self.channels = channels
+        self.dropout_p = dropout_p
+        self.backend = backend
+        self.residual = Residual(residual)
+        self.out_proj: nn.Module = nn.Identity()
+
+    def project(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, [batch, heads, channels / heads, height · width]."""
+        raise NotImplementedError
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[batch, channels, height, width] in and out."""
+        query, key, value = self.project(features)
+        output = attend(
+            query,
+            key,
+            value,
+            score=self._score_now(),
+            dropout_p=self.dropout_p if self.training else 0.0,
+            backend=self.backend,
+        )
+        # heads of channels lie one after the other, and their pixels row by row
+        output = output.flatten(1, 2).unflatten(2, features.shape[2:])
+        return self.residual(features, self.out_proj(output))
+
+    def attention_weights(
+        self, features: Tensor, *, rows: Indices = None, heads: Indices = None
+    ) -> Tensor:
+        """The weights that `forward` uses on the same features, before dropout.
+
+        Returns:
+            [batch, len(heads), len(rows), channels / heads]: row c of head h is what channel
+            h · channels / heads + c takes from the channels of its head.
+        """
+        query, key, _ = self.project(features)
+        return attention_weights(query, key, score=self._score_now(), rows=rows, heads=heads)
+
+    def _score_now(self) -> Any:
+        return self.score() if isinstance(self.score, nn.Module) else self.score
+
+
+class ChannelAttention(_OverChannels):
+    """Channel attention without projections (DANet, Fu et al., Dual Attention Network for Scene
+    Segmentation, 2019).
+
+        y_c = x_c + γ · Σ_d softmax_d(score(x_c, x_d)) x_d,   x_c [height · width]
+
+    Each channel looks at all channels, by the products of their whole maps. Feature maps [batch,
+    channels, height, width] of any size in and out. It is the spatial attention of the transposed
+    map, with the identity for its projections.
+
+    Cost for N pixels and C channels: 2 N C² multiply-adds an item, one parameter, γ.
+
+    The paper has the score x_c · x_d, which is the default. It grows with the map, so that nearly
+    all weight falls on one channel, most often the channel itself; `score="scaled_dot"` divides it
+    by √N, and `attnkit.Cosine(temperature)` ignores the length of maps. The authors' code has
+    max_d(x_c · x_d) − x_c · x_d, which turns the sign, so that a channel takes most from those
+    that resemble it least; they found it to train better and said no more. It is
+    `score=attnkit.ScaledDot(-1.0)`.
+
+    `attnkit.capture_attention` gives the weights, [batch, 1, channels, channels].
+
+    Args:
+        channels: of the feature map.
+        score: a name or a `Score` without tensors, as in `attnkit.attend`.
+        residual: "gamma", with γ learned and 0 at first, so that the layer begins as the identity;
+            "add", with γ = 1; None, without "x_c +" and γ.
+        dropout_p: the share of weights dropped in training.
+        backend: the kernel, as in `attnkit.attend`.
+
+    Raises:
+        ValueError: a score that would need parameters, an option or features that do not fit.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        score: str | Score = "dot",
+        residual: ResidualKind | None = "gamma",
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(channels, residual, dropout_p, backend)
+        self.score = learned_score(as_score(score), 1, 1)
+
+    def project(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        check_features(features, self.channels)
+        maps = features.flatten(2)[:, None]
+        return maps, maps, maps
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, score={self.score}"
+
+
+class CrossCovarianceAttention(_OverChannels):
+    """Cross-covariance attention, XCA (El-Nouby et al., XCiT, 2021).
+
+        y = x + γ · W_out [head_1 … head_H]
+        head_h,c = Σ_d softmax_d(cos(q_h,c , k_h,d) / temperature_h) v_h,d,   q, k, v = W x
+
+    The tokens are the channels of a head, each a map of height · width values; W and W_out mix the
+    channels of a pixel. Linear in the pixels. Feature maps [batch, channels, height, width] of any
+    size in and out.
+
+    Cost for N pixels, C channels and H heads, in multiply-adds of one item: 2 N C² / H for the
+    attention and 4 N C² for the projections; parameters 4 C² + H, with biases 4 C more, and γ.
+
+    How this differs from the paper: its factor τ on the cosine is 1 / temperature here, where the
+    temperature is positive whatever is learned, exp(log_temperature); both begin with 1. The
+    paper's block normalises before and adds the residual, with a scale for each channel, itself:
+    `residual=None` is its layer alone.
+
+    `attnkit.capture_attention` gives the weights, [batch, heads, channels / heads,
+    channels / heads].
+
+    Args:
+        channels: of the feature map.
+        num_heads: groups of channels that look at each other, a divisor of `channels`.
+        bias: whether the projection to queries, keys and values adds one.
+        out_bias: whether the output projection does.
+        residual: "gamma", with γ learned and 0 at first, so that the layer begins as the identity;
+            "add", with γ = 1; None, without "x +" and γ.
+        dropout_p: the share of weights dropped in training.
+        backend: the kernel, as in `attnkit.attend`.
+
+    Raises:
+        ValueError: sizes that do not divide or are not positive, features of another shape.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        num_heads: int = 8,
+        bias: bool = False,
+        out_bias: bool = True,
+        residual: ResidualKind | None = "gamma",
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(channels, residual, dropout_p, backend)
+        if num_heads < 1 or channels % num_heads:
+            raise ValueError(f"num_heads: {num_heads} does not divide channels {channels}")
+        self.num_heads = num_heads
+        self.in_proj: nn.Module = nn.Conv2d(channels, 3 * channels, 1, bias=bias)
+        self.out_proj = nn.Conv2d(channels, channels, 1, bias=out_bias)
+        self.score = CosineScore(num_heads, 0, initial_temperature=1.0)
+
+    def project(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        check_features(features, self.channels)
+        maps = self.in_proj(features).flatten(2).unflatten(1, (3, self.num_heads, -1))
+        query, key, value = maps.unbind(1)
+        return query, key, value
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, num_heads={self.num_heads}"
+
+
+class TransposedAttention(CrossCovarianceAttention):
+    """Multi-Dconv head transposed attention (Zamir et al., Restormer, 2022).
+
+    `CrossCovarianceAttention` whose queries, keys and values also see their neighbours:
+
+        q, k, v = depthwise_3×3(W x)
+
+    without biases, with zeros around the map. Feature maps [batch, channels, height, width] of any
+    size in and out.
+
+    Cost for N pixels and C channels: that of `CrossCovarianceAttention`, and 27 N C multiply-adds
+    and 27 C parameters for the convolution.
+
+    It differs from the paper as that does: the temperature is positive and divides, and the paper's
+    block adds the residual.
+
+    Args:
+        channels, num_heads, residual, dropout_p, backend: as in `CrossCovarianceAttention`; the
+            paper has 1, 2, 4 and 8 heads of 48 channels.
+        bias: whether the three convolutions add one.
+
+    Raises:
+        ValueError: sizes that do not divide or are not positive, features of another shape.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        num_heads: int = 1,
+        bias: bool = False,
+        residual: ResidualKind | None = "gamma",
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            channels,
+            num_heads=num_heads,
+            bias=bias,
+            out_bias=bias,
+            residual=residual,
+            dropout_p=dropout_p,
+            backend=backend,
+        )
+        width = 3 * channels
+        depthwise = nn.Conv2d(width, width, 3, padding=1, groups=width, bias=bias)
+        self.in_proj = nn.Sequential(self.in_proj, depthwise)

@@ -1,0 +1,118 @@
+"""Two modules over feature maps, one after the other or side by side."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+Mode = Literal["sequence", "sum", "max", "product", "gated_sum"]
+
+
+class GatedSum(nn.Module):
+    """A mixture of two feature maps, decided anew for each pixel and channel.
+
+        y = g ⊙ a + (1 − g) ⊙ b,   g = σ(W [a, b] + c)
+
+    Two maps `[batch, channels, height, width]` in, one out. W is a 1 × 1 convolution that starts at
+    0, so that y starts as the mean. The gated multimodal unit of Arevalo et al. 2017, for maps, and
+    without its tanh layers before the mixture.
+
+    Cost of an item: 2·channels²·height·width multiply-adds; 2·channels² + channels parameters.
+
+    Args:
+        channels: of each of the maps.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        if channels < 1:
+            raise ValueError(f"channels: expected at least 1, got {channels}")
+        self.mix = nn.Conv2d(2 * channels, channels, 1)
+        nn.init.zeros_(self.mix.weight)
+        nn.init.zeros_(self.mix.bias)  # type: ignore[arg-type]
+
+    def gate(self, first: Tensor, second: Tensor) -> Tensor:
+        """The share of the first map, `[batch, channels, height, width]`, in (0, 1)."""
+        return self.mix(torch.cat([first, second], dim=1)).sigmoid()
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return second + self.gate(first, second) * (first - second)
+
+
+class Combined(nn.Module):
+    """Two modules from feature map to feature map, A and B, made one.
+
+        sequence    y = B(A(x))
+        sum         y = A(x) + B(x)
+        max         y = max(A(x), B(x)), value by value
+        product     y = A(x) ⊙ B(x)
+        gated_sum   y = g ⊙ A(x) + (1 − g) ⊙ B(x), with the learned map g of `GatedSum`
+
+    In a sum of two modules that each add their input, the input counts twice, as it does in DANet
+    (Fu et al. 2019), which is
+
+        Combined(position_attention, channel_attention, mode="sum", names=("position", "channel"))
+
+    CBAM and scSE are instances too: see `CBAM` and `SCSE`. Combinations nest.
+
+    Cost: that of the two, with "gated_sum" that of `GatedSum` too.
+
+    Args:
+        first, second: A and B. Side by side, their outputs have the same shape.
+        mode: how, one of the above.
+        channels: of the outputs, for "gated_sum" and for no other mode.
+        names: of the two as children, and hence in the state dict and in what is captured.
+
+    Raises:
+        ValueError: another mode, "gated_sum" without channels or channels without it, equal names,
+            or outputs of different shapes.
+    """
+
+    def __init__(
+        self,
+        first: nn.Module,
+        second: nn.Module,
+        *,
+        mode: Mode = "sequence",
+        channels: int | None = None,
+        names: tuple[str, str] = ("first", "second"),
+    ) -> None:
+        super().__init__()
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
+        if (mode == "gated_sum") != (channels is not None):
+            raise ValueError(
+                f"channels: expected a number with mode='gated_sum' and None with any other, "
+                f"got {channels} with {mode!r}"
+            )
+        if len(set(names)) != 2:
+            raise ValueError(f"names: expected two that differ, got {names}")
+        self.mode = mode
+        self.names = names
+        self.add_module(names[0], first)
+        self.add_module(names[1], second)
+        if channels is not None:
+            self.fusion = GatedSum(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = getattr(self, self.names[0]), getattr(self, self.names[1])
+        if self.mode == "sequence":
+            return second(first(x))
+        a, b = first(x), second(x)
+        if a.shape != b.shape:
+            raise ValueError(
+                f"x: expected outputs of one shape, got {list(a.shape)} of {self.names[0]} and "
+                f"{list(b.shape)} of {self.names[1]}"
+            )
+        if self.mode == "sum":
+            return a + b
+        if self.mode == "max":
+            return torch.maximum(a, b)
+        if self.mode == "product":
+            return a * b
+        return self.fusion(a, b)
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode!r}"

@@ -1,0 +1,112 @@
+"""Context attention: one learned query looks at all pixels, and tells each what it saw."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.attend import attend
+from attnkit.core.kernels.choose import named_backend
+from attnkit.core.weights import Indices, attention_weights
+from attnkit.layers.maps.residual import check_features, to_tokens
+
+Fusion = Literal["add", "scale"]
+
+
+class ContextAttention(nn.Module):
+    """Global context attention (Cao et al., GCNet, 2019).
+
+        context = Σ_j softmax_j(w · x_j) x_j
+        update = W_2 relu(norm(W_1 context))
+        y_i = x_i + update, or with fusion "scale" x_i · sigmoid(update)
+
+    A non-local block whose queries are one: w is learned, and every pixel receives the same.
+    Feature maps [batch, channels, height, width] of any size in and out.
+
+    Cost for N pixels, C channels and c = C // reduction: 2 N C + 2 C c multiply-adds an item;
+    parameters C for w, 2 C c + 3 c + C for the transform.
+
+    As in the paper W_2 and its bias begin at 0: the layer begins as the identity, or with "scale"
+    as half of it. The paper adds a bias to w · x_j, which the softmax does not see, so that it
+    could not be learned, and it may fuse in both ways at once, which two layers do here. A
+    reduction that leaves one channel is refused: its norm would be 0 whatever the context.
+
+    `attnkit.capture_attention` gives the weights, [batch, 1, 1, N]: as a map,
+    `weights.unflatten(-1, (height, width))`.
+
+    Args:
+        channels: of the feature map.
+        reduction: how many times narrower the transform is.
+        fusion: "add" or "scale".
+        norm_eps: the epsilon of the layer norm.
+        backend: the attention kernel, as in `attnkit.attend`.
+
+    Raises:
+        ValueError: a reduction that leaves fewer than two channels, an option or features that do
+            not fit.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 16,
+        fusion: Fusion = "add",
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if reduction < 1 or channels // reduction < 2:
+            raise ValueError(
+                f"reduction: expected at least 1, and at least 2 channels left of {channels}, "
+                f"got {reduction}"
+            )
+        if fusion not in get_args(Fusion):
+            raise ValueError(f"fusion: expected 'add' or 'scale', got {fusion!r}")
+        named_backend(backend)
+        self.channels = channels
+        self.fusion = fusion
+        self.backend = backend
+        self.query = nn.Parameter(torch.empty(1, channels))
+        hidden = channels // reduction
+        self.transform = nn.Sequential(
+            nn.Linear(channels, hidden),
+            nn.LayerNorm(hidden, eps=norm_eps),
+            nn.ReLU(),
+            nn.Linear(hidden, channels),
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The query as He et al. 2015, as in GCNet's code; the last layer 0."""
+        nn.init.kaiming_normal_(self.query)
+        last = self.transform[-1]
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[batch, channels, height, width] in and out."""
+        query, tokens = self._project(features)
+        context = attend(query, tokens, tokens, score="dot", backend=self.backend)
+        update = self.transform(context.flatten(1))[..., None, None]
+        return features + update if self.fusion == "add" else features * update.sigmoid()
+
+    def attention_weights(
+        self, features: Tensor, *, rows: Indices = None, heads: Indices = None
+    ) -> Tensor:
+        """How much the context takes from each pixel, [batch, len(heads), len(rows),
+        height · width]; there is one row, of one head."""
+        query, tokens = self._project(features)
+        return attention_weights(query, tokens, score="dot", rows=rows, heads=heads)
+
+    def _project(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The query and the pixels as heads, of which there is one."""
+        check_features(features, self.channels)
+        tokens = to_tokens(features)[:, None]
+        return self.query.expand(features.shape[0], 1, 1, -1), tokens
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, fusion={self.fusion!r}"

@@ -1,0 +1,52 @@
+"""Attention of pixels and of channels, side by side."""
+
+from __future__ import annotations
+
+from attnkit.core.scores.base import Score
+from attnkit.layers.maps.channel import ChannelAttention
+from attnkit.layers.maps.combined import Combined
+from attnkit.layers.maps.spatial import SpatialAttention
+
+
+class DualAttention(Combined):
+    """DANet's two attentions, added (Fu et al., Dual Attention Network for Segmentation, 2019).
+
+        y = (x + γ_p · position(x)) + (x + γ_c · channel(x))
+
+    with `position` a `SpatialAttention` and `channel` a `ChannelAttention` of x itself, γ learned
+    and 0 at first. Feature maps [batch, channels, height, width] in and out; the children are
+    `position` and `channel`. The input counts twice, as in the paper, where convolutions stand
+    around each attention and after the sum; they are not here.
+
+    Cost: that of the two.
+
+    Args:
+        channels: of the feature map.
+        reduction: `channels` over the channels of position's queries and keys, of which there is
+            at least one.
+        score: of both; the paper's is the product, "dot", which grows with the map.
+        backend: the kernel, as in `attnkit.attend`.
+
+    Raises:
+        ValueError: sizes that are not positive, features of another shape.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 8,
+        score: str | Score = "dot",
+        backend: str = "auto",
+    ) -> None:
+        if reduction < 1:
+            raise ValueError(f"reduction: expected at least 1, got {reduction}")
+        position = SpatialAttention(
+            channels,
+            inner_channels=max(1, channels // reduction),
+            value_channels=channels,
+            score=score,
+            backend=backend,
+        )
+        channel = ChannelAttention(channels, score=score, backend=backend)
+        super().__init__(position, channel, mode="sum", names=("position", "channel"))

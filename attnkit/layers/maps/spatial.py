@@ -1,0 +1,236 @@
+"""Spatial attention: the pixels of a feature map look at each other."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.grids import Window2d
+from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.scores.base import Score
+from attnkit.layers.maps.residual import (
+    Residual,
+    ResidualKind,
+    check_features,
+    to_features,
+    to_tokens,
+)
+
+Pattern = Literal["full", "window", "axial", "criss_cross"]
+Pooling = Literal["max", "average"]
+
+
+class SpatialAttention(nn.Module):
+    """Self-attention of the pixels of a feature map.
+
+        y_i = x_i + γ · W_out Σ_j softmax_j(score(W_q x_i, W_k x_j)) W_v x_j
+
+    with j over the pixels that `pattern` lets pixel i see. Feature maps [batch, channels, height,
+    width] of any size in and out; pixels are numbered row by row.
+
+    | pattern       | a pixel sees                         | keys K             |
+    |---------------|--------------------------------------|--------------------|
+    | "full"        | every pixel, or the pooled ones      | N, or N / pool²    |
+    | "window"      | its neighbourhood, cut at the edges  | (2 radius + 1)²    |
+    | "axial"       | its row, and then its column         | width + height     |
+    | "criss_cross" | its row and column, in one softmax   | width + height − 1 |
+
+    They are the attention of non-local networks (Wang et al. 2018) and DANet (Fu et al. 2019), of
+    stand-alone self-attention (Ramachandran et al. 2019), axial attention (Ho et al. 2019) and
+    CCNet (Huang et al. 2019).
+
+    Cost for N pixels, C channels, c inner and v value channels, in multiply-adds of one item:
+    N · K · (c + v) for the attention and 2 N C (c + v) for the projections; parameters
+    2 (c + v) C, with biases 2 c + v + C more, and γ. (flash computes both c and v in the larger of
+    them.) "axial" has two attentions, each with its parameters and projections, and each with a
+    residual of its own.
+
+    How this differs:
+
+    - from non-local networks: a scale of 1/√head_dim, where `score="dot"` is theirs, heads, and γ
+      in the place of a zero-initialised W_out or batch norm. To have their norm too:
+      `x + norm(layer(x))` with `residual=None`. Keys and values are pooled before they are
+      projected, as in their formula; their code pools after it, which is the same for averages.
+      A last row or column that does not fill a pool is pooled for itself, theirs is dropped.
+    - from DANet's position attention: W_out, which it lacks. Its sizes and score are
+      `inner_channels=channels // 8, value_channels=channels, score="dot"`.
+    - from CCNet's module the same, once; it applies the same module twice, as
+      `layer(layer(x))` does.
+    - from stand-alone self-attention: no relative positions.
+
+    `attnkit.capture_attention` gives the weights of `attention` (and of "axial"'s
+    `column_attention`), [batch, heads, N, keys]: where pixel i looks is
+    `weights[:, :, i].unflatten(-1, (height, width))`, or (⌈height / pool⌉, ⌈width / pool⌉). Those
+    of "axial" are [batch · height, heads, width, width] and [batch · width, heads, height, height].
+
+    Args:
+        channels: of the feature map.
+        num_heads: a divisor of the inner and of the value channels.
+        inner_channels: of all heads' queries, and of their keys; None: `channels`.
+        value_channels: of all heads' values; None: `inner_channels`.
+        pattern: where a pixel looks.
+        radius: of "window", in pixels; None: 3.
+        pool: with "full", the side of the squares of pixels that make one key and value.
+        pooling: how, "max" or "average"; None: "max".
+        residual: "gamma", with γ learned and 0 at first, so that the layer begins as the identity;
+            "add", with γ = 1; None, without "x_i +" and γ.
+        score: how well pixels match, as in `MultiHeadAttention`.
+        bias: whether the projections add a bias.
+        dropout_p: the share of weights dropped in training.
+        backend: the kernel, as in `attnkit.attend`.
+
+    Raises:
+        ValueError: sizes that do not divide or are not positive, an option that the pattern does
+            not read, features of another shape.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        num_heads: int = 1,
+        inner_channels: int | None = None,
+        value_channels: int | None = None,
+        pattern: Pattern = "full",
+        radius: int | None = None,
+        pool: int = 1,
+        pooling: Pooling | None = None,
+        residual: ResidualKind | None = "gamma",
+        score: str | Score | nn.Module = "scaled_dot",
+        bias: bool = True,
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        inner_channels = channels if inner_channels is None else inner_channels
+        value_channels = inner_channels if value_channels is None else value_channels
+        _check_sizes(channels, num_heads, inner_channels, value_channels)
+        _check_pattern(pattern, radius, pool, pooling)
+        self.channels = channels
+        self.pattern = pattern
+        self.radius = 3 if radius is None else radius
+        self.pool = pool
+        self.pooling = "max" if pooling is None else pooling
+
+        def attention() -> MultiHeadAttention:
+            return MultiHeadAttention(
+                channels,
+                num_heads,
+                head_dim=inner_channels // num_heads,
+                value_head_dim=value_channels // num_heads,
+                bias=bias,
+                out_bias=bias,
+                score=score,
+                dropout_p=dropout_p,
+                backend=backend,
+            )
+
+        self.attention = attention()
+        self.residual = Residual(residual)
+        if pattern == "axial":
+            if isinstance(score, nn.Module):
+                raise ValueError("score: 'axial' has two attentions, which need a module each")
+            self.column_attention = attention()
+            self.column_residual = Residual(residual)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[batch, channels, height, width] in and out."""
+        check_features(features, self.channels)
+        if self.pattern == "axial":
+            features = self.residual(features, _along_rows(self.attention, features))
+            columns = features.transpose(2, 3)
+            update = _along_rows(self.column_attention, columns).transpose(2, 3)
+            return self.column_residual(features, update)
+        height, width = features.shape[2:]
+        tokens = to_tokens(features)
+        mask: Window2d | Edges | None = None
+        if self.pattern == "window":
+            mask = Window2d(height, width, self.radius, self.radius)
+        elif self.pattern == "criss_cross":
+            mask = criss_cross_edges(height, width, features.device)
+        update = self.attention(tokens, self._pooled(features), mask=mask)
+        return self.residual(features, to_features(update, height, width))
+
+    def _pooled(self, features: Tensor) -> Tensor | None:
+        """The tokens that give keys and values; None: the same as the queries."""
+        if self.pool == 1:
+            return None
+        # a map smaller than the pool is one key, and no pixel is left out
+        pool = F.max_pool2d if self.pooling == "max" else F.avg_pool2d
+        return to_tokens(pool(features, self.pool, ceil_mode=True))
+
+    def extra_repr(self) -> str:
+        extra = {"window": f", radius={self.radius}", "full": f", pool={self.pool}"}
+        return f"{self.channels}, pattern={self.pattern!r}{extra.get(self.pattern, '')}"
+
+
+def _along_rows(attention: MultiHeadAttention, features: Tensor) -> Tensor:
+    """Attention within each row: rows are items of a batch."""
+    rows = features.permute(0, 2, 3, 1)
+    output = attention(rows.flatten(0, 1))
+    return output.unflatten(0, rows.shape[:2]).permute(0, 3, 1, 2)
+
+
+def criss_cross_edges(height: int, width: int, device: torch.device) -> Edges:
+    """Each pixel of a map sees its row and its column, itself once: height · width ·
+    (height + width − 1) edges. Kept for the sizes used last, since sorting edges takes long."""
+    if torch.compiler.is_compiling():  # which ignores what is kept
+        return torch.compiler.disable(_kept_edges)(height, width, device)
+    return _kept_edges(height, width, device)
+
+
+@lru_cache(maxsize=16)
+def _kept_edges(height: int, width: int, device: torch.device) -> Edges:
+    # real tensors, also where torch.export traces with fake ones
+    with torch.inference_mode(False), _disable_current_modes():
+        y, x = torch.arange(height, device=device), torch.arange(width, device=device)
+        target = (y[:, None] * width + x)[..., None]
+        in_row = (y[:, None] * width + x)[:, None].expand(-1, width, -1)
+        others = torch.arange(height - 1, device=device)
+        others = others + (others >= y[:, None])  # the rows but the pixel's own
+        in_column = others[:, None] * width + x[:, None]
+        source = torch.cat([in_row, in_column], dim=2)
+        edge_index = torch.stack([source, target.expand_as(source)]).flatten(1)
+        edges = Edges(edge_index, height * width)
+        vars(edges)["has_repeated"] = False  # which is known, and needs no look at them
+        return edges
+
+
+def _check_sizes(channels: int, num_heads: int, inner_channels: int, value_channels: int) -> None:
+    sizes = {
+        "channels": channels,
+        "num_heads": num_heads,
+        "inner_channels": inner_channels,
+        "value_channels": value_channels,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
+    for name in ("inner_channels", "value_channels"):
+        if sizes[name] % num_heads:
+            raise ValueError(f"num_heads: {num_heads} does not divide {name} {sizes[name]}")
+
+
+def _check_pattern(pattern: str, radius: int | None, pool: int, pooling: str | None) -> None:
+    if pattern not in get_args(Pattern):
+        raise ValueError(
+            f"pattern: expected one of {', '.join(get_args(Pattern))}, got {pattern!r}"
+        )
+    if radius is not None and pattern != "window":
+        raise ValueError(f"radius: is of the pattern 'window', got {radius} with {pattern!r}")
+    if radius is not None and radius < 0:
+        raise ValueError(f"radius: expected at least 0, got {radius}")
+    if pool < 1:
+        raise ValueError(f"pool: expected at least 1, got {pool}")
+    if pool > 1 and pattern != "full":
+        raise ValueError(f"pool: is of the pattern 'full', got {pool} with {pattern!r}")
+    if pooling not in (*get_args(Pooling), None):
+        raise ValueError(f"pooling: expected 'max' or 'average', got {pooling!r}")
+    if pooling is not None and pool == 1:
+        raise ValueError(f"pooling: there is no pool to take the {pooling} of")

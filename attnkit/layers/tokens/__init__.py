@@ -1,0 +1,1 @@
+"""Blocks over tokens: Transformer blocks, patches, pooling, Nadaraya–Watson."""

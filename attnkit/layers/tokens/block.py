@@ -1,0 +1,109 @@
+"""The pre-norm transformer block, and the activations that its MLP may have."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
+
+from timm.layers import DropPath, LayerScale, Mlp
+from torch import Tensor, nn
+
+from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.scores.base import Score
+
+Activation = Literal["gelu", "gelu_tanh"]
+
+
+def make_mlp(
+    dim: int, mlp_ratio: float, *, activation: Activation = "gelu", dropout_p: float = 0.0
+) -> nn.Module:
+    """linear, GELU (exact or its tanh approximation), linear, with dropout after both."""
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation: {activation!r}, expected one of {get_args(Activation)}")
+    if round(dim * mlp_ratio) < 1:
+        raise ValueError(f"mlp_ratio: {mlp_ratio} of dim {dim} leaves no channel, expected more")
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    gelu: Any = partial(nn.GELU, approximate=approximate)
+    return Mlp(dim, round(dim * mlp_ratio), act_layer=gelu, drop=dropout_p)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm transformer block (Xiong et al. 2020; Dosovitskiy et al. 2021).
+
+        x = x + drop_path(scale · dropout(attention(norm(x))))
+        x = x + drop_path(scale · mlp(norm(x)))
+
+    Tokens `[batch, tokens, dim]` in and out.
+
+    Args:
+        score: how well queries match keys, as in `MultiHeadAttention`.
+        layer_scale: start value of the per-channel scales (CaiT, Touvron et al. 2021), None: none.
+        dropout_p: dropout after the attention and inside the MLP, in training only.
+        attention_dropout_p: dropout of the attention weights, in training only.
+        drop_path: probability that a sample skips a branch (Huang et al. 2016), in training only.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        score: str | Score | nn.Module = "scaled_dot",
+        layer_scale: float | None = None,
+        dropout_p: float = 0.0,
+        attention_dropout_p: float = 0.0,
+        drop_path: float = 0.0,
+        activation: Activation = "gelu",
+        norm_eps: float = 1e-6,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.attention = MultiHeadAttention(
+            dim,
+            num_heads,
+            bias=qkv_bias,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
+            score=score,
+            dropout_p=attention_dropout_p,
+            backend=backend,
+        )
+        self.dropout = nn.Dropout(dropout_p)
+        self.attention_scale = _layer_scale(dim, layer_scale)
+        self.mlp_norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = make_mlp(dim, mlp_ratio, activation=activation, dropout_p=dropout_p)
+        self.mlp_scale = _layer_scale(dim, layer_scale)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        query_tokens: int | None = None,
+        mask: Any = None,
+        positions: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        """The block's output for all tokens, or for the first `query_tokens` only.
+
+        With `query_tokens` every token still gives a key and a value, but only the first ones
+        ask, are projected and pass the MLP: what comes back is exactly
+        `block(tokens)[:, :query_tokens]` at a fraction of the work. `mask` and `positions` then
+        see that many queries.
+        """
+        normed = self.attention_norm(tokens)
+        if query_tokens is None:
+            update = self.attention(normed, mask=mask, positions=positions)
+        else:
+            tokens = tokens[:, :query_tokens]
+            update = self.attention(
+                normed[:, :query_tokens], normed, mask=mask, positions=positions
+            )
+        tokens = tokens + self.drop_path(self.attention_scale(self.dropout(update)))
+        return tokens + self.drop_path(self.mlp_scale(self.mlp(self.mlp_norm(tokens))))
+
+
+def _layer_scale(dim: int, init_value: float | None) -> nn.Module:
+    return nn.Identity() if init_value is None else LayerScale(dim, init_value)

@@ -1,0 +1,126 @@
+"""The pre-norm block of a Transformer decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnkit.core.cache import KeyValueCache
+from attnkit.core.decode_step import attention_step, memory_step, run_linear
+from attnkit.core.masks.sequences import Causal, Padding
+from attnkit.core.multihead import MultiHeadAttention, Positions
+from attnkit.core.scores.base import Score
+from attnkit.layers.tokens.block import Activation, make_mlp
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm decoder block (Vaswani et al. 2017; norms first as in Xiong et al. 2020).
+
+        x = x + dropout(attention(norm(x)))                  each word sees itself and those before
+        x = x + dropout(cross_attention(norm(x), memory))    and all of the memory
+        x = x + mlp(norm(x))
+
+    Words `[batch, words, dim]` in and out; memory `[batch, positions, memory_dim]`. With
+    `norm_first=True` torch's `nn.TransformerDecoderLayer` is the same function.
+
+    Args:
+        dim, num_heads: channels, and heads of both attentions.
+        memory_dim: channels of the memory; None: `dim`.
+        mlp_ratio: the MLP's width over `dim`.
+        qkv_bias, qk_norm, score: of both attentions, as in `MultiHeadAttention`.
+        dropout_p: dropout after the attentions and in the MLP, in training only.
+        attention_dropout_p: dropout of the attention weights, in training only.
+        activation: of the MLP, "gelu" or its approximation "gelu_tanh".
+        norm_eps: of every layer norm.
+        backend: the kernel, as in `attnkit.attend`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        memory_dim: int | None = None,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        score: str | Score = "scaled_dot",
+        dropout_p: float = 0.0,
+        attention_dropout_p: float = 0.0,
+        activation: Activation = "gelu",
+        norm_eps: float = 1e-6,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.cross_norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp_norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.attention, self.cross_attention = (
+            MultiHeadAttention(
+                dim,
+                num_heads,
+                key_dim=key_dim,
+                bias=qkv_bias,
+                qk_norm=qk_norm,
+                norm_eps=norm_eps,
+                score=score,
+                dropout_p=attention_dropout_p,
+                backend=backend,
+            )
+            for key_dim in (None, memory_dim)
+        )
+        self.dropout = nn.Dropout(dropout_p)
+        self.mlp: Any = make_mlp(dim, mlp_ratio, activation=activation, dropout_p=dropout_p)
+
+    def forward(
+        self,
+        words: Tensor,
+        memory: Tensor,
+        *,
+        bias: Tensor | None = None,
+        positions: Positions | None = None,
+        memory_mask: Padding | None = None,
+    ) -> Tensor:
+        """All words at once.
+
+        Args:
+            bias, positions: of the self-attention, as in `MultiHeadAttention`.
+            memory_mask: which positions of the memory there are.
+        """
+        normed = self.attention_norm(words)
+        update = self.attention(normed, mask=Causal(), bias=bias, positions=positions)
+        words = words + self.dropout(update)
+        update = self.cross_attention(self.cross_norm(words), memory, mask=memory_mask)
+        words = words + self.dropout(update)
+        return words + self.mlp(self.mlp_norm(words))
+
+    def step(
+        self,
+        words: Tensor,
+        cache: KeyValueCache,
+        memory: KeyValueCache,
+        *,
+        bias: Tensor | None = None,
+        positions: Positions | None = None,
+        memory_bias: Tensor | None = None,
+    ) -> Tensor:
+        """The next words, `[batch, words, dim]`, behind those in the cache.
+
+        What is said to be hidden is hidden: there is no causal mask here, `bias` is all there is.
+
+        Args:
+            cache: of the self-attention; written.
+            memory: what `cross_attention.remember` made of the memory.
+            bias, memory_bias: added to the scores of the two attentions; −∞ hides.
+        """
+        update = attention_step(
+            self.attention, self.attention_norm(words), cache, bias=bias, positions=positions
+        )
+        words = words + self.dropout(update)
+        update = memory_step(self.cross_attention, self.cross_norm(words), memory, bias=memory_bias)
+        words = words + self.dropout(update)
+        normed = self.mlp_norm(words)
+        if self.training:  # with its dropout
+            return words + self.mlp(normed)
+        return words + run_linear(self.mlp.fc2, self.mlp.act(run_linear(self.mlp.fc1, normed)))

@@ -1,0 +1,72 @@
+"""Nadaraya–Watson kernel regression, which is attention with the Gaussian score."""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.attend import attend
+from attnkit.core.kernels.choose import named_backend
+from attnkit.core.masks.base import Mask
+from attnkit.core.scores.base import check_positive
+from attnkit.core.scores.kinds import Gaussian
+
+
+class NadarayaWatson(nn.Module):
+    """Kernel regression (Nadaraya, On Estimating Regression, 1964; Watson 1964).
+
+        estimate(x) = Σ_j K(x − x_j) y_j / Σ_j K(x − x_j),   K(u) = exp(−‖u‖² / (2 bandwidth²))
+
+    There is nothing to fit: the samples are arguments. The bandwidth may be learned, for example
+    with a mask that hides each sample from itself (leave-one-out). Far from all samples, where the
+    formula is 0/0 in floating point, this is the value of the nearest one.
+
+    Args:
+        bandwidth: the kernel's standard deviation, in units of x.
+        learnable: whether the bandwidth, exp(`log_bandwidth`), is trained.
+        backend: the kernel, as in `attend`.
+
+    Raises:
+        ValueError: the bandwidth is not positive.
+    """
+
+    def __init__(
+        self, bandwidth: float = 1.0, *, learnable: bool = True, backend: str = "auto"
+    ) -> None:
+        super().__init__()
+        check_positive("bandwidth", bandwidth)
+        named_backend(backend)
+        self.log_bandwidth = nn.Parameter(torch.tensor(log(bandwidth)), requires_grad=learnable)
+        self.backend = backend
+
+    @property
+    def bandwidth(self) -> Tensor:
+        """The kernel's standard deviation, in units of x."""
+        return self.log_bandwidth.exp()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | Tensor | None = None
+    ) -> Tensor:
+        """The estimates at `query` from samples `value` at `key`.
+
+        Args:
+            query: [queries, dim] or [batch, queries, dim].
+            key: [keys, dim] or [batch, keys, dim].
+            value: [keys, value_dim] or [batch, keys, value_dim].
+            mask: which samples an estimate may use, as in `attend`; none at all gives 0.
+
+        Returns:
+            [queries, value_dim] or [batch, queries, value_dim].
+        """
+        if query.ndim not in (2, 3):
+            raise ValueError(
+                f"query: expected [queries, dim] or [batch, queries, dim], got {list(query.shape)}"
+            )
+        is_batched = query.ndim == 3
+        heads = [
+            (tensor if is_batched else tensor[None])[:, None] for tensor in (query, key, value)
+        ]
+        output = attend(*heads, score=Gaussian(self.bandwidth), mask=mask, backend=self.backend)
+        return output[:, 0] if is_batched else output[0, 0]

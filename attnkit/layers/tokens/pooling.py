@@ -1,0 +1,103 @@
+"""From tokens to one vector, or a few, by attention."""
+
+from __future__ import annotations
+
+import torch
+from timm.layers import trunc_normal_tf_
+from torch import Tensor, nn
+
+from attnkit.core.masks.base import Mask
+from attnkit.core.masks.sequences import Padding
+from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.scores.base import Score
+from attnkit.layers.tokens.block import Activation, make_mlp
+
+
+class AttentionPool(nn.Module):
+    """Attention pooling: learned queries look at the tokens.
+
+        y = attention(queries, tokens)
+        pooled = y + mlp(norm(y)) with an MLP, else y
+
+    Tokens `[batch, tokens, dim]` in, one vector `[batch, dim]` out, or with `num_queries` that
+    many, `[batch, num_queries, dim]`. The order of tokens changes nothing, nor do tokens that the
+    mask hides; of an item without a token, y is the bias of the output projection.
+
+    The pooling of Set Transformer (Lee et al. 2019), whose residual query and row-wise feed-forward
+    layer are not here; with one query and an MLP the "MAP head" of Zhai et al. 2022 (Scaling Vision
+    Transformers) and timm's `AttentionPoolLatent`.
+
+    Args:
+        dim: channels of the tokens and of what comes out.
+        num_heads: of the attention, a divisor of `dim`.
+        num_queries: how many vectors to pool into; None: one, without a dimension of its own.
+        mlp_ratio: the MLP's width over `dim`; None: neither MLP nor norm.
+        score: as in `MultiHeadAttention`.
+        qkv_bias: whether the input projections add a bias.
+        activation: of the MLP, "gelu" or its approximation "gelu_tanh".
+        norm_eps: of the norm before the MLP.
+        dropout_p: dropout of the attention weights, in training only.
+        backend: the attention kernel, as in `attnkit.attend`.
+
+    Raises:
+        ValueError: sizes that do not divide or are not positive, tokens or a mask that do not fit.
+        TypeError: a mask that is neither an attnkit mask nor boolean.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_queries: int | None = None,
+        mlp_ratio: float | None = None,
+        score: str | Score | nn.Module = "scaled_dot",
+        qkv_bias: bool = True,
+        activation: Activation = "gelu",
+        norm_eps: float = 1e-6,
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if num_queries is not None and num_queries < 1:
+            raise ValueError(f"num_queries: expected at least 1 or None, got {num_queries}")
+        self.num_queries = num_queries
+        self.query = nn.Parameter(torch.empty(1, num_queries or 1, dim))
+        self.attention = MultiHeadAttention(
+            dim,
+            num_heads,
+            bias=qkv_bias,
+            score=score,
+            dropout_p=dropout_p,
+            backend=backend,
+        )
+        self.norm: nn.Module | None = None
+        self.mlp: nn.Module | None = None
+        if mlp_ratio is not None:
+            self.norm = nn.LayerNorm(dim, eps=norm_eps)
+            self.mlp = make_mlp(dim, mlp_ratio, activation=activation)
+        trunc_normal_tf_(self.query, std=dim**-0.5)
+
+    def forward(self, tokens: Tensor, mask: Mask | Tensor | None = None) -> Tensor:
+        """The pooled vector, or vectors, of each item.
+
+        Args:
+            tokens: [batch, tokens, dim].
+            mask: which tokens count: booleans [batch, tokens], True = real, or an attnkit mask,
+                such as `Padding(lengths)`, from the queries to the tokens.
+        """
+        if tokens.ndim != 3 or tokens.shape[2] != self.query.shape[2]:
+            raise ValueError(
+                f"tokens: expected [batch, tokens, {self.query.shape[2]}], got {list(tokens.shape)}"
+            )
+        if isinstance(mask, Tensor):
+            if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
+                raise ValueError(
+                    f"mask: expected booleans {list(tokens.shape[:2])}, True = real, or an attnkit "
+                    f"mask, got {mask.dtype} {list(mask.shape)}"
+                )
+            mask = Padding(mask)
+        pooled = self.attention(self.query.expand(tokens.shape[0], -1, -1), tokens, mask=mask)
+        if self.norm is not None and self.mlp is not None:
+            pooled = pooled + self.mlp(self.norm(pooled))
+        return pooled.squeeze(1) if self.num_queries is None else pooled

@@ -1,0 +1,1 @@
+"""Image captioning: encoders of images, decoders of words, search."""

@@ -1,0 +1,89 @@
+"""Whose past is whose: hypotheses of one item that share one cache of keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class BeamCache:
+    """The columns of a cache that all hypotheses of an item write, and who may read which.
+
+    Each step every hypothesis writes one column behind those before. A hypothesis reads its own
+    past and no other: a bias [batch, 1, num_beams, columns] is 0 there and −∞ elsewhere. When
+    hypotheses survive, their rows of the bias are copied, and keys and values stay where they are.
+    Every step reads the columns of all hypotheses, which is no more than there is to read: each
+    is some hypothesis's, dead ones apart.
+
+    Args:
+        batch: items.
+        max_words: steps.
+        max_beams: the most hypotheses an item will have.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        max_words: int,
+        max_beams: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.batch = batch
+        self.max_columns = max_words * max_beams
+        self.max_beams = max_beams
+        self.num_beams = 1
+        self.num_words = 0
+        self.num_columns = 0
+        self.places: list[int] = []
+        """Of each column the place of its word in the sentence."""
+        self._dtype, self._device = dtype, device
+        self._bias: Tensor | None = None
+        self._own = torch.empty(0)
+
+    def advance(self) -> Tensor | None:
+        """One more column for each hypothesis; returns who sees what, None where all see all."""
+        begin, end = self.num_columns, self.num_columns + self.num_beams
+        self.places += [self.num_words] * self.num_beams
+        self.num_words += 1
+        self.num_columns = end
+        if self._bias is None:
+            return None
+        self._bias[..., begin:end] = self._own
+        return self._bias[..., :end]
+
+    def expand(self, num_beams: int) -> None:
+        """From one hypothesis to several, all of the same past."""
+        if self.num_beams != 1 or not 1 <= num_beams <= self.max_beams:
+            raise ValueError(
+                f"num_beams: expected 1 to {self.max_beams}, once, "
+                f"got {num_beams} of {self.num_beams}"
+            )
+        self.num_beams = num_beams
+        if num_beams > 1:
+            shape = (self.batch, 1, num_beams, self.max_columns)
+            self._bias = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            others = ~torch.eye(num_beams, dtype=torch.bool, device=self._device)
+            self._own = self._bias.new_zeros(others.shape).masked_fill(others, -torch.inf)
+
+    def select(self, beams: Tensor) -> None:
+        """Of each item the hypotheses to go on from, integers [batch, num_beams]."""
+        if beams.shape != (self.batch, self.num_beams):
+            raise ValueError(
+                f"beams: expected {[self.batch, self.num_beams]}, got {list(beams.shape)}"
+            )
+        if self._bias is not None:
+            past = self._bias[..., : self.num_columns]
+            past.copy_(past.gather(2, beams[:, None, :, None].expand(past.shape)))
+
+
+def as_bias(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """A mask [batch, positions] as a bias [batch, 1, 1, positions], 0 where True and −∞ elsewhere,
+    and which items [batch, 1, 1, 1] have no position at all: those see everything, and want values
+    of 0."""
+    if mask is None:
+        return None, None
+    is_dead = ~mask.any(dim=1, keepdim=True)
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    bias = bias.masked_fill(~(mask | is_dead), -torch.inf)
+    return bias[:, None, None], is_dead[:, :, None, None]

@@ -1,0 +1,133 @@
+"""Beam search over a batch: the likeliest sentences, ended hypotheses kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnkit.models.captioning.word_decoder import (
+    END,
+    PAD,
+    START,
+    DecodingState,
+    forbid_what_is_no_word,
+)
+
+SMALL = 256  # values in a row that are sorted at once, without asking whether some are equal
+
+
+def beam_search(
+    step: Callable[[Tensor, Any], Tensor],
+    state: DecodingState,
+    batch: int,
+    device: torch.device,
+    *,
+    max_words: int,
+    num_beams: int,
+    num_return: int,
+    length_penalty: float,
+) -> tuple[Tensor, Tensor]:
+    """The best sentences [batch, num_return, words] that the search finds, and their scores.
+
+        score = log p(sentence) / ((5 + words) / 6)^length_penalty      (Wu et al., GNMT, 2016)
+
+    Each step extends the `num_beams` likeliest hypotheses of an item by every word. What ends
+    among the `num_beams` likeliest extensions is kept if it is one of the item's `num_return`
+    best, and the likeliest `num_beams` that do not end go on. An item is done when nothing that
+    goes on can reach a better score than the worst that is kept, since log-probabilities only
+    fall; the search ends when all are. Sentences that have not ended by `max_words` are taken only
+    where fewer than `num_return` have. With as many beams as there are extensions the search is
+    exhaustive. Of equal scores, that of the better hypothesis and then of the lower word is first.
+
+    Args:
+        step: `WordDecoder.step`.
+        state: fresh from `start`, with room for `num_beams`.
+    """
+
+    def penalty(num_words: int) -> float:
+        return float(((5 + num_words) / 6) ** length_penalty)
+
+    item = torch.arange(batch, device=device)[:, None]
+    live = torch.zeros(batch, 1, device=device)
+    live_words = torch.empty(batch, 1, 0, dtype=torch.long, device=device)
+    word = torch.full((batch,), START, device=device)
+    ended = torch.full((batch, num_return), -torch.inf, device=device)
+    ended_words = torch.full((batch, num_return, max_words), PAD, device=device)
+    for length in range(1, max_words + 1):
+        logits = forbid_what_is_no_word(step(word, state))
+        scores, beams, words = _best_extensions(logits, live, 2 * num_beams)
+        is_end = words == END
+        # what ends, among what has ended before
+        candidates = (scores / penalty(length)).masked_fill(~is_end, -torch.inf)[:, :num_beams]
+        ended, kept = _largest(torch.cat([ended, candidates], dim=1), num_return)
+        sentences = torch.cat([live_words[item, beams], words[..., None]], dim=2)
+        padded = F.pad(sentences, (0, max_words - length), value=PAD)
+        ended_words = torch.cat([ended_words, padded[:, :num_beams]], dim=1)[item, kept]
+        # what goes on; at most num_beams of 2 · num_beams extensions end
+        live, kept = _largest(scores.masked_fill(is_end, -torch.inf), num_beams)
+        beams, word = beams.gather(1, kept), words.gather(1, kept).flatten()
+        live_words = sentences[item, kept]
+        # the largest penalty to come makes the most of a log-probability, which is negative
+        bound = live[:, 0] / max(penalty(length + 1), penalty(max_words))
+        if length == max_words or (ended[:, -1] >= bound).all():
+            break
+        if length == 1:
+            state.expand(num_beams)
+        else:
+            state.select(beams)
+    return _with_unfinished(ended, ended_words, live / penalty(length), live_words, num_return)
+
+
+def _best_extensions(logits: Tensor, live: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probabilities, hypotheses and words [batch, count] of the likeliest extensions.
+
+    Of each hypothesis only its best words are looked at, so that the log-probabilities of all
+    words are never formed.
+    """
+    batch = len(live)
+    best, words = _largest(logits, count)
+    scores = best - logits.logsumexp(dim=-1, keepdim=True)
+    scores = (live.reshape(-1, 1) + scores).view(batch, -1)
+    chosen, index = _largest(scores, count)
+    words = words.reshape(batch, -1).gather(1, index)
+    return chosen, index // best.shape[1], words
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest values of each row, in order, and where they are; of equals the first.
+
+    With fewer values in a row than that, it is filled up with −∞.
+    """
+    size = values.shape[1]
+    has_equals = True
+    if size > SMALL:
+        found, index = values.topk(min(count + 1, size), dim=1)
+        has_equals = bool((found[:, 1:] == found[:, :-1]).any())  # of which topk takes any
+    if has_equals:
+        found, index = values.sort(dim=1, descending=True, stable=True)
+    found, index = found[:, :count], index[:, :count]
+    missing = count - found.shape[1]
+    if missing > 0:
+        found = F.pad(found, (0, missing), value=-torch.inf)
+        index = F.pad(index, (0, missing))
+    return found, index
+
+
+def _with_unfinished(
+    ended: Tensor, ended_words: Tensor, live: Tensor, live_words: Tensor, num_return: int
+) -> tuple[Tensor, Tensor]:
+    """The sentences that ended, and where they are too few the best of those that did not."""
+    length = live_words.shape[2]
+    words = torch.cat([ended_words[..., :length], live_words], dim=1)
+    scores = torch.cat([ended, live], dim=1)
+    has_ended = torch.zeros_like(scores)
+    has_ended[:, : ended.shape[1]] = 1.0
+    rank = has_ended.masked_fill(scores == -torch.inf, -1.0)
+    order = rank.sort(dim=1, descending=True, stable=True).indices[:, :num_return]
+    item = torch.arange(len(words), device=words.device)[:, None]
+    words, scores = words[item, order], scores[item, order]
+    return words.masked_fill(scores[..., None] == -torch.inf, PAD), scores

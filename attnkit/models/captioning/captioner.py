@@ -1,0 +1,101 @@
+"""From images to sentences: an encoder and a decoder of words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.models.captioning.generate import Method, Sentences, evaluating, generate
+from attnkit.models.captioning.image_encoders import ImageEncoder
+from attnkit.models.captioning.word_decoder import WordDecoder
+
+
+class Captioner(nn.Module):
+    """Image captioning: `decoder(encoder(images), words)`.
+
+        logits = captioner(images, words[:, :-1])          teacher forcing
+        loss = captioner.loss(images, words)["loss"]
+        said = captioner.generate(images, method="beam", num_beams=5, return_weights=True)
+        maps = said.weights.unflatten(-1, captioner.grid)  where it looked at each word
+
+    Words are integers: `PAD` 0, `START` 1, `END` 2, `UNKNOWN` 3 and those of the vocabulary; a
+    sentence is START, words, END, then PAD.
+
+    Args:
+        encoder: `CNNEncoder`, `ViTEncoder`, `TimmEncoder`, or any `ImageEncoder`.
+        decoder: `TransformerDecoder`, `RecurrentDecoder`, `HardRecurrentDecoder`, or any
+            `WordDecoder`.
+
+    Raises:
+        ValueError: the decoder's `memory_dim` is not the encoder's `dim`.
+    """
+
+    def __init__(self, encoder: ImageEncoder, decoder: WordDecoder) -> None:
+        super().__init__()
+        if decoder.memory_dim != encoder.dim:
+            raise ValueError(
+                f"decoder: reads a memory of {decoder.memory_dim} channels, "
+                f"but the encoder gives {encoder.dim}"
+            )
+        self.encoder = encoder
+        self.decoder = decoder
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Height and width of the encoder's grid of positions."""
+        return self.encoder.grid
+
+    def encode(self, images: Tensor) -> Tensor:
+        """The memory [batch, positions, dim] of images [batch, channels, height, width]."""
+        return self.encoder(images)
+
+    def forward(self, images: Tensor, words: Tensor) -> Tensor:
+        """The logits of the word after each, [batch, words, vocabulary_size]."""
+        return self.decoder(self.encoder(images), words)
+
+    def loss(self, images: Tensor, words: Tensor) -> dict[str, Tensor]:
+        """What to minimise, "loss", and its terms; sentences [batch, words] with START."""
+        return self.decoder.loss(self.encoder(images), words)
+
+    def generate(
+        self,
+        images: Tensor,
+        method: Method = "greedy",
+        *,
+        max_words: int | None = None,
+        num_beams: int | None = None,
+        length_penalty: float = 0.0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        num_return: int | None = None,
+        return_weights: bool = False,
+        generator: torch.Generator | None = None,
+        use_cache: bool = True,
+    ) -> Sentences:
+        """Sentences for the images, as `attnkit.generate` documents, with the encoder in evaluation
+        mode too."""
+        with evaluating(self), torch.no_grad():
+            return generate(
+                self.decoder,
+                self.encoder(images),
+                method=method,
+                max_words=max_words,
+                num_beams=num_beams,
+                length_penalty=length_penalty,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                num_return=num_return,
+                return_weights=return_weights,
+                generator=generator,
+                use_cache=use_cache,
+            )
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters an optimiser should not shrink."""
+        return {
+            f"{part}.{name}"
+            for part in ("encoder", "decoder")
+            for name in getattr(getattr(self, part), "no_weight_decay", set)()
+        }

@@ -1,0 +1,111 @@
+"""The recurrent decoder with hard attention: one position a word, learned by REINFORCE."""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor
+
+from attnkit.core.inputs import Normalizer
+from attnkit.core.kernels.hard import record_draws
+from attnkit.core.normalizers.kinds import Hard
+from attnkit.models.captioning.memory_attention import MemoryScore
+from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+from attnkit.models.captioning.word_decoder import PAD
+
+
+class HardRecurrentDecoder(RecurrentDecoder):
+    """`RecurrentDecoder` whose context is one position of the memory, drawn from α in training and
+    the likeliest in evaluation (Xu et al., Show, Attend and Tell, 2015, section 4.1).
+
+        ℓ_t = −log p(word t | words before, positions s_1 … s_t),   s_t ~ α_t
+        loss = mean_t ℓ_t + mean_t [Σ_{t'≥t} (ℓ_t' − b)] log α_t(s_t) − λ mean_t H(α_t)
+
+    The brackets have no gradient: the first two terms together have, on average over the draws,
+    the gradient of the expected mean of ℓ (REINFORCE, Williams 1992). b is a moving average of
+    the mean of ℓ, the buffer `baseline`, which begins with log(vocabulary_size). H is the entropy.
+    Where the paper weighs each position by the whole sentence's loss we take that of the words
+    that could depend on it, which has the same mean and varies less; nor do we replace, as they do
+    half of the time, the draw by the soft context.
+
+    Args:
+        entropy: λ, not negative.
+        baseline_decay: how much of the moving average stays at each batch.
+        the others: as in `RecurrentDecoder`, which has `doubly_stochastic` besides.
+
+    Raises:
+        ValueError: as `RecurrentDecoder`, or these out of range.
+        RuntimeError: `forward` in training and with gradients outside of `attnkit.record_draws`:
+            the draws have no gradient by themselves; `loss` records them.
+    """
+
+    baseline: Tensor
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        max_words: int,
+        *,
+        dim: int = 256,
+        memory_dim: int | None = None,
+        embedding_dim: int | None = None,
+        attention_dim: int | None = None,
+        score: MemoryScore = "additive",
+        gate: bool = True,
+        entropy: float = 0.01,
+        baseline_decay: float = 0.9,
+        dropout_p: float = 0.0,
+        tie_embeddings: bool = False,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        if not 0 <= entropy < float("inf"):
+            raise ValueError(f"entropy: expected at least 0, got {entropy}")
+        if not 0 <= baseline_decay < 1:
+            raise ValueError(f"baseline_decay: expected 0 <= it < 1, got {baseline_decay}")
+        super().__init__(
+            vocabulary_size,
+            max_words,
+            dim=dim,
+            memory_dim=memory_dim,
+            embedding_dim=embedding_dim,
+            attention_dim=attention_dim,
+            score=score,
+            gate=gate,
+            dropout_p=dropout_p,
+            tie_embeddings=tie_embeddings,
+            label_smoothing=label_smoothing,
+        )
+        self.entropy = entropy
+        self.baseline_decay = baseline_decay
+        self.register_buffer("baseline", torch.tensor(log(vocabulary_size)))
+
+    def normalizer(self) -> str | Normalizer:
+        return Hard("score_function")
+
+    def loss(
+        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What to minimise, "loss" = cross_entropy + reinforce − λ · entropy, and these;
+        in evaluation, where nothing is drawn, the cross-entropy alone."""
+        if not self.training:
+            return super().loss(memory, words, memory_mask)
+        with record_draws() as draws:
+            logits = self(memory, words[:, :-1], memory_mask)
+        log_p = torch.stack([draw.log_probability.flatten() for draw in draws], dim=1)
+        entropies = torch.stack([draw.entropy.flatten() for draw in draws], dim=1)
+        losses, is_word = self.word_losses(logits, words), words[:, 1:] != PAD
+        count = is_word.sum().clamp(min=1)
+        cross_entropy = losses.sum() / count
+        worse = ((losses - self.baseline) * is_word).detach()
+        worse_from_here = worse.flip(1).cumsum(dim=1).flip(1)
+        reinforce = (worse_from_here * log_p * is_word).sum() / count
+        entropy = (entropies * is_word).sum() / count
+        if torch.is_grad_enabled():
+            self.baseline.lerp_(cross_entropy.detach().to(self.baseline), 1 - self.baseline_decay)
+        return {
+            "loss": cross_entropy + reinforce - self.entropy * entropy,
+            "cross_entropy": cross_entropy,
+            "reinforce": reinforce,
+            "entropy": entropy,
+        }

@@ -1,0 +1,211 @@
+"""The recurrent decoder of words with soft attention to the memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.inputs import Normalizer
+from attnkit.core.masks.sequences import Padding
+from attnkit.models.captioning.memory_attention import MemoryAttention, MemoryScore
+from attnkit.models.captioning.word_decoder import PAD, WordDecoder
+
+
+class RecurrentDecoder(WordDecoder):
+    """LSTM with attention to the memory at each word (Bahdanau et al. 2015; Xu et al., Show,
+    Attend and Tell, 2015).
+
+        h_0 = tanh(W_h m̄),  c_0 = tanh(W_c m̄)                  m̄ the mean of the memory
+        z_t = attention(h_{t−1}, memory)                         by the score that was chosen
+        β_t = sigmoid(w·h_{t−1} + b)                             the gating scalar; 1 without `gate`
+        h_t, c_t = LSTM([E y_{t−1}, β_t z_t], (h_{t−1}, c_{t−1}))
+        logits_t = W_o dropout(E y_{t−1} + W_s h_t + W_z β_t z_t)
+
+    On the grid of an image it is the captioner of Show, Attend and Tell; on the tokens of a
+    sentence the encoder–decoder of Bahdanau et al., with an LSTM where they have a gated unit.
+    Luong et al. attend from h_t rather than h_{t−1}; their scores are here, in Bahdanau's order.
+
+    With `doubly_stochastic` λ the loss has λ · mean over items of Σ_j (1 − Σ_t α_tj)², over the
+    positions j, which asks that every position is looked at (Xu et al. 2015, who sum).
+
+    Args:
+        vocabulary_size, max_words, label_smoothing: as in `WordDecoder`.
+        dim: channels of the state; of the words' embedding too if that is None.
+        memory_dim, embedding_dim, attention_dim: channels of memory, embedding and additive score;
+            None: `dim`.
+        score: "additive", "general", "dot" or "scaled_dot", as in `MemoryAttention`.
+        gate: whether the context is multiplied by the gating scalar.
+        doubly_stochastic: λ, not negative; the paper's is 1.
+        dropout_p: before the output layer, in training only.
+        tie_embeddings: whether the words' embedding E is W_o too.
+
+    Raises:
+        ValueError: sizes that do not fit or are not positive, unknown choices.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        max_words: int,
+        *,
+        dim: int = 256,
+        memory_dim: int | None = None,
+        embedding_dim: int | None = None,
+        attention_dim: int | None = None,
+        score: MemoryScore = "additive",
+        gate: bool = True,
+        doubly_stochastic: float = 0.0,
+        dropout_p: float = 0.0,
+        tie_embeddings: bool = False,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        memory_dim = dim if memory_dim is None else memory_dim
+        super().__init__(vocabulary_size, max_words, memory_dim, label_smoothing)
+        embedding_dim = dim if embedding_dim is None else embedding_dim
+        attention_dim = dim if attention_dim is None else attention_dim
+        sizes = {"dim": dim, "embedding_dim": embedding_dim, "attention_dim": attention_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+        if not 0 <= doubly_stochastic < float("inf"):
+            raise ValueError(f"doubly_stochastic: expected at least 0, got {doubly_stochastic}")
+        self.dim = dim
+        self.doubly_stochastic = doubly_stochastic
+        self.embedding = nn.Embedding(vocabulary_size, embedding_dim)
+        self.first_hidden = nn.Linear(memory_dim, dim)
+        self.first_cell = nn.Linear(memory_dim, dim)
+        self.attention = MemoryAttention(
+            dim, memory_dim, attention_dim, score=score, normalizer=self.normalizer()
+        )
+        self.gate = nn.Linear(dim, 1) if gate else None
+        self.cell = nn.LSTMCell(embedding_dim + memory_dim, dim)
+        self.state_proj = nn.Linear(dim, embedding_dim)
+        self.context_proj = nn.Linear(memory_dim, embedding_dim, bias=False)
+        self.dropout = nn.Dropout(dropout_p)
+        self.head = nn.Linear(embedding_dim, vocabulary_size, bias=False)
+        nn.init.normal_(self.embedding.weight, std=embedding_dim**-0.5)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def normalizer(self) -> str | Normalizer:
+        """How scores become weights."""
+        return "softmax"
+
+    def forward(self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None) -> Tensor:
+        return self._run(memory, words, memory_mask, with_weights=False)[0]
+
+    def word_weights(
+        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
+    ) -> Tensor:
+        return self._run(memory, words, memory_mask, with_weights=True)[1][:, None, None]
+
+    def loss(
+        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What to minimise, "loss" = cross_entropy + λ · doubly_stochastic, and these."""
+        if not self.doubly_stochastic:
+            return super().loss(memory, words, memory_mask)
+        logits, weights = self._run(memory, words[:, :-1], memory_mask, with_weights=True)
+        losses, is_word = self.word_losses(logits, words), words[:, 1:] != PAD
+        cross_entropy = losses.sum() / is_word.sum().clamp(min=1)
+        looked = (weights * is_word[..., None]).sum(dim=1)
+        penalty = (1 - looked).square()
+        if memory_mask is not None:
+            penalty = penalty * memory_mask
+        doubly_stochastic = penalty.sum(dim=1).mean()
+        return {
+            "loss": cross_entropy + self.doubly_stochastic * doubly_stochastic,
+            "cross_entropy": cross_entropy,
+            "doubly_stochastic": doubly_stochastic,
+        }
+
+    def start(
+        self,
+        memory: Tensor,
+        memory_mask: Tensor | None = None,
+        *,
+        max_words: int | None = None,
+        num_beams: int = 1,
+    ) -> RecurrentState:
+        self.check(memory, None, memory_mask)
+        return RecurrentState(self, memory, memory_mask)
+
+    def step(self, words: Tensor, state: RecurrentState) -> Tensor:
+        embedded = self.embedding(words)
+        context, _ = self._advance(embedded, state, with_weights=False)
+        return self._logits(embedded, state.hidden, context)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters an optimiser should not shrink."""
+        return {"embedding.weight"}
+
+    def _run(
+        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None, *, with_weights: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [batch, words, vocabulary_size] and, if wanted, α [batch, words, positions]."""
+        self.check(memory, words, memory_mask)
+        state = RecurrentState(self, memory, memory_mask)
+        embedded = self.embedding(words)
+        hidden, contexts, weights = [], [], []
+        for word in embedded.unbind(dim=1):
+            context, weight = self._advance(word, state, with_weights=with_weights)
+            hidden.append(state.hidden)
+            contexts.append(context)
+            weights.append(weight)
+        logits = self._logits(embedded, torch.stack(hidden, dim=1), torch.stack(contexts, dim=1))
+        return logits, torch.stack(weights, dim=1) if with_weights else memory.new_empty(0)
+
+    def _advance(
+        self, embedded: Tensor, state: RecurrentState, *, with_weights: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The gated context [rows, memory_dim] of the next word, and α [rows, positions]."""
+        # the hypotheses of an item are queries to its one memory
+        items = state.memory.value.shape[0]
+        beams = state.hidden.shape[0] // items if items else 1
+        states = state.hidden.view(items, beams, self.dim)
+        weights = embedded.new_empty(0)
+        if with_weights:
+            weights = self.attention.attention_weights(states, state.memory, state.mask)[:, 0]
+            context = weights @ state.memory.value[:, 0]
+            weights = weights.flatten(0, 1)
+        else:
+            context = self.attention(states, state.memory, state.mask)
+        context = context.flatten(0, 1)
+        if self.gate is not None:
+            context = self.gate(state.hidden).sigmoid() * context
+        state.hidden, state.cell = self.cell(
+            torch.cat([embedded, context], dim=-1), (state.hidden, state.cell)
+        )
+        return context, weights
+
+    def _logits(self, embedded: Tensor, hidden: Tensor, context: Tensor) -> Tensor:
+        mixed = embedded + self.state_proj(hidden) + self.context_proj(context)
+        return self.head(self.dropout(mixed))
+
+
+class RecurrentState:
+    """What `RecurrentDecoder` keeps: the states of LSTM, and the memory with its keys."""
+
+    def __init__(
+        self, decoder: RecurrentDecoder, memory: Tensor, memory_mask: Tensor | None
+    ) -> None:
+        self.memory = decoder.attention.remember(memory)
+        self.mask = None if memory_mask is None else Padding(memory_mask)
+        if memory_mask is None:
+            mean = memory.mean(dim=1)
+        else:
+            is_there = memory_mask[..., None]
+            count = is_there.sum(dim=1).clamp(min=1)
+            mean = memory.masked_fill(~is_there, 0.0).sum(dim=1) / count
+        self.hidden = decoder.first_hidden(mean).tanh()
+        self.cell = decoder.first_cell(mean).tanh()
+
+    def expand(self, num_beams: int) -> None:
+        self.hidden, self.cell = (
+            state.repeat_interleave(num_beams, dim=0) for state in (self.hidden, self.cell)
+        )
+
+    def select(self, beams: Tensor) -> None:
+        first = torch.arange(len(beams), device=beams.device)[:, None] * beams.shape[1]
+        rows = (first + beams).flatten()
+        self.hidden, self.cell = self.hidden[rows], self.cell[rows]

@@ -1,0 +1,231 @@
+"""The Transformer decoder of words, and what it keeps from step to step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnkit.core.cache import KeyValueCache
+from attnkit.core.decode_step import remembered, run_linear
+from attnkit.core.masks.sequences import Padding
+from attnkit.core.positions.biases import ALiBi, RelativeBias1d
+from attnkit.core.positions.learned import LearnedPositions1d
+from attnkit.core.positions.rotary import Rotary1d, Rotation
+from attnkit.core.positions.sinusoidal import sincos_1d
+from attnkit.core.scores.learned import ScoreName
+from attnkit.core.watch.capture import capture_attention
+from attnkit.layers.tokens.block import Activation
+from attnkit.layers.tokens.decoder_block import DecoderBlock
+from attnkit.models.captioning.beam_cache import BeamCache, as_bias
+from attnkit.models.captioning.word_decoder import WordDecoder
+
+WordPositions = Literal["learned", "sincos", "rotary", "alibi", "relative"]
+
+
+class TransformerDecoder(WordDecoder):
+    """Transformer decoder (Vaswani et al. 2017) with the norms first, as in GPT-2.
+
+        x = dropout(embedding[words] + positions)
+        x = block(x, memory)    depth times: causal self-attention, cross-attention, MLP
+        logits = norm(x) · embeddingᵀ
+
+    Memory [batch, positions, memory_dim] and words [batch, words] in, logits [batch, words,
+    vocabulary_size] out.
+
+    Decoding keeps keys and values of the words in one cache for each layer, taken once, and those
+    of the memory, projected once. The hypotheses of an item are queries to one memory and one
+    cache: what is not a hypothesis's own past is hidden from it by a bias, so that beam search
+    copies no keys, whatever hypotheses survive.
+
+    Args:
+        vocabulary_size, max_words, memory_dim, label_smoothing: as in `WordDecoder`; `memory_dim`
+            None: `dim`.
+        dim, depth, num_heads, mlp_ratio: channels, blocks, heads, and the MLP's width over `dim`.
+        positions: of the words: "learned", "sincos" (fixed), "rotary" (Su et al. 2021), "alibi"
+            (Press et al. 2022), "relative" (a learned bias for each distance, one for all layers,
+            as in T5), or None, where the causal mask alone tells the order.
+        tie_embeddings: whether the words' embedding is the output layer too (Press and Wolf 2017).
+        qkv_bias, qk_norm, score, dropout_p, attention_dropout_p, activation, norm_eps, backend: as
+            in `DecoderBlock`.
+
+    Raises:
+        ValueError: sizes that do not fit or are not positive, unknown choices.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        max_words: int,
+        *,
+        dim: int = 256,
+        depth: int = 4,
+        num_heads: int = 8,
+        memory_dim: int | None = None,
+        mlp_ratio: float = 4.0,
+        positions: WordPositions | None = "learned",
+        tie_embeddings: bool = True,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        score: ScoreName = "scaled_dot",
+        dropout_p: float = 0.0,
+        attention_dropout_p: float = 0.0,
+        label_smoothing: float = 0.0,
+        activation: Activation = "gelu",
+        norm_eps: float = 1e-6,
+        backend: str = "auto",
+    ) -> None:
+        memory_dim = dim if memory_dim is None else memory_dim
+        super().__init__(vocabulary_size, max_words, memory_dim, label_smoothing)
+        if positions not in (*get_args(WordPositions), None):
+            names = ", ".join(map(repr, get_args(WordPositions)))
+            raise ValueError(f"positions: expected one of {names} or None, got {positions!r}")
+        if depth < 1:
+            raise ValueError(f"depth: expected at least 1, got {depth}")
+        self.positions = positions
+        self.embedding = nn.Embedding(vocabulary_size, dim)
+        self.position_table = LearnedPositions1d(max_words, dim) if positions == "learned" else None
+        self.fixed_positions: Tensor | None
+        fixed = sincos_1d(max_words, dim) if positions == "sincos" else None
+        self.register_buffer("fixed_positions", fixed, persistent=False)
+        self.rotary = Rotary1d(dim // num_heads, max_words) if positions == "rotary" else None
+        self.distance_bias: ALiBi | RelativeBias1d | None = None
+        if positions == "alibi":
+            self.distance_bias = ALiBi(num_heads)
+        elif positions == "relative":
+            self.distance_bias = RelativeBias1d(num_heads, max(1, max_words - 1))
+        self.dropout = nn.Dropout(dropout_p)
+        self.blocks: Any = nn.ModuleList(
+            DecoderBlock(
+                dim,
+                num_heads,
+                memory_dim=memory_dim,
+                mlp_ratio=mlp_ratio,
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                score=score,
+                dropout_p=dropout_p,
+                attention_dropout_p=attention_dropout_p,
+                activation=activation,
+                norm_eps=norm_eps,
+                backend=backend,
+            )
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.head = nn.Linear(dim, vocabulary_size, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        else:
+            nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None) -> Tensor:
+        self.check(memory, words, memory_mask)
+        mask = None if memory_mask is None else Padding(memory_mask)
+        bias = None if self.distance_bias is None else self.distance_bias(words.shape[1])
+        tokens = self._embed(words, 0)
+        for block in self.blocks:
+            tokens = block(tokens, memory, bias=bias, positions=self.rotary, memory_mask=mask)
+        return self.head(self.norm(tokens))
+
+    def start(
+        self,
+        memory: Tensor,
+        memory_mask: Tensor | None = None,
+        *,
+        max_words: int | None = None,
+        num_beams: int = 1,
+    ) -> TransformerState:
+        self.check(memory, None, memory_mask)
+        max_words = self.max_words if max_words is None else max_words
+        if not 1 <= max_words <= self.max_words:
+            raise ValueError(f"max_words: expected 1 to {self.max_words}, got {max_words}")
+        return TransformerState(self, memory, memory_mask, max_words, num_beams)
+
+    def step(self, words: Tensor, state: TransformerState) -> Tensor:
+        beams = state.beams
+        num_before = beams.num_words
+        bias = beams.advance()
+        if self.distance_bias is not None:
+            # the columns of the cache are words of all hypotheses, several at one place
+            row = self.distance_bias(1, num_before + 1, offset=num_before)
+            row = row[..., beams.places]
+            bias = row if bias is None else row + bias
+        rotation = None
+        if self.rotary is not None:
+            here = slice(num_before, num_before + 1)
+            shape = (beams.num_beams, -1)
+            rotation = Rotation(
+                self.rotary.cos[here].expand(shape), self.rotary.sin[here].expand(shape)
+            )
+        tokens = self._embed(words.view(-1, 1), num_before).view(-1, beams.num_beams, self.dim)
+        for block, cache, memory in zip(self.blocks, state.caches, state.memories, strict=True):
+            tokens = block.step(
+                tokens,
+                cache,
+                memory,
+                bias=bias,
+                positions=rotation,
+                memory_bias=state.memory_bias,
+            )
+        return run_linear(self.head, self.norm(tokens)).flatten(0, 1)
+
+    def word_weights(
+        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
+    ) -> Tensor:
+        with capture_attention(self, layers="blocks.*.cross_attention") as captured:
+            self(memory, words, memory_mask)
+        return torch.stack([weights for (weights,) in captured.values()], dim=1)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters an optimiser should not shrink: embeddings and positions."""
+        names = {"embedding.weight", "position_table.table", "distance_bias.table"}
+        return names & {name for name, _ in self.named_parameters()}
+
+    @property
+    def dim(self) -> int:
+        """Channels."""
+        return self.embedding.embedding_dim
+
+    def _embed(self, words: Tensor, start: int) -> Tensor:
+        tokens = F.embedding(words, self.embedding.weight)
+        if self.position_table is not None:
+            tokens = self.position_table(tokens, start=start)
+        elif self.fixed_positions is not None:
+            tokens = tokens + self.fixed_positions[start : start + words.shape[1]]
+        return self.dropout(tokens)
+
+
+class TransformerState:
+    """What `TransformerDecoder` keeps: keys and values of memory and words, and whose is which."""
+
+    def __init__(
+        self,
+        decoder: TransformerDecoder,
+        memory: Tensor,
+        memory_mask: Tensor | None,
+        max_words: int,
+        num_beams: int,
+    ) -> None:
+        batch = len(memory)
+        self.beams = BeamCache(batch, max_words, num_beams, memory.dtype, memory.device)
+        self.caches = [
+            block.attention.new_cache(batch, self.beams.max_columns, device=memory.device)
+            for block in decoder.blocks
+        ]
+        self.memory_bias, is_dead = as_bias(memory_mask, memory.dtype)
+        self.memories = []
+        for block in decoder.blocks:
+            kept = remembered(block.cross_attention, memory)
+            if is_dead is not None:
+                kept = KeyValueCache.of(kept.key, kept.value.masked_fill(is_dead, 0.0))
+            self.memories.append(kept)
+
+    def expand(self, num_beams: int) -> None:
+        self.beams.expand(num_beams)
+
+    def select(self, beams: Tensor) -> None:
+        self.beams.select(beams)

@@ -1,0 +1,168 @@
+"""What every decoder of words is: the one interface of teacher forcing, decoding and loss."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+PAD, START, END, UNKNOWN = 0, 1, 2, 3
+"""The words that are none; the tokenizers give them the same numbers."""
+
+
+class DecodingState(Protocol):
+    """What a decoder keeps between the steps: of each item of the batch one hypothesis or several,
+    all of which read the item's one memory."""
+
+    def expand(self, num_beams: int) -> None:
+        """From one hypothesis an item to that many, all the same."""
+
+    def select(self, beams: Tensor) -> None:
+        """Go on from some hypotheses: integers [batch, num_beams], which one of its item each
+        continues."""
+
+
+class WordDecoder(nn.Module):
+    """Base of the decoders: next words from a memory and the words so far.
+
+    A memory is [batch, positions, memory_dim], what an encoder made of an image or a sentence.
+    Words are integers, `PAD` 0, `START` 1, `END` 2, `UNKNOWN` 3 and the vocabulary's own; a
+    sentence is START, words, END and then PAD.
+
+        logits = decoder(memory, words[:, :-1])        teacher forcing, all words at once
+
+        state = decoder.start(memory)                  one by one, the same logits
+        logits = decoder.step(words[:, 0], state)
+
+    Subclasses define `forward`, `start`, `step` and `word_weights`.
+
+    Args:
+        vocabulary_size: how many words, the four above included.
+        max_words: the longest sentence in words, END included.
+        memory_dim: channels of the memory.
+        label_smoothing: of the cross-entropy in training (Szegedy et al. 2016).
+    """
+
+    def __init__(
+        self, vocabulary_size: int, max_words: int, memory_dim: int, label_smoothing: float
+    ) -> None:
+        super().__init__()
+        if vocabulary_size <= UNKNOWN:
+            raise ValueError(f"vocabulary_size: expected at least 4, got {vocabulary_size}")
+        for name, size in (("max_words", max_words), ("memory_dim", memory_dim)):
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(
+                f"label_smoothing: expected 0 <= label_smoothing < 1, got {label_smoothing}"
+            )
+        self.vocabulary_size = vocabulary_size
+        self.max_words = max_words
+        self.memory_dim = memory_dim
+        self.label_smoothing = label_smoothing
+
+    def forward(self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None) -> Tensor:
+        """Of each word the logits of the next, [batch, words, vocabulary_size].
+
+        Args:
+            memory: [batch, positions, memory_dim].
+            words: integers [batch, words], beginning with START.
+            memory_mask: booleans [batch, positions], True = there; None: all are.
+        """
+        raise NotImplementedError
+
+    def start(
+        self,
+        memory: Tensor,
+        memory_mask: Tensor | None = None,
+        *,
+        max_words: int | None = None,
+        num_beams: int = 1,
+    ) -> Any:
+        """The state before the first word: the memory projected, nothing said.
+
+        Args:
+            max_words: how many steps there will be at most; None: as many as the decoder can.
+            num_beams: up to how many hypotheses an item `expand` will be asked for.
+        """
+        raise NotImplementedError
+
+    def step(self, words: Tensor, state: Any) -> Tensor:
+        """The logits [batch · num_beams, vocabulary_size] after one more word of each hypothesis,
+        integers [batch · num_beams]; the state advances."""
+        raise NotImplementedError
+
+    def word_weights(
+        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
+    ) -> Tensor:
+        """How the word after each of `words` looked at the memory: [batch, layers, heads, words,
+        positions]. Arguments as of `forward`."""
+        raise NotImplementedError
+
+    def loss(
+        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What to minimise, "loss", and its terms by name, unweighted.
+
+        "cross_entropy" is −log p(word | words before), mean over all words of the batch that are
+        not PAD, smoothed in training only.
+
+        Args:
+            words: integers [batch, words + 1], sentences with START.
+        """
+        logits = self(memory, words[:, :-1], memory_mask)
+        cross_entropy = self.word_losses(logits, words).sum() / num_words(words)
+        return {"loss": cross_entropy, "cross_entropy": cross_entropy}
+
+    def word_losses(self, logits: Tensor, words: Tensor) -> Tensor:
+        """The cross-entropy of each word but START, [batch, words]; 0 where it is PAD."""
+        losses = F.cross_entropy(
+            logits.flatten(0, 1),
+            words[:, 1:].flatten(),
+            ignore_index=PAD,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+            reduction="none",
+        )
+        return losses.view(logits.shape[:2])
+
+    def check(self, memory: Tensor, words: Tensor | None, memory_mask: Tensor | None) -> None:
+        """ValueError where arguments do not fit."""
+        if memory.ndim != 3 or memory.shape[2] != self.memory_dim:
+            raise ValueError(
+                f"memory: expected [batch, positions, {self.memory_dim}], got {list(memory.shape)}"
+            )
+        if not memory.shape[1]:
+            raise ValueError("memory: expected at least one position, got none")
+        if memory_mask is not None and (
+            memory_mask.dtype != torch.bool or memory_mask.shape != memory.shape[:2]
+        ):
+            raise ValueError(
+                f"memory_mask: expected booleans {list(memory.shape[:2])}, True = there, "
+                f"got {memory_mask.dtype} {list(memory_mask.shape)}"
+            )
+        if words is None:
+            return
+        if words.ndim != 2 or words.shape[0] != memory.shape[0] or words.is_floating_point():
+            raise ValueError(
+                f"words: expected integers [{len(memory)}, words], "
+                f"got {words.dtype} {list(words.shape)}"
+            )
+        if not words.shape[1]:
+            raise ValueError("words: expected START at least, got none")
+        if words.shape[1] > self.max_words:
+            raise ValueError(f"words: {words.shape[1]} of them, but max_words is {self.max_words}")
+
+
+def num_words(words: Tensor) -> Tensor:
+    """How many words, START and PAD not counted; 1 if there are none."""
+    return (words[:, 1:] != PAD).sum().clamp(min=1)
+
+
+def forbid_what_is_no_word(logits: Tensor) -> Tensor:
+    """The logits [batch, words] with PAD and START impossible, in float32 at least; in place where
+    they are that."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits[:, : max(PAD, START) + 1] = -torch.inf
+    return logits

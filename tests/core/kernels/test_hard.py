@@ -1,0 +1,199 @@
+"""Hard attention: one key, its estimators against exact expectations, and what it refuses."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import attnkit
+from attnkit import Causal, Hard, Padding, attend
+from attnkit.core.kernels import blockwise
+
+ESTIMATORS = ["straight_through", "score_function", None]
+
+
+def make(num_queries=5, num_keys=7, head_dim=3, value_dim=11, batch=2, heads=4, kv_heads=2):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (batch, heads, num_queries, head_dim),
+        (batch, kv_heads, num_keys, head_dim),
+        (batch, kv_heads, num_keys, value_dim),
+    ]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+
+
+@pytest.fixture(params=[False, True], ids=["one block", "blocks"])
+def in_small_blocks(request, monkeypatch):
+    if request.param:
+        monkeypatch.setitem(blockwise.BLOCK_SCORES, "cpu", 50)
+
+
+@pytest.mark.parametrize("mask", [None, Causal("top_left"), Padding(torch.tensor([7, 3]))])
+def test_the_best_key_is_read(mask, in_small_blocks):
+    query, key, value = make()
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(2, 1))
+    if mask is not None:
+        scores = scores.masked_fill(~mask.dense(5, 7, scores.device), -torch.inf)
+    rows = F.one_hot(scores.argmax(-1), 7).double() @ value.repeat_interleave(2, 1)
+    for backend in ("hard", "reference"):
+        output = attend(query, key, value, mask=mask, normalizer=Hard(None), backend=backend)
+        torch.testing.assert_close(output, rows, atol=0, rtol=0)
+        expected = torch.autograd.grad(rows.square().sum(), value, retain_graph=True)
+        actual = torch.autograd.grad(output.square().sum(), value)
+        torch.testing.assert_close(actual, expected)
+    weights = attnkit.attention_weights(query, key, mask=mask, normalizer=Hard(None))
+    torch.testing.assert_close(weights, F.one_hot(scores.argmax(-1), 7).double())
+
+
+def test_straight_through_is_torchs_gumbel_softmax():
+    query, key, value = make(kv_heads=4)
+    torch.manual_seed(3)
+    output = attend(query, key, value, normalizer=Hard(temperature=0.7))
+    actual = torch.autograd.grad(output.square().sum(), (query, key, value))
+    torch.manual_seed(3)
+    scores = query @ key.transpose(-2, -1) / 3**0.5
+    weights = F.gumbel_softmax(scores, tau=0.7, hard=True)
+    # theirs gives the soft weights' gradient to the values' factor as well: the hard ones are exact
+    expected = torch.autograd.grad((weights @ value).square().sum(), (query, key, value))
+    torch.testing.assert_close(output, weights @ value)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("estimator", ["straight_through", "score_function"])
+def test_the_backward_in_blocks_is_of_the_same_draw(estimator, monkeypatch):
+    tensors = make()
+    generator = torch.Generator().manual_seed(5)
+    towards = torch.randn(2, 4, 5, 11, generator=generator, dtype=torch.float64)
+    monkeypatch.setitem(blockwise.BLOCK_SCORES, "cpu", 50)
+    torch.manual_seed(7)
+    with attnkit.record_draws() as draws:
+        output = attend(*tensors, normalizer=Hard(estimator))
+    loss = (output * towards).sum()
+    if estimator == "score_function":
+        assert len(draws) == 1
+        weights = attnkit.attention_weights(*tensors[:2])
+        chosen = weights.gather(-1, draws[0].index[..., None]).squeeze(-1).log()
+        torch.testing.assert_close(draws[0].log_probability, chosen)
+        torch.testing.assert_close(draws[0].entropy, -(weights * weights.log()).sum(-1))
+        index = draws[0].index[..., None].expand(-1, -1, -1, 11)
+        torch.testing.assert_close(output, tensors[2].repeat_interleave(2, 1).gather(2, index))
+        expected = torch.autograd.grad(chosen.sum() + loss, tensors, retain_graph=True)
+        loss = loss + draws[0].log_probability.sum()
+        torch.testing.assert_close(torch.autograd.grad(loss, tensors), expected)
+    else:
+        assert not draws
+        gradients = torch.autograd.grad(loss, tensors, retain_graph=True)
+        # what is drawn again in the backward is what was drawn: another seed changes nothing
+        torch.manual_seed(11)
+        again = torch.autograd.grad(loss, tensors)
+        torch.testing.assert_close(gradients, again, atol=0, rtol=0)
+        assert gradients[0].abs().sum() > 0
+
+
+def test_draws_follow_the_softmax():
+    query, key, value = make(num_queries=1, num_keys=5, batch=1, heads=1, kv_heads=1)
+    many = query.detach().expand(1, 1, 200_000, 3)
+    with attnkit.record_draws() as draws:
+        attend(many, key, value, normalizer=Hard("score_function"))
+    share = draws[0].index.flatten().bincount(minlength=5) / 200_000
+    weights = attnkit.attention_weights(query, key).flatten()
+    # five standard deviations of a share
+    assert ((share - weights).abs() < 5 * (weights * (1 - weights) / 200_000).sqrt()).all()
+    probabilities = attnkit.attention_weights(query, key, normalizer="hard").flatten()
+    torch.testing.assert_close(probabilities, weights)
+
+
+def test_the_score_function_estimator_has_the_gradient_of_the_expectation():
+    """E[f(value_j)] over 100,000 draws against Σ_j p_j f(value_j), with and without a baseline."""
+    query, key, value = make(num_queries=1, num_keys=5, batch=1, heads=1, kv_heads=1)
+    weights = attnkit.attention_weights(query, key)
+    reward = value.square().sum(-1)[:, :, None]  # of each key
+    (exact,) = torch.autograd.grad((weights * reward).sum(), query)
+    count = 100_000
+    many = query.expand(1, 1, count, 3)
+    spreads = []
+    for baseline in (0.0, float((weights * reward).sum().detach())):
+        with attnkit.record_draws() as draws:
+            output = attend(many, key, value, normalizer=Hard("score_function"))
+        gain = output.square().sum(-1).detach() - baseline
+        (estimate,) = torch.autograd.grad((gain * draws[0].log_probability).mean(), query)
+        single = query.detach().expand(1, 1, count, 3).clone().requires_grad_()
+        logits = attnkit.attention_weights(single, key).log()
+        chosen = logits.gather(-1, draws[0].index[..., None]).squeeze(-1)
+        (each,) = torch.autograd.grad((gain * chosen).sum(), single)
+        error = each.std(2) / count**0.5
+        assert ((estimate[:, :, 0] - exact[:, :, 0]).abs() < 5 * error).all()
+        spreads.append(error.sum())
+    assert spreads[1] < spreads[0]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rows_that_look_nowhere(estimator, in_small_blocks):
+    tensors = make()
+    mask = Padding(torch.tensor([7, 0]))
+    with attnkit.record_draws() as draws:
+        output = attend(*tensors, mask=mask, normalizer=Hard(estimator))
+    loss = output.square().sum() + sum((d.log_probability + d.entropy).sum() for d in draws)
+    gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+    assert (output[1] == 0).all()
+    assert (output[0] != 0).all()
+    for gradient in gradients:
+        assert gradient is None or (gradient.isfinite().all() and (gradient[1] == 0).all())
+    for draw in draws:
+        assert (draw.index[1] == -1).all()
+        assert (draw.index[0] >= 0).all()
+        assert (draw.log_probability[1] == 0).all()
+        assert (draw.entropy[1] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_masked_keys_are_never_drawn(estimator):
+    query, key, value = make(num_queries=1009)
+    mask = Padding(torch.tensor([3, 5]))
+    value = value.detach().clone()
+    value[0, :, 3:], value[1, :, 5:] = torch.nan, torch.nan
+    with torch.no_grad():
+        output = attend(query, key, value, mask=mask, normalizer=Hard(estimator))
+    if estimator == "straight_through":  # whose soft weights multiply every value
+        value = value.nan_to_num(1e6)
+        output = attend(query, key, value, mask=mask, normalizer=Hard(estimator))
+        assert output.abs().max() < 1e5
+    assert output.isfinite().all()
+
+
+def test_dropout_is_of_the_one_weight():
+    query, key, value = make(num_queries=10_007, batch=1, heads=1, kv_heads=1)
+    ones = torch.ones_like(value)
+    output = attend(query, key, ones, normalizer=Hard(None), dropout_p=0.25)
+    assert set(output.unique().tolist()) == {0.0, 1 / 0.75}
+    assert abs((output[..., 0] == 0).double().mean() - 0.25) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision_reads_values_as_they_are(dtype):
+    query, key, value = (tensor.detach().to(dtype) for tensor in make())
+    output = attend(query, key, value, normalizer="hard")
+    assert output.dtype == dtype
+    rows = {tuple(row) for row in value.flatten(0, 2).tolist()}
+    assert {tuple(row) for row in output.flatten(0, 2).tolist()} <= rows
+
+
+def test_what_it_refuses():
+    tensors = make()
+    with pytest.raises(RuntimeError, match="nobody records them"):
+        attend(*tensors, normalizer=Hard("score_function"))
+    with torch.no_grad():
+        attend(*tensors, normalizer=Hard("score_function"))
+    with pytest.raises(ValueError, match=r"estimator: expected .*got 'gumbel'"):
+        Hard("gumbel")
+    with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
+        Hard(temperature=0)
+    with pytest.raises(ValueError, match="temperature: only 'straight_through' has one"):
+        Hard("score_function", temperature=0.5)
+    explained = attnkit.explain_backends(*tensors, normalizer="hard")
+    assert explained.chosen == "hard"
+    assert explained.reasons["flash"] == ["normalises by Softmax, not by Hard"]
+    assert explained.reasons["reference"] == ["draws no keys at random"]
+    assert explained.reasons["hard"] == []

@@ -1,0 +1,117 @@
+"""The queries of few heads in parts: the same attention, whatever the number of threads."""
+
+import pytest
+import torch
+
+import attnkit
+from attnkit import Causal, attend
+from attnkit.core.check import check_inputs
+from attnkit.core.kernels import sdpa
+from attnkit.core.kernels.sdpa import num_query_parts
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Sets how many threads torch says it has; one does the work."""
+
+    def set_threads(number, least_queries=2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: number)
+        monkeypatch.setattr(sdpa, "LEAST_QUERIES", least_queries)
+
+    return set_threads
+
+
+def make(batch, heads, queries, keys=11, kv_heads=None, head_dim=5, value_dim=7, **options):
+    shapes = [
+        (batch, heads, queries, head_dim),
+        (batch, kv_heads or heads, keys, head_dim),
+        (batch, kv_heads or heads, keys, value_dim),
+    ]
+    options = {"dtype": torch.float64, "requires_grad": True, **options}
+    return [torch.randn(shape, **options) for shape in shapes]
+
+
+def with_gradients(tensors, **options):
+    output = attend(*tensors, **options)
+    gradient = (torch.arange(output.numel()) % 17 - 8).view_as(output) / 8
+    return [output, *torch.autograd.grad(output, tensors, gradient.to(output.dtype))]
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "gaussian"])
+@pytest.mark.parametrize("queries", [6, 7, 13])
+@pytest.mark.parametrize(
+    "heads", [(1, 1, 1), (1, 3, 3), (2, 1, 1), (2, 3, 3), (1, 4, 2), (2, 2, 1)], ids=str
+)
+def test_parts_equal_the_reference(threads, heads, queries, score):
+    batch, num_heads, kv_heads = heads
+    tensors = make(batch, num_heads, queries, kv_heads=kv_heads)
+    expected = with_gradients(tensors, backend="reference", score=score)
+    for number in (1, 2, 5, 16):
+        threads(number)
+        parts = num_query_parts(check_inputs(*tensors))
+        assert parts == max(1, min(number // (batch * num_heads), queries // 2))
+        with attnkit.record_backends() as record:
+            actual = with_gradients(tensors, backend="flash", score=score)
+        assert record.total() == {"flash": 1}
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_in_other_precisions(threads, dtype):
+    tensors = make(1, 1, 13, dtype=dtype)
+    exact = with_gradients([t.detach().double().requires_grad_() for t in tensors])
+    threads(4)
+    atol = 1e-5 if dtype == torch.float32 else 5e-2
+    for actual, expected in zip(with_gradients(tensors), exact, strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=1e-2)
+
+
+def test_parts_are_of_what_gains_from_them(threads):
+    threads(8)
+    tensors = make(1, 2, 16, 16)
+
+    def parts(*tensors, **options):
+        return num_query_parts(check_inputs(*tensors, **options))
+
+    assert parts(*tensors) == 4
+    assert parts(*tensors, mask=Causal()) == 1
+    assert parts(*tensors, mask=attnkit.Padding(torch.tensor([3]))) == 1
+    assert parts(*tensors, bias=torch.zeros(16, 16)) == 1
+    assert parts(*make(3, 2, 16, 16)) == 1
+    assert parts(*(tensor.detach() for tensor in tensors)) == 1
+    assert parts(tensors[0].detach(), tensors[1].detach(), tensors[2]) == 4
+    with torch.no_grad():
+        assert parts(*tensors) == 1
+    threads(8, least_queries=8)
+    assert parts(*tensors) == 2
+    threads(1)
+    assert parts(*tensors) == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_and_exported_without_parts(dynamic):
+    """torch.compile cannot ask for the number of threads; nothing of it may be in the program."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key, value):
+            return attend(query, key, value)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(Attention(), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for queries in (521, 577):
+        tensors = make(1, 1, queries)
+        torch.testing.assert_close(compiled(*tensors), attend(*tensors))
+        exported = torch.export.export(Attention(), tuple(tensors)).module()
+        torch.testing.assert_close(exported(*tensors), attend(*tensors))
+
+
+@pytest.mark.parametrize("backend", ["flash", "math", "blockwise"])
+@pytest.mark.parametrize("head_dim", [1, 5])
+def test_channels_need_not_lie_beside_each_other(backend, head_dim):
+    """As in a feature map, whose pixels do."""
+    tensors = make(2, 3, 7, 7, head_dim=7, value_dim=7)
+    tensors = [t.detach().transpose(2, 3)[..., :head_dim].requires_grad_() for t in tensors]
+    assert tensors[0].stride(-1) != 1
+    expected = with_gradients(tensors, backend="reference")
+    torch.testing.assert_close(with_gradients(tensors, backend=backend), expected)

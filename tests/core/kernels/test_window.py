@@ -1,0 +1,322 @@
+"""Windows and packed sequences: against the definition in float64, linear, and where they run."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnkit
+from attnkit import Causal, Dense, Packed, Padding, Window, Window2d, attend
+from attnkit.core.kernels import window_blocks
+from attnkit.core.kernels.choose import UnsupportedError
+
+# (atol, rtol) of torch's own tests of the kernel that computes the blocks, and what we add to them
+TOLERANCES = {
+    torch.float64: (1e-7, 1e-7),
+    torch.float32: (1e-5, 1.3e-6),
+    torch.bfloat16: (1e-3, 1.6e-2),
+    torch.float16: (1e-3, 1e-3),
+}
+FUDGE = 3
+CPU = torch.device("cpu")
+BATCH, HEADS, KV_HEADS = 2, 6, 3
+SOME = torch.rand(1, HEADS, 331, 331, generator=torch.Generator().manual_seed(0)) > 0.7
+LENGTHS = [101, 0, 199, 31]
+
+# backend, mask, queries, keys; with blocks of 64 queries and tiles of 8 × 8 these have blocks
+# inside, at both ends and cut short
+CASES = {
+    "line": ("window", Window(11, 7), 331, 331),
+    "own token only": ("window", Window(0, 0), 331, 331),
+    "wider than all": ("window", Window(401, 409), 331, 331),
+    "far": ("window", Window(89, 3), 331, 331),
+    "one-sided, cut": ("window", Window(13, None) & Causal(), 331, 331),
+    "fewer keys": ("window", Window(11, 7, "top_left"), 331, 211),
+    "fewer keys, at the end": ("window", Window(11, 7, "bottom_right"), 331, 211),
+    "more keys": ("window", Window(11, 7, "bottom_right"), 211, 331),
+    "padding": ("window", Window(11, 3) & Padding(torch.tensor([331, 53])), 331, 331),
+    "in sequences": ("window", Window(11, 3) & Packed(LENGTHS), 331, 331),
+    "dense": ("window", Window(5, 3) & SOME, 331, 331),
+    "grid": ("window", Window2d(19, 23, 3, 2), 437, 437),
+    "grid, prefix": ("window", Window2d(23, 11, 1, 2, num_prefix_tokens=3), 256, 256),
+    "small grid": ("window", Window2d(5, 7, 13, 11, num_prefix_tokens=1), 36, 36),
+    "grid & dense": (
+        "window",
+        Window2d(19, 17, 2, 1, num_prefix_tokens=8) & SOME & Padding(torch.tensor([331, 2])),
+        331,
+        331,
+    ),
+    "packed": ("packed", Packed(LENGTHS), 331, 331),
+    "packed & causal": ("packed", Packed(LENGTHS) & Causal(), 331, 331),
+    "packed cross": ("packed", Packed(LENGTHS, [3, 5, 0, 11]), 331, 19),
+    "packed cross & window": (
+        "packed",
+        Packed(LENGTHS, [3, 5, 31, 11]) & Window(7, 5, "bottom_right"),
+        331,
+        50,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several chunks of several blocks, at the sizes of tests."""
+    monkeypatch.setattr(window_blocks, "CHUNK_ELEMENTS", 2**12)
+
+
+def make(num_queries, num_keys, dtype, head_dim=7, value_dim=5):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (BATCH, HEADS, num_queries, head_dim),
+        (BATCH, KV_HEADS, num_keys, head_dim),
+        (BATCH, KV_HEADS, num_keys, value_dim),
+    ]
+    # laid out as by a projection: tokens before heads
+    return [
+        torch.randn(b, n, h, d, generator=generator).transpose(1, 2).to(dtype).requires_grad_()
+        for b, h, n, d in shapes
+    ]
+
+
+def with_gradients(tensors, function=attend, **options):
+    """Output and gradients, for a gradient of the output that every dtype holds exactly."""
+    output = function(*tensors, **options)
+    gradient = (torch.arange(output.numel(), device=output.device) % 17 - 8).view_as(output) / 8
+    return [output, *torch.autograd.grad(output, tensors, gradient.to(output.dtype))]
+
+
+def assert_equal(actual, exact, plain):
+    """The error of torch's math kernel in the same dtype is allowed too."""
+    atol, rtol = TOLERANCES[actual.dtype]
+    atol = max(atol, (plain.double() - exact).abs().max().item())
+    assert actual.isfinite().all()
+    torch.testing.assert_close(actual.double(), exact, atol=FUDGE * atol, rtol=FUDGE * rtol)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_the_reference(name, dtype):
+    backend, mask, num_queries, num_keys = CASES[name]
+    tensors = make(num_queries, num_keys, dtype)
+    bias = None
+    if name in ("line", "grid, prefix", "packed & causal"):
+        bias = torch.randn(1, HEADS, num_queries, num_keys, generator=torch.manual_seed(1))
+    allowed = mask.dense(num_queries, num_keys, CPU)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = with_gradients(exact, mask=allowed, bias=bias, backend="reference")
+    plain = with_gradients(tensors, mask=allowed, bias=bias, backend="math")
+    with attnkit.record_backends() as record:
+        actual = with_gradients(tensors, mask=mask, bias=bias, backend=backend)
+    assert record.total()[backend] == 1
+    for results in zip(actual, expected, plain, strict=True):
+        assert results[0].dtype == dtype
+        assert_equal(*results)
+    dead = ~allowed.expand(BATCH, HEADS, -1, -1).any(-1)
+    assert (actual[0][dead] == 0).all()
+    assert (actual[1][dead] == 0).all()
+
+
+def test_cases_have_dead_rows():
+    dead = {
+        name
+        for name, (_, mask, *sizes) in CASES.items()
+        if not mask.dense(*sizes, CPU).any(-1).all()
+    }
+    assert dead >= {"fewer keys", "padding", "dense", "grid & dense", "packed cross"}
+
+
+@pytest.mark.parametrize("name", ["far", "fewer keys", "grid, prefix", "packed cross & window"])
+def test_gradcheck(name):
+    backend, mask, num_queries, num_keys = CASES[name]
+    query, key, value = (t.detach()[:1, :1] for t in make(num_queries, num_keys, torch.float64))
+
+    def function(*tensors):
+        return attend(*tensors, mask=mask, backend=backend)
+
+    tensors = [tensor.requires_grad_() for tensor in (query, key, value)]
+    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
+
+
+def test_a_second_derivative_is_refused():
+    query, key, value = make(331, 331, torch.float64)
+    output = attend(query, key, value, mask=Window(3, 5), backend="window")
+    with pytest.raises(RuntimeError, match=r"'window' has no second derivative"):
+        torch.autograd.grad(output.square().sum(), query, create_graph=True)
+
+
+def test_window_as_wide_as_the_sequence_is_full_attention():
+    tensors = make(331, 331, torch.float64)
+    full = with_gradients(tensors, backend="flash")
+    wide = with_gradients(tensors, mask=Window(330, 330), backend="window")
+    torch.testing.assert_close(wide, full)
+    grid = with_gradients(tensors, mask=Window2d(1, 331, 0, 330), backend="window")
+    torch.testing.assert_close(grid, full)
+
+
+def test_a_grid_of_one_row_is_a_line():
+    tensors = make(331, 331, torch.float64)
+    line = with_gradients(tensors, mask=Window(7, 7), backend="window")
+    for grid in (Window2d(1, 331, 0, 7), Window2d(331, 1, 7, 0)):
+        torch.testing.assert_close(with_gradients(tensors, mask=grid, backend="window"), line)
+
+
+def test_grid_is_a_loop_over_its_neighbourhoods():
+    height, width = 13, 11
+    query, key, value = (t.detach()[:, :1] for t in make(143, 143, torch.float64))
+    output = attend(query, key, value, mask=Window2d(height, width, 2, 3), backend="window")
+    maps = [t.unflatten(2, (height, width)) for t in (query, key, value, output)]
+    for y in range(height):
+        for x in range(width):
+            rows, columns = slice(max(0, y - 2), y + 3), slice(max(0, x - 3), x + 4)
+            near_keys, near_values = (m[:, :, rows, columns].flatten(2, 3) for m in maps[1:3])
+            scores = torch.einsum("bhd,bhkd->bhk", maps[0][:, :, y, x], near_keys) / 7**0.5
+            expected = torch.einsum("bhk,bhkd->bhd", scores.softmax(-1), near_values)
+            torch.testing.assert_close(maps[3][:, :, y, x], expected)
+
+
+@pytest.mark.parametrize("inside", [None, Causal(), Window(3, 5)], ids=str)
+def test_packed_equals_one_by_one(inside):
+    tensors = make(331, 331, torch.float64)
+    mask = Packed(LENGTHS) if inside is None else Packed(LENGTHS) & inside
+    actual = with_gradients(tensors, mask=mask, backend="packed")
+
+    def one_by_one(*tensors):
+        pieces = zip(*(tensor.split(LENGTHS, dim=2) for tensor in tensors), strict=True)
+        return torch.cat([attend(*piece, mask=inside, backend="reference") for piece in pieces], 2)
+
+    torch.testing.assert_close(actual, with_gradients(tensors, one_by_one))
+
+
+class LargestOutput(TorchDispatchMode):
+    """The most elements in a storage that an operator returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, torch.Tensor):
+                size = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.largest = max(self.largest, size)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("backend", "mask", "tokens"),
+    [
+        ("window", Window(16, 16), 4096),
+        ("window", Window(16, 16) & Padding(torch.tensor([4001])), 4096),
+        ("window", Window2d(64, 64, 2, 2, num_prefix_tokens=1), 4097),
+        ("packed", Packed([61] * 67), 4087),
+        ("flash", Window(16, 16), 4096),
+    ],
+    ids=["line", "padding", "grid", "packed", "control"],
+)
+def test_memory_is_linear(backend, mask, tokens):
+    tensors = [torch.randn(1, 2, tokens, 8, requires_grad=True) for _ in range(3)]
+    with LargestOutput() as mode:
+        output = attend(*tensors, mask=mask, backend=backend)
+        torch.autograd.grad(output.sum(), tensors)
+    # query or key, or the term of a chunk of blocks
+    bound = 16 * tensors[0].numel()
+    assert bound < tokens**2 / 8
+    assert (mode.largest < bound) == (backend != "flash")
+
+
+def test_auto_takes_them_where_they_pay():
+    def chosen(tokens, mask, **options):
+        tensors = [torch.empty(1, 4, tokens, 64)] * 3
+        return attnkit.explain_backends(*tensors, mask=mask, **options).chosen
+
+    assert chosen(4096, Window(64, 64)) == "window"
+    assert chosen(4096, Window(4000, 4000)) == "flash"
+    assert chosen(64, Window(3, 3)) == "flash"
+    assert chosen(4096, Window(64, None)) == "flash"
+    assert chosen(4096, Window(64, None) & Causal()) == "window"
+    assert chosen(4096, Window(64, 64), dropout_p=0.1) == "blockwise"
+    assert chosen(4096, Window2d(64, 64, 3, 3)) == "window"
+    assert chosen(49, Window2d(7, 7, 1, 1)) == "flash"
+    assert chosen(4096, Packed([2048, 2048])) == "packed"
+    assert chosen(6, Packed([1, 2, 3])) == "flash"
+
+
+def test_refusals():
+    tensors = make(11, 11, torch.float32)
+    learned = torch.zeros(11, 11, requires_grad=True)
+    for backend, options, message in [
+        ("window", {}, "there is no mask"),
+        ("window", {"mask": Causal()}, "the window is unlimited on one side"),
+        ("window", {"mask": Window(1, 1) | Causal()}, "the mask has none"),
+        ("window", {"mask": Window(1, 1), "dropout_p": 0.1}, "no dropout"),
+        ("window", {"mask": Window(1, 1), "bias": learned}, "bias requires a gradient"),
+        ("window", {"mask": Window(1, 1), "scale": -1.0}, "scale is positive"),
+        ("packed", {"mask": Window(1, 1)}, "the mask has 0 Packed"),
+        ("packed", {"mask": Packed([5, 6]) & Packed([6, 5])}, "the mask has 2 Packed"),
+        ("packed", {"mask": Packed([5, 6]) & Dense(SOME[0, 0, :11, :11])}, "Dense does not count"),
+        ("flex", {"mask": Window(1, 1)}, "runs on cuda"),
+    ]:
+        with pytest.raises(UnsupportedError, match=message):
+            attend(*tensors, backend=backend, **options)
+    mask = Window(1, 1, "top_left") & Packed([5, 6], [6, 5])
+    with pytest.raises(UnsupportedError, match="numbers of queries and keys differ"):
+        attend(*tensors, mask=mask, backend="window")
+
+
+def test_packed_serves_dropout_and_a_learned_bias():
+    tensors = make(31, 31, torch.float64)
+    bias = torch.randn(1, 1, 31, 31, dtype=torch.float64, requires_grad=True)
+    mask = Packed([13, 18])
+    expected = with_gradients([*tensors, bias], lambda *t: attend(
+        *t[:3], bias=t[3], mask=mask, backend="reference"))  # fmt: skip
+    actual = with_gradients([*tensors, bias], lambda *t: attend(
+        *t[:3], bias=t[3], mask=mask, backend="packed"))  # fmt: skip
+    torch.testing.assert_close(actual, expected)
+    ones = [*tensors[:2], torch.ones_like(tensors[2])]
+    dropped = attend(*ones, mask=mask, dropout_p=0.5, backend="packed")
+    assert 0.8 < dropped.mean() < 1.2
+    assert dropped.std() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Window(5, 3),  # runs of keys that are no multiple of the step
+        Window(5, 3) & Padding(torch.tensor([53])),
+        Window2d(37, 7, 2, 1, num_prefix_tokens=2),
+        Packed([100, 161]) & Causal(),
+    ],
+    ids=["line", "padding", "grid", "packed"],
+)
+def test_compiled_and_exported_equal_eager(mask):
+    torch._dynamo.reset()
+    # the lengths of Packed have no values while a graph is traced: another kernel serves them
+    backend = "auto" if "Packed" in str(mask) else "window"
+    tensors = [torch.randn(1, 2, 261, 5, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key, value, mask):
+            return attend(query, key, value, mask=mask, backend=backend)
+
+    eager = with_gradients(tensors, mask=mask)
+    compiled = torch.compile(Attention(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(with_gradients(tensors, lambda *t: compiled(*t, mask)), eager)
+    exported = torch.export.export(Attention(), (*tensors, mask)).module()
+    torch.testing.assert_close(exported(*tensors, mask), eager[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_cuda_equals_the_reference(name):
+    _, mask, num_queries, num_keys = CASES[name]
+    mask = mask.to("cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [t.detach().cuda().requires_grad_() for t in make(num_queries, num_keys, dtype)]
+        allowed = mask.dense(num_queries, num_keys, torch.device("cuda"))
+        exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+        expected = with_gradients(exact, mask=allowed, backend="reference")
+        plain = with_gradients(tensors, mask=allowed, backend="math")
+        reasons = attnkit.explain_backends(*tensors, mask=mask).reasons
+        assert not reasons["flex"]
+        for backend in (name for name in ("flex", "packed") if not reasons[name]):
+            actual = with_gradients(tensors, mask=mask, backend=backend)
+            for results in zip(actual, expected, plain, strict=True):
+                assert_equal(*results)

@@ -1,0 +1,89 @@
+"""What each mask means, written out; how masks combine, move and are refused."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from attnkit.core.masks.base import And, Dense, as_mask
+from attnkit.core.masks.sequences import Causal, Padding
+
+CPU = torch.device("cpu")
+
+
+def rows(mask, num_queries, num_keys):
+    dense = mask.dense(num_queries, num_keys, CPU)
+    assert dense.dtype == torch.bool
+    assert dense.ndim == 4
+    return ["".join("x" if may else "." for may in row) for row in dense[0, 0]]
+
+
+def test_causal_alignments():
+    assert rows(Causal("top_left"), 3, 5) == ["x....", "xx...", "xxx.."]
+    assert rows(Causal("bottom_right"), 3, 5) == ["xxx..", "xxxx.", "xxxxx"]
+    assert rows(Causal("bottom_right"), 3, 2) == ["..", "x.", "xx"]
+    assert rows(Causal(), 2, 2) == ["x.", "xx"]
+
+
+def test_padding_by_lengths_and_by_booleans():
+    by_lengths = Padding(torch.tensor([2, 0, 3]))
+    by_booleans = Padding(torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool))
+    expected = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)[:, None, None]
+    for mask in (by_lengths, by_booleans):
+        assert torch.equal(mask.dense(7, 3, CPU), expected)
+
+
+def test_and_is_the_intersection_and_stays_flat():
+    some = torch.rand(3, 1, 5, 5) > 0.5
+    mask = Causal() & (Padding(torch.tensor([5, 3, 1])) & some)
+    expected = torch.ones(5, 5).tril().bool() & some
+    expected[1, :, :, 3:] = False
+    expected[2, :, :, 1:] = False
+    assert torch.equal(mask.dense(5, 5, CPU), expected)
+    assert [type(part) for part in mask.masks] == [Causal, Padding, Dense]
+    assert torch.equal((some & Causal()).dense(5, 5, CPU), (Causal() & some).dense(5, 5, CPU))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal("bottom_right"),
+        Padding(torch.tensor([7, 3])),
+        Dense(torch.rand(2, 3, 5, 7) > 0.5),
+        Dense(torch.rand(5, 1) > 0.5),
+        Causal("top_left") & Dense(torch.rand(3, 1, 7) > 0.5),
+    ],
+    ids=lambda mask: type(mask).__name__,
+)
+def test_select_is_the_dense_mask_of_some_rows_and_heads(mask):
+    picked_rows, picked_heads = torch.tensor([4, 0, 2]), torch.tensor([2, 0])
+    full = mask.dense(5, 7, CPU).expand(2, 3, 5, 7)
+    selected = mask.select(picked_rows, picked_heads, 5, 7).expand(2, 2, 3, 7)
+    assert torch.equal(selected, full[:, picked_heads][:, :, picked_rows])
+
+
+def test_masks_are_pytrees_and_move():
+    mask = Causal("bottom_right") & Padding(torch.tensor([2, 3]))
+    leaves, structure = pytree.tree_flatten(mask)
+    assert [leaf.tolist() for leaf in leaves] == [[2, 3]]
+    rebuilt = pytree.tree_unflatten(leaves, structure)
+    assert rebuilt.masks[0] == Causal("bottom_right")
+    moved = mask.to("meta")
+    assert isinstance(moved, And)
+    assert moved.masks[1].lengths.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Causal("left"), ValueError, "align: expected 'top_left' or 'bottom_right'"),
+        (lambda: Padding(torch.tensor([1.0])), TypeError, "lengths: expected integers"),
+        (lambda: Padding(torch.ones(2, 3).int()), ValueError, r"expected the shape \[batch\]"),
+        (lambda: Padding(torch.ones(3).bool()), ValueError, r"boolean Padding is \[batch, keys\]"),
+        (lambda: Dense(torch.zeros(2, 2)), TypeError, "True = may look.*additive terms go into"),
+        (lambda: as_mask([True]), TypeError, "got list"),
+        (lambda: Causal() & torch.zeros(2, 2), TypeError, "expected a boolean tensor"),
+    ],
+)
+def test_wrong_masks_are_named(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

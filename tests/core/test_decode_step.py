@@ -1,0 +1,119 @@
+"""A step of decoding is what the block computes, by another way or through its forward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import attnkit
+from attnkit import MultiHeadAttention, Rotary1d, ScaledDot
+from attnkit.core import decode_step
+from attnkit.core.decode_step import attention_step, memory_step, plain_linear, remembered
+
+BATCH, BEAMS, KEYS, DIM, HEADS = 3, 2, 7, 20, 5
+
+BLOCKS = {
+    "plain": {},
+    "no bias": {"bias": False, "out_bias": False},
+    "other memory": {"key_dim": 11},
+    "scale": {"score": ScaledDot(0.7)},
+    "additive": {"score": "additive"},
+    "softcap": {"score": ScaledDot(softcap=2.0)},
+    "grouped": {"num_kv_heads": 1},
+    "qk_norm": {"qk_norm": True},
+    "gate": {"gate": "head"},
+    "hard": {"normalizer": "hard"},
+    "reference": {"backend": "reference"},
+}
+PLAIN = {"plain", "no bias", "other memory", "scale"}
+
+
+def made(options) -> MultiHeadAttention:
+    block = MultiHeadAttention(DIM, HEADS, **options).double().eval()
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return block
+
+
+def some(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("masked", [False, True])
+@torch.no_grad()
+def test_memory_step_is_the_block(name, masked):
+    block = made(BLOCKS[name])
+    tokens, memory = some(BATCH, BEAMS, DIM), some(BATCH, KEYS, block.key_dim)
+    bias = some(BATCH, 1, 1, KEYS).where(torch.rand(BATCH, 1, 1, KEYS) > 0.4, -torch.inf)
+    bias[..., 0] = 0.0
+    bias = bias if masked else None
+    with attnkit.record_backends() as record:
+        step = memory_step(block, tokens, remembered(block, memory), bias=bias)
+    assert ("step" in record.total()) == (name in PLAIN)
+    torch.testing.assert_close(step, block(tokens, memory, bias=bias))
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "other memory"])
+@pytest.mark.parametrize("rotated", [False, True])
+@torch.no_grad()
+def test_attention_steps_are_the_causal_block(name, rotated):
+    block = made(BLOCKS[name])
+    rotary = Rotary1d(DIM // HEADS, KEYS).double() if rotated else None
+    tokens = some(BATCH, KEYS, DIM)
+    cache = block.new_cache(BATCH, KEYS)
+    steps = [
+        attention_step(
+            block, token, cache, positions=None if rotary is None else rotary.rotation(1, place)
+        )
+        for place, token in enumerate(tokens.split(1, dim=1))
+    ]
+    expected = block(tokens, mask=attnkit.Causal(), positions=rotary)
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected)
+
+
+@torch.no_grad()
+def test_hooks_of_a_block_are_called():
+    block = made({})
+    memory = some(BATCH, KEYS, DIM)
+    kept = remembered(block, memory)
+    tokens = some(BATCH, 1, DIM)
+    with attnkit.capture_attention(nn.ModuleDict({"block": block})) as captured:
+        memory_step(block, tokens, kept)
+    torch.testing.assert_close(captured["block"][0], block.attention_weights(tokens, memory))
+
+
+def test_gradients_go_through_the_block():
+    block = made({})
+    tokens = some(BATCH, 1, DIM).requires_grad_()
+    memory = some(BATCH, KEYS, DIM)
+    step = memory_step(block, tokens, remembered(block, memory))
+    expected = block(tokens, memory)
+    torch.testing.assert_close(step, expected)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(y.square().sum(), [tokens, *block.parameters()])
+          for y in (step, expected)),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(32, 256), (5, 7, 256), (0, 256)])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_plain_linear_is_linear(shape, bias, monkeypatch):
+    monkeypatch.setattr(decode_step, "LARGE", 0)
+    layer = nn.Linear(256, 131, bias=bias)
+    tokens = torch.randn(*shape)
+    expected = F.linear(tokens.double(), layer.weight.double(),
+                        layer.bias.double() if bias else None)  # fmt: skip
+    given = plain_linear(tokens, layer.weight, layer.bias)
+    torch.testing.assert_close(given, expected.float(), rtol=1e-5, atol=1e-5)
+    strided = torch.randn(*shape[:-1], 512)[..., ::2]
+    torch.testing.assert_close(plain_linear(strided, layer.weight, layer.bias), layer(strided))
+
+
+@torch.no_grad()
+def test_plain_linear_is_counted():
+    tokens, weight = torch.randn(64, 256), torch.randn(128, 256)
+    assert attnkit.count_multiply_adds(plain_linear, tokens, weight, None) == 64 * 256 * 128
