@@ -36,7 +36,7 @@ def make(tokens, head_dim=5, value_dim=3, kv_heads=2, dtype=torch.float64):
     return [tensor.to(dtype).requires_grad_() for tensor in tensors]
 
 
-def recurrence(query, key, value, beta, state):
+def token_by_token(query, key, value, beta, state):
     """The formula, a token after the other."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -70,7 +70,7 @@ def in_small_segments(request, monkeypatch):
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 200])
 def test_chunks_are_the_recurrence(tokens, chunk_size, in_small_segments):
     tensors = make(tokens)
-    expected = with_gradients(recurrence, tensors)
+    expected = with_gradients(token_by_token, tensors)
     actual = with_gradients(delta_rule, tensors, chunk_size=chunk_size)
     torch.testing.assert_close(actual, expected)
 
@@ -175,8 +175,8 @@ def test_derivatives_of_every_order(chunk_size, in_small_segments):
 def test_every_dtype(dtype, in_small_segments):
     tensors = make(67, dtype=dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    expected = with_gradients(recurrence, exact)
-    plain = with_gradients(recurrence, tensors)
+    expected = with_gradients(token_by_token, exact)
+    plain = with_gradients(token_by_token, tensors)
     actual = with_gradients(delta_rule, tensors)
     assert actual[0].dtype == dtype
     assert actual[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import Causal, Dense, Linear, Padding, Window, attend
-from attnkit.core.kernels import linear
-from attnkit.core.kernels import recurrence
+from attnkit.core.kernels import linear, recurrence
 from attnkit.core.kernels.choose import UnsupportedError
 
 # (atol, rtol) of torch's own tests of its kernels, and how many errors of plain code are allowed
