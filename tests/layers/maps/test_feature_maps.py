@@ -16,7 +16,7 @@ from attnkit import (
 )
 from attnkit.layers.feature_maps import FEATURE_ATTENTION, make_feature_attention
 
-CONF = Path(__file__).resolve().parent.parent.parent / "conf" / "attention"
+CONF = Path(__file__).resolve().parents[3] / "conf" / "attention"
 
 
 @pytest.mark.parametrize("name", FEATURE_ATTENTION)
