@@ -125,7 +125,7 @@ def cell(inputs: Inputs | ValueError) -> str:
         return "–"
     names = []
     for kernel in BACKENDS:
-        if not kernel.unsupported_reasons(inputs):
+        if kernel.serves(inputs):
             is_dense = isinstance(kernel, Sdpa) and inputs.mask is not None and inputs.has_term
             names.append(f"{kernel.name}▫" if is_dense else kernel.name)
     return ", ".join(names)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.choose import choose_backend
+from attnkit.core.kernels.sdpa import is_torchs_own
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.scores.base import Score
@@ -66,6 +68,16 @@ def attend(
         ValueError, TypeError: an argument has a wrong value, shape or type, or is not served.
         UnsupportedError: the backend that was forced cannot serve this; every reason is given.
     """
+    if (
+        mask is None
+        and bias is None
+        and edge_features is None
+        and scale is None
+        and (score, normalizer, backend) == ("scaled_dot", "softmax", "auto")
+        and not dropout_p
+        and is_torchs_own(query, key, value)
+    ):
+        return F.scaled_dot_product_attention(query, key, value)
     is_batched = not query.ndim == key.ndim == value.ndim == 3
     if not is_batched:
         query, key, value = query[None], key[None], value[None]

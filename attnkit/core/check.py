@@ -96,7 +96,13 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    is_plain = (
+        query.ndim == key.ndim == value.ndim == 4
+        and query.dtype == key.dtype == value.dtype
+        and query.device == key.device == value.device
+        and query.is_floating_point()
+    )
+    for name, tensor in () if is_plain else (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name}: expected [batch, heads, tokens, head_dim], got {list(tensor.shape)}"
@@ -108,14 +114,14 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name}: is {tensor.dtype} on {tensor.device}, "
                 f"but query is {query.dtype} on {query.device}"
             )
-    if key.shape[:3] != value.shape[:3]:
+    batch, num_heads, _, _ = query.shape
+    *of_key, _ = key.shape
+    *of_value, _ = value.shape
+    if of_key != of_value:
         raise ValueError(
-            "value: expected the batch, heads and tokens of key "
-            f"{list(key.shape[:3])}, got {list(value.shape[:3])}"
+            f"value: expected the batch, heads and tokens of key {of_key}, got {of_value}"
         )
-    if key.shape[0] != query.shape[0]:
-        raise ValueError(f"key: expected query's batch {query.shape[0]}, got {key.shape[0]}")
-    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
-        raise ValueError(
-            f"key: its {key.shape[1]} heads do not divide query's {query.shape[1]} heads"
-        )
+    if of_key[0] != batch:
+        raise ValueError(f"key: expected query's batch {batch}, got {of_key[0]}")
+    if num_heads != of_key[1] and (of_key[1] == 0 or num_heads % of_key[1]):
+        raise ValueError(f"key: its {of_key[1]} heads do not divide query's {num_heads} heads")

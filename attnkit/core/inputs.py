@@ -136,7 +136,7 @@ class Inputs:
     @property
     def is_empty(self) -> bool:
         """Whether a size is zero, where kernels differ and there is nothing to compute."""
-        return 0 in (*self.query.shape, *self.key.shape, *self.value.shape)
+        return not (self.query.numel() and self.key.numel() and self.value.numel())
 
     @property
     def is_causal(self) -> bool:

@@ -34,7 +34,7 @@ class Layer:
 
     def ours(self, nodes: Tensor, mask: Edges) -> Tensor:
         query, key, value, score = self.project(nodes)
-        output = attend(query, key, value, mask=mask, score=score, backend="edges")
+        output = attend(query, key, value, mask=mask, score=score, backend="edges_triton")
         return output[0].transpose(0, 1).flatten(1)
 
 
@@ -95,7 +95,7 @@ def alone(layer: Layer, nodes: Tensor, mask: Edges) -> Callable[[], object]:
     gradient = torch.randn_like(inputs[2])
 
     def run():
-        output = attend(*inputs, mask=mask, score=score, backend="edges")
+        output = attend(*inputs, mask=mask, score=score, backend="edges_triton")
         return torch.autograd.grad(output, inputs, gradient)
 
     return run

@@ -2,54 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from attnkit.core.inputs import Inputs, Normalizer
+from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers.kinds import Softmax
 from attnkit.core.scores.kinds import ScaledDot
 
 
 class Backend:
-    """One kernel: `unsupported_reasons(inputs)` tells its limits, calling it computes.
+    """One kernel: `unsupported_reasons(inputs)` gives its limits, calling it computes.
 
-    Subclasses declare their limits in `reasons`.
+    Subclasses define `reasons` and `compute`. Reasons are generators: whether a kernel serves is
+    known at the first one, and the text of the others is never made.
     """
 
     name: str
     normalizers: tuple[type[Normalizer], ...] = (Softmax,)
-    """What it normalises by."""
+    """The normalizers it computes."""
+    needs_mask = ""
+    """What mask it is for, if it is for one alone; it serves nothing without a mask."""
     reads_edges = False
     """Whether it reads edges one by one, with what they carry, or as a boolean mask."""
 
-    def unsupported_reasons(self, inputs: Inputs) -> list[str]:
-        """Every reason why this kernel cannot serve the inputs; empty if it can."""
+    def unsupported_reasons(self, inputs: Inputs) -> Iterator[str]:
+        """Every reason why this kernel cannot serve the inputs; none if it can."""
         if not isinstance(inputs.normalizer, self.normalizers):
-            names = " and ".join(normalizer.__name__ for normalizer in self.normalizers)
-            return [f"normalises by {names}, not by {inputs.normalizer}"]
-        reasons = self.reasons(inputs)
+            names = " or ".join(normalizer.__name__ for normalizer in self.normalizers)
+            yield f"needs the normalizer {names}, got {inputs.normalizer}"
+            return
+        serves = True
+        if self.needs_mask and inputs.mask is None:
+            serves = False
+            yield f"needs {self.needs_mask}, got no mask"
+        for reason in self.reasons(inputs):
+            serves = False
+            yield reason
         if isinstance(inputs.mask, Edges) and not self.reads_edges:
             if inputs.edge_features is not None:
-                reasons.append("reads no edge features")
-            elif not reasons and (torch.compiler.is_exporting() or inputs.mask.has_repeated):
-                reasons.append("reads a boolean mask, which cannot say that an edge is given twice")
-        return reasons
+                yield "cannot read edge features"
+            elif serves and (torch.compiler.is_exporting() or inputs.mask.has_repeated):
+                yield "reads a boolean mask, which cannot say that an edge is given twice"
 
-    def reasons(self, inputs: Inputs) -> list[str]:
-        """`unsupported_reasons` beside a normaliser that the kernel does not have."""
+    def serves(self, inputs: Inputs) -> bool:
+        """Whether there is no reason against it."""
+        return next(self.unsupported_reasons(inputs), None) is None
+
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        """`unsupported_reasons` other than the normalizer and what edges carry."""
         raise NotImplementedError
 
     def pays(self, inputs: Inputs) -> bool:
         """Whether "auto" should take this kernel where it can serve."""
         return True
 
-    def __call__(self, inputs: Inputs) -> Tensor:
+    def compute(self, inputs: Inputs) -> Tensor:
         """The attention's output, [batch, heads, queries, value_dim]."""
         raise NotImplementedError
 
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """`compute`, noted for `record_backends`."""
+        note_kernel(self.name)
+        return self.compute(inputs)
 
-def dot_product_reasons(inputs: Inputs, *, needs_positive_scale: bool = True) -> list[str]:
+
+def device_reasons(inputs: Inputs, *device_types: str) -> Iterator[str]:
+    """Why a kernel that runs on these types of device cannot run where the tensors are."""
+    device_type = inputs.query.device.type
+    if device_type not in device_types:
+        yield f"needs tensors on {' or '.join(device_types)}, got {device_type}"
+
+
+def dot_product_reasons(inputs: Inputs, *, needs_positive_scale: bool = True) -> Iterator[str]:
     """Why a kernel of scaled dot products, and of nothing else, cannot compute the score.
 
     Fused kernels write −inf before they scale, and keep a running maximum of unscaled scores: they
@@ -57,23 +85,33 @@ def dot_product_reasons(inputs: Inputs, *, needs_positive_scale: bool = True) ->
     """
     score = inputs.score
     if inputs.dot_dim is None:
-        return [f"computes scaled dot products, and the score {score} is none"]
-    reasons = []
+        yield f"needs a scaled dot-product score, got {score}"
+        return
     if score.softcap is not None:
-        reasons.append(f"computes no softcap, got {score.softcap}")
+        yield f"cannot compute a softcap, got {score.softcap}"
     if needs_positive_scale and isinstance(score, ScaledDot) and inputs.scale <= 0:
-        reasons.append(f"scale is positive in this kernel, got {inputs.scale}")
-    return reasons
+        yield f"needs a positive scale, got {inputs.scale}"
 
 
-def empty_reasons(inputs: Inputs) -> list[str]:
+def dropout_reasons(inputs: Inputs) -> Iterator[str]:
+    """Why a kernel without dropout refuses."""
+    if inputs.dropout_p > 0:
+        yield f"has no dropout, got dropout_p={inputs.dropout_p}"
+
+
+def bias_gradient_reasons(inputs: Inputs) -> Iterator[str]:
+    """Why a kernel that computes no gradient of the bias refuses."""
+    if inputs.bias is not None and inputs.bias.requires_grad:
+        yield "has no gradient for the bias, which requires one"
+
+
+def empty_reasons(inputs: Inputs) -> Iterator[str]:
     """Why a kernel that needs something to compute refuses empty inputs."""
-    if not inputs.is_empty:
-        return []
-    return [
-        f"a size is zero: query {list(inputs.query.shape)}, "
-        f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
-    ]
+    if inputs.is_empty:
+        yield (
+            f"needs sizes above zero, got query {list(inputs.query.shape)}, "
+            f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
+        )
 
 
 def refuse_second_derivative(backend: str, *tensors: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import Backend, empty_reasons
-from attnkit.core.kernels.record import note_kernel
 from attnkit.core.normalizers.kinds import masked_scores
 from attnkit.core.precision import no_autocast
 
@@ -144,9 +143,8 @@ class Blockwise(Backend):
 
     name = "blockwise"
 
-    def reasons(self, inputs: Inputs) -> list[str]:
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
         return empty_reasons(inputs)
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        note_kernel("blockwise")
+    def compute(self, inputs: Inputs) -> Tensor:
         return blockwise_attention(inputs)

@@ -12,12 +12,14 @@ from attnkit.core.kernels.base import Backend
 from attnkit.core.kernels.blockwise import Blockwise
 from attnkit.core.kernels.delta_rule import DeltaRuleKernel
 from attnkit.core.kernels.edges.edges import EdgesKernel
+from attnkit.core.kernels.edges.triton import TritonEdgesKernel
 from attnkit.core.kernels.flex import Flex
 from attnkit.core.kernels.hard import HardKernel
 from attnkit.core.kernels.linear import LinearKernel
 from attnkit.core.kernels.packed import PackedKernel
 from attnkit.core.kernels.reference import Reference
 from attnkit.core.kernels.sdpa import Cudnn, Efficient, Flash, Math
+from attnkit.core.kernels.varlen import VarlenKernel
 from attnkit.core.kernels.window import WindowKernel
 
 
@@ -26,7 +28,9 @@ class UnsupportedError(ValueError):
 
 
 BACKENDS: tuple[Backend, ...] = (
+    TritonEdgesKernel(),
     EdgesKernel(),
+    VarlenKernel(),
     PackedKernel(lambda inputs: choose_backend(inputs)),
     WindowKernel(),
     Flex(),
@@ -42,16 +46,17 @@ BACKENDS: tuple[Backend, ...] = (
 )
 """The kernels in order of preference; those that read a mask's own structure come first."""
 
+_WITHOUT_MASK = tuple(backend for backend in BACKENDS if not backend.needs_mask)
+_BY_NAME = {backend.name: backend for backend in BACKENDS}
+
 
 def named_backend(name: str) -> Backend | None:
     """The backend of that name, None for "auto"; ValueError lists the names there are."""
     if name == "auto":
         return None
-    for backend in BACKENDS:
-        if backend.name == name:
-            return backend
-    names = ", ".join(backend.name for backend in BACKENDS)
-    raise ValueError(f"backend: expected 'auto' or one of {names}, got {name!r}")
+    if name not in _BY_NAME:
+        raise ValueError(f"backend: expected 'auto' or one of {', '.join(_BY_NAME)}, got {name!r}")
+    return _BY_NAME[name]
 
 
 def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
@@ -61,12 +66,13 @@ def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
     """
     backend = named_backend(name)
     if backend is None:
-        for backend in BACKENDS:
-            if not backend.unsupported_reasons(inputs) and backend.pays(inputs):
+        for backend in _WITHOUT_MASK if inputs.mask is None else BACKENDS:
+            if backend.serves(inputs) and backend.pays(inputs):
                 return backend
         why = dict.fromkeys(reason for b in BACKENDS for reason in b.unsupported_reasons(inputs))
         raise UnsupportedError(f"no backend can serve this attention: {'; '.join(why)}")
-    if reasons := backend.unsupported_reasons(inputs):
+    if not backend.serves(inputs):
+        reasons = backend.unsupported_reasons(inputs)
         raise UnsupportedError(
             f"backend={name!r} cannot serve this attention: {'; '.join(reasons)}"
         )
@@ -98,5 +104,5 @@ def explain_backends(query: Tensor, key: Tensor, value: Tensor, **options) -> Ex
         print(attnkit.explain_backends(query, key, value, mask=attnkit.Causal(), dropout_p=0.1))
     """
     inputs = check_inputs(query, key, value, **options)
-    reasons = {kernel.name: kernel.unsupported_reasons(inputs) for kernel in BACKENDS}
+    reasons = {kernel.name: list(kernel.unsupported_reasons(inputs)) for kernel in BACKENDS}
     return Explanation(reasons, choose_backend(inputs).name)

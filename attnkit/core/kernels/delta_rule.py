@@ -7,7 +7,7 @@ Rule over Sequence Length, 2024), so that only chunks, not tokens, wait for each
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.base import Backend, empty_reasons
-from attnkit.core.kernels.record import note_kernel
+from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
 from attnkit.core.kernels.recurrence import in_chunks, in_segments, segment_size
 from attnkit.core.masks.sequences import Causal
 from attnkit.core.normalizers.kinds import DeltaRule
@@ -81,14 +80,11 @@ class DeltaRuleKernel(Backend):
     name = "delta_rule"
     normalizers = (DeltaRule,)
 
-    def reasons(self, inputs: Inputs) -> list[str]:
-        reasons = empty_reasons(inputs)
-        if inputs.dropout_p > 0:
-            reasons.append(f"dropout_p={inputs.dropout_p}: this kernel has no weights to drop")
-        return reasons
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from empty_reasons(inputs)
+        yield from dropout_reasons(inputs)
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        note_kernel(self.name)
+    def compute(self, inputs: Inputs) -> Tensor:
         rule = inputs.normalizer
         assert isinstance(rule, DeltaRule)
         output, _ = _in_chunks(inputs, rule.written(inputs), features=rule.features)

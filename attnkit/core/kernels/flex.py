@@ -12,8 +12,13 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.base import Backend, dot_product_reasons, empty_reasons
-from attnkit.core.kernels.record import note_kernel
+from attnkit.core.kernels.base import (
+    Backend,
+    device_reasons,
+    dot_product_reasons,
+    dropout_reasons,
+    empty_reasons,
+)
 from attnkit.core.masks.base import And, Mask, Not, Or
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Blocks, Window2d
@@ -27,30 +32,25 @@ class Flex(Backend):
     """torch's FlexAttention, compiled; skips the blocks that the mask leaves empty."""
 
     name = "flex"
+    needs_mask = "a mask"
 
-    def reasons(self, inputs: Inputs) -> list[str]:
-        device_type = inputs.query.device.type
-        if device_type != "cuda":
-            return [f"runs on cuda, the tensors are on {device_type}"]
-        reasons = empty_reasons(inputs) + dot_product_reasons(inputs)
-        if inputs.mask is None:
-            reasons.append("computes masks, and there is none")
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from device_reasons(inputs, "cuda")
+        yield from empty_reasons(inputs)
+        yield from dot_product_reasons(inputs)
         if any(isinstance(part, Edges) for part in _simple(inputs.mask)):
-            reasons.append("Edges is no function of indices that this kernel can compile")
+            yield "cannot compile the mask Edges"
         if inputs.query.dtype == torch.float64:
-            reasons.append("computes in float32, bfloat16 and float16, got torch.float64")
+            yield "needs float32, bfloat16 or float16, got torch.float64"
         if inputs.bias is not None:
-            reasons.append("reads no bias")
-        if inputs.dropout_p > 0:
-            reasons.append(f"dropout_p={inputs.dropout_p}: this kernel has no dropout")
-        return reasons
+            yield "cannot read a bias"
+        yield from dropout_reasons(inputs)
 
     def pays(self, inputs: Inputs) -> bool:
         sparse = Window | Window2d | Packed | Blocks
         return any(isinstance(part, sparse) for part in _simple(inputs.mask))
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        note_kernel(self.name)
+    def compute(self, inputs: Inputs) -> Tensor:
         inputs = inputs.lowered()
         value_dim = inputs.value.shape[3]
         assert inputs.mask is not None

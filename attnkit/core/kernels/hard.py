@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, empty_reasons
 from attnkit.core.kernels.blockwise import in_blocks, revived
-from attnkit.core.kernels.record import note_kernel
 from attnkit.core.normalizers.kinds import Hard, masked_scores
 
 
@@ -63,11 +62,10 @@ class HardKernel(Backend):
     name = "hard"
     normalizers = (Hard,)
 
-    def reasons(self, inputs: Inputs) -> list[str]:
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
         return empty_reasons(inputs)
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        note_kernel(self.name)
+    def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Hard)
         by_score_function = inputs.normalizer.estimator == "score_function"
         recorded = by_score_function and bool(_OPEN)

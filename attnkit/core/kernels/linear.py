@@ -9,7 +9,7 @@ kept per chunk of tokens, and what the chunk itself adds is a small matrix of we
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from operator import and_
 
@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.base import Backend, empty_reasons
-from attnkit.core.kernels.record import note_kernel
+from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
 from attnkit.core.kernels.recurrence import in_chunks, in_segments, segment_size
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.normalizers.kinds import Linear
@@ -40,18 +39,14 @@ class LinearKernel(Backend):
     name = "linear"
     normalizers = (Linear,)
 
-    def reasons(self, inputs: Inputs) -> list[str]:
-        reasons = empty_reasons(inputs)
-        if inputs.dropout_p > 0:
-            reasons.append(f"dropout_p={inputs.dropout_p}: this kernel has no weights to drop")
-        return reasons + [
-            f"looks everywhere or by Causal and Padding, not by {type(mask).__name__}"
-            for mask in inputs.masks
-            if not isinstance(mask, Causal | Padding)
-        ]
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from empty_reasons(inputs)
+        yield from dropout_reasons(inputs)
+        for mask in inputs.masks:
+            if not isinstance(mask, Causal | Padding):
+                yield f"needs no mask but Causal and Padding, got {type(mask).__name__}"
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        note_kernel(self.name)
+    def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Linear)
         query, key, value = inputs.query, inputs.key, inputs.value
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,6 @@ from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs, Normalizer, in_high_precision
 from attnkit.core.kernels.base import Backend
-from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers.kinds import Softmax
 from attnkit.core.precision import no_autocast
@@ -84,14 +84,12 @@ class Reference(Backend):
     normalizers = (Normalizer,)
     reads_edges = True
 
-    def reasons(self, inputs: Inputs) -> list[str]:
-        if inputs.normalizer.draws:
-            return ["draws no keys at random"]
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
         mask, normalizer = inputs.mask, inputs.normalizer
-        if isinstance(mask, Edges) and not isinstance(normalizer, Softmax) and mask.has_repeated:
-            return [f"an edge is given twice, which {normalizer} does not count"]
-        return []
+        if normalizer.draws:
+            yield "cannot sample keys"
+        elif isinstance(mask, Edges) and not isinstance(normalizer, Softmax) and mask.has_repeated:
+            yield f"counts an edge that is given twice in softmax alone, got {normalizer}"
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        note_kernel("reference")
+    def compute(self, inputs: Inputs) -> Tensor:
         return reference_attention(inputs)

@@ -8,15 +8,25 @@ batch item of its own; the gradients of keys and values are then sums over the p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import flash_sdp_enabled
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.base import Backend, dot_product_reasons, empty_reasons
+from attnkit.core.kernels.base import (
+    Backend,
+    bias_gradient_reasons,
+    device_reasons,
+    dot_product_reasons,
+    dropout_reasons,
+    empty_reasons,
+)
 
 LEAST_QUERIES = 256  # of a part: with fewer, splitting costs what it gains
 
@@ -36,24 +46,19 @@ class Sdpa(Backend):
     needs_positive_scale = True
     needs_unit_stride = True
 
-    def reasons(self, inputs: Inputs) -> list[str]:
-        device_type = inputs.query.device.type
-        if device_type not in self.device_types:
-            return [f"runs on {' and '.join(self.device_types)}, the tensors are on {device_type}"]
-        reasons = empty_reasons(inputs) + dot_product_reasons(
-            inputs, needs_positive_scale=self.needs_positive_scale
-        )
-        if inputs.dot_dim is None:  # and there is no head dimension to speak of
-            return reasons
-        return reasons + (
-            self.cuda_reasons(inputs) if device_type == "cuda" else self.cpu_reasons(inputs)
-        )
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from device_reasons(inputs, *self.device_types)
+        yield from empty_reasons(inputs)
+        yield from dot_product_reasons(inputs, needs_positive_scale=self.needs_positive_scale)
+        if inputs.dot_dim is not None and inputs.query.device.type in self.device_types:
+            on_cuda = inputs.query.is_cuda
+            yield from self.cuda_reasons(inputs) if on_cuda else self.cpu_reasons(inputs)
 
-    def cpu_reasons(self, inputs: Inputs) -> list[str]:
-        return []
+    def cpu_reasons(self, inputs: Inputs) -> Iterator[str]:
+        return iter(())
 
-    def cuda_reasons(self, inputs: Inputs) -> list[str]:
-        return []
+    def cuda_reasons(self, inputs: Inputs) -> Iterator[str]:
+        return iter(())
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
         """The head dimensions of query/key and of value that the kernel wants, padded with 0."""
@@ -70,6 +75,13 @@ class Sdpa(Backend):
         return tensor
 
     def __call__(self, inputs: Inputs) -> Tensor:
+        return self.compute(inputs)  # `record_backends` sees torch's operator itself
+
+    def forced(self, query: Tensor) -> AbstractContextManager:
+        """A block in which torch takes this kernel."""
+        return sdpa_kernel(self.kernel)
+
+    def compute(self, inputs: Inputs) -> Tensor:
         inputs = inputs.lowered()
         query, key, value = inputs.query, inputs.key, inputs.value
         head_dim, value_dim = self.head_dims(inputs)
@@ -80,7 +92,7 @@ class Sdpa(Backend):
         term, alive = inputs.term(), None
         if term is not None and self.guards_dead_rows and query.is_cuda:
             term, alive = _revive(term)
-        with sdpa_kernel(self.kernel):
+        with self.forced(query):
             output = F.scaled_dot_product_attention(
                 self.readable(query, head_dim),
                 self.readable(key, head_dim),
@@ -91,7 +103,8 @@ class Sdpa(Backend):
                 scale=inputs.scale,
                 enable_gqa=grouped,
             )
-        output = output[..., : inputs.value.shape[3]]
+        if output.shape[3] != inputs.value.shape[3]:
+            output = output[..., : inputs.value.shape[3]]
         return output if alive is None else output.masked_fill(~alive, 0.0)
 
 
@@ -105,33 +118,56 @@ class Flash(Sdpa):
         largest = max(_dot_dim(inputs), inputs.value.shape[3])
         return largest, largest
 
-    def __call__(self, inputs: Inputs) -> Tensor:
+    def forced(self, query: Tensor) -> AbstractContextManager:
+        if query.is_cpu and not torch.compiler.is_compiling() and flash_sdp_enabled():
+            return nullcontext()  # torch's own first choice; forcing it takes as long as a step
+        return super().forced(query)
+
+    def compute(self, inputs: Inputs) -> Tensor:
         num_parts = num_query_parts(inputs)
         if num_parts == 1:
-            return super().__call__(inputs)
+            return super().compute(inputs)
         inputs = inputs.lowered()
-        return joined_parts(super().__call__(split_queries(inputs, num_parts)), inputs)
+        return joined_parts(super().compute(split_queries(inputs, num_parts)), inputs)
 
-    def cpu_reasons(self, inputs: Inputs) -> list[str]:
-        reasons = []
-        if inputs.dropout_p > 0:
-            reasons.append(f"dropout_p={inputs.dropout_p}: the CPU's kernel has no dropout")
-        if inputs.bias is not None and inputs.bias.requires_grad:
-            reasons.append("bias requires a gradient, which the CPU's kernel does not compute")
-        return reasons
+    def cpu_reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from dropout_reasons(inputs)
+        yield from bias_gradient_reasons(inputs)
 
-    def cuda_reasons(self, inputs: Inputs) -> list[str]:
-        reasons = _half_precision_reasons(inputs) + _capability_reasons(inputs)
+    def cuda_reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from half_precision_reasons(inputs)
+        yield from capability_reasons(inputs)
         if max(self.head_dims(inputs)) > 256:
-            reasons.append(f"head_dim is at most 256, got {max(self.head_dims(inputs))}")
+            yield f"needs a head_dim of at most 256, got {max(self.head_dims(inputs))}"
         if inputs.has_term:
-            reasons.append("reads no mask or bias but causal on CUDA")
-        elif inputs.is_causal and inputs.num_queries != inputs.num_keys:
-            reasons.append(
-                "causal needs as many queries as keys on CUDA, "
-                f"got {inputs.num_queries} and {inputs.num_keys}"
-            )
-        return reasons
+            yield "cannot read a mask or bias but Causal on CUDA"
+        elif inputs.is_causal:
+            yield from _square_reasons(inputs)
+
+
+def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's function, called with nothing but these, is what `Flash` would compute.
+
+    On the CPU, where no gradient is wanted. At the size of a decoding step, checking and choosing
+    take as long as computing, and there is nothing more to check.
+    """
+    shape, size = query.shape, key.shape
+    return (
+        not torch.is_grad_enabled()
+        and query.is_cpu
+        and query.dtype is key.dtype is value.dtype is torch.float32
+        and len(shape) == 4
+        and size == value.shape
+        and shape[:2] == size[:2]
+        and shape[3] == size[3]
+        and 0 not in shape
+        and 0 not in size
+        and query.layout is key.layout is value.layout is torch.strided
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and flash_sdp_enabled()
+    )
 
 
 class Cudnn(Sdpa):
@@ -145,20 +181,16 @@ class Cudnn(Sdpa):
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
         return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
 
-    def cuda_reasons(self, inputs: Inputs) -> list[str]:
-        reasons = _half_precision_reasons(inputs) + _capability_reasons(inputs)
+    def cuda_reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from half_precision_reasons(inputs)
+        yield from capability_reasons(inputs)
         if max(self.head_dims(inputs)) > 128:
-            reasons.append(f"head_dim is at most 128, got {max(self.head_dims(inputs))}")
-        if inputs.bias is not None and inputs.bias.requires_grad:
-            reasons.append("bias requires a gradient, which this kernel does not compute")
-        if inputs.is_causal and not inputs.has_term and inputs.num_queries != inputs.num_keys:
-            reasons.append(
-                "causal needs as many queries as keys, "
-                f"got {inputs.num_queries} and {inputs.num_keys}"
-            )
+            yield f"needs a head_dim of at most 128, got {max(self.head_dims(inputs))}"
+        yield from bias_gradient_reasons(inputs)
+        if inputs.is_causal and not inputs.has_term:
+            yield from _square_reasons(inputs)
         if 1 in (inputs.num_queries, inputs.num_keys):
-            reasons.append("needs more than one query and one key")
-        return reasons
+            yield "needs more than one query and one key"
 
 
 class Efficient(Sdpa):
@@ -173,10 +205,9 @@ class Efficient(Sdpa):
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
         return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
 
-    def cuda_reasons(self, inputs: Inputs) -> list[str]:
+    def cuda_reasons(self, inputs: Inputs) -> Iterator[str]:
         if inputs.query.dtype == torch.float64:
-            return ["computes in float32, bfloat16 and float16, got torch.float64"]
-        return []
+            yield "needs float32, bfloat16 or float16, got torch.float64"
 
 
 class Math(Sdpa):
@@ -230,18 +261,23 @@ def joined_parts(output: Tensor, inputs: Inputs) -> Tensor:
     return rows[:, : inputs.num_queries].transpose(1, 2)
 
 
-def _half_precision_reasons(inputs: Inputs) -> list[str]:
-    dtype = inputs.query.dtype
-    if dtype in (torch.float16, torch.bfloat16):
-        return []
-    return [f"computes in float16 and bfloat16 on CUDA, got {dtype}"]
+def half_precision_reasons(inputs: Inputs) -> Iterator[str]:
+    if inputs.query.dtype not in (torch.float16, torch.bfloat16):
+        yield f"needs float16 or bfloat16 on CUDA, got {inputs.query.dtype}"
 
 
-def _capability_reasons(inputs: Inputs) -> list[str]:
+def capability_reasons(inputs: Inputs) -> Iterator[str]:
     major, minor = torch.cuda.get_device_capability(inputs.query.device)
-    if major >= 8:
-        return []
-    return [f"needs a GPU of compute capability 8.0 or newer, this one has {major}.{minor}"]
+    if major < 8:
+        yield f"needs a GPU of compute capability 8.0 or newer, got {major}.{minor}"
+
+
+def _square_reasons(inputs: Inputs) -> Iterator[str]:
+    if inputs.num_queries != inputs.num_keys:
+        yield (
+            "needs as many queries as keys for Causal on CUDA, "
+            f"got {inputs.num_queries} and {inputs.num_keys}"
+        )
 
 
 def _dot_dim(inputs: Inputs) -> int:

@@ -16,11 +16,13 @@ from torch.nn import functional as F
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
+    bias_gradient_reasons,
+    device_reasons,
     dot_product_reasons,
+    dropout_reasons,
     empty_reasons,
     refuse_second_derivative,
 )
-from attnkit.core.kernels.record import note_kernel
 from attnkit.core.kernels.window_blocks import Terms, grid_of, strips
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.grids import Window2d
@@ -35,18 +37,16 @@ class WindowKernel(Backend):
     """`Window` and `Window2d`, beside any other mask, in time linear in the tokens."""
 
     name = "window"
+    needs_mask = "a window"
 
-    def reasons(self, inputs: Inputs) -> list[str]:
-        if inputs.query.device.type != "cpu":
-            return [f"runs on cpu, the tensors are on {inputs.query.device.type}"]
-        reasons = empty_reasons(inputs) + dot_product_reasons(inputs)
-        if inputs.dropout_p > 0:
-            reasons.append(f"dropout_p={inputs.dropout_p}: this kernel has no dropout")
-        if inputs.bias is not None and inputs.bias.requires_grad:
-            reasons.append("bias requires a gradient, which this kernel does not compute")
-        if grid_of(inputs.mask) is None and (reason := _no_band(inputs)):
-            reasons.append(reason)
-        return reasons
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        if grid_of(inputs.mask) is None:
+            yield from _line_reasons(inputs)
+        yield from device_reasons(inputs, "cpu")
+        yield from empty_reasons(inputs)
+        yield from dot_product_reasons(inputs)
+        yield from dropout_reasons(inputs)
+        yield from bias_gradient_reasons(inputs)
 
     def pays(self, inputs: Inputs) -> bool:
         width = inputs.key.shape[1] * inputs.query.shape[3]
@@ -59,8 +59,7 @@ class WindowKernel(Backend):
         )
         return cost < width * sizes[0] * sizes[1]
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        note_kernel("window")
+    def compute(self, inputs: Inputs) -> Tensor:
         inputs = inputs.lowered()
         value_dim = inputs.value.shape[3]
         dim = max(inputs.query.shape[3], value_dim)
@@ -72,18 +71,17 @@ class WindowKernel(Backend):
         return output[..., :value_dim]
 
 
-def _no_band(inputs: Inputs) -> str | None:
-    """Why the mask is no window along a line; None if it is one."""
+def _line_reasons(inputs: Inputs) -> Iterator[str]:
+    """Why the mask is no window along a line."""
     if inputs.mask is None:
-        return "computes windows, and there is no mask"
+        return
     lower, upper = inputs.mask.band(inputs.num_queries, inputs.num_keys)
     if lower is None and upper is None:
-        return "computes windows, and the mask has none"
-    if lower is None or upper is None:
-        return "the window is unlimited on one side"
-    if any(isinstance(p, Packed) and p.key_lengths is not None for p in inputs.masks):
-        return "the window counts within sequences whose numbers of queries and keys differ"
-    return None
+        yield "needs a window, got a mask without one"
+    elif lower is None or upper is None:
+        yield "needs a window that is limited on both sides"
+    elif any(isinstance(p, Packed) and p.key_lengths is not None for p in inputs.masks):
+        yield "needs sequences with as many queries as keys in Packed beside a window"
 
 
 class _WindowAttention(torch.autograd.Function):

@@ -60,7 +60,7 @@ def differentiable(inputs: Inputs) -> tuple[list[torch.Tensor], "callable"]:
 
 
 def serving(inputs: Inputs) -> list:
-    return [kernel for kernel in BACKENDS if not kernel.unsupported_reasons(inputs)]
+    return [kernel for kernel in BACKENDS if kernel.serves(inputs)]
 
 
 def cells():

@@ -240,7 +240,7 @@ def test_declared_limits_are_torchs(kernel):
     verdicts = Counter()
     for case, options in cases.items():
         inputs = attnkit.core.check.check_inputs(query, key, value, **options)
-        declared = not backend.unsupported_reasons(inputs)
+        declared = backend.serves(inputs)
         term = inputs.term()
         with sdpa_kernel(forced):
             try:
@@ -269,7 +269,7 @@ def test_auto_takes_the_first_that_can():
 def test_one_error_gives_every_reason():
     query, key, value = make((5, 5, 8, 8, 6), torch.float32, "cpu")
     bias = torch.zeros(5, 5, requires_grad=True)
-    with pytest.raises(UnsupportedError, match=r"no dropout.*; bias requires a gradient"):
+    with pytest.raises(UnsupportedError, match=r"no dropout.*; has no gradient for the bias"):
         attend(query, key, value, bias=bias, dropout_p=0.1, backend="flash")
 
 
@@ -288,7 +288,10 @@ def test_one_error_gives_every_reason():
         ({"normalizer": "delta_rule"}, r"'delta_rule' has a tensor, give the object.*DeltaRule"),
         ({"edge_features": torch.ones(1)}, "edge_features: expected attnkit.EdgeFeatures, got T"),
         ({"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
-        ({"backend": "flahs"}, "backend: expected 'auto' or one of edges, packed, w"),
+        (
+            {"backend": "flahs"},
+            "backend: expected .auto. or one of edges_triton, edges, v",
+        ),
         ({"mask": torch.zeros(5, 5)}, r"expected a boolean tensor \(True = may look\).*bias="),
         ({"mask": torch.ones(5, 5, dtype=torch.int)}, r"convert with .bool\(\)"),
         ({"mask": "causal"}, "mask: expected an attnkit mask or a boolean tensor, got str"),

@@ -268,6 +268,6 @@ def test_what_it_refuses():
     assert attnkit.explain_backends(query, key, value, **options).chosen == "delta_rule"
     explained = attnkit.explain_backends(query, key, value, dropout_p=0.5, **options)
     assert explained.chosen == "reference"
-    assert explained.reasons["delta_rule"] == ["dropout_p=0.5: this kernel has no weights to drop"]
-    with pytest.raises(UnsupportedError, match="normalises by DeltaRule, not by Softmax"):
+    assert explained.reasons["delta_rule"] == ["has no dropout, got dropout_p=0.5"]
+    with pytest.raises(UnsupportedError, match="needs the normalizer DeltaRule, got Softmax"):
         attend(query, key, value, mask=Causal(), backend="delta_rule")

@@ -194,6 +194,6 @@ def test_what_it_refuses():
         Hard("score_function", temperature=0.5)
     explained = attnkit.explain_backends(*tensors, normalizer="hard")
     assert explained.chosen == "hard"
-    assert explained.reasons["flash"] == ["normalises by Softmax, not by Hard"]
-    assert explained.reasons["reference"] == ["draws no keys at random"]
+    assert explained.reasons["flash"] == ["needs the normalizer Softmax, got Hard"]
+    assert explained.reasons["reference"] == ["cannot sample keys"]
     assert explained.reasons["hard"] == []

@@ -279,14 +279,14 @@ def test_what_it_refuses():
     explain = attnkit.explain_backends
     assert explain(*tensors, normalizer="linear", mask=Causal()).chosen == "linear"
     for options, reason in (
-        ({"mask": Window(1, 1) & Causal()}, "looks everywhere or by Causal and Padding, not by W"),
-        ({"mask": Dense(torch.eye(5) > 0)}, "looks everywhere or by Causal and Padding, not by D"),
-        ({"dropout_p": 0.5}, "dropout_p=0.5: this kernel has no weights to drop"),
+        ({"mask": Window(1, 1) & Causal()}, "needs no mask but Causal and Padding, got W"),
+        ({"mask": Dense(torch.eye(5) > 0)}, "needs no mask but Causal and Padding, got D"),
+        ({"dropout_p": 0.5}, "has no dropout, got dropout_p=0.5"),
     ):
         assert explain(*tensors, normalizer="linear", **options).chosen == "reference"
         with pytest.raises(UnsupportedError, match=reason):
             attend(*tensors, normalizer="linear", backend="linear", **options)
-    with pytest.raises(UnsupportedError, match="normalises by Linear, not by Softmax"):
+    with pytest.raises(UnsupportedError, match="needs the normalizer Linear, got Softmax"):
         attend(*tensors, backend="linear")
     with attnkit.record_backends() as record:
         lengths = attnkit.Packed(torch.tensor([3, 2]))

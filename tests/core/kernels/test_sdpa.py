@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnkit
 from attnkit import Causal, attend
 from attnkit.core.check import check_inputs
 from attnkit.core.kernels import sdpa
-from attnkit.core.kernels.sdpa import num_query_parts
+from attnkit.core.kernels.sdpa import is_torchs_own, num_query_parts
 
 
 @pytest.fixture
@@ -115,3 +116,57 @@ def test_channels_need_not_lie_beside_each_other(backend, head_dim):
     assert tensors[0].stride(-1) != 1
     expected = with_gradients(tensors, backend="reference")
     torch.testing.assert_close(with_gradients(tensors, backend=backend), expected)
+
+
+def some(*shape, **options):
+    return torch.randn(*shape, **options)
+
+
+def test_what_is_left_to_torch_is_flash():
+    """`attend` of nothing but tensors skips the choice of a kernel where it can have one result."""
+    query, key, value = some(2, 3, 5, 7), some(2, 3, 11, 7), some(2, 3, 11, 7)
+    with torch.no_grad():
+        assert is_torchs_own(query, key, value)
+        assert attnkit.explain_backends(query, key, value).chosen == "flash"
+        with attnkit.record_backends() as record:
+            output = attend(query, key, value)
+        torch.testing.assert_close(
+            output, attend(query, key, value, backend="flash"), rtol=0, atol=0
+        )
+    assert record.total() == {"flash": 1}
+    assert not is_torchs_own(query, key, value)  # with a gradient
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    {
+        "grouped heads": (some(2, 4, 5, 8), some(2, 2, 5, 8), some(2, 2, 5, 8)),
+        "other value_dim": (some(2, 3, 5, 7), some(2, 3, 5, 7), some(2, 3, 5, 4)),
+        "other head_dim": (some(2, 3, 5, 7), some(2, 3, 5, 8), some(2, 3, 5, 8)),
+        "other batch": (some(2, 3, 5, 7), some(1, 3, 5, 7), some(1, 3, 5, 7)),
+        "no keys": (some(2, 3, 5, 7), some(2, 3, 0, 7), some(2, 3, 0, 7)),
+        "no queries": (some(2, 3, 0, 7), some(2, 3, 5, 7), some(2, 3, 5, 7)),
+        "float64": [some(2, 3, 5, 7).double()] * 3,
+        "two dtypes": (some(2, 3, 5, 7), some(2, 3, 5, 7).double(), some(2, 3, 5, 7)),
+        "channels apart": [some(2, 3, 7, 5).mT] * 3,
+        "no batch": [some(3, 5, 7)] * 3,
+        "sparse": [some(2, 3, 5, 7).to_sparse()] * 3,
+        "without memory": [some(2, 3, 5, 7, device="meta")] * 3,
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_what_is_not_left_to_torch(tensors):
+    with torch.no_grad():
+        assert not is_torchs_own(*tensors[1])
+
+
+def test_what_the_process_is_set_to_is_not_left_to_torch():
+    tensors = [some(2, 3, 5, 7)] * 3
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not is_torchs_own(*tensors)
+            assert attend(*tensors).dtype == torch.bfloat16
+        with sdpa_kernel(SDPBackend.MATH), attnkit.record_backends() as record:
+            assert not is_torchs_own(*tensors)
+            attend(*tensors)
+    assert record.total() == {"flash": 1}

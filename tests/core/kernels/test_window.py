@@ -243,21 +243,25 @@ def test_refusals():
     tensors = make(11, 11, torch.float32)
     learned = torch.zeros(11, 11, requires_grad=True)
     for backend, options, message in [
-        ("window", {}, "there is no mask"),
-        ("window", {"mask": Causal()}, "the window is unlimited on one side"),
-        ("window", {"mask": Window(1, 1) | Causal()}, "the mask has none"),
+        ("window", {}, "needs a window, got no mask"),
+        ("window", {"mask": Causal()}, "limited on both sides"),
+        ("window", {"mask": Window(1, 1) | Causal()}, "needs a window, got a mask without one"),
         ("window", {"mask": Window(1, 1), "dropout_p": 0.1}, "no dropout"),
-        ("window", {"mask": Window(1, 1), "bias": learned}, "bias requires a gradient"),
-        ("window", {"mask": Window(1, 1), "scale": -1.0}, "scale is positive"),
-        ("packed", {"mask": Window(1, 1)}, "the mask has 0 Packed"),
-        ("packed", {"mask": Packed([5, 6]) & Packed([6, 5])}, "the mask has 2 Packed"),
-        ("packed", {"mask": Packed([5, 6]) & Dense(SOME[0, 0, :11, :11])}, "Dense does not count"),
-        ("flex", {"mask": Window(1, 1)}, "runs on cuda"),
+        ("window", {"mask": Window(1, 1), "bias": learned}, "no gradient for the bias"),
+        ("window", {"mask": Window(1, 1), "scale": -1.0}, "needs a positive scale"),
+        ("packed", {"mask": Window(1, 1)}, "exactly one Packed mask, got 0"),
+        ("packed", {"mask": Packed([5, 6]) & Packed([6, 5])}, "exactly one Packed mask, got 2"),
+        (
+            "packed",
+            {"mask": Packed([5, 6]) & Dense(SOME[0, 0, :11, :11])},
+            "beside Packed, got Dense",
+        ),
+        ("flex", {"mask": Window(1, 1)}, "needs tensors on cuda"),
     ]:
         with pytest.raises(UnsupportedError, match=message):
             attend(*tensors, backend=backend, **options)
     mask = Window(1, 1, "top_left") & Packed([5, 6], [6, 5])
-    with pytest.raises(UnsupportedError, match="numbers of queries and keys differ"):
+    with pytest.raises(UnsupportedError, match="as many queries as keys in Packed"):
         attend(*tensors, mask=mask, backend="window")
 
 

@@ -466,14 +466,14 @@ def test_refusals_say_what_is_missing():
     reasons = attnkit.explain_backends(*tensors, score=score).reasons
     for name in ("flash", "math"):
         assert reasons[name] == [
-            "computes scaled dot products, and the score Additive is none",
+            "needs a scaled dot-product score, got Additive",
         ]
     reasons = attnkit.explain_backends(
         *tensors, score=ScaledDot(softcap=3.0), dropout_p=0.1
     ).reasons
-    assert reasons["flash"][0] == "computes no softcap, got 3.0"
+    assert reasons["flash"][0] == "cannot compute a softcap, got 3.0"
     assert "no dropout" in reasons["flash"][1]
-    assert reasons["math"] == ["computes no softcap, got 3.0"]
+    assert reasons["math"] == ["cannot compute a softcap, got 3.0"]
     assert [b.name for b in BACKENDS if not reasons[b.name]] == ["blockwise", "reference"]
 
 

@@ -47,7 +47,7 @@ def test_parts_and_kernels(attnkit):
     table = Path("run/bench.md").read_text()
     for kernel in BACKENDS:
         assert f"| `{kernel.name}` |" in table
-    assert re.search(r"\| `window` \|  \|  \| computes windows, and there is no mask \|", table)
+    assert re.search(r"\| `window` \|  \|  \| needs a window, got no mask \|", table)
     assert "train/images_per_second" in done.out
     assert not Path("run/checkpoints").exists()
     assert not Path("run/metrics.csv").exists()

@@ -9,12 +9,13 @@ normalised edge by edge; with u_e = exp(score_e − shift) and z_i = Σ_e u_e,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import Backend, empty_reasons, refuse_second_derivative
-from attnkit.core.kernels.edges import triton as edges_triton
 from attnkit.core.kernels.edges.lanes import (
     NAMES,
     Memory,
@@ -32,7 +33,6 @@ from attnkit.core.kernels.edges.scores import (
     sum_features,
     sum_weights,
 )
-from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive, Cosine, Gaussian
@@ -41,34 +41,35 @@ DENSITY = 16  # products of a full matrix that take as long as one that is sampl
 
 
 class EdgesKernel(Backend):
-    """`Edges`, in time and memory linear in the edges; on CUDA by Triton's kernels where they serve
-    (`edges_triton`), else by torch's operators."""
+    """`Edges`, in time and memory linear in the edges, by torch's operators."""
 
     name = "edges"
+    needs_mask = "mask=Edges(…) and no other mask"
     reads_edges = True
 
-    def reasons(self, inputs: Inputs) -> list[str]:
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
         if not isinstance(inputs.mask, Edges):
-            return ["computes edges, and the mask is not Edges alone"]
-        reasons = empty_reasons(inputs)
+            if inputs.mask is not None:
+                yield f"needs {self.needs_mask}"
+            return
+        yield from empty_reasons(inputs)
         score, features = inputs.score, inputs.edge_features
         edges = inputs.mask.edge_index.device
         if edges != inputs.query.device:
-            reasons.append(f"the edges are on {edges}, the tensors on {inputs.query.device}")
+            yield f"needs edges on {inputs.query.device}, as the tensors, got {edges}"
         if inputs.dot_dim is None and not isinstance(score, Additive):
-            reasons.append(f"computes dot products and Additive, and the score {score} is neither")
+            yield f"needs a dot-product score or Additive, got {score}"
         if score.softcap is not None:
-            reasons.append(f"computes no softcap, got {score.softcap}")
+            yield f"cannot compute a softcap, got {score.softcap}"
         if inputs.bias is not None:
-            reasons.append("reads no bias")
+            yield "cannot read a bias"
         if torch.compiler.is_exporting():
-            reasons.append("sorts the edges as it finds them, which no exported program can")
+            yield "sorts the edges as it finds them, which an exported program cannot"
         if torch._C._are_functorch_transforms_active():
-            reasons.append("has no rules for torch.func")
+            yield "has no rules for torch.func"
         reads_features = features is not None and features.key_weight is not None
         if reads_features and isinstance(score, Cosine | Gaussian):
-            reasons.append(f"reads no edge features inside the score {score}")
-        return reasons
+            yield f"cannot read edge features inside the score {score}"
 
     def pays(self, inputs: Inputs) -> bool:
         assert isinstance(inputs.mask, Edges)
@@ -76,11 +77,8 @@ class EdgesKernel(Backend):
             return True
         return inputs.mask.num_edges * DENSITY < inputs.num_queries * inputs.num_keys
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        note_kernel(self.name)
+    def compute(self, inputs: Inputs) -> Tensor:
         with no_autocast(inputs.query):
-            if edges_triton.serves(inputs):
-                return edges_triton.attend_edges(inputs)
             exact = in_high_precision(inputs)
             plan, lanes = as_lanes(exact)
             output, sums = _EdgeSoftmax.apply(plan, *lanes)

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import refuse_second_derivative
+from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.masks.adjacency import Adjacency, SplitNodes
 from attnkit.core.masks.edges import Edges
+from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive, ScaledDot
 
 CHUNK = 256  # edges that one program computes at most
@@ -31,34 +33,45 @@ TILE = 1024  # numbers of a tile of edges × channels, which one warp holds in i
 LARGEST_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_IS_ALLOWED = ContextVar("_IS_ALLOWED", default=True)
-
-
-def serves(inputs: Inputs) -> bool:
-    """Whether the Triton kernels can compute what `EdgesKernel` can.
-
-    They leave to torch's operators: edge features, float64, head dimensions above 256, and what
-    torch.compile traces.
-    """
-    dims = (inputs.dot_dim or inputs.query.shape[3], inputs.value.shape[3])
-    return (
-        inputs.edge_features is None
-        and inputs.query.dtype in DTYPES
-        and max(dims) <= LARGEST_DIM
-        and not torch.compiler.is_compiling()
-        and _IS_ALLOWED.get()
-        and _runs_on(inputs.query.device)
-    )
+_IS_COUNTED = ContextVar("_IS_COUNTED", default=False)
 
 
 @contextmanager
 def without_triton() -> Iterator[None]:
     """In the block torch's operators compute edges, which torch can count as it cannot these."""
-    token = _IS_ALLOWED.set(False)
+    token = _IS_COUNTED.set(True)
     try:
         yield
     finally:
-        _IS_ALLOWED.reset(token)
+        _IS_COUNTED.reset(token)
+
+
+class TritonEdgesKernel(EdgesKernel):
+    """`Edges` on CUDA, by Triton's kernels."""
+
+    name = "edges_triton"
+
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from super().reasons(inputs)
+        if not isinstance(inputs.mask, Edges):
+            return
+        if not _runs_on(inputs.query.device):
+            yield "needs Triton and a GPU of compute capability 8.0 or newer"
+        if inputs.edge_features is not None:
+            yield "cannot read edge features"
+        if inputs.query.dtype not in DTYPES:
+            yield f"needs float32, bfloat16 or float16, got {inputs.query.dtype}"
+        dim = max(inputs.dot_dim or inputs.query.shape[3], inputs.value.shape[3])
+        if dim > LARGEST_DIM:
+            yield f"needs a head_dim of at most {LARGEST_DIM}, got {dim}"
+        if torch.compiler.is_compiling():
+            yield "cannot be traced by torch.compile"
+
+    def compute(self, inputs: Inputs) -> Tensor:
+        if _IS_COUNTED.get():
+            return super().compute(inputs)
+        with no_autocast(inputs.query):
+            return attend_edges(inputs)
 
 
 def attend_edges(inputs: Inputs) -> Tensor:
@@ -162,7 +175,7 @@ class _TritonEdgeSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        refuse_second_derivative("edges", gradient, *ctx.saved_tensors)
+        refuse_second_derivative("edges_triton", gradient, *ctx.saved_tensors)
         *tensors, output, lse = ctx.saved_tensors
         run = _Run(ctx.plan, *tensors)
         _, _, wants_key, wants_value, wants_vector = ctx.needs_input_grad

@@ -70,7 +70,7 @@ def edge_weights(
     )
     with no_autocast(query):
         exact = in_high_precision(inputs)
-        if EdgesKernel().reasons(inputs):
+        if next(EdgesKernel().reasons(inputs), None):
             all_keys, _ = exact.repeated_heads()
             weights = softmax_of_edges(replace(exact, key=all_keys), edges)
         else:

@@ -170,7 +170,7 @@ def test_an_edge_given_twice_counts_twice():
     twice = "reads a boolean mask, which cannot say that an edge is given twice"
     assert all(reasons[name] == [twice] for name in ("flash", "blockwise", "math"))
     assert reasons["edges"] == reasons["reference"] == []
-    with pytest.raises(ValueError, match="an edge is given twice"):
+    with pytest.raises(ValueError, match="an edge that is given twice in softmax alone"):
         attend(query, key, value, mask=Edges(index, 11, 13), normalizer="linear")
 
 
@@ -345,7 +345,7 @@ def test_where_it_pays():
     given = EdgeFeatures(rand(143, 2), rand(HEADS, DIM, 2))
     explained = attnkit.explain_backends(query, key, value, mask=full, edge_features=given)
     assert explained.chosen == "edges"
-    assert explained.reasons["flash"] == ["reads no edge features"]
+    assert explained.reasons["flash"] == ["cannot read edge features"]
     with attnkit.record_backends() as record:
         attend(query, key, value, mask=sparse)
     assert record.total() == {"edges": 1}
@@ -395,7 +395,7 @@ def test_where_it_pays():
                 backend="edges",
             ),
             attnkit.UnsupportedError,
-            "computes no softcap",
+            "cannot compute a softcap",
         ),
     ],
 )

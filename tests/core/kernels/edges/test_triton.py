@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnkit
 from attnkit import Additive, Cosine, EdgeFeatures, Edges, Gaussian, General, attend
 from attnkit.core.check import check_inputs
+from attnkit.core.kernels.choose import UnsupportedError
 from attnkit.core.kernels.edges import triton as edges_triton
+from attnkit.core.kernels.edges.triton import TritonEdgesKernel
 
 BATCH, HEADS, DIM, VALUE_DIM, SOURCES, TARGETS = 2, 2, 3, 5, 7, 5
 
@@ -143,8 +145,8 @@ def check(inputs, score, device, mask, dtype=torch.float32, layout=lambda tensor
     expected = attend(*wide[:3], mask=mask, score=score(*wide[3:]), backend="reference")
     given = [*map(layout, narrow[:3]), *narrow[3:]]
     checked = check_inputs(*given[:3], score=score(*given[3:]), mask=mask)
-    assert edges_triton.serves(checked)
-    actual = attend(*given[:3], mask=mask, score=score(*given[3:]), backend="edges")
+    assert TritonEdgesKernel().serves(checked)
+    actual = attend(*given[:3], mask=mask, score=score(*given[3:]), backend="edges_triton")
     assert actual.dtype == dtype
     actual = results(actual, narrow)
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
@@ -221,7 +223,7 @@ def test_shared_heads_and_strides_are_read_in_place(device, small_chunks):
     given = [nodes_first(tensor) for tensor in leaves(inputs[:3], torch.float32, device)]
     assert not given[0].is_contiguous()
     with torch.no_grad(), Operators() as ran:
-        attend(*given, mask=mask, backend="edges")
+        attend(*given, mask=mask, backend="edges_triton")
     assert "aten::new_empty" in ran.names
     assert not ran.names & {"aten::clone", "aten::_to_copy", "aten::repeat"}
 
@@ -237,7 +239,7 @@ def test_scores_that_differ_by_much(device, small_chunks):
     query, key, value = tensors()
     query = query * torch.logspace(-3, 3, TARGETS, dtype=torch.float64)[:, None]
     inputs = leaves([query, key, value], torch.float32, device)
-    output = attend(*inputs, mask=edges_of("hub", device), backend="edges")
+    output = attend(*inputs, mask=edges_of("hub", device), backend="edges_triton")
     expected = attend(*inputs, mask=edges_of("hub", device), backend="reference")
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
     assert all(gradient.isfinite().all() for gradient in results(output, inputs))
@@ -253,7 +255,7 @@ def test_all_kernels_drop_the_same_edges(name, device, small_chunks):
 
     def ours(value, seed=3):
         torch.manual_seed(seed)
-        options = {"mask": mask, "score": score(*parameters), "backend": "edges"}
+        options = {"mask": mask, "score": score(*parameters), "backend": "edges_triton"}
         return attend(query, key, value, **options, dropout_p=0.25)
 
     # the weights that are kept are what the values that tell the sources apart come to
@@ -276,7 +278,7 @@ def test_dropout_keeps_the_mean(device):
     query, key, value = leaves(tensors(), torch.float32, device)
     index = torch.stack([torch.arange(1009) % SOURCES, torch.zeros(1009, dtype=torch.long)])
     mask = Edges(index.to(device), TARGETS, SOURCES)
-    options = {"mask": mask, "dropout_p": 0.25, "backend": "edges"}
+    options = {"mask": mask, "dropout_p": 0.25, "backend": "edges_triton"}
     kept = attend(query, key, torch.ones_like(value), **options)[:, :, 0]
     assert (kept.mean() - 1).abs() < 0.05
     assert kept.std() > 1e-3
@@ -288,7 +290,9 @@ def test_the_same_to_the_bit(device, small_chunks):
     inputs = leaves([*tensors(), *parameters], torch.float32, device)
     mask = edges_of("some", device)
     first, second = (
-        results(attend(*inputs[:3], mask=mask, score=score(*inputs[3:]), backend="edges"), inputs)
+        results(
+            attend(*inputs[:3], mask=mask, score=score(*inputs[3:]), backend="edges_triton"), inputs
+        )
         for _ in range(2)
     )
     assert all(map(torch.equal, first, second))
@@ -302,7 +306,7 @@ def test_nothing_of_edges_times_heads_is_made(name, device):
     mask = Edges(random_graph(num_edges=701).to(device), TARGETS, SOURCES)
     options = {"mask": mask, "score": score(*inputs[3:]), "dropout_p": 0.1}
     with Operators() as ran:
-        attend(*inputs[:3], **options, backend="edges").square().sum().backward()
+        attend(*inputs[:3], **options, backend="edges_triton").square().sum().backward()
     assert 0 < ran.largest <= mask.edge_index.numel()
 
 
@@ -315,11 +319,11 @@ def test_what_is_left_to_torch(device, monkeypatch):
     query, key, value = (tensor.to(device) for tensor in tensors())
     narrow = [query.float(), key.float(), value.float()]
     with attnkit.record_backends() as record:
-        attend(*narrow, mask=mask, backend="edges")
-    assert record.total() == {"edges": 1}
+        attend(*narrow, mask=mask, backend="edges_triton")
+    assert record.total() == {"edges_triton": 1}
     monkeypatch.setattr(edges_triton, "attend_edges", refuse)
     with pytest.raises(AssertionError, match="taken by Triton"):
-        attend(*narrow, mask=mask, backend="edges")
+        attend(*narrow, mask=mask, backend="edges_triton")
     features = EdgeFeatures(
         torch.randn(17, 2, device=device), torch.randn(HEADS, DIM, 2).to(device)
     )
@@ -331,13 +335,15 @@ def test_what_is_left_to_torch(device, monkeypatch):
         {"query": wide[:, :, :TARGETS], "key": wide, "value": narrow[2]},
     ):
         expected = attend(**options, mask=mask, backend="reference")
+        with pytest.raises(UnsupportedError):
+            attend(**options, mask=mask, backend="edges_triton")
         torch.testing.assert_close(attend(**options, mask=mask, backend="edges"), expected)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter serves the CPU")
 def test_without_triton_or_on_the_cpu(monkeypatch):
     given = check_inputs(*(t.float() for t in tensors()), mask=edges_of("some", "cpu"))
-    assert not edges_triton.serves(given)
+    assert not TritonEdgesKernel().serves(given)
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, attnkit\n"
@@ -398,7 +404,7 @@ def test_the_kernels_compile(
     inputs = leaves([*tensors(), *parameters], dtype, "cpu")
     mask = edges_of("hub", "cpu")
     options = {"mask": mask, "score": score(*inputs[3:]), "dropout_p": dropout_p}
-    attend(*inputs[:3], **options, backend="edges").sum().backward()
+    attend(*inputs[:3], **options, backend="edges_triton").sum().backward()
     assert sorted(compiled) == [
         "forward_kernel",
         "merge_kernel",
