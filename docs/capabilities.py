@@ -126,7 +126,7 @@ def cell(inputs: Inputs | ValueError) -> str:
     names = []
     for kernel in BACKENDS:
         if kernel.serves(inputs):
-            is_dense = isinstance(kernel, Sdpa) and inputs.mask is not None and inputs.has_term
+            is_dense = isinstance(kernel, Sdpa) and inputs.mask is not None and inputs.has_attn_mask
             names.append(f"{kernel.name}▫" if is_dense else kernel.name)
     return ", ".join(names)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.masks.sequences import Causal, Padding
-from attnkit.core.precision import cast_bias
+from attnkit.core.precision import cast_bias, wide
 from attnkit.core.scores.base import Score, moved
 from attnkit.core.scores.kinds import ScaledDot
 
@@ -86,7 +86,7 @@ class Inputs:
         assert isinstance(self.score, ScaledDot)
         return self.score.factor(self.query.shape[3])
 
-    def lowered(self) -> Inputs:
+    def as_scaled_dot(self) -> Inputs:
         """The same attention with a scaled dot product for its score, if it is one."""
         if isinstance(self.score, ScaledDot) or self.dot_dim is None:
             return self
@@ -146,7 +146,7 @@ class Inputs:
         )
 
     @property
-    def has_term(self) -> bool:
+    def has_attn_mask(self) -> bool:
         """Whether a kernel has to read a tensor of biases or of permissions."""
         return self.bias is not None or not (self.mask is None or self.is_causal)
 
@@ -165,9 +165,9 @@ class Inputs:
             return None
         return self.mask.dense(self.num_queries, self.num_keys, self.query.device)
 
-    def term(self) -> Tensor | None:
+    def attn_mask(self) -> Tensor | None:
         """Mask and bias as the one tensor fused kernels read: booleans, or biases with −inf."""
-        if not self.has_term:
+        if not self.has_attn_mask:
             return None
         allowed = self.dense_mask()
         if self.bias is None:
@@ -178,7 +178,7 @@ class Inputs:
 
 def in_high_precision(inputs: Inputs) -> Inputs:
     """The same inputs in float32, or float64 if they are; how the definition is computed."""
-    dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+    dtype = wide(inputs.query.dtype)
     return replace(
         inputs,
         query=inputs.query.to(dtype),

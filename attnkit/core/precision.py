@@ -27,6 +27,11 @@ def autocast_dtype(like: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are computed in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias in another dtype, where finite stays finite: a −1e9 must not forbid in float16."""
     if bias.dtype == dtype:

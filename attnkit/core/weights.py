@@ -71,7 +71,7 @@ def attention_weights(
             score=inputs.score.select(head_indices),
             normalizer=inputs.normalizer.select(head_indices),
         )
-    ).lowered()
+    ).as_scaled_dot()
     per_row = max(1, batch * len(head_indices) * inputs.num_keys)
     with no_autocast(query):
         blocks = [

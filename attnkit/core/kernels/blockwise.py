@@ -57,7 +57,7 @@ def in_blocks(inputs: Inputs, function: BlockFunction) -> tuple[Tensor, ...]:
     exact = in_high_precision(inputs)
     with no_autocast(inputs.query):
         key, value = exact.repeated_heads()
-        exact = replace(exact, key=key, value=value).lowered()
+        exact = replace(exact, key=key, value=value).as_scaled_dot()
         if torch.compiler.is_exporting():  # sizes that are not known yet have no blocks
             return _call(function, exact, (0, 0), exact, recompute=False)
         items, rows = _block_sizes(exact)

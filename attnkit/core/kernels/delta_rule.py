@@ -16,10 +16,10 @@ from torch import Tensor
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
-from attnkit.core.kernels.recurrence import in_chunks, in_segments, segment_size
+from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size
 from attnkit.core.masks.sequences import Causal
 from attnkit.core.normalizers.kinds import DeltaRule
-from attnkit.core.precision import no_autocast
+from attnkit.core.precision import no_autocast, wide
 
 CHUNK = 64
 
@@ -99,12 +99,12 @@ def _in_chunks(
     features: Callable[[Tensor], Tensor] = lambda tokens: tokens,
 ) -> tuple[Tensor, Tensor]:
     query, key, value = inputs.query, inputs.key, inputs.value
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = wide(query.dtype)
     if state is None:
         state = query.new_zeros(*query.shape[:2], query.shape[3], value.shape[3])
     step = partial(_step, features, chunk_size)
     with no_autocast(query):
-        outputs, state = in_segments(
+        outputs, state = scan(
             step, state.to(dtype), (query, key, value, beta), segment_size(query, chunk_size)
         )
     if not outputs:

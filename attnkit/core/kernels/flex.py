@@ -51,7 +51,7 @@ class Flex(Backend):
         return any(isinstance(part, sparse) for part in _simple(inputs.mask))
 
     def compute(self, inputs: Inputs) -> Tensor:
-        inputs = inputs.lowered()
+        inputs = inputs.as_scaled_dot()
         value_dim = inputs.value.shape[3]
         assert inputs.mask is not None
         blocks = block_mask(inputs.mask, inputs.query, inputs.num_keys)

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
-from attnkit.core.kernels.recurrence import in_chunks, in_segments, segment_size
+from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.normalizers.kinds import Linear
-from attnkit.core.precision import no_autocast
+from attnkit.core.precision import no_autocast, wide
 
 Features = Callable[[Tensor], Tensor]
 
@@ -49,7 +49,7 @@ class LinearKernel(Backend):
     def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Linear)
         query, key, value = inputs.query, inputs.key, inputs.value
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        dtype = wide(query.dtype)
         size = segment_size(query, CHUNK)
         dead, prefix, aligned = _alignment(inputs)
         sizes = [prefix, aligned, inputs.num_keys - prefix - aligned]
@@ -59,10 +59,10 @@ class LinearKernel(Backend):
         state = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3] + 1, dtype=dtype)
         features = inputs.normalizer.features
         with no_autocast(query):
-            _, state = in_segments(partial(_write, features), state, seen_by_all, size)
+            _, state = scan(partial(_write, features), state, seen_by_all, size)
             causal = partial(_read_and_write, features)
-            outputs, state = in_segments(causal, state, (beside, *at_side), size)
-            others, _ = in_segments(partial(_read, features), state, (after,), size)
+            outputs, state = scan(causal, state, (beside, *at_side), size)
+            others, _ = scan(partial(_read, features), state, (after,), size)
         zeros = value.new_zeros(*nowhere.shape[:3], value.shape[3])
         return torch.cat([zeros, *outputs, *others], dim=2)
 

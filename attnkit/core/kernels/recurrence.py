@@ -22,7 +22,7 @@ Step = Callable[..., tuple[Any, Tensor]]
 SEGMENT_ELEMENTS = {"cpu": 2**18, "other": 2**24}
 
 
-def in_segments(
+def scan(
     step: Step, state: Tensor, tensors: Sequence[Tensor], size: int
 ) -> tuple[list[Any], Tensor]:
     """Take the step through segments of `size` tokens; what each gave, and the last state.

@@ -82,14 +82,14 @@ class Sdpa(Backend):
         return sdpa_kernel(self.kernel)
 
     def compute(self, inputs: Inputs) -> Tensor:
-        inputs = inputs.lowered()
+        inputs = inputs.as_scaled_dot()
         query, key, value = inputs.query, inputs.key, inputs.value
         head_dim, value_dim = self.head_dims(inputs)
         grouped = inputs.is_grouped
         if grouped and not self.serves_grouped:
             key, value = inputs.repeated_heads()
             grouped = False
-        term, alive = inputs.term(), None
+        term, alive = inputs.attn_mask(), None
         if term is not None and self.guards_dead_rows and query.is_cuda:
             term, alive = _revive(term)
         with self.forced(query):
@@ -127,7 +127,7 @@ class Flash(Sdpa):
         num_parts = num_query_parts(inputs)
         if num_parts == 1:
             return super().compute(inputs)
-        inputs = inputs.lowered()
+        inputs = inputs.as_scaled_dot()
         return joined_parts(super().compute(split_queries(inputs, num_parts)), inputs)
 
     def cpu_reasons(self, inputs: Inputs) -> Iterator[str]:
@@ -139,7 +139,7 @@ class Flash(Sdpa):
         yield from capability_reasons(inputs)
         if max(self.head_dims(inputs)) > 256:
             yield f"needs a head_dim of at most 256, got {max(self.head_dims(inputs))}"
-        if inputs.has_term:
+        if inputs.has_attn_mask:
             yield "cannot read a mask or bias but Causal on CUDA"
         elif inputs.is_causal:
             yield from _square_reasons(inputs)
@@ -187,7 +187,7 @@ class Cudnn(Sdpa):
         if max(self.head_dims(inputs)) > 128:
             yield f"needs a head_dim of at most 128, got {max(self.head_dims(inputs))}"
         yield from bias_gradient_reasons(inputs)
-        if inputs.is_causal and not inputs.has_term:
+        if inputs.is_causal and not inputs.has_attn_mask:
             yield from _square_reasons(inputs)
         if 1 in (inputs.num_queries, inputs.num_keys):
             yield "needs more than one query and one key"
@@ -228,7 +228,7 @@ def num_query_parts(inputs: Inputs) -> int:
     biases are not split, nor is what has no backward: the forward is parallel as it is.
     """
     tensors = inputs.query, inputs.key, inputs.value
-    if not inputs.query.is_cpu or inputs.is_causal or inputs.has_term:
+    if not inputs.query.is_cpu or inputs.is_causal or inputs.has_attn_mask:
         return 1
     if torch.compiler.is_compiling():  # which cannot ask for the number of threads
         return 1

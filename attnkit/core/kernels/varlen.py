@@ -60,7 +60,7 @@ class VarlenKernel(Backend):
         from torch.nn.attention import varlen
 
         (packed,), inside, _ = take_apart(inputs)
-        inputs = inputs.lowered()
+        inputs = inputs.as_scaled_dot()
         batch, _, num_queries, _ = inputs.query.shape
         value_dim = inputs.value.shape[3]
         dim = -(-max(inputs.query.shape[3], value_dim) // 8) * 8

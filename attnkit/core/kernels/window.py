@@ -27,6 +27,7 @@ from attnkit.core.kernels.window_blocks import Terms, grid_of, strips
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.grids import Window2d
 from attnkit.core.masks.sequences import Packed
+from attnkit.core.precision import wide
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -60,7 +61,7 @@ class WindowKernel(Backend):
         return cost < width * sizes[0] * sizes[1]
 
     def compute(self, inputs: Inputs) -> Tensor:
-        inputs = inputs.lowered()
+        inputs = inputs.as_scaled_dot()
         value_dim = inputs.value.shape[3]
         dim = max(inputs.query.shape[3], value_dim)
         query, key, value = (
@@ -98,7 +99,7 @@ class _WindowAttention(torch.autograd.Function):
         batch, num_heads, num_queries, dim = query.shape
         # heads lie beside each other, as the output projection reads them
         output = query.new_empty(batch, num_queries, num_heads, dim).transpose(1, 2)
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        dtype = wide(query.dtype)
         lse = query.new_empty(batch, num_heads, num_queries, dtype=dtype)
         terms = Terms(mask, bias, query, key)
         for item, heads, groups in _items(query, key):

@@ -105,19 +105,19 @@ class Edges(Mask):
         return len((target * self.sizes[1] + source).unique()) < self.num_edges
 
     @cached_property
-    def proper(self) -> Tensor:
+    def without_loops(self) -> Tensor:
         """The places of the edges that are no self-loops, [proper edges]."""
         with torch.inference_mode(False):
             source, target = self.edge_index
             return (source != target).nonzero().squeeze(1)
 
     @cached_property
-    def looped(self) -> Edges:
+    def with_loops(self) -> Edges:
         """The proper edges in their order, then one self-loop for each node that is both source
         and target; made once and kept, as the sorted edges are."""
         with torch.inference_mode(False):
             loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
-            proper = self.edge_index[:, self.proper]
+            proper = self.edge_index[:, self.without_loops]
             return Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:

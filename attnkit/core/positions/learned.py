@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit.core.positions.sinusoidal import check_sizes
+from attnkit.core.precision import wide
 
 
 class LearnedPositions1d(nn.Module):
@@ -223,7 +224,7 @@ def resize_positions(
     if old_grid == new_grid:
         return positions
     # antialiased interpolation exists in float32 and float64 only
-    dtype = positions.dtype if positions.dtype == torch.float64 else torch.float32
+    dtype = wide(positions.dtype)
     maps = positions.to(dtype).reshape(-1, *old_grid, dim).permute(0, 3, 1, 2)
     maps = F.interpolate(maps, size=new_grid, mode="bicubic", antialias=True)
     rows = maps.permute(0, 2, 3, 1).to(positions.dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from attnkit.core.precision import wide
 from attnkit.core.scores.additive import additive_scores
 from attnkit.core.scores.base import (
     Score,
@@ -269,7 +270,7 @@ NORM_UNIT = 256.0
 
 
 def _high(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor.to(wide(tensor.dtype))
 
 
 def _unit(vectors: Tensor) -> Tensor:

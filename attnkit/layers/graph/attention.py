@@ -258,7 +258,7 @@ class GraphAttention(nn.Module):
         if features is not None and self.add_self_loops:
             features = looped_features(features, edges, self.fill_value)
         carried = None if features is None else self.projections.edge_features(features)
-        return edges.looped if self.add_self_loops else edges, carried
+        return edges.with_loops if self.add_self_loops else edges, carried
 
     def _merged(self, output: Tensor) -> Tensor:
         """Heads [heads, nodes, out_channels] side by side, or their mean."""

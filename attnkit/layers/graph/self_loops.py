@@ -1,6 +1,6 @@
 """What self-loops carry, and where weights of a graph with self-loops belong in the caller's order.
 
-The graph itself is `Edges.looped`: the caller's edges but self-loops, then one for each node.
+The graph itself is `Edges.with_loops`: the caller's edges but self-loops, then one for each node.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def check_fill_value(fill_value: object, *, is_read: bool) -> None:
 
 
 def looped_features(features: Tensor, edges: Edges, fill_value: FillValue) -> Tensor:
-    """The features of `edges.looped`, from those of `edges`, [edges, edge_dim]."""
+    """The features of `edges.with_loops`, from those of `edges`, [edges, edge_dim]."""
     num_loops, edge_dim = min(edges.sizes), features.shape[1]
-    proper = features[edges.proper]
+    proper = features[edges.without_loops]
     if isinstance(fill_value, str):
         empty = torch.ones if fill_value == "mul" else torch.zeros
         nodes = empty(edges.sizes[0], edge_dim, dtype=features.dtype, device=features.device)
-        target = edges.edge_index[1, edges.proper].long()[:, None].expand(-1, edge_dim)
+        target = edges.edge_index[1, edges.without_loops].long()[:, None].expand(-1, edge_dim)
         loops = nodes.scatter_reduce(
             0, target, proper, _REDUCTIONS[fill_value], include_self=fill_value == "mul"
         )[:num_loops]
@@ -55,11 +55,11 @@ def looped_features(features: Tensor, edges: Edges, fill_value: FillValue) -> Te
 
 
 def in_callers_order(rows: Tensor, edges: Edges) -> Tensor:
-    """Rows of the edges of `edges.looped`, as rows of the edges of `edges`, then of the loops.
+    """Rows of the edges of `edges.with_loops`, as rows of the edges of `edges`, then of the loops.
 
     A self-loop of the caller's was replaced by its node's: its row is 0.
     """
     loops = torch.arange(min(edges.sizes), device=rows.device) + edges.num_edges
-    places = torch.cat([edges.proper, loops])
+    places = torch.cat([edges.without_loops, loops])
     result = rows.new_zeros(edges.num_edges + len(loops), *rows.shape[1:])
     return result.index_copy(0, places, rows)

@@ -241,7 +241,7 @@ def test_declared_limits_are_torchs(kernel):
     for case, options in cases.items():
         inputs = attnkit.core.check.check_inputs(query, key, value, **options)
         declared = backend.serves(inputs)
-        term = inputs.term()
+        term = inputs.attn_mask()
         with sdpa_kernel(forced):
             try:
                 F.scaled_dot_product_attention(

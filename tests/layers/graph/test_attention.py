@@ -195,11 +195,11 @@ def test_edges_that_are_given_are_sorted_once():
     layers = [make("gat", add_self_loops=True), make("scaled_dot", add_self_loops=True)]
     for layer in layers:
         layer(rand(NODES, CHANNELS), edges)
-    looped = edges.looped
+    looped = edges.with_loops
     sorted_once = looped.adjacency
     layers[0](rand(NODES, CHANNELS), edges)
-    assert edges.looped is looped
-    assert edges.looped.adjacency is sorted_once
+    assert edges.with_loops is looped
+    assert edges.with_loops.adjacency is sorted_once
     assert looped.num_edges == (graph()[0] != graph()[1]).sum() + NODES
 
 

@@ -18,8 +18,8 @@ from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import Backend, empty_reasons, refuse_second_derivative
 from attnkit.core.kernels.edges.lanes import (
     NAMES,
-    Memory,
     Plan,
+    Workspace,
     as_lanes,
     exponentiate,
     features_of,
@@ -106,17 +106,17 @@ class _EdgeSoftmax(torch.autograd.Function):
         sums = new(num_lanes, num_targets, edge_dim)
         weights = value.new_empty(num_lanes, plan.adjacency.num_edges)
         totals = value.new_ones(num_lanes, num_targets, 1)
-        memory = Memory()
+        workspace = Workspace()
         for lanes, graph in plan.groups(num_lanes):
             scores = weights[lanes].view(-1)
-            make_scorer(plan, graph, memory, lanes, tensors).scores(scores)
+            make_scorer(plan, graph, workspace, lanes, tensors).scores(scores)
             exponentiate(scores, graph)
             total = sum_weights(graph, scores)
             total.masked_fill_(total == 0, 1.0)  # nobody to look at: the sums are 0 as well
             keep = plan.keep(lanes, scores)
             kept = scores if keep is None else keep.mul_(scores)
             _rows(totals, lanes).copy_(total)
-            value_sums = sum_edges(graph, kept, memory.table("value", value, lanes))
+            value_sums = sum_edges(graph, kept, workspace.table("value", value, lanes))
             torch.div(value_sums, total, out=_rows(output, lanes))
             if summed is not None:
                 rows = features_of(summed, lanes)
@@ -143,16 +143,16 @@ class _EdgeSoftmax(torch.autograd.Function):
             for name, tensor in zip(NAMES, tensors, strict=True)
             if tensor is not None
         }
-        memory = Memory()
+        workspace = Workspace()
         for lanes, graph in plan.groups(len(query)):
             kept = used = weights[lanes].view(-1)
-            by_target = memory.new("gradient", gradient, lanes)
+            by_target = workspace.new("gradient", gradient, lanes)
             shape = gradient[lanes].shape
             torch.div(gradient[lanes], totals[lanes], out=by_target.view(shape))
-            products_of_rows = memory.new("products", gradient, lanes)
+            products_of_rows = workspace.new("products", gradient, lanes)
             shift = torch.mul(by_target, _rows(output, lanes), out=products_of_rows).sum(dim=1)
             slopes = torch.empty_like(used)
-            products(graph, by_target, memory.table("value", value, lanes), slopes)
+            products(graph, by_target, workspace.table("value", value, lanes), slopes)
             features_by_target = None
             if sums_gradient is not None and plan.sums_features:
                 features_by_target = (sums_gradient[lanes] / totals[lanes]).flatten(0, 1)
@@ -164,7 +164,7 @@ class _EdgeSoftmax(torch.autograd.Function):
                 slopes.mul_(keep)
                 kept = keep.mul_(used)
             slopes.sub_(shift.index_select(0, graph.target)).mul_(used)
-            scorer = make_scorer(plan, graph, memory, lanes, tensors)
+            scorer = make_scorer(plan, graph, workspace, lanes, tensors)
             node_slopes = scorer.node_slopes(slopes)
             kept_by_source = kept.index_select(0, graph.by_source)
             slopes_by_source = node_slopes.index_select(0, graph.by_source)

@@ -74,7 +74,7 @@ def as_lanes(inputs: Inputs) -> tuple[Plan, tuple[Tensor | None, ...]]:
         if key_weight is not None:
             edge_key = key_weight.expand(batch, -1, -1, -1).flatten(0, 1)
     else:
-        lowered = replace(inputs, key=key, value=value).lowered()
+        lowered = replace(inputs, key=key, value=value).as_scaled_dot()
         query, key, scale = lowered.query, lowered.key, lowered.scale
         if key_weight is not None:
             edge_query = (query @ key_weight).flatten(0, 1)
@@ -96,7 +96,7 @@ NAMES = ("query", "key", "value", "vector", "edge_query", "edge_key", "features"
 def make_scorer(
     plan: Plan,
     graph: Adjacency,
-    memory: Memory,
+    workspace: Workspace,
     lanes: slice,
     tensors: tuple[Tensor | None, ...],
 ) -> AdditiveEdges | DotEdges:
@@ -105,13 +105,13 @@ def make_scorer(
     assert key is not None
     rows = None if features is None else features_of(features, lanes)
     if vector is None:
-        tables = memory.table("query", query, lanes), memory.table("key", key, lanes)
-        edge_table = None if edge_query is None else memory.table("edges", edge_query, lanes)
+        tables = workspace.table("query", query, lanes), workspace.table("key", key, lanes)
+        edge_table = None if edge_query is None else workspace.table("edges", edge_query, lanes)
         return DotEdges(graph, *tables, plan.scale, edge_table, rows)
     kind = ScalarEdges if query.shape[2] == 1 else AdditiveEdges
     return kind(
         graph,
-        memory.joint_table(query, key, lanes),
+        workspace.joint_table(query, key, lanes),
         vector[lanes],
         plan.negative_slope,
         None if edge_key is None else edge_key[lanes],
@@ -119,7 +119,7 @@ def make_scorer(
     )
 
 
-class Memory:
+class Workspace:
     """Tables of some lanes, [nodes, channels], whose memory serves one group after the other: new
     memory costs more than what is done with it."""
 
@@ -139,16 +139,16 @@ class Memory:
         """The rows of all targets, then of all sources."""
         parts = query[lanes], key[lanes]
         sizes = [part.shape[0] * part.shape[1] for part in parts]
-        table = self._memory("joint", query, sum(sizes))
+        table = self._rows_of("joint", query, sum(sizes))
         for rows, part in zip(table.split(sizes), parts, strict=True):
             rows.view(part.shape).copy_(part)
         return table
 
     def new(self, name: str, like: Tensor, lanes: slice) -> Tensor:
         """A table as large as that of `like`, of no known content."""
-        return self._memory(name, like, (lanes.stop - lanes.start) * like.shape[1])
+        return self._rows_of(name, like, (lanes.stop - lanes.start) * like.shape[1])
 
-    def _memory(self, name: str, like: Tensor, num_rows: int) -> Tensor:
+    def _rows_of(self, name: str, like: Tensor, num_rows: int) -> Tensor:
         kept = self.kept.get(name)
         if kept is None or len(kept) < num_rows:
             kept = self.kept[name] = like.new_empty(num_rows, like.shape[2])

@@ -86,7 +86,7 @@ def attend_edges(inputs: Inputs) -> Tensor:
     else:
         if not isinstance(score, ScaledDot):  # making it one in low precision would lose digits
             inputs = in_high_precision(inputs)
-        lowered = inputs.lowered()
+        lowered = inputs.as_scaled_dot()
         query, key, scale = lowered.query, lowered.key, lowered.scale
     seed = None
     if inputs.dropout_p:

@@ -13,8 +13,8 @@ from attnkit.core.kernels.base import refuse_second_derivative
 from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.kernels.edges.lanes import (
     NAMES,
-    Memory,
     Plan,
+    Workspace,
     as_lanes,
     exponentiate,
     make_scorer,
@@ -91,10 +91,10 @@ class _EdgeWeights(torch.autograd.Function):
         query = tensors[0]
         assert query is not None
         weights = query.new_empty(len(query), plan.adjacency.num_edges)
-        memory = Memory()
+        workspace = Workspace()
         for lanes, graph in plan.groups(len(query)):
             scores = weights[lanes].view(-1)
-            make_scorer(plan, graph, memory, lanes, tensors).scores(scores)
+            make_scorer(plan, graph, workspace, lanes, tensors).scores(scores)
             exponentiate(scores, graph)
             totals = sum_weights(graph, scores).squeeze(1)
             scores.div_(totals.index_select(0, graph.target))
@@ -115,14 +115,14 @@ class _EdgeWeights(torch.autograd.Function):
             for name, tensor in zip(NAMES, tensors, strict=True)
             if name in wanted - {"value"}
         }
-        memory = Memory()
+        workspace = Workspace()
         for lanes, graph in plan.groups(len(weights)):
             # d score_e = weight_e (g_e − Σ weight g over the edges of its target)
             used = weights[lanes].view(-1)
             slopes = gradient[lanes].reshape(-1) * used
             shift = sum_weights(graph, slopes).squeeze(1)
             slopes -= shift.index_select(0, graph.target) * used
-            scorer = make_scorer(plan, graph, memory, lanes, tuple(tensors))
+            scorer = make_scorer(plan, graph, workspace, lanes, tuple(tensors))
             slopes = scorer.node_slopes(slopes)
             by_source = slopes.index_select(0, graph.by_source)
             for name, part in scorer.gradients(slopes, by_source, wanted).items():
