@@ -11,7 +11,12 @@ from attnkit.core.kernels.choose import choose_backend
 from attnkit.core.kernels.sdpa import is_torchs_own
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.normalizers.kinds import NORMALIZERS
 from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import SCORES
+
+_PLAIN_SCORE = ("scaled_dot", SCORES["scaled_dot"])
+_PLAIN_NORMALIZER = ("softmax", NORMALIZERS["softmax"])
 
 
 def attend(
@@ -73,7 +78,9 @@ def attend(
         and bias is None
         and edge_features is None
         and scale is None
-        and (score, normalizer, backend) == ("scaled_dot", "softmax", "auto")
+        and score in _PLAIN_SCORE
+        and normalizer in _PLAIN_NORMALIZER
+        and backend == "auto"
         and not dropout_p
         and is_torchs_own(query, key, value)
     ):

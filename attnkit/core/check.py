@@ -12,7 +12,7 @@ from attnkit.core.masks.base import Mask, as_4d, as_mask, check_broadcastable
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.masks.sequences import Causal
 from attnkit.core.normalizers.kinds import Softmax, as_normalizer
-from attnkit.core.precision import autocast_dtype
+from attnkit.core.precision import WITHOUT_AUTOCAST
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.kinds import as_score
 
@@ -33,8 +33,10 @@ def check_inputs(
     """Check `attend`'s arguments against each other; ValueError or TypeError name the wrong one."""
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
-    normalizer = as_normalizer(normalizer)
-    score = as_score(score, scale)
+    if not isinstance(normalizer, Normalizer):
+        normalizer = as_normalizer(normalizer)
+    if scale is not None or not isinstance(score, Score):
+        score = as_score(score, scale)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value)
     score.check(query, key)
@@ -87,9 +89,10 @@ def _check_edge_features(features: EdgeFeatures, inputs: Inputs) -> None:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     # torch casts SDPA's inputs under autocast; doing it first lets every kernel, ours included,
     # be chosen for the precision that will run. Like torch, leave float64 alone.
-    dtype = autocast_dtype(tensors[0])
-    if dtype is None:
+    device_type = tensors[0].device.type
+    if device_type in WITHOUT_AUTOCAST or not torch.is_autocast_enabled(device_type):
         return tensors
+    dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )

@@ -19,14 +19,6 @@ def no_autocast(like: Tensor) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False)
 
 
-def autocast_dtype(like: Tensor) -> torch.dtype | None:
-    """What autocast casts to on the device of a tensor; None where it is off."""
-    device_type = like.device.type
-    if device_type in WITHOUT_AUTOCAST or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are computed in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

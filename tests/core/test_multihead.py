@@ -1,5 +1,8 @@
 """MultiHeadAttention: against torch's, its forms against each other, and its refusals."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -224,3 +227,23 @@ def test_values_of_another_width(num_kv_heads, gate):
 def test_values_need_channels():
     with pytest.raises(ValueError, match="value_head_dim: expected at least 1, got 0"):
         MultiHeadAttention(DIM, HEADS, value_head_dim=0)
+
+
+def test_a_reader_of_self_attention_opens_few_files():
+    """From `forward` to torch's operator and back, and the backward too."""
+    block = MultiHeadAttention(8, 2)
+    files = set()
+
+    def note(frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if "attnkit" in path.parts and "tests" not in path.parts:
+            files.add(path.name)
+
+    tokens = torch.randn(2, 5, 8)
+    block(tokens)  # what is made once is made
+    sys.setprofile(note)
+    try:
+        block(tokens).sum().backward()
+    finally:
+        sys.setprofile(None)
+    assert files == {"multihead.py", "projections.py", "attend.py", "sdpa.py"}

@@ -148,13 +148,12 @@ class Flash(Sdpa):
 def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's function, called with nothing but these, is what `Flash` would compute.
 
-    On the CPU, where no gradient is wanted. At the size of a decoding step, checking and choosing
-    take as long as computing, and there is nothing more to check.
+    On the CPU, unless a gradient wants the queries in parts. At the size of a decoding step,
+    checking and choosing take as long as computing, and there is nothing more to check.
     """
     shape, size = query.shape, key.shape
     return (
-        not torch.is_grad_enabled()
-        and query.is_cpu
+        query.is_cpu
         and query.dtype is key.dtype is value.dtype is torch.float32
         and len(shape) == 4
         and size == value.shape
@@ -166,6 +165,7 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
+        and (not torch.is_grad_enabled() or 2 * shape[0] * shape[1] > torch.get_num_threads())
         and flash_sdp_enabled()
     )
 

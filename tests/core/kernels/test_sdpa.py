@@ -122,7 +122,7 @@ def some(*shape, **options):
     return torch.randn(*shape, **options)
 
 
-def test_what_is_left_to_torch_is_flash():
+def test_what_is_left_to_torch_is_flash(threads):
     """`attend` of nothing but tensors skips the choice of a kernel where it can have one result."""
     query, key, value = some(2, 3, 5, 7), some(2, 3, 11, 7), some(2, 3, 11, 7)
     with torch.no_grad():
@@ -133,8 +133,14 @@ def test_what_is_left_to_torch_is_flash():
         torch.testing.assert_close(
             output, attend(query, key, value, backend="flash"), rtol=0, atol=0
         )
+        threads(12)
+        assert is_torchs_own(query, key, value)
     assert record.total() == {"flash": 1}
-    assert not is_torchs_own(query, key, value)  # with a gradient
+    assert not is_torchs_own(query, key, value)  # its backward wants parts for 12 threads
+    threads(11)
+    assert is_torchs_own(query, key, value)
+    inputs = check_inputs(query.requires_grad_(), key, value)
+    assert num_query_parts(inputs) == 1
 
 
 @pytest.mark.parametrize(
