@@ -1,7 +1,5 @@
 """Loaders of data that is fetched by the batch; under several processes each reads its own part."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

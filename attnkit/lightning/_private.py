@@ -4,8 +4,6 @@ They may change with any release: pyproject.toml bounds the versions, and a test
 is there. Each says why nothing public does.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta

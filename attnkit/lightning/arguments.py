@@ -1,7 +1,5 @@
 """Checks of arguments; a message names the argument, what is expected and what was given."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

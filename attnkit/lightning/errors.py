@@ -1,7 +1,5 @@
 """The errors whose messages are meant for the person at the command line."""
 
-from __future__ import annotations
-
 import signal
 
 

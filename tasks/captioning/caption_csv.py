@@ -1,7 +1,5 @@
 """A table of image files and captions."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """COCO's captions: annotation files and folders of images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

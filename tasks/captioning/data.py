@@ -1,7 +1,5 @@
 """Data modules for image captioning; users subclass `CaptionDataModule`."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import chain

@@ -1,7 +1,5 @@
 """Scenes as pictures: anti-aliased shapes, real handwriting, textures, and where each thing is."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from random import Random

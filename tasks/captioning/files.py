@@ -1,7 +1,5 @@
 """Captioned image files: the part that all formats share."""
 
-from __future__ import annotations
-
 import json
 import os
 from abc import abstractmethod

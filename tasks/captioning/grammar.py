@@ -4,8 +4,6 @@ A caption is a skeleton, such as "there is X to the left of Y", in which X and Y
 such as "a small striped red square". One table of skeletons serves for writing and for reading.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from random import Random
 from typing import Any, NamedTuple, cast

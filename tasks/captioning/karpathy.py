@@ -1,7 +1,5 @@
 """Karpathy's splits: one JSON file with the captions and the split of every image."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

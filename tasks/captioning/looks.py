@@ -1,7 +1,5 @@
 """How much attention words of a caption pay to the objects that they name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast

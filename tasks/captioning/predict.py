@@ -1,7 +1,5 @@
 """Images to caption: a folder or a file, prepared as the training images were."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

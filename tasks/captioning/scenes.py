@@ -1,7 +1,5 @@
 """What a scene is: two things, each with four attributes, and how one lies to the other."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import TypedDict, TypeVar
 

@@ -1,7 +1,5 @@
 """The default data: scenes composed from a seed, which need no network. No photographs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """One page for each image: what the model says of it, and where it looked at each word."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Augmentation of whole batches, on the device they are trained on."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 
 import torch

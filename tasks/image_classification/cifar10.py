@@ -1,7 +1,5 @@
 """CIFAR-10 as torchvision reads it."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Mapping

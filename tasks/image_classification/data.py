@@ -1,7 +1,5 @@
 """Data modules for image classification; users subclass `ImageDataModule`."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal

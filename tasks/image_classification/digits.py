@@ -1,7 +1,5 @@
 """The default data: scikit-learn's digits, which need no network."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

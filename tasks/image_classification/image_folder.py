@@ -1,7 +1,5 @@
 """Images in folders, one folder per class."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A convolutional network with attention in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

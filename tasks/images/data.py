@@ -1,7 +1,5 @@
 """What data modules of images in splits have in common."""
 
-from __future__ import annotations
-
 import os
 from abc import abstractmethod
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Image files to uint8 pixels, the same way for every reader."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Trees of image files: which splits and classes a folder holds, and which files are broken."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence

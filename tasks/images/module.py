@@ -1,7 +1,5 @@
 """What modules of images have in common: pixels are normalised inside, by the training data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading the image files of a split: into memory if they fit, and which of them are broken."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

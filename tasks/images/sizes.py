@@ -1,7 +1,5 @@
 """Which image and patch size fits the images."""
 
-from __future__ import annotations
-
 from attnkit.lightning.errors import UserError
 
 MAX_DEFAULT_SIDE = 224

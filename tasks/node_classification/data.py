@@ -1,7 +1,5 @@
 """Data modules for node classification on one graph; users subclass `GraphDataModule`."""
 
-from __future__ import annotations
-
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """DictionaryLookup: small graphs on which only attention that depends on the query can be right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

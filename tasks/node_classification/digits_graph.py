@@ -1,7 +1,5 @@
 """The default graph: scikit-learn's digits and their nearest neighbours; needs no network."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

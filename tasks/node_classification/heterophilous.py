@@ -1,7 +1,5 @@
 """The heterophilous graphs of Platonov et al., from their npz files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile

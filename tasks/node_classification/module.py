@@ -1,7 +1,5 @@
 """The LightningModule of node classification; users subclass it or copy it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mini-batches of a large graph: seed nodes, and the neighbours that were sampled for them."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from typing import Any

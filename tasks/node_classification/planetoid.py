@@ -1,7 +1,5 @@
 """Cora, CiteSeer and PubMed, from the files of the Planetoid repository."""
 
-from __future__ import annotations
-
 import hashlib
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Any node classification data set that comes with torch_geometric."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches

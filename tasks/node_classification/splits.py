@@ -1,7 +1,5 @@
 """Splits of a graph's nodes that a seed makes, where the data brings none."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch_geometric.data import Data

@@ -5,8 +5,6 @@ A kind alone is not enough: among torch's modules are some that run code given a
 be walked through or be where a class is written.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable, Sequence

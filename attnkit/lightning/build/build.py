@@ -5,8 +5,6 @@ name is checked before anything is imported, what it leads to before that is cal
 called with. The tables are in allowlist.py.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence

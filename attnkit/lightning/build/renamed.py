@@ -5,8 +5,6 @@ version 0.2 some named the file a class was written in; this table leads from th
 names. It is closed: nothing new is written with a path of a file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Accumulated gradients in which every sample counts the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

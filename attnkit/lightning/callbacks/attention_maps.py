@@ -1,7 +1,5 @@
 """Pictures of where a model looks, while it trains."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence

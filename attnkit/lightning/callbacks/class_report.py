@@ -1,7 +1,5 @@
 """What a test shows beside its averages: scores per class and the confusion matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple

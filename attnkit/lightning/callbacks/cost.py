@@ -1,7 +1,5 @@
 """What a model costs: parameters, multiply-adds, time per step."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

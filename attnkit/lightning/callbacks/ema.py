@@ -1,7 +1,5 @@
 """An exponential moving average of the weights, for evaluation and for keeps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A loss that is NaN or infinite ends the run, before it is in the weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer

@@ -1,7 +1,5 @@
 """Which attention kernel really runs in training and evaluation."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partialmethod
 from typing import Any

@@ -1,7 +1,5 @@
 """A picture of how training went."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

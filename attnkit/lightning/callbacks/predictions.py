@@ -1,7 +1,5 @@
 """Predictions as a table: one row for each sample, in the order of the data."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The figures of a run in one flat JSON file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

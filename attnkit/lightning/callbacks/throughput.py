@@ -1,7 +1,5 @@
 """How many samples per second training goes through."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A trained module written for use elsewhere: safe weights, and programs that need no attnkit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -6,8 +6,6 @@
 The class and all that its arguments name are checked as in any configuration (see build.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -4,8 +4,6 @@ An exported program needs neither attnkit nor Python's source: `torch.export.loa
 onnxruntime and others the other. Only sizes that are named stay open; the rest is fixed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

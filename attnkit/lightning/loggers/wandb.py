@@ -1,7 +1,5 @@
 """Weights & Biases, in the run folder and with the run's life: one run there for one run here."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from importlib import metadata

@@ -1,7 +1,5 @@
 """What tasks that give each sample one of several classes have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Optimizer parameter groups and the default learning-rate schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args

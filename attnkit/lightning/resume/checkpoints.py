@@ -5,8 +5,6 @@ read. Its digest is the archive's comment, at the very end: "attnkit sha256 " an
 hexadecimal, of the file as it was before the comment was added.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

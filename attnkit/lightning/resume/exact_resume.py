@@ -1,7 +1,5 @@
 """Training that was stopped goes on as if it had not been."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The orders in which data is read, shared by processes, and how it is split."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any

@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM and SIGUSR1: finish the step, save, stop."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import multiprocessing

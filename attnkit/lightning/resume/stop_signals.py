@@ -1,7 +1,5 @@
 """The signals that stop a run, and who handles them. Without torch."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
