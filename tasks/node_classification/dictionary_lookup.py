@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 from attnkit.lightning.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.loaders import SplitData, make_loader
+from attnkit.tasks.node_classification.data import SPLITS
 
 
 class DictionaryLookupData(SplitData):
@@ -80,14 +81,11 @@ class DictionaryLookupData(SplitData):
             return
         permutations = distinct_permutations(self.k, self.num_graphs, self.seed)
         count = len(permutations)
-        held_out = [max(1, round(count * f)) for f in (self.val_fraction, self.test_fraction)]
-        if count <= sum(held_out):
+        val, test = (max(1, round(count * f)) for f in (self.val_fraction, self.test_fraction))
+        if count <= val + test:
             raise UserError(f"data.k: {self.k} has {count} permutations, too few for three splits")
-        parts = permutations.split([count - sum(held_out), *held_out])
-        names = ("train", "val", "test")
-        self.sets = {
-            name: LookupGraphs(part, name) for name, part in zip(names, parts, strict=True)
-        }
+        parts = permutations.split([count - val - test, val, test])
+        self.sets = {name: LookupGraphs(p, name) for name, p in zip(SPLITS, parts, strict=True)}
 
     @property
     def num_classes(self) -> int:
@@ -153,11 +151,8 @@ class LookupGraphs(Dataset):
             edge_index=(edges[:, None] + starts[:, None]).flatten(1),
             batch=torch.arange(graphs).repeat_interleave(2 * k),
             ptr=torch.arange(graphs + 1) * 2 * k,
-            **{f"{name}_mask": queries if name == self.split else nobody for name in _SPLITS},
+            **{f"{name}_mask": queries if name == self.split else nobody for name in SPLITS},
         )
-
-
-_SPLITS = ("train", "val", "test")
 
 
 def distinct_permutations(k: int, count: int, seed: int) -> Tensor:

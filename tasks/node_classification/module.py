@@ -31,8 +31,7 @@ class NodeClassification(ClassificationModule):
     Args:
         model: (x [nodes, in_channels], edge_index [2, edges]) to logits [nodes, num_classes]; a
             module, or its configuration (see `TaskModule`).
-        optimizer: see `TaskModule`.
-        scheduler: see `TaskModule`.
+        optimizer, scheduler: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables; "0", "1", … unless given.
         in_channels: features of a node; data with others is then refused.

@@ -15,10 +15,10 @@ from torch_geometric.utils import coalesce, remove_self_loops
 from attnkit.lightning.arguments import existing, one_of
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.data import GraphDataModule, to_sparse_csr
+from attnkit.tasks.node_classification.pickles import load
 from attnkit.tasks.node_classification.splits import masks
-from attnkit.tasks.node_classification.unpickle import Csr, load
 
-PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
+PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")  # x is a part of allx
 NUM_VAL = 500
 
 # SHA-256 of the published files, as far as known.
@@ -76,11 +76,10 @@ class PlanetoidData(GraphDataModule):
     def load(self) -> Data:
         files = self._files()
         _warn_of_others(files.values())
-        known, unknown = load(files["allx"]), load(files["tx"])
-        trained, known_labels, unknown_labels = (load(files[part]) for part in ("y", "ally", "ty"))
-        graph, tested = load(files["graph"]), _numbers(files["test.index"])
+        read = {part: load(files[part]) for part in PARTS[1:-1]}
+        tested = _numbers(files["test.index"])
         try:
-            return _assembled(known, unknown, trained, known_labels, unknown_labels, graph, tested)
+            return _assembled(tested, **read)
         except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
             folder = files["graph"].parent
             raise UserError(f"{folder}: the files do not fit together: {error}") from error
@@ -101,43 +100,26 @@ class PlanetoidData(GraphDataModule):
         )
 
 
-def _assembled(
-    known: Csr,
-    unknown: Csr,
-    trained: np.ndarray,
-    known_labels: np.ndarray,
-    unknown_labels: np.ndarray,
-    graph: dict[int, list[int]],
-    tested: np.ndarray,
-) -> Data:
-    """Row i of `unknown` describes node tested[i]; all before the first of those are `known`."""
+def _assembled(tested: Tensor, tx: Any, allx: Any, y: Any, ty: Any, ally: Any, graph: Any) -> Data:
+    """Row i of `tx` and `ty` describes node tested[i]; all nodes before those are in `allx`."""
     count = int(tested.max()) + 1
-    first, width = known.shape
-    if tested.min() != first or unknown.shape != (len(tested), width):
+    first, width = allx.shape
+    if tested.min() != first or tx.shape != (len(tested), width):
         raise ValueError(f"{first} known nodes, then nodes {tested.min()} to {tested.max()}")
-    nodes = np.concatenate([_rows(known), tested[_rows(unknown)]])
-    columns = np.concatenate([known.columns, unknown.columns])
-    values = np.concatenate([known.values, unknown.values]).astype(np.float32)
-    entries = torch.from_numpy(np.stack([nodes, columns]).astype(np.int64))
-    x = torch.sparse_coo_tensor(
-        entries, torch.from_numpy(values), (count, width), check_invariants=True
-    )
+    rows, columns = tx.indices()
+    entries = torch.cat([allx.indices(), torch.stack([tested[rows], columns])], dim=1)
+    values = torch.cat([allx.values(), tx.values()])
+    x = torch.sparse_coo_tensor(entries, values, (count, width), check_invariants=True)
 
-    one_hot = np.zeros((count, known_labels.shape[1]))
-    one_hot[:first] = known_labels
-    one_hot[tested] = unknown_labels
-    splits = torch.arange(len(trained)), torch.arange(NUM_VAL) + len(trained)
+    one_hot = np.zeros((count, ally.shape[1]))
+    one_hot[:first] = ally
+    one_hot[tested.numpy()] = ty
     return Data(
         x=to_sparse_csr(x.coalesce()),
         y=torch.from_numpy(one_hot.argmax(axis=1)),
         edge_index=_edges(graph, count),
-        **masks(count, *splits, torch.from_numpy(tested)),
+        **masks(count, torch.arange(len(y)), torch.arange(NUM_VAL) + len(y), tested),
     )
-
-
-def _rows(matrix: Csr) -> np.ndarray:
-    """The row of each of its numbers."""
-    return np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.offsets))
 
 
 def _edges(graph: dict[int, list[int]], count: int) -> Tensor:
@@ -149,24 +131,20 @@ def _edges(graph: dict[int, list[int]], count: int) -> Tensor:
     return coalesce(edges, num_nodes=count, sort_by_row=False)
 
 
-def _numbers(path: Path) -> np.ndarray:
+def _numbers(path: Path) -> Tensor:
     try:
-        numbers = np.array(path.read_text().split(), dtype=np.int64)
+        numbers = [int(word) for word in path.read_text().split()]
     except ValueError as error:
         raise UserError(f"{path}: expected the number of a node per line") from error
-    if not len(numbers) or len(np.unique(numbers)) != len(numbers):
+    if not numbers or len(set(numbers)) != len(numbers):
         raise UserError(f"{path}: expected nodes, each once")
-    return numbers
+    return torch.tensor(numbers)
 
 
 def _warn_of_others(files: Any) -> None:
-    differing = [
-        path.name
-        for path in files
-        if path.name in DIGESTS
-        and hashlib.sha256(path.read_bytes()).hexdigest() != DIGESTS[path.name]
-    ]
-    if differing:
+    known = [path for path in files if path.name in DIGESTS]
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in known}
+    if differing := [name for name, digest in found.items() if digest != DIGESTS[name]]:
         rank_zero_warn(
             f"{', '.join(differing)}: not the published file (SHA-256 differs); "
             "results are not comparable"

@@ -12,9 +12,10 @@ from torch_geometric.data import Data, Dataset
 from attnkit.lightning.arguments import held_out
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import cache_folder
+from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.node_classification.data import GraphDataModule
-from attnkit.tasks.node_classification.guard import only_data
-from attnkit.tasks.node_classification.splits import has_masks, stratified_masks
+from attnkit.tasks.node_classification.pickles import only_data
+from attnkit.tasks.node_classification.splits import has_masks, masks
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -89,8 +90,8 @@ class PyGData(GraphDataModule):
                 f"{self.class_name} brings no train, val and test masks: "
                 f"split by data.seed={self.seed}"
             )
-            made = stratified_masks(data.y, self.val_fraction, self.test_fraction, self.seed)
-            data.update(made)
+            fractions = [self.val_fraction, self.test_fraction]
+            data.update(masks(len(data.y), *stratified_split(data.y, fractions, self.seed)))
         return data
 
     def _read(self) -> Dataset:
@@ -100,8 +101,8 @@ class PyGData(GraphDataModule):
         except UserError:
             raise
         except Exception as error:  # of every kind: each class reads and downloads its own way
-            reason = first_line(error)
-            raise UserError(f"data: {self.class_name} cannot be read: {reason}") from error
+            said = first_line(error)
+            raise UserError(f"data: {self.class_name} cannot be read: {said}") from error
 
 
 def _dataset(name: str) -> type[Dataset]:

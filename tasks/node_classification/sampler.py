@@ -1,7 +1,5 @@
 """Neighbour sampling: a few in-neighbours per node and layer, drawn for all nodes at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +16,7 @@ class InNeighbors(NamedTuple):
     sources: Tensor
 
     @classmethod
-    def of(cls, edge_index: Tensor, num_nodes: int) -> InNeighbors:
+    def of(cls, edge_index: Tensor, num_nodes: int) -> "InNeighbors":
         """From edge_index [2, edges], source in row 0, target in row 1."""
         source, target = edge_index
         counts = torch.bincount(target, minlength=num_nodes)

@@ -5,7 +5,6 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import stratified_split
 
 
 def planetoid_masks(
@@ -38,14 +37,6 @@ def planetoid_masks(
             f"are not for training, got {num_val} + {num_test}"
         )
     return masks(len(labels), train, rest[:num_val], rest[num_val : num_val + num_test])
-
-
-def stratified_masks(
-    labels: Tensor, val_fraction: float, test_fraction: float, seed: int
-) -> dict[str, Tensor]:
-    """Random train_mask, val_mask and test_mask: these shares of every class."""
-    parts = stratified_split(labels, [val_fraction, test_fraction], seed)
-    return masks(len(labels), *parts)
 
 
 def masks(count: int, train: Tensor, val: Tensor, test: Tensor) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch_geometric.datasets import Planetoid
 
 from attnkit.lightning import UserError
 from attnkit.tasks.node_classification import PlanetoidData
-from attnkit.tasks.node_classification.unpickle import Csr, load
+from attnkit.tasks.node_classification.pickles import load
 
 
 def same_graphs(ours, theirs):
@@ -190,9 +190,20 @@ def test_arrays_and_matrices_come_back(tmp_path):
         assert np.array_equal(load(tmp_path / "file"), content)
     (tmp_path / "file").write_bytes(pickle.dumps(matrix_with(), protocol=2))
     found = load(tmp_path / "file")
-    assert isinstance(found, Csr)
-    assert found.shape == (5, 5)
-    assert found.columns.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(found.to_dense(), torch.eye(5))
+
+
+@pytest.mark.parametrize(
+    "name", [b"numpy\nndarray", b"numpy\ndtype", b"scipy.sparse.csr\ncsr_matrix"]
+)
+def test_a_file_cannot_change_how_the_next_is_read(tmp_path, name):
+    """BUILD, of the class itself, with an attribute for it."""
+    content = b"c" + name + b"\n(N}V__setstate__\ncbuiltins\nlist\nstb."
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UserError, match="is not a file of Planetoid"):
+        load(tmp_path / "file")
+    (tmp_path / "file").write_bytes(pickle.dumps(matrix_with(), protocol=2))
+    assert torch.equal(load(tmp_path / "file").to_dense(), torch.eye(5))
 
 
 def test_missing_and_misfitting_files_are_named(graph_files, tmp_path):
