@@ -1,10 +1,12 @@
 """attnkit.lightning: what makes runs good, for anyone's `lightning.Trainer`; no Hydra needed.
 
-This file is the public table and nothing else. Names are imported when first used, so that code
-which only needs `UserError` does not wait for torch.
+This file is the public table and nothing else. Type checkers run the imports below; Python does one
+when its name is first used, so that code which only needs `UserError` does not wait for torch.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,51 +41,24 @@ if TYPE_CHECKING:
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
 
-_TABLE = {
-    "EMA": "callbacks.ema",
-    "AttentionMaps": "callbacks.attention_maps",
-    "CheckpointError": "resume.checkpoints",
-    "ClassReport": "callbacks.class_report",
-    "ClassificationModule": "modules.classification",
-    "Cost": "callbacks.cost",
-    "ExactAccumulation": "callbacks.accumulation",
-    "ExactResume": "resume.exact_resume",
-    "Export": "export.export",
-    "FiniteLoss": "callbacks.finite",
-    "KernelRecord": "callbacks.kernel_record",
-    "LearningCurves": "callbacks.learning_curves",
-    "MetricsCSV": "loggers.metrics_csv",
-    "PredictionsFile": "callbacks.predictions",
-    "Program": "export.program",
-    "Progress": "callbacks.progress",
-    "Pruning": "callbacks.pruning",
-    "ResultsFile": "callbacks.results_file",
-    "ResumableSampler": "resume.sampler",
-    "RunError": "errors",
-    "SafeCheckpoints": "resume.checkpoints",
-    "SaveOnSignal": "resume.signals",
-    "StoppedBySignal": "errors",
-    "TaskModule": "modules.module",
-    "Throughput": "callbacks.throughput",
-    "UserError": "errors",
-    "VerifiedCheckpointIO": "resume.checkpoints",
-    "WandbRun": "loggers.wandb",
-    "allowing": "build.build",
-    "muon": "modules.optim",
-    "parameter_groups": "modules.optim",
-    "warmup_cosine": "modules.optim",
+# Where each name is, read from these imports, so that it is written once.
+_HOMES = {
+    name.name: node.module
+    for block in ast.parse(Path(__file__).read_bytes()).body
+    for node in getattr(block, "body", [])
+    if isinstance(node, ast.ImportFrom) and node.module
+    for name in node.names
 }
-
-__all__ = [*_TABLE]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str):
-    if name not in _TABLE:
+    if name not in _HOMES:
         raise AttributeError(f"module 'attnkit.lightning' has no attribute {name!r}")
-    value = getattr(import_module(f"attnkit.lightning.{_TABLE[name]}"), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_TABLE])
+    return sorted([*globals(), *_HOMES])

@@ -1,8 +1,7 @@
 """Files that are written completely or not at all, and the folder of attnkit's own."""
 
-from __future__ import annotations
-
 import csv
+import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,26 +22,7 @@ def absolute(path: str | Path) -> Path:
     return Path(os.path.abspath(Path(path).expanduser()))
 
 
-@contextmanager
-def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when the block ends without an error.
-
-    It lies in the same folder, so that the last step is a rename and a reader (or a crash) sees the
-    old file or the new one, never half of it. Folders are made as needed.
-    """
-    final = Path(path)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    beside = final.with_name(f".{final.stem}.{os.getpid()}{final.suffix}")
-    try:
-        yield beside
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, final)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def in_log_folder(trainer: Trainer, given: str | os.PathLike[str] | None, name: str) -> Path:
+def in_log_folder(trainer: "Trainer", given: str | os.PathLike[str] | None, name: str) -> Path:
     """What a callback was told, or `name` in the log folder, which all ranks find together."""
     folder = trainer.log_dir or trainer.default_root_dir
     return Path(given or Path(folder) / name).absolute()
@@ -50,19 +30,22 @@ def in_log_folder(trainer: Trainer, given: str | os.PathLike[str] | None, name: 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A table, whole or not there; folders are made as needed."""
-    with written_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
+    with replacing(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        writer = csv.writer(text)
         writer.writerow(header)
         writer.writerows(rows)
+        text.detach()
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A binary file to write and read, which becomes `path` when the block ends without an error.
 
-    As `written_beside`, and where the file system can (most of Linux's), the file has no name until
-    it is whole and on the disk: nothing remains of one that was not finished, not even after
-    `kill -9`. What a kill between the naming and the renaming left is removed the next time.
+    Folders are made as needed. The last step is a rename: a reader (or a crash) sees the old file
+    or the new one, never half of it. Where the file system can (most of Linux's), the file has no
+    name until it is whole and on the disk: nothing remains of one that was not finished, not even
+    after `kill -9`. What a kill between naming and renaming left is removed the next time.
     """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -101,11 +84,11 @@ def _remove_leftovers(final: Path) -> None:
                 pass  # somebody else's, and alive
 
 
-def refuse_url(path: Any, what: str) -> None:
-    """A `UserError` for a URL: the file behind it could change between two reads."""
+def refuse_url(path: Any, what: str, error: type[UserError] = UserError) -> None:
+    """An error for a URL: the file behind it could change between two reads."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     if _URL.match(str(text)):
-        raise UserError(f"{what}: {text} is a URL, expected a local path; download it first")
+        raise error(f"{what}: {text} is a URL, expected a local path; download it first")
 
 
 def cache_folder() -> Path:

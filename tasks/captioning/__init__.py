@@ -1,60 +1,30 @@
 """Image captioning: data modules of captioned images, tokenizers, and scenes made from a seed."""
 
-from attnkit.tasks.captioning.caption_csv import CaptionCsvData
-from attnkit.tasks.captioning.coco import CocoCaptionsData
-from attnkit.tasks.captioning.data import CaptionDataModule
-from attnkit.tasks.captioning.files import CaptionFilesData
-from attnkit.tasks.captioning.grammar import (
-    EVERYTHING,
-    attribute_of,
-    captions_of,
-    is_right,
-    parse_caption,
-    words_of_objects,
-)
-from attnkit.tasks.captioning.karpathy import KarpathyData
-from attnkit.tasks.captioning.looks import Look, ObjectLooks, WordLooks
-from attnkit.tasks.captioning.module import ImageCaptioning
-from attnkit.tasks.captioning.predict import CaptionPredictData
-from attnkit.tasks.captioning.scenes import HELD_OUT, Scene, Thing, draw_scene
-from attnkit.tasks.captioning.scenes_data import ScenesData
-from attnkit.tasks.captioning.sets import CaptionSet
-from attnkit.tasks.captioning.tokenizer import (
-    BPETokenizer,
-    Tokenizer,
-    WordTokenizer,
-    load_tokenizer,
-    words_of,
-)
-from attnkit.tasks.captioning.word_maps import WordMaps
-
-__all__ = [
-    "EVERYTHING",
-    "HELD_OUT",
-    "BPETokenizer",
-    "CaptionCsvData",
-    "CaptionDataModule",
-    "CaptionFilesData",
-    "CaptionPredictData",
-    "CaptionSet",
-    "CocoCaptionsData",
-    "ImageCaptioning",
-    "KarpathyData",
-    "Look",
-    "ObjectLooks",
-    "Scene",
-    "ScenesData",
-    "Thing",
-    "Tokenizer",
-    "WordLooks",
-    "WordMaps",
-    "WordTokenizer",
-    "attribute_of",
-    "captions_of",
-    "draw_scene",
-    "is_right",
-    "load_tokenizer",
-    "parse_caption",
-    "words_of",
-    "words_of_objects",
-]
+from attnkit.tasks.captioning.caption_csv import CaptionCsvData as CaptionCsvData
+from attnkit.tasks.captioning.coco import CocoCaptionsData as CocoCaptionsData
+from attnkit.tasks.captioning.data import CaptionDataModule as CaptionDataModule
+from attnkit.tasks.captioning.files import CaptionFilesData as CaptionFilesData
+from attnkit.tasks.captioning.grammar import EVERYTHING as EVERYTHING
+from attnkit.tasks.captioning.grammar import attribute_of as attribute_of
+from attnkit.tasks.captioning.grammar import captions_of as captions_of
+from attnkit.tasks.captioning.grammar import is_right as is_right
+from attnkit.tasks.captioning.grammar import parse_caption as parse_caption
+from attnkit.tasks.captioning.grammar import words_of_objects as words_of_objects
+from attnkit.tasks.captioning.karpathy import KarpathyData as KarpathyData
+from attnkit.tasks.captioning.looks import Look as Look
+from attnkit.tasks.captioning.looks import ObjectLooks as ObjectLooks
+from attnkit.tasks.captioning.looks import WordLooks as WordLooks
+from attnkit.tasks.captioning.module import ImageCaptioning as ImageCaptioning
+from attnkit.tasks.captioning.predict import CaptionPredictData as CaptionPredictData
+from attnkit.tasks.captioning.scenes import HELD_OUT as HELD_OUT
+from attnkit.tasks.captioning.scenes import Scene as Scene
+from attnkit.tasks.captioning.scenes import Thing as Thing
+from attnkit.tasks.captioning.scenes import draw_scene as draw_scene
+from attnkit.tasks.captioning.scenes_data import ScenesData as ScenesData
+from attnkit.tasks.captioning.sets import CaptionSet as CaptionSet
+from attnkit.tasks.captioning.tokenizer import BPETokenizer as BPETokenizer
+from attnkit.tasks.captioning.tokenizer import Tokenizer as Tokenizer
+from attnkit.tasks.captioning.tokenizer import WordTokenizer as WordTokenizer
+from attnkit.tasks.captioning.tokenizer import load_tokenizer as load_tokenizer
+from attnkit.tasks.captioning.tokenizer import words_of as words_of
+from attnkit.tasks.captioning.word_maps import WordMaps as WordMaps

@@ -68,10 +68,9 @@ class CaptionCsvData(CaptionFilesData):
                     f"data: {where}: {name} is of {split} here, and of {splits[name]} before"
                 )
             entry = entries.setdefault(name, Entry(str(self.folder / name), [], name, where))
-            if not row[self.caption_column].strip():
-                # Here it is known which row it is.
-                entry.where = where
             entry.captions.append(row[self.caption_column])
+            if not entry.captions[-1].strip():
+                entry.where = where  # of the row to name
         found = Entries()
         for name, entry in entries.items():
             found.add(splits[name], entry)
@@ -87,23 +86,21 @@ class CaptionCsvData(CaptionFilesData):
 
     def _rows(self) -> list[tuple[str, dict[str, str]]]:
         """Every row, and where it is."""
-        columns = [self.image_column, self.caption_column]
-        columns += [self.split_column] if self.split_column is not None else []
+        columns = [self.image_column, self.caption_column, self.split_column]
         rows = []
         try:
             with self.table.open(encoding="utf-8-sig", newline="") as file:
                 reader = csv.DictReader(file, delimiter=self.delimiter)
                 header = reader.fieldnames or []
-                if missing := [name for name in columns if name not in header]:
+                if missing := [name for name in columns if name and name not in header]:
                     raise UserError(
                         f"data: {self.table} has no column {missing[0]!r}, "
                         f"only {', '.join(header) or 'an empty header'}"
                     )
                 for row in reader:
                     where = f"{self.table}, line {reader.line_num}"
-                    count = len(header) - list(row.values()).count(None)
-                    if None in row or count < len(header):
-                        count = len(header) + len(row[None]) if None in row else count
+                    count = len(header) - list(row.values()).count(None) + len(row.get(None, ()))
+                    if count != len(header):
                         raise UserError(
                             f"data: {where}: expected {len(header)} columns, got {count}; "
                             "a caption that holds a comma belongs in quotes"

@@ -51,23 +51,19 @@ class CocoCaptionsData(CaptionFilesData):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.files: dict[str, tuple[Path, Path]] = {
-            "train": (
-                existing("annotations", annotations, folder=False),
-                existing("images", images, folder=True),
-            )
-        }
-        for split, file, folder in (
-            ("val", val_annotations, val_images),
-            ("test", test_annotations, test_images),
+        self.files: dict[str, tuple[Path, Path]] = {}
+        for split, prefix, file, folder in (
+            ("train", "", annotations, images),
+            ("val", "val_", val_annotations, val_images),
+            ("test", "test_", test_annotations, test_images),
         ):
-            if file is not None:
+            if file is not None or split == "train":
                 self.files[split] = (
-                    existing(f"{split}_annotations", file, folder=False),
-                    existing(f"{split}_images", images if folder is None else folder, folder=True),
+                    existing(f"{prefix}annotations", file, folder=False),
+                    existing(f"{prefix}images", images if folder is None else folder, folder=True),
                 )
             elif folder is not None:
-                raise ValueError(f"{split}_images: needs {split}_annotations, which is not given")
+                raise ValueError(f"{prefix}images: needs {prefix}annotations, which is not given")
 
     def entries(self) -> Entries:
         found = Entries()

@@ -1,12 +1,13 @@
 """Data modules for image captioning; users subclass `CaptionDataModule`."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
+from torch import Tensor
 
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
@@ -18,7 +19,7 @@ from attnkit.tasks.captioning.tokenizer import (
     WordTokenizer,
     load_tokenizer,
 )
-from attnkit.tasks.images.data import SplitImages, check_fits_module, with_train
+from attnkit.tasks.images.data import SplitImages, check_fits_module
 
 MAX_DEFAULT_WORDS = 32
 
@@ -50,7 +51,6 @@ class CaptionDataModule(SplitImages):
     """
 
     shuffled = EpochSampler
-    test_splits: tuple[str, ...] = ("test",)
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class CaptionDataModule(SplitImages):
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not self.sets:
             self.image_size = self.image_size or getattr(module, "image_size", None)
-            self.sets = self._with_missing_splits(with_train(self.load()))
+            self.sets = self.with_missing_splits(self.load())
             self.image_size = self.sets["train"].images.size
         check_fits_module(self)
         vocabulary = getattr(module, "vocabulary", None)
@@ -97,13 +97,12 @@ class CaptionDataModule(SplitImages):
             self._tokenizer = self._learned_tokenizer(self.sets["train"])
         self.max_words = getattr(module, "max_words", None) or self.max_words
         if self.max_words is None:
-            self.max_words = min(MAX_DEFAULT_WORDS, self._longest(self.sets["train"]))
+            captions = chain.from_iterable(self.sets["train"].captions)
+            longest = max(len(self.tokenizer.encode(caption)) for caption in captions)
+            self.max_words = min(MAX_DEFAULT_WORDS, 2 + longest)
         for images in self.sets.values():
-            images.tokenizer, images.max_words, images.seed = (
-                self._tokenizer,
-                self.max_words,
-                self.seed,
-            )
+            images.tokenizer, images.max_words = self._tokenizer, self.max_words
+            images.seed = self.seed
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -141,26 +140,10 @@ class CaptionDataModule(SplitImages):
             )
         return tokenizer
 
-    def _longest(self, train: CaptionSet) -> int:
-        captions: Iterator[str] = chain.from_iterable(train.captions)
-        return 2 + max(len(self.tokenizer.encode(caption)) for caption in captions)
-
-    def _with_missing_splits(self, sets: dict[str, CaptionSet]) -> dict[str, CaptionSet]:
-        names = ("train", "val", *self.test_splits)
-        fractions = {"val": self.val_fraction, "test": self.test_fraction}
-        train, missing = sets["train"], [name for name in names if name not in sets]
-        counts = [round(fractions[name] * len(train)) for name in missing]
-        if missing and (not all(counts) or sum(counts) >= len(train)):
-            raise UserError(
-                f"data: {len(train)} training images are too few to take a {missing[0]} split"
-            )
-        if missing:
-            generator = torch.Generator().manual_seed(self.seed)
-            order = torch.randperm(len(train), generator=generator)
-            parts = order.split([len(train) - sum(counts), *counts])
-            for name, rows in zip(("train", *missing), parts, strict=True):
-                sets[name] = train.select(rows.sort().values)
-        for name in names:
-            if not len(sets[name]):
-                raise UserError(f"data: no images for {name}")
-        return {name: sets[name] for name in names}
+    def split_rows(self, train: CaptionSet, fractions: Sequence[float]) -> list[Tensor]:
+        """These fractions of the images, drawn by the seed."""
+        counts = [round(fraction * len(train)) for fraction in fractions]
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(len(train), generator=generator)
+        parts = order.split([len(train) - sum(counts), *counts])
+        return [rows.sort().values for rows in parts]

@@ -79,10 +79,10 @@ def _background(side: int, random: Random) -> np.ndarray:
 
 def _places(scene: Scene, side: int, random: Random) -> list[tuple[int, int, int]]:
     """(left, top, diameter) of the squares that hold the two things, in pixels."""
-    first, second = (_diameter(thing, random) for thing in scene["objects"])
+    ranges = [_DIAMETER[str(thing["size"])] for thing in scene["objects"]]
+    first, second = (_between(random, *limits) for limits in ranges)
     if scene["relation"] == "inside":
-        low, high = _CONTAINER_DIAMETER
-        second = low + (high - low) * random.random()
+        second = _between(random, *_CONTAINER_DIAMETER)
         x, y = (_between(random, second / 2 + _MARGIN, 1 - _MARGIN - second / 2) for _ in "xy")
         centres = [(x, y), (x, y)]
     else:
@@ -104,10 +104,6 @@ def _places(scene: Scene, side: int, random: Random) -> list[tuple[int, int, int
         corner = [min(max(0, round(c * side - pixels / 2)), side - pixels) for c in (x, y)]
         places.append((corner[0], corner[1], pixels))
     return places
-
-
-def _diameter(thing: Thing, random: Random) -> float:
-    return _between(random, *_DIAMETER[str(thing["size"])])
 
 
 def _cover(

@@ -4,7 +4,7 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,8 @@ from attnkit.lightning.errors import UserError
 from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.sets import CaptionSet
 from attnkit.tasks.images.data import with_train
-from attnkit.tasks.images.folder import say_once
-from attnkit.tasks.images.scan import fit_in_memory, median_side, read_images
-from attnkit.tasks.images.sizes import default_image_size
-
-_MAX_NAMED = 10
+from attnkit.tasks.images.folder import MAX_NAMED, Files, say_once, shortened
+from attnkit.tasks.images.scan import read_splits
 
 
 @dataclass
@@ -40,16 +37,14 @@ class Entries:
     def add(self, split: str, entry: Entry) -> None:
         """Add an entry. A missing file and an empty or missing caption are noted as problems."""
         captions = [caption for caption in entry.captions if caption.strip()]
-        there = os.path.isfile(entry.path)
-        if not there:
+        if not (there := os.path.isfile(entry.path)):
             self.problems.append(f"{entry.where}: no such image: {entry.path}")
         if len(captions) < len(entry.captions):
             self.problems.append(f"{entry.where}: an empty caption of {entry.id}")
         elif not captions:
             self.problems.append(f"{entry.where}: no caption of {entry.id}")
         if there and captions:
-            kept = Entry(entry.path, captions, entry.id, entry.where)
-            self.splits.setdefault(split, []).append(kept)
+            self.splits.setdefault(split, []).append(replace(entry, captions=captions))
 
 
 class CaptionFilesData(CaptionDataModule):
@@ -92,24 +87,16 @@ class CaptionFilesData(CaptionDataModule):
         found = self.entries()
         self._report(found.problems)
         splits = with_train(found.splits)
-        train = [entry.path for entry in splits["train"]]
-        size = self.image_size or default_image_size(median_side(train))
-        count = sum(map(len, splits.values()))
-        keep = fit_in_memory(count, size, self.memory_gb, self.trainer)
-        return {
-            split: self._caption_set(split, entries, size, keep=keep)
+        files = {
+            split: Files([entry.path for entry in entries], [0] * len(entries))
             for split, entries in splits.items()
         }
-
-    def _caption_set(
-        self, split: str, entries: list[Entry], size: int, *, keep: bool
-    ) -> CaptionSet:
-        paths = [entry.path for entry in entries]
-        images, good = read_images(
-            split, paths, [0] * len(paths), size, 3, keep=keep, skip_corrupt=self.skip_corrupt
-        )
-        others = {"id": [entry.id for entry in entries], "path": paths}
-        return CaptionSet(images, [entry.captions for entry in entries], others).select(good)
+        sets = {}
+        for split, (images, good) in read_splits(self, files, 3).items():
+            others = {"id": [entry.id for entry in splits[split]], "path": files[split].paths}
+            captions = [entry.captions for entry in splits[split]]
+            sets[split] = CaptionSet(images, captions, others).select(good)
+        return sets
 
     def _report(self, problems: list[str]) -> None:
         """Print the problems if they may be left out, else raise the first."""
@@ -118,10 +105,8 @@ class CaptionFilesData(CaptionDataModule):
         if not self.skip_corrupt:
             more = f"\nand {len(problems) - 1} more; " if len(problems) > 1 else "\n"
             raise UserError(f"data: {problems[0]}{more}data.skip_corrupt=true leaves them out")
-        for line in problems[:_MAX_NAMED]:
+        for line in shortened(problems, MAX_NAMED):
             say_once(f"left out: {line}")
-        if len(problems) > _MAX_NAMED:
-            say_once(f"left out: {len(problems) - _MAX_NAMED} more")
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -167,7 +152,4 @@ def value_of(item: Mapping[str, Any], key: str, kinds: Any, where: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return "nothing" if value is None else f"{value!r:.60}"

@@ -130,14 +130,8 @@ def is_right(caption: str, scene: Scene, of: Collection[str] = OBJECTS_COLOURS_R
         return False
     names = [name for name in ATTRIBUTES if name in of]
     orders = [said["objects"]] if "relation" in of else [said["objects"], said["objects"][::-1]]
-    return any(
-        all(
-            _get(one, name) == _get(other, name)
-            for one, other in zip(things, scene["objects"], strict=True)
-            for name in names
-        )
-        for things in orders
-    )
+    shown = [_get(thing, *names) for thing in scene["objects"]]
+    return any([_get(thing, *names) for thing in things] == shown for things in orders)
 
 
 def words_of_objects(caption: str, scene: Scene | None = None) -> list[tuple[int, int]]:
@@ -152,10 +146,12 @@ def words_of_objects(caption: str, scene: Scene | None = None) -> list[tuple[int
     if read is None:
         return []
     pairs = []
+    shown = [_get(thing, "kind", "colour") for thing in (scene or read.scene)["objects"]]
     for number, (thing, places) in enumerate(zip(read.scene["objects"], read.places, strict=True)):
-        shown = number if scene is None else _find(thing, scene)
-        if shown is not None:
-            pairs += [(places[name], shown) for name in ("kind", "colour") if name in places]
+        named = _get(thing, "kind", "colour")
+        if scene is None or named in shown:
+            found = number if scene is None else shown.index(named)
+            pairs += [(places[name], found) for name in ("kind", "colour") if name in places]
     return sorted(pairs)
 
 
@@ -236,12 +232,5 @@ def _word(name: Any, random: Random) -> str:
     return choose(random, others) if others and random.random() < _OTHER_WORD_SHARE else name
 
 
-def _get(thing: Thing, name: str) -> Any:
-    return cast("dict[str, Any]", thing)[name]
-
-
-def _find(thing: Thing, scene: Scene) -> int | None:
-    for number, shown in enumerate(scene["objects"]):
-        if (thing["kind"], thing["colour"]) == (shown["kind"], shown["colour"]):
-            return number
-    return None
+def _get(thing: Thing, *names: str) -> list[Any]:
+    return [cast("dict[str, Any]", thing)[name] for name in names]

@@ -31,9 +31,7 @@ def coverage(masks: Tensor, grid: tuple[int, int]) -> Tensor:
         masks: booleans [batch, objects, height, width].
         grid: rows and columns of positions.
     """
-    rows, columns = (
-        _shares(side, count) for side, count in zip(masks.shape[-2:], grid, strict=True)
-    )
+    rows, columns = map(_shares, masks.shape[-2:], grid)
     return (rows.to(masks.device) @ masks.float() @ columns.T.to(masks.device)).flatten(2)
 
 
@@ -135,13 +133,11 @@ class ObjectLooks(Metric):
         """A row for each layer, head and kind of words; none of words that were not said."""
         rows = []
         for kind, name in enumerate(NAMING):
-            count = int(self.count[kind])
-            if not count:
-                continue
-            chance = float(self.chance[kind]) / count
-            for layer, heads in enumerate((self.share[kind] / count).tolist()):
-                for head, share in enumerate(heads):
-                    rows.append(Look(layer, head, name, share, chance, share / chance, count))
+            if count := int(self.count[kind]):
+                chance = float(self.chance[kind]) / count
+                for layer, heads in enumerate((self.share[kind] / count).tolist()):
+                    for head, share in enumerate(heads):
+                        rows.append(Look(layer, head, name, share, chance, share / chance, count))
         return rows
 
 
@@ -187,18 +183,12 @@ class WordLooks(Callback):
         if not (isinstance(batch, Mapping) and batch.keys() >= {"masks", "scene"}):
             return
         module = cast(Any, pl_module)
-        said = module.said
+        words, weights = module.said.words, module.said.weights
         split = list(module.test_metrics)[dataloader_idx]
         if split not in self._metrics:
-            self._metrics[split] = ObjectLooks(*said.weights.shape[1:3]).to(module.device)
-        self._metrics[split].update(
-            said.words,
-            said.weights,
-            batch["masks"],
-            batch["scene"],
-            module.model.grid,
-            module.tokenizer,
-        )
+            self._metrics[split] = ObjectLooks(*weights.shape[1:3]).to(module.device)
+        scenes = batch["masks"], batch["scene"]
+        self._metrics[split].update(words, weights, *scenes, module.model.grid, module.tokenizer)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for split, metric in self._metrics.items():
@@ -213,7 +203,5 @@ class WordLooks(Callback):
         cast(Any, pl_module).return_weights = False
         if not self._metrics:
             rank_zero_warn("WordLooks: the data has no masks of what words name; no looks.csv")
-            return
-        if not trainer.is_global_zero:
-            return
-        write_csv(self.folder / "looks.csv", ("test", *Look._fields), self._rows)
+        elif trainer.is_global_zero:
+            write_csv(self.folder / "looks.csv", ("test", *Look._fields), self._rows)

@@ -7,17 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 
 from attnkit.lightning import TaskModule
 from attnkit.lightning.export.program import Program
+from attnkit.lightning.modules.classification import mean_of_losses
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioning.captioner import Captioner
 from attnkit.models.captioning.generate import Sentences, checked_options
 from attnkit.models.captioning.word_decoder import num_words
 from attnkit.tasks.captioning.grammar import EVERYTHING, OBJECTS_COLOURS_RELATION, is_right
-from attnkit.tasks.captioning.programs import captioning_programs
-from attnkit.tasks.captioning.tokenizer import load_tokenizer
+from attnkit.tasks.captioning.tokenizer import END, PAD, START, load_tokenizer
+from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
 
 
@@ -89,9 +90,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         checked_options(**self.decoding)
         self.return_weights = False
         self.said: Sentences | None = None
-        # such a mean ignores weights, so that it is given one value for each sample or word
-        self.train_loss = MeanMetric(nan_strategy="disable")
-        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.train_loss, self.val_loss = mean_of_losses(), mean_of_losses()
         self.val_metrics = nn.ModuleDict(
             {"cider_d": CIDErD(tokenizer="words"), "bleu4": BLEU(4, "words")}
         )
@@ -125,8 +124,43 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         return self._texts(self._say(images, **decoding))
 
     def programs(self) -> dict[str, Program]:
-        """`encoder`: uint8 images to a memory; `decoder`: of each word the logits of the next."""
-        return captioning_programs(self)
+        """`encoder`: uint8 images to a memory; `decoder`: of each word the logits of the next.
+
+        The caller runs the loop that finds the words:
+
+            memory = encoder(images)
+            words = [START, PAD, PAD, …]                  max_words of them
+            words[i + 1] = argmax decoder(memory, words)[i] over the words but PAD and START
+        """
+        decoder, (rows, columns) = self.model.decoder, self.model.grid
+        pixels = (self.in_channels, *self.model.encoder.image_size)
+        memory = (rows * columns, decoder.memory_dim)
+        number, size = decoder.max_words, decoder.vocabulary_size
+        is_memory = f"the image at {rows} x {columns} positions, row by row"
+        return {
+            "encoder": Program(
+                _Encoder(self),
+                lambda batch: {"images": torch.randint(0, 256, (batch, *pixels)).byte()},
+                {"images": ("batch", *pixels)},
+                ("memory", ("batch", *memory)),
+                {"images": PREPARED, "memory": is_memory},
+            ),
+            "decoder": Program(
+                decoder,
+                lambda batch: {
+                    "memory": torch.randn(batch, *memory),
+                    "words": torch.randint(0, size, (batch, number)),
+                },
+                {"memory": ("batch", *memory), "words": ("batch", number)},
+                ("logits", ("batch", number, size)),
+                {
+                    "memory": is_memory,
+                    "words": f"numbers of the vocabulary: START {START}, the words so far, PAD "
+                    f"{PAD}; END is {END}. What follows a word does not change its logits",
+                    "logits": "at each word, of the word after it; PAD and START are never said",
+                },
+            ),
+        }
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -171,9 +205,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
     def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         split = list(self.test_metrics)[dataloader_idx]
         prefix = "test" if split == "test" else f"test/{split}"
-        self.said = self._say(
-            batch["image"], **self._decoding(batch_idx), return_weights=self.return_weights
-        )
+        self.said = self._say(batch["image"], **self._decoding(batch_idx))
         said = self._texts(self.said)
         for name, module in cast(nn.ModuleDict, self.test_metrics[split]).items():
             metric = cast(Metric, module)
@@ -200,20 +232,18 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         }
         if not len(images):
             return {**rows, "caption": [], "log_probability": []}
-        self.said = self._say(
-            images, **self._decoding(batch_idx), return_weights=self.return_weights
-        )
+        self.said = self._say(images, **self._decoding(batch_idx))
         rows["caption"] = self._texts(self.said)
         rows["log_probability"] = self.said.scores.tolist()
         return rows
 
     def _decoding(self, batch_idx: int) -> dict[str, Any]:
-        if self.decoding["method"] != "sample":
-            return self.decoding
-        generator = torch.Generator(self.device)
-        # of a seed, torch's generator on the CPU reads 32 bits
-        generator.manual_seed((torch.initial_seed() * 1_000_003 + batch_idx) % 2**32)
-        return {**self.decoding, "generator": generator}
+        options = {**self.decoding, "return_weights": self.return_weights}
+        if self.decoding["method"] == "sample":
+            options["generator"] = torch.Generator(self.device)
+            # of a seed, torch's generator on the CPU reads 32 bits
+            options["generator"].manual_seed((torch.initial_seed() * 1_000_003 + batch_idx) % 2**32)
+        return options
 
     def _say(self, images: Tensor, **decoding: Any) -> Sentences:
         """Sentences no longer than those of training, START not counted."""
@@ -222,3 +252,14 @@ class ImageCaptioning(NormalizesImages, TaskModule):
 
     def _texts(self, said: Sentences) -> list[str]:
         return [self.tokenizer.decode(words) for words in said.words.tolist()]
+
+
+class _Encoder(nn.Module):
+    """Images to a memory, the normalisation inside."""
+
+    def __init__(self, module: ImageCaptioning) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.module.model.encode(self.module.normalized(images))

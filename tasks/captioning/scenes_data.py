@@ -59,20 +59,16 @@ class ScenesData(CaptionDataModule):
         super().__init__(image_size=image_size, min_count=min_count, **options)
         at_least(1, num_train=num_train, num_val=num_val, num_test=num_test)
         at_least(24, image_size=image_size)
-        self.counts = {
-            "train": num_train,
-            "val": num_val,
-            "test": num_test,
-            "compositional": num_test,
-        }
+        numbers = (num_train, num_val, num_test, num_test)
+        self.counts = dict(zip(("train", "val", *self.test_splits), numbers, strict=True))
 
     def load(self) -> Mapping[str, CaptionSet]:
         side = self.image_size or 48
         train, val, test = self._handwriting()
-        digits = {"train": train, "val": val, "test": test, "compositional": test}
+        parts = zip(self.counts.items(), (train, val, test, test), strict=True)
         return {
-            split: compose(split, count, side, digits[split], self.seed)
-            for split, count in self.counts.items()
+            split: compose(split, count, side, digits, self.seed)
+            for (split, count), digits in parts
         }
 
     def _handwriting(self) -> list[dict[str, np.ndarray]]:

@@ -1,7 +1,5 @@
 """Sets of captioned images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -84,7 +82,7 @@ class CaptionSet(Dataset):
             },
         }
 
-    def select(self, rows: Tensor) -> CaptionSet:
+    def select(self, rows: Tensor) -> "CaptionSet":
         """The part of the set with these numbers."""
         part, numbers = copy(self), rows.tolist()
         part.images = self.images.select(rows)

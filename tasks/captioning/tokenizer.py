@@ -1,7 +1,5 @@
 """Captions to numbers and back: whole words, as in the papers, or byte-pair encoding."""
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod
@@ -11,10 +9,9 @@ from typing import Any
 
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError
+from attnkit.models.captioning.word_decoder import END, PAD, START, UNKNOWN
 
-PAD, START, END, UNKNOWN = range(4)
 SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")
-
 
 _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
@@ -43,6 +40,11 @@ class Tokenizer(ABC):
     def to_dict(self) -> dict[str, Any]:
         """The tokenizer as plain data, for a checkpoint; see `load_tokenizer`."""
 
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Tokenizer":
+        """See `load_tokenizer`."""
+        return load_tokenizer(plain)
+
     def pad(self, text: str, length: int) -> list[int]:
         """Start, caption, end, padded to `length`. A longer caption loses words at its end."""
         ids = self.encode(text)[: length - 2]
@@ -68,16 +70,12 @@ class WordTokenizer(Tokenizer):
             raise ValueError(f"words: expected different words, got {twice!r} twice")
 
     @classmethod
-    def build(cls, captions: Iterable[str], min_count: int = 1) -> WordTokenizer:
+    def build(cls, captions: Iterable[str], min_count: int = 1) -> "WordTokenizer":
         """Of the words that occur `min_count` times or more; the most frequent come first."""
         at_least(1, min_count=min_count)
         counts = Counter(word for caption in captions for word in words_of(caption))
         kept = (word for word, count in counts.items() if count >= min_count)
         return cls(sorted(kept, key=lambda word: (-counts[word], word)))
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> WordTokenizer:
-        return cls(_field(plain, "words", cls))
 
     def to_dict(self) -> dict[str, Any]:
         return {"tokenizer": "words", "words": list(self.words)}
@@ -114,7 +112,7 @@ class BPETokenizer(Tokenizer):
             raise ValueError(f"data: not a tokenizer of the library tokenizers: {error}") from error
 
     @classmethod
-    def build(cls, captions: Iterable[str], size: int = 8000, min_count: int = 2) -> BPETokenizer:
+    def build(cls, captions: Iterable[str], size: int = 8000, min_count: int = 2) -> "BPETokenizer":
         """Learned from captions; a pair is merged if it occurs `min_count` times or more."""
         at_least(len(SPECIALS) + 256, size=size)
         library = _library()
@@ -137,10 +135,6 @@ class BPETokenizer(Tokenizer):
         plain["added_tokens"] = []
         return cls(json.dumps(plain, ensure_ascii=False))
 
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> BPETokenizer:
-        return cls(_field(plain, "data", cls))
-
     def to_dict(self) -> dict[str, Any]:
         return {"tokenizer": "bpe", "data": self.data}
 
@@ -162,13 +156,14 @@ def load_tokenizer(plain: Mapping[str, Any]) -> Tokenizer:
         ValueError: `plain` is not the data of a tokenizer.
         UserError: it needs the library `tokenizers`, which is not installed.
     """
-    kinds: dict[Any, Any] = {"words": WordTokenizer, "bpe": BPETokenizer}
-    name = plain.get("tokenizer") if isinstance(plain, Mapping) else None
-    if name not in kinds:
-        raise ValueError(
-            f"vocabulary: expected what a tokenizer's to_dict() returns, got {str(plain)[:80]}"
-        )
-    return kinds[name].from_dict(plain)
+    match plain:
+        case {"tokenizer": "words", "words": words}:
+            return WordTokenizer(words)
+        case {"tokenizer": "bpe", "data": data}:
+            return BPETokenizer(data)
+    raise ValueError(
+        f"vocabulary: expected what a tokenizer's to_dict() returns, got {str(plain)[:80]}"
+    )
 
 
 def _said(ids: Iterable[int]) -> Iterable[int]:
@@ -177,12 +172,6 @@ def _said(ids: Iterable[int]) -> Iterable[int]:
             return
         if number not in (PAD, START):
             yield number
-
-
-def _field(plain: Mapping[str, Any], name: str, cls: type) -> Any:
-    if name not in plain:
-        raise ValueError(f"vocabulary: {cls.__name__}.to_dict() has {name!r}, which is missing")
-    return plain[name]
 
 
 def _library() -> Any:

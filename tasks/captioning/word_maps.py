@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import in_log_folder, written_beside
+from attnkit.lightning.files import in_log_folder, replacing
 from attnkit.models.captioning.word_decoder import END, PAD
 
 COLUMNS = 6
@@ -69,10 +69,10 @@ class WordMaps(Callback):
             maps = maps[:, :, : len(words)]
             stem = f"{trainer.global_rank}_{batch_idx}_{number}_{Path(name).stem}"
             assert self.folder is not None
-            with written_beside(self.folder / f"{stem}.npz") as beside:
-                np.savez_compressed(beside, words=np.array(words), weights=maps.numpy())
-            with written_beside(self.folder / f"{stem}.png") as beside:
-                self._page(image, outputs["caption"][number], words, maps).savefig(beside, dpi=110)
+            with replacing(self.folder / f"{stem}.npz") as file:
+                np.savez_compressed(file, words=np.array(words), weights=maps.numpy())
+            with replacing(self.folder / f"{stem}.png") as file:
+                self._page(image, outputs["caption"][number], words, maps).savefig(file, dpi=110)
             self.pages += 1
 
     def _page(self, image: Tensor, caption: str, words: list[str], maps: Tensor) -> Figure:

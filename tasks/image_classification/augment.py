@@ -71,11 +71,9 @@ class Augment(nn.Module):
         self.crop_min_area = crop_min_area
         self.erase_probability = erase_probability
         self.group_size = group_size
-        self.randaugment = (
-            None
-            if randaugment_magnitude is None
-            else v2.RandAugment(randaugment_num_ops or 2, randaugment_magnitude)
-        )
+        self.randaugment: nn.Module | None = None
+        if randaugment_magnitude is not None:
+            self.randaugment = v2.RandAugment(randaugment_num_ops or 2, randaugment_magnitude)
 
     def forward(self, images: Tensor) -> Tensor:
         if self.horizontal_flip:
@@ -84,25 +82,17 @@ class Augment(nn.Module):
             images = self._crop(images)
         if self.rotate_degrees or self.translate or self.scale:
             images = self._affine(images)
-        transforms = self._per_group(images.shape[-1])
-        if not transforms:
-            return images
-        groups = []
-        for group in images.split(self.group_size):
-            for transform in transforms:
-                group = transform(group)
-            groups.append(group)
-        return torch.cat(groups)
-
-    def _per_group(self, side: int) -> list[nn.Module]:
         transforms: list[nn.Module] = []
         if self.crop_min_area is not None:
-            transforms.append(v2.RandomResizedCrop(side, (self.crop_min_area, 1.0)))
+            transforms.append(v2.RandomResizedCrop(images.shape[-1], (self.crop_min_area, 1.0)))
         if self.randaugment is not None:
             transforms.append(self.randaugment)
         if self.erase_probability:
             transforms.append(v2.RandomErasing(self.erase_probability))
-        return transforms
+        if not transforms:
+            return images
+        in_turn = v2.Compose(transforms)
+        return torch.cat([in_turn(group) for group in images.split(self.group_size)])
 
     def _flip(self, images: Tensor) -> Tensor:
         chosen = torch.rand(len(images), 1, 1, 1) < self.horizontal_flip

@@ -1,7 +1,7 @@
 """Data modules for image classification; users subclass `ImageDataModule`."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as F
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.image_classification.augment import Augment
-from attnkit.tasks.images.data import SplitImages, check_fits_module, with_train
+from attnkit.tasks.images.data import SplitImages, check_fits_module
 from attnkit.tasks.images.decode import to_channels
 from attnkit.tasks.images.sets import ImageSet, MemoryImages
 from attnkit.tasks.images.sizes import default_image_size, default_patch_size
@@ -43,6 +43,8 @@ class ImageDataModule(SplitImages):
         ...         images, labels = torch.load("cells.pt")  # uint8 [images, channels, side, side]
         ...         return {"train": MemoryImages(images, labels)}, ["healthy", "infected"]
     """
+
+    least = ": three of a class, at least"
 
     def __init__(
         self,
@@ -76,11 +78,9 @@ class ImageDataModule(SplitImages):
         given, class_names = self.load()
         if len(class_names) < 2:
             raise UserError(f"data: expected at least two classes, got {class_names}")
-        self.sets = self._with_missing_splits(with_train(given))
+        self.sets = self.with_missing_splits(given)
         self.class_names = list(class_names)
         for split, images in self.sets.items():
-            if not len(images):
-                raise UserError(f"data: no images for {split}")
             if images.labels.min() < 0 or images.labels.max() >= len(class_names):
                 raise UserError(f"data: {split} has labels outside 0 to {len(class_names) - 1}")
         train = self.sets["train"]
@@ -137,28 +137,15 @@ class ImageDataModule(SplitImages):
             )
         return given
 
-    def _with_missing_splits(self, sets: dict[str, ImageSet]) -> dict[str, ImageSet]:
-        fractions = {"val": self.val_fraction, "test": self.test_fraction}
-        missing = [split for split in fractions if split not in sets]
-        train = sets["train"]
-        parts = stratified_split(train.labels, [fractions[name] for name in missing], self.seed)
-        for split, rows in zip(missing, parts[1:], strict=True):
-            if not len(rows):
-                raise UserError(
-                    f"data: {len(train)} training images are too few to take a {split} split: "
-                    "three of a class, at least"
-                )
-            sets[split] = train.select(rows)
-        if missing:
-            sets["train"] = train.select(parts[0])
-        return {split: sets[split] for split in ("train", "val", "test")}
+    def split_rows(self, train: ImageSet, fractions: Sequence[float]) -> list[Tensor]:
+        """About these fractions of every class; nothing of a class of one or two images."""
+        return stratified_split(train.labels, fractions, self.seed)
 
     def _grey_train(self) -> MemoryImages:
         train = self.sets["train"]
         parts = torch.arange(len(train)).split(256)
-        return MemoryImages(
-            torch.cat([to_channels(train.fetch(rows), 1) for rows in parts]), train.labels
-        )
+        grey = torch.cat([to_channels(train.fetch(rows), 1) for rows in parts])
+        return MemoryImages(grey, train.labels)
 
 
 def fit_images(images: Tensor, size: int | None, channels: int | None) -> Tensor:

@@ -4,16 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from attnkit.lightning.arguments import at_least, existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.image_classification.augment import Augment, shipped_augment
 from attnkit.tasks.image_classification.data import ImageDataModule
 from attnkit.tasks.images.folder import find_splits
-from attnkit.tasks.images.scan import fit_in_memory, median_side, read_images
+from attnkit.tasks.images.scan import read_splits
 from attnkit.tasks.images.sets import ImageSet
-from attnkit.tasks.images.sizes import default_image_size
 
 
 class ImageFolderData(ImageDataModule):
@@ -61,30 +58,10 @@ class ImageFolderData(ImageDataModule):
 
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
         splits, class_names = find_splits(self.root)
-        size = self.image_size or default_image_size(median_side(splits["train"].paths))
-        count = sum(len(files.paths) for files in splits.values())
-        keep = fit_in_memory(count, size, self.memory_gb, self.trainer)
-        channels = self.in_channels
-        sets: dict[str, ImageSet] = {}
-        for split, files in splits.items():  # train comes first and decides on the channels
-            images, good = read_images(
-                split,
-                files.paths,
-                files.labels,
-                size,
-                channels,
-                keep=keep,
-                skip_corrupt=self.skip_corrupt,
-            )
-            channels = images.channels
-            sets[split] = images.select(good)
-            if split == "train":
-                _check_all_classes(sets[split], class_names)
+        read = read_splits(self, splits, self.in_channels)
+        sets = {split: images.select(good) for split, (images, good) in read.items()}
+        left = set(sets["train"].labels.tolist())
+        if empty := [name for label, name in enumerate(class_names) if label not in left]:
+            names = ", ".join(empty[:5])
+            raise UserError(f"data.root: no image can be decoded in train of {names}")
         return sets, class_names
-
-
-def _check_all_classes(train: ImageSet, class_names: list[str]) -> None:
-    counts = torch.bincount(train.labels, minlength=len(class_names))
-    empty = [name for name, count in zip(class_names, counts.tolist(), strict=True) if not count]
-    if empty:
-        raise UserError(f"data.root: no image can be decoded in train of {', '.join(empty[:5])}")

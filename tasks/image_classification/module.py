@@ -30,8 +30,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
     Args:
         model: images [batch, in_channels, height, width] to logits [batch, num_classes]; a module,
             or its configuration (see `TaskModule`).
-        optimizer: see `TaskModule`.
-        scheduler: see `TaskModule`.
+        optimizer, scheduler: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables and pictures; "0", "1", … unless given.
         image_size: side of the images in pixels, for those who prepare images to predict.
@@ -68,11 +67,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         if image_size is not None:
             self.example_input_array = torch.zeros(1, in_channels, image_size, image_size)
         self.label_smoothing = label_smoothing
-        mixers: list[nn.Module] = []
-        if mixup:
-            mixers.append(v2.MixUp(alpha=mixup, num_classes=num_classes))
-        if cutmix:
-            mixers.append(v2.CutMix(alpha=cutmix, num_classes=num_classes))
+        alphas = {v2.MixUp: mixup, v2.CutMix: cutmix}
+        mixers = [mix(alpha=a, num_classes=num_classes) for mix, a in alphas.items() if a]
         self.mix = v2.RandomChoice(mixers) if mixers else None
 
     def forward(self, images: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ from torch import nn
 
 from attnkit.surgery import insert_attention
 
-__all__ = ["attention_network"]
-
 
 def attention_network(
     backbone: Callable[..., nn.Module],

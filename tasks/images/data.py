@@ -2,10 +2,11 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from attnkit.lightning.arguments import at_least, held_out
@@ -37,6 +38,8 @@ class SplitImages(SplitData):
 
     shuffled: type[DistributedSampler] = ResumableSampler
     drop_last = False
+    test_splits: tuple[str, ...] = ("test",)
+    least = ""  # what train must have to be split, as the end of an error
 
     def __init__(
         self,
@@ -64,6 +67,33 @@ class SplitImages(SplitData):
     @abstractmethod
     def load(self) -> Any:
         """The splits that there are."""
+
+    @abstractmethod
+    def split_rows(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:
+        """Numbers of the images of train that stay, then of each part that is taken from it."""
+
+    def with_missing_splits(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All splits; those that are not given are taken from train.
+
+        Raises:
+            UserError: there is no train split, or a split is empty.
+        """
+        sets, fractions = with_train(given), {"val": self.val_fraction, "test": self.test_fraction}
+        names = ("train", "val", *self.test_splits)
+        if missing := [name for name in names if name not in sets]:
+            train = sets["train"]
+            parts = self.split_rows(train, [fractions[name] for name in missing])
+            for name, rows in zip(("train", *missing), parts, strict=True):
+                if not len(rows):
+                    taken = missing[0] if name == "train" else name
+                    raise UserError(
+                        f"data: {len(train)} training images are too few to take a {taken} split"
+                        f"{self.least}"
+                    )
+                sets[name] = train.select(rows)
+        if empty := [name for name in names if not len(sets[name])]:
+            raise UserError(f"data: no images for {empty[0]}")
+        return {name: sets[name] for name in names}
 
     def loader(self, split: str) -> DataLoader:
         images, trainer = self.sets[split], self.trainer

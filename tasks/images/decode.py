@@ -115,17 +115,16 @@ def decode_files(
     failures: dict[int, str] = {}
 
     def decode_chunk(start: int) -> int:
-        numbers, decoded = [], []
+        decoded: dict[int, Tensor] = {}
         stop = min(start + _CHUNK, len(paths))
         for number in range(start, stop):
             try:
-                decoded.append(read_image(paths[number], size))
-                numbers.append(number)
+                decoded[number] = read_image(paths[number], size)
             except UndecodableImageError as error:
                 failures[number] = str(error)
         if decoded:
-            pixels = to_channels(torch.stack(decoded), channels)
-            rows = torch.tensor(numbers)
+            pixels = to_channels(torch.stack([*decoded.values()]), channels)
+            rows = torch.tensor([*decoded])
             sums[rows] = pixel_sums(pixels)
             grey[rows] = (pixels == pixels[:, :1]).flatten(1).all(dim=1)
             if images is not None:
@@ -147,13 +146,10 @@ def pixel_sums(images: Tensor) -> Tensor:
 
 def _with_progress(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
     console = Console(stderr=True)
-    quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal or _rank() != 0
+    rank = getattr(rank_zero_only, "rank", 0)
+    quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal or rank != 0
     steps = (1 for count in chunks for _ in range(count))
     return iter(track(steps, title, total, console=console, transient=True, disable=quiet))
-
-
-def _rank() -> int:
-    return getattr(rank_zero_only, "rank", 0)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -19,7 +19,7 @@ SPELLINGS = {
     "val": ("val", "valid", "validation"),
     "test": ("test", "testing"),
 }
-_MAX_NAMED = 10
+MAX_NAMED = 10
 
 
 @dataclass
@@ -104,13 +104,13 @@ def report_failures(
     named = [f"{path} ({reason})" for path, reason in failures.items()]
     if skip_corrupt or not (given or len(failures) > 0.01 * total):
         say_once(f"{split}: {len(failures)} of {total} files cannot be decoded and are left out:")
-        for line in _shortened(named, _MAX_NAMED):
+        for line in shortened(named, MAX_NAMED):
             say_once(f"  {line}")
         return
     limit = f"none may be in a given {split} folder" if given else "more than 1 %"
     raise UserError(
         f"{split}: {len(failures)} of {total} files cannot be decoded ({limit})\n"
-        f"{'; '.join(_shortened(named, 3))}\n"
+        f"{'; '.join(shortened(named, 3))}\n"
         "data.skip_corrupt=true leaves them out"
     )
 
@@ -151,31 +151,27 @@ def _split_folders(root: Path) -> dict[str, Path]:
 def _check_classes(folder: Path, class_names: Sequence[str]) -> None:
     names = set(_subfolders(folder))
     extra, missing = sorted(names - set(class_names)), sorted(set(class_names) - names)
-    if not extra and not missing:
-        return
     lines = [f"data.root: the class folders of {folder} differ from train's"]
     if extra:
-        lines.append(f"not in train: {', '.join(_shortened(extra, 5))}")
+        lines.append(f"not in train: {', '.join(shortened(extra, 5))}")
     if missing:
         none = "; an empty folder says that there are none"
-        lines.append(f"missing: {', '.join(_shortened(missing, 5))}{none}")
-    raise UserError("\n".join(lines))
+        lines.append(f"missing: {', '.join(shortened(missing, 5))}{none}")
+    if extra or missing:
+        raise UserError("\n".join(lines))
 
 
 def _check_counts(split: str, folder: Path, files: Files, class_names: Sequence[str]) -> None:
     if not files.paths:
-        raise UserError(
-            f"data.root: no images under {folder} (suffixes: {' '.join(sorted(SUFFIXES))})"
-        )
+        kinds = " ".join(sorted(SUFFIXES))
+        raise UserError(f"data.root: no images under {folder} (suffixes: {kinds})")
     counts = Counter(files.labels)
     empty = [name for label, name in enumerate(class_names) if not counts[label]]
+    named = ", ".join(shortened(empty, 5))
     if empty and split == "train":
-        raise UserError(
-            f"data.root: class folders without images in {folder}: "
-            f"{', '.join(_shortened(empty, 5))}"
-        )
+        raise UserError(f"data.root: class folders without images in {folder}: {named}")
     if empty:
-        say_once(f"{split}: no images of {', '.join(_shortened(empty, 5))}")
+        say_once(f"{split}: no images of {named}")
 
 
 def _subfolders(folder: Path) -> list[str]:
@@ -187,5 +183,5 @@ def _hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _shortened(items: Sequence[str], count: int) -> list[str]:
+def shortened(items: Sequence[str], count: int) -> list[str]:
     return [*items[:count], *([f"… and {len(items) - count} more"] if len(items) > count else [])]

@@ -1,69 +1,64 @@
-"""Reading the image files of a split: into memory if they fit, and which of them are broken."""
+"""Reading the image files of splits: into memory if they fit, and which of them are broken."""
 
 import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import Trainer
 from torch import Tensor
 
-from attnkit.lightning.files import cache_folder, written_beside
+from attnkit.lightning.files import cache_folder, replacing
 from attnkit.tasks.images.decode import Pixels, decode_files, short_side
-from attnkit.tasks.images.folder import report_failures
+from attnkit.tasks.images.folder import Files, report_failures
 from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
+from attnkit.tasks.images.sizes import default_image_size
 
 _HEADERS_READ = 1024
 
 
-def read_images(
-    split: str,
-    paths: list[str],
-    labels: Sequence[int],
-    size: int,
-    channels: int | None,
-    *,
-    keep: bool,
-    skip_corrupt: bool,
-) -> tuple[ImageSet, Tensor]:
-    """The images of a split, and the numbers of those that can be decoded.
+def read_splits(
+    data: Any, splits: Mapping[str, Files], channels: int | None
+) -> dict[str, tuple[ImageSet, Tensor]]:
+    """Of each split its images, and the numbers of those that can be decoded.
 
     Args:
-        split: its name. Files of val and test are the user's own choice, and none may be broken.
-        paths: the files.
-        labels: of each file, a number.
-        size: side in pixels.
-        channels: 1 or 3; None: 1 if all images are grey.
-        keep: hold the pixels in memory.
-        skip_corrupt: broken files are no error.
+        data: the data module: its `image_size` (None: what fits the images of train), `memory_gb`
+            and `skip_corrupt`.
+        splits: their files, train first. Those of val and test are the user's own choice, and none
+            may be broken.
+        channels: 1 or 3; None: 1 if all images of train are grey.
 
     Raises:
         UserError: see `report_failures`.
     """
+    size = data.image_size or default_image_size(median_side(splits["train"].paths))
+    count = sum(len(files.paths) for files in splits.values())
+    keep = count * 3 * size**2 <= memory_bytes(data.memory_gb, data.trainer)
     decode = decode_files if keep else check_files
-    pixels = decode(paths, size, channels or 3, keep=keep, title=f"{split} images")
-    failures = {paths[number]: reason for number, reason in pixels.failures.items()}
-    report_failures(failures, split, len(paths), given=split != "train", skip_corrupt=skip_corrupt)
-    good = torch.ones(len(paths), dtype=torch.bool)
-    good[list(pixels.failures)] = False
-    if channels is None:
-        channels = 1 if pixels.grey[good].all() else 3
-    # A grey set was decoded with three equal channels: the first is all of them.
-    images: ImageSet
-    if pixels.images is None:
-        sums = pixels.sums[:, :, :channels].clone()
-        images = FileImages(paths, torch.as_tensor(labels), size, channels, sums)
-    else:
-        images = MemoryImages(pixels.images[:, :channels].contiguous(), labels)
-    return images, good.nonzero().flatten()
-
-
-def fit_in_memory(count: int, size: int, memory_gb: float | None, trainer: Trainer | None) -> bool:
-    """Whether this process may hold so many images of this side."""
-    return count * 3 * size**2 <= memory_bytes(memory_gb, trainer)
+    found: dict[str, tuple[ImageSet, Tensor]] = {}
+    for split, files in splits.items():
+        paths, labels = files.paths, torch.tensor(files.labels, dtype=torch.int64)
+        pixels = decode(paths, size, channels or 3, keep=keep, title=f"{split} images")
+        failures = {paths[number]: reason for number, reason in pixels.failures.items()}
+        skip, given = data.skip_corrupt, split != "train"
+        report_failures(failures, split, len(paths), given=given, skip_corrupt=skip)
+        good = torch.ones(len(paths), dtype=torch.bool)
+        good[list(pixels.failures)] = False
+        # A grey set was decoded with three equal channels: the first is all of them.
+        channels = channels or (1 if pixels.grey[good].all() else 3)
+        images: ImageSet
+        if pixels.images is None:
+            sums = pixels.sums[:, :, :channels].clone()
+            images = FileImages(paths, labels, size, channels, sums)
+        else:
+            images = MemoryImages(pixels.images[:, :channels].contiguous(), labels)
+        found[split] = images, good.nonzero().flatten()
+    return found
 
 
 def memory_bytes(memory_gb: float | None, trainer: Trainer | None) -> float:
@@ -115,6 +110,6 @@ def check_files(paths: list[str], size: int, channels: int, *, keep: bool, title
     pixels = decode_files(paths, size, channels, keep=False, title=title)
     found = {"sums": pixels.sums, "grey": pixels.grey, "failures": pixels.failures}
     # A cache folder that cannot be written only costs time.
-    with contextlib.suppress(OSError), written_beside(file) as part:
+    with contextlib.suppress(OSError, RuntimeError), replacing(file) as part:
         torch.save(found, part)
     return pixels

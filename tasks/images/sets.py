@@ -1,7 +1,5 @@
 """Sets of labelled images."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
@@ -49,7 +47,7 @@ class ImageSet(Dataset, ABC):
         """The images with these numbers, uint8 [batch, channels, size, size]."""
 
     @abstractmethod
-    def select(self, rows: Tensor) -> ImageSet:
+    def select(self, rows: Tensor) -> "ImageSet":
         """The part of the set with these numbers."""
 
     @abstractmethod
@@ -91,7 +89,7 @@ class MemoryImages(ImageSet):
     def fetch(self, rows: Tensor) -> Tensor:
         return self.images.index_select(0, self.rows.index_select(0, rows))
 
-    def select(self, rows: Tensor) -> MemoryImages:
+    def select(self, rows: Tensor) -> "MemoryImages":
         # The parts share the pixels: splitting takes no memory.
         part = copy(self)
         part.rows, part.labels = self.rows[rows], self.labels[rows]
@@ -135,7 +133,7 @@ class FileImages(ImageSet):
         except UndecodableImageError as error:
             raise RunError(f"{self.paths[row]} changed while in use: {error}") from error
 
-    def select(self, rows: Tensor) -> FileImages:
+    def select(self, rows: Tensor) -> "FileImages":
         paths = [self.paths[row] for row in rows.tolist()]
         return FileImages(paths, self.labels[rows], self.size, self.channels, self.pixel_sums[rows])
 

@@ -270,7 +270,7 @@ def test_bad_sets_are_refused():
         OwnData({"train": some_images()}, names=["a"]).setup()
     with pytest.raises(UserError, match="no train split, only val"):
         OwnData({"val": some_images()}).setup()
-    with pytest.raises(UserError, match="too few to take a val split"):
+    with pytest.raises(UserError, match="too few to take a val split: three of a class"):
         OwnData({"train": some_images(4)}).setup()
     wrong = MemoryImages(some_images(4).images, [0, 1, 2, 3])
     with pytest.raises(UserError, match="test has labels outside 0 to 1"):

@@ -132,7 +132,7 @@ def objection(target: Any, trusted: Sequence[str] = ()) -> str | None:
         or not all(part.isidentifier() for part in (package, *inner))
         or any(part.startswith("__") for part in inner)
     ):
-        return f"expected a dotted name such as attnkit.ViT, got {_shown(target)}"
+        return f"expected a dotted name such as attnkit.ViT, got {target!r:.100}"
     if package in own(trusted):
         return None
     if package not in PACKAGES:
@@ -173,10 +173,5 @@ def refused_argument(function: str, arguments: dict[str, Any]) -> str | None:
             return f"{name} leads to a file or program: not from a configuration; do it in Python"
         registered = isinstance(value, str) and _REGISTERED.fullmatch(value)
         if (function, name) == ("create_model", "model_name") and not registered:
-            return f"model_name: expected a name of timm's registry, got {_shown(value)}"
+            return f"model_name: expected a name of timm's registry, got {value!r:.100}"
     return None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"

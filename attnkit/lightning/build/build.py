@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from importlib import import_module
+from pkgutil import resolve_name
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -61,7 +62,7 @@ def build(node: Any, *, allow: Sequence[str] = (), at: str = "", **kwargs: Any) 
     """
     trusted = (*allow, *_allowed.get())
     if kwargs:
-        if not _is_target(node):
+        if not (isinstance(node, Mapping) and "_target_" in node):
             raise UserError(f"{at or 'config'}: arguments were given, but there is no _target_")
         node = {**node, **kwargs}
     return _build(node, trusted, at)
@@ -148,8 +149,10 @@ def _walk(target: str, trusted: tuple[str, ...], where: str) -> Any:
                 found = _imported(name, at, where, found)
                 continue
             found = getattr(found, part)
-            if isinstance(found, ModuleType) and not _may_enter(found.__name__, trusted):
-                raise UserError(f"{where}: {at} leads out of the allowed packages")
+            if isinstance(found, ModuleType):
+                inside = found.__name__
+                if inside.partition(".")[0] not in trusted and not allowlist.is_place(inside):
+                    raise UserError(f"{where}: {at} leads out of the allowed packages")
         elif inspect.isclass(found) and hasattr(found, part):
             found = getattr(found, part)
         else:
@@ -169,17 +172,9 @@ def _imported(name: str, at: str, where: str, parent: ModuleType | None) -> Modu
         raise UserError(f"{where}: {at} does not exist{_nearest(part, parent)}") from None
 
 
-def _may_enter(module: str, trusted: tuple[str, ...]) -> bool:
-    return module.partition(".")[0] in trusted or allowlist.is_place(module)
-
-
 @functools.cache
 def _kinds() -> tuple[type, ...]:
-    kinds = []
-    for name in KINDS:
-        module, _, cls = name.rpartition(".")
-        kinds.append(getattr(import_module(module), cls))
-    return tuple(kinds)
+    return tuple(map(resolve_name, KINDS))
 
 
 def _is_listed(found: Any) -> bool:
@@ -201,10 +196,6 @@ def _refused_argument(
     else:
         given = {**bound.arguments, **bound.kwargs}
     return allowlist.refused_argument(called.__name__, given)
-
-
-def _is_target(node: Any) -> bool:
-    return isinstance(node, Mapping) and "_target_" in node
 
 
 def _nearest(name: str, within: Any) -> str:

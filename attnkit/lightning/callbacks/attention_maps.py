@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from attnkit.core.watch.capture import capture_attention
 from attnkit.lightning.arguments import at_least
-from attnkit.lightning.files import in_log_folder, written_beside
+from attnkit.lightning.files import in_log_folder, replacing
 
 MAX_PREFIX_TOKENS = 16  # class and register tokens tried for a model that does not say
 
@@ -78,35 +79,20 @@ class AttentionMaps(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.folder = in_log_folder(trainer, self._given_folder, "attention_maps")
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        due = trainer.sanity_checking or trainer.current_epoch % self.every_n_epochs == 0
-        if due and batch_idx == dataloader_idx == 0:
-            self._draw(trainer, pl_module, batch, "val", f"epoch={trainer.current_epoch:03d}")
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if batch_idx == dataloader_idx == 0:
-            self._draw(trainer, pl_module, batch, "test", "test")
-
     def _draw(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, stage: str, name: str
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+        *,
+        stage: str,
     ) -> None:
-        if not trainer.is_global_zero:
+        testing, epoch = stage == "test", trainer.current_epoch
+        due = testing or trainer.sanity_checking or epoch % self.every_n_epochs == 0
+        if not (due and batch_idx == dataloader_idx == 0 and trainer.is_global_zero):
             return
         images = self.images(batch)[: self.num_images]
         with trainer.precision_plugin.forward_context():
@@ -114,10 +100,14 @@ class AttentionMaps(Callback):
         if trainer.sanity_checking:  # only to learn before training that it works
             return
         pixels = draw_attention(images.float().cpu(), maps)
+        name = "test" if testing else f"epoch={epoch:03d}"
         assert self.folder is not None
-        with written_beside(self.folder / f"{name}.png") as beside:
-            Image.fromarray(pixels.numpy()).save(beside)
+        with replacing(self.folder / f"{name}.png") as file:
+            Image.fromarray(pixels.numpy()).save(file, "PNG")
         _send_image(trainer, f"{stage}/attention", pixels)
+
+    on_validation_batch_end: Any = partialmethod(_draw, stage="val")
+    on_test_batch_end: Any = partialmethod(_draw, stage="test")
 
     @torch.no_grad()
     def attention_map(self, model: nn.Module, image: Tensor) -> Tensor:
@@ -205,16 +195,12 @@ def draw_attention(images: Tensor, maps: list[Tensor], height: int = 192, gap: i
         picture = F.interpolate(_as_picture(image)[None], size)[0]
         heat = F.interpolate(weights[None, None], size, mode="bicubic")[0, 0].clamp(min=0)
         colours = np.asarray(colormaps["inferno"]((heat / heat.max().clamp(min=1e-12)).numpy()))
-        overlay = (
-            0.4 * picture.mean(0) + 0.6 * torch.from_numpy(colours[..., :3]).movedim(-1, 0).float()
-        )
-        columns.append(torch.cat([_framed(picture, gap), _framed(overlay, gap)], dim=1))
+        coloured = torch.from_numpy(colours[..., :3]).movedim(-1, 0).float()
+        panels = (picture, 0.4 * picture.mean(0) + 0.6 * coloured)
+        framed = [F.pad(panel, (gap, 0, gap, 0), value=1.0) for panel in panels]
+        columns.append(torch.cat(framed, dim=1))
     pixels = torch.cat(columns, dim=2)[:, gap:, gap:]
     return (255 * pixels).round().to(torch.uint8).permute(1, 2, 0)
-
-
-def _framed(picture: Tensor, gap: int) -> Tensor:
-    return F.pad(picture, (gap, 0, gap, 0), value=1.0)
 
 
 def _as_picture(image: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from attnkit.lightning.files import write_csv, written_beside
+from attnkit.lightning.files import replacing, write_csv
 
 _MAX_SHOWN = 40
 _MAX_NUMBERS = 20
@@ -56,18 +56,10 @@ class ClassReport(Callback):
 def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
     """Scores from counts [classes, 5]: true and false positives, negatives, and the support."""
     scores = []
-    for name, (hits, false_alarms, _, misses, support) in zip(
-        class_names, stats.tolist(), strict=True
-    ):
-        scores.append(
-            ClassScore(
-                name,
-                _ratio(hits, hits + false_alarms),
-                _ratio(hits, hits + misses),
-                _ratio(2 * hits, 2 * hits + false_alarms + misses),
-                int(support),
-            )
-        )
+    for name, (hits, false, _, misses, support) in zip(class_names, stats.tolist(), strict=True):
+        precision, recall = _ratio(hits, hits + false), _ratio(hits, hits + misses)
+        f1 = _ratio(2 * hits, 2 * hits + false + misses)
+        scores.append(ClassScore(name, precision, recall, f1, int(support)))
     return scores
 
 
@@ -122,8 +114,8 @@ def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) ->
                 if number := int(counts[row, column]):
                     colour = "white" if shares[row, column] > 0.5 else "black"
                     axes.text(column, row, str(number), color=colour, ha="center", va="center")
-    with written_beside(path) as part:
-        figure.savefig(part, dpi=120, bbox_inches="tight")
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120, bbox_inches="tight")
 
 
 def _ratio(part: float, whole: float) -> float | None:

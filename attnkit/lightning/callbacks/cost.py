@@ -33,11 +33,11 @@ class Cost(Callback):
             inputs = inputs if isinstance(inputs, tuple) else (inputs,)
             self.results["multiply_adds"] = count_multiply_adds(pl_module, *inputs)
 
-    def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
+    def _pause(self, *args: Any, **kwargs: Any) -> None:
         self._last = None
 
-    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
-        self._last = None
+    on_train_epoch_start: Any = _pause
+    on_validation_start: Any = _pause
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         now = time.perf_counter()

@@ -35,13 +35,7 @@ class FiniteLoss(Callback):
         if loss.device.type == "cpu":
             self._check()
 
-    def on_save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._check()
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self._check()
-
-    def _check(self) -> None:
+    def _check(self, *args: Any, **kwargs: Any) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and not pending[0].isfinite().all():
             loss, where = pending
@@ -50,3 +44,6 @@ class FiniteLoss(Callback):
                 "the checkpoints before it are intact\n"
                 "  a lower optimizer.lr, gradient clipping or precision=32 may help"
             )
+
+    on_save_checkpoint: Any = _check
+    on_train_end: Any = _check

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from attnkit.lightning.files import in_log_folder, written_beside
+from attnkit.lightning.files import in_log_folder, replacing
 
 History = dict[str, list[tuple[float, float]]]
 """For each metric, (epoch, value) in order."""
@@ -59,22 +59,11 @@ class LearningCurves(Callback):
         if time.monotonic() - self._drawn >= self.every_seconds:
             self._draw(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._draw(trainer)
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._draw(trainer)
-
     def state_dict(self) -> dict[str, Any]:
         return {"history": {name: list(values) for name, values in self.history.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history = {
-            name: [(epoch, value) for epoch, value in values]
-            for name, values in state_dict["history"].items()
-        }
+        self.history = {name: list(points) for name, points in state_dict["history"].items()}
 
     def _note(self, trainer: Trainer, stage: str, share_of_epoch: float) -> None:
         epoch = trainer.current_epoch + share_of_epoch
@@ -82,12 +71,15 @@ class LearningCurves(Callback):
             if name.startswith(stage) and not any(fnmatchcase(name, skip) for skip in self.skip):
                 self.history.setdefault(name, []).append((epoch, float(value)))
 
-    def _draw(self, trainer: Trainer) -> None:
+    def _draw(self, trainer: Trainer, *args: Any) -> None:
         self._drawn = time.monotonic()
         if trainer.is_global_zero and self.history and self.path is not None:
             figure = draw_curves(self.history)
-            with written_beside(self.path) as beside:
-                figure.savefig(beside, dpi=150)
+            with replacing(self.path) as file:
+                figure.savefig(file, format=self.path.suffix[1:] or None, dpi=150)
+
+    on_train_end: Any = _draw
+    on_exception: Any = _draw
 
 
 def draw_curves(history: History) -> Figure:

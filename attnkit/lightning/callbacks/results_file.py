@@ -11,7 +11,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import in_log_folder, written_beside
+from attnkit.lightning.files import in_log_folder, replacing
 
 
 class ResultsFile(Callback):
@@ -37,12 +37,6 @@ class ResultsFile(Callback):
         self.path = in_log_folder(trainer, self._given_path, "results.json")
         self._started = time.perf_counter()
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer)
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "validate":
             self._write(trainer)
@@ -64,7 +58,7 @@ class ResultsFile(Callback):
         # A test loads its checkpoint's state too; the time since then was counted here already.
         self._seconds_before = max(self._seconds_before, state_dict["seconds"])
 
-    def _write(self, trainer: Trainer) -> None:
+    def _write(self, trainer: Trainer, *args: Any) -> None:
         if not trainer.is_global_zero:
             return
         assert self.path is not None
@@ -78,8 +72,11 @@ class ResultsFile(Callback):
         results["seconds"] = round(self.seconds, 3)
         for name in [name for name, value in results.items() if not math.isfinite(value)]:
             rank_zero_warn(f"{name} is {results.pop(name)} and left out of {self.path}")
-        with written_beside(self.path) as beside:
-            beside.write_text(json.dumps(results, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        with replacing(self.path) as file:
+            file.write(f"{json.dumps(results, indent=2, sort_keys=True)}\n".encode())
+
+    on_fit_end: Any = _write
+    on_test_end: Any = _write
 
 
 def _read(path: Path) -> dict[str, float]:

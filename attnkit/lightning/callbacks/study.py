@@ -3,8 +3,6 @@
 Without torch, for whoever checks settings.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,7 +36,7 @@ def is_url(storage: str) -> bool:
     return "://" in storage
 
 
-def open_storage(storage: str, *, make: bool = False) -> BaseStorage:
+def open_storage(storage: str, *, make: bool = False) -> "BaseStorage":
     """The storage of a study: a journal in a file, or what a URL of Optuna's names.
 
     Args:
@@ -66,7 +64,7 @@ def open_storage(storage: str, *, make: bool = False) -> BaseStorage:
         raise UserError(f"Optuna can't use the storage {storage}: {first_line(error)}") from error
 
 
-def load_study(storage: str, name: str, **kwargs: Any) -> Study:
+def load_study(storage: str, name: str, **kwargs: Any) -> "Study":
     """A study that is there.
 
     Raises:
@@ -81,7 +79,7 @@ def load_study(storage: str, name: str, **kwargs: Any) -> Study:
         raise UserError(f"no study {name} in {storage}") from error
 
 
-def make_pruner(name: str, options: Mapping[str, Any] | None) -> BasePruner:
+def make_pruner(name: str, options: Mapping[str, Any] | None) -> "BasePruner":
     """One of Optuna's pruners."""
     from optuna import pruners
 
@@ -100,7 +98,7 @@ def made(kind: str, make: Any, options: Mapping[str, Any]) -> Any:
             raise UserError(f"hydra.sweeper.{kind}_options: {error}") from error
 
 
-def find_trial(study: Study, sweep: str, number: int) -> FrozenTrial | None:
+def find_trial(study: "Study", sweep: str, number: int) -> "FrozenTrial | None":
     """The study's newest trial for one of a sweep."""
     wanted = {SWEEP: sweep, NUMBER: number}
     trials = study.get_trials(deepcopy=False)

@@ -47,41 +47,38 @@ class Throughput(Callback):
         self._seconds = 0.0
         self._started = 0.0
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(pl_module)
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._seen_batches += 1
         if self._seen_batches == self.skip_batches:
-            self._begin(pl_module)
+            self._begin(trainer, pl_module)
         elif self._seen_batches > self.skip_batches:
             self._samples += self.num_samples(batch)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause(pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause(pl_module)
+        self._pause(trainer, pl_module)
         # Every rank logs, or the sum over ranks would wait for one that does not.
         rate = self._samples / self._seconds if self._samples else math.nan
         pl_module.log(
             "train/samples_per_second", rate, reduce_fx="sum", sync_dist=trainer.world_size > 1
         )
 
-    def _begin(self, pl_module: LightningModule) -> None:
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         wait_for_device(pl_module)
         self._samples, self._seconds = 0, 0.0
         self._started = time.perf_counter()
 
-    def _pause(self, pl_module: LightningModule) -> None:
+    def _pause(self, trainer: Trainer, pl_module: LightningModule) -> None:
         wait_for_device(pl_module)
         self._seconds += time.perf_counter() - self._started
         self._started = time.perf_counter()
+
+    on_train_epoch_start: Any = _begin
+    on_validation_start: Any = _pause
 
 
 def wait_for_device(pl_module: LightningModule) -> None:

@@ -13,8 +13,6 @@ from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.export.exported import CONFIG, WEIGHTS, load, write_config, write_weights
 from attnkit.lightning.export.program import Program, write_onnx, write_torch_export
 
-__all__ = ["Export", "Format", "Written"]
-
 Format = Literal["safetensors", "torch_export", "onnx"]
 _WRITERS: dict[str, tuple[str, Callable[..., float]]] = {
     "torch_export": (".pt2", write_torch_export),

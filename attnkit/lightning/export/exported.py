@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,6 @@ from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import refuse_url
 from attnkit.lightning.modules.module import untrained
 from attnkit.lightning.resume.checkpoints import CheckpointError
-
-__all__ = ["CONFIG", "WEIGHTS", "load", "write_config", "write_weights"]
 
 CONFIG = "config.json"
 WEIGHTS = "weights.safetensors"
@@ -61,8 +60,13 @@ def load(path: Any, device: torch.device | str = "cpu") -> LightningModule:
     weights = folder / WEIGHTS
     state = _read_weights(weights, config["weights"])
     module = _build(config["module"], folder / CONFIG)
-    _check_fits(module, state, weights)
-    module.load_state_dict(state)
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        problem = " ".join(str(error).splitlines()[1:2]).strip()[:300]
+        raise CheckpointError(
+            f"{weights}: these weights do not fit {type(module).__name__}\n  {problem}"
+        ) from error
     return module.to(device).eval()
 
 
@@ -154,18 +158,13 @@ def _name_of(cls: type) -> str:
 def _versions() -> dict[str, str]:
     versions = {}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
 def _folder(path: Any) -> Path:
-    try:
-        refuse_url(path, "export")
-    except UserError as error:
-        raise CheckpointError(str(error)) from None
+    refuse_url(path, "export", CheckpointError)
     given = Path(path).expanduser()
     if not given.exists():
         raise CheckpointError(f"{given}: no such file or folder")
@@ -174,13 +173,12 @@ def _folder(path: Any) -> Path:
             hint = "; export it: attnkit run=export ckpt=FILE" if given.suffix == ".ckpt" else ""
             raise CheckpointError(f"{given}: expected a folder or its {WEIGHTS}{hint}")
         given = given.parent
-    if not (given / CONFIG).is_file() and (given / "export" / CONFIG).is_file():
-        given = given / "export"
-    if not (given / CONFIG).is_file():
-        is_run = (given / "checkpoints").is_dir()
-        hint = f"; of a run: attnkit run=export ckpt={given}" if is_run else ""
-        raise CheckpointError(f"{given}: not an export: it has no {CONFIG}{hint}")
-    return given
+    for folder in (given, given / "export"):
+        if (folder / CONFIG).is_file():
+            return folder
+    is_run = (given / "checkpoints").is_dir()
+    hint = f"; of a run: attnkit run=export ckpt={given}" if is_run else ""
+    raise CheckpointError(f"{given}: not an export: it has no {CONFIG}{hint}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -240,20 +238,3 @@ def _build(node: Mapping[str, Any], path: Path) -> LightningModule:
         raise CheckpointError(
             f"{path}: module: {target}: {first_line(error, named=True)}"
         ) from error
-
-
-def _check_fits(module: LightningModule, state: Mapping[str, Tensor], path: Path) -> None:
-    wanted = module.state_dict()
-    problems = [f"{name} is missing" for name in wanted if name not in state]
-    problems += [f"{name} is not of the module" for name in state if name not in wanted]
-    problems += [
-        f"{name} is {list(state[name].shape)}, expected {list(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in state and state[name].shape != tensor.shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 2} more" if len(problems) > 2 else ""
-        raise CheckpointError(
-            f"{path}: these weights do not fit {type(module).__name__}\n"
-            f"  {'; '.join(problems[:2])}{more}"
-        )

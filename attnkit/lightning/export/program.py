@@ -20,8 +20,6 @@ from torch.export import Dim, ExportedProgram
 
 from attnkit.lightning.errors import UserError
 
-__all__ = ["Program", "write_onnx", "write_torch_export"]
-
 ONNX_EXTRA = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-5  # of an exported program's outputs, over their largest magnitude or 1
 

@@ -1,7 +1,6 @@
 """metrics.csv in the run folder itself, which a resumed run continues."""
 
 import csv
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 
 from attnkit.lightning._private import ExperimentWriter
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import write_csv
 
 
 class MetricsCSV(CSVLogger):
@@ -57,10 +56,5 @@ class _Writer(ExperimentWriter):
             rows = list(csv.DictReader(file))
         kept = [row for row in rows if (row["step"] or "").isdecimal() and int(row["step"]) < step]
         if len(kept) < len(rows):
-            with replacing(self.metrics_file_path) as file:
-                text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-                writer = csv.DictWriter(text, self.metrics_keys, extrasaction="ignore")
-                writer.writeheader()
-                writer.writerows(kept)
-                text.flush()
-                text.detach()
+            keys = self.metrics_keys
+            write_csv(Path(self.metrics_file_path), keys, ([row[k] for k in keys] for row in kept))

@@ -35,8 +35,7 @@ class ClassificationModule(TaskModule):
 
     Args:
         model: see `TaskModule`.
-        optimizer: see `TaskModule`.
-        scheduler: see `TaskModule`.
+        optimizer, scheduler: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables and pictures; "0", "1", … unless given.
     """
@@ -59,9 +58,9 @@ class ClassificationModule(TaskModule):
         self.num_classes = num_classes
         self.class_names = list(class_names or map(str, range(num_classes)))
 
-        self.train_loss = _mean()
-        self.val_metrics = nn.ModuleDict({"loss": _mean(), **self.metrics()})
-        self.test_metrics = nn.ModuleDict({"loss": _mean(), **self.metrics()})
+        self.train_loss = mean_of_losses()
+        self.val_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
+        self.test_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
         options: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
         self.test_scores = MulticlassStatScores(average=None, **options)
         self.test_confusion = (
@@ -130,7 +129,8 @@ class ClassificationModule(TaskModule):
             show_class_scores(self.class_scores)
 
 
-def _mean() -> MeanMetric:
+def mean_of_losses() -> MeanMetric:
+    """A mean over an epoch, of one value per sample."""
     # A NaN must show in the result, and looking for one would stop the GPU at every step. With
     # "disable", torchmetrics 1.9 also ignores the weights of its values: give it one per sample.
     return MeanMetric(nan_strategy="disable")

@@ -1,7 +1,5 @@
 """The LightningModule that attnkit's tasks, and users' own, extend."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import math
@@ -89,7 +87,7 @@ class TaskModule(LightningModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
-    def programs(self) -> dict[str, Program]:
+    def programs(self) -> dict[str, "Program"]:
         """What `Export` writes as exported programs, by their names; a subclass says."""
         return {}
 

@@ -80,12 +80,9 @@ def muon(
         raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}")
     from timm.optim import Muon  # a second that other optimizers need not wait
 
-    for_adamw = [group.get("weight_decay") == 0.0 for group in groups]
+    told = [{**group, "use_fallback": group.get("weight_decay") == 0.0} for group in groups]
     return Muon(
-        [
-            {**group, "use_fallback": fallback}
-            for group, fallback in zip(groups, for_adamw, strict=True)
-        ],
+        told,
         lr=lr,
         weight_decay=weight_decay,
         momentum=momentum,

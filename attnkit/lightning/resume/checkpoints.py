@@ -20,7 +20,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from attnkit.lightning.errors import RunError, UserError
+from attnkit.lightning.errors import RunError, UserError, first_line
 from attnkit.lightning.files import refuse_url, replacing
 
 _LABEL = b"attnkit sha256 "
@@ -213,10 +213,7 @@ def _moved(value: Any, old: str, new: str) -> Any:
 
 
 def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    try:
-        refuse_url(path, "checkpoint")
-    except UserError as error:
-        raise CheckpointError(str(error)) from None
+    refuse_url(path, "checkpoint", CheckpointError)
     try:
         return open(path, "rb")
     except OSError as error:
@@ -234,14 +231,9 @@ def _check(file: IO[bytes]) -> str | None:
             raise CheckpointError("no intact checkpoint: its content is not what was saved")
         return found
     file.seek(0)
-    try:
-        with zipfile.ZipFile(file) as archive:
-            if bad := archive.testzip():
-                raise CheckpointError(f"no intact checkpoint: {bad} is damaged")
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"no intact checkpoint: {_reason(error)}") from error
+    with zipfile.ZipFile(file) as archive:
+        if bad := archive.testzip():
+            raise CheckpointError(f"no intact checkpoint: {bad} is damaged")
     return None
 
 
@@ -281,5 +273,4 @@ def _reason(error: BaseException) -> str:
     text = str(error)
     if found := re.search(r"Unsupported \w+:? *[^\n]*?(?= was not an allowed|\. |\n|$)", text):
         return f"it holds more than tensors and plain data ({found[0][:200]})"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0].partition(". ")[0][:200]
+    return first_line(error).partition(". ")[0][:200]

@@ -49,10 +49,7 @@ class ExactResume(Callback):
         mine = {
             "random": _random_states(trainer),
             # of the epoch under way, and of the next one
-            "generators": [
-                self._generators,
-                [_own_generator(x) for x in private.train_loaders(trainer)],
-            ],
+            "generators": [self._generators, [_own_generator(x) for x in loaders]],
             "seeds": [getattr(_sampler(x), "seed", None) for x in loaders],
             "batch_sizes": _batch_sizes(trainer),
             "metrics": _metric_states(pl_module),
@@ -84,13 +81,7 @@ class ExactResume(Callback):
             _count_again(trainer, saved.get("batch_sizes"))
             # Lightning can't know that they are.
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
-        self._start_data(
-            trainer,
-            resumed=saved is not None,
-            seen=loop.epoch_loop.batch_progress.current.ready if middle else 0,
-            generators=saved["generators"][not middle] if saved else [],
-            seeds=saved["seeds"] if saved else [],
-        )
+        self._start_data(trainer, saved, middle)
         if saved is not None:
             _set_random_states(trainer, saved["random"])
             if middle:
@@ -109,15 +100,7 @@ class ExactResume(Callback):
         for name, states in sums.items():
             _add_epoch_sum(trainer, name, states)
 
-    def _start_data(
-        self,
-        trainer: Trainer,
-        *,
-        resumed: bool,
-        seen: int,
-        generators: list[Tensor | None],
-        seeds: list[int | None],
-    ) -> None:
+    def _start_data(self, trainer: Trainer, saved: dict[str, Any] | None, middle: bool) -> None:
         """Begin the epoch's data again: Lightning has begun it already, in the first epoch's order.
 
         Worker processes, if there are any, have then fetched the first batches.
@@ -125,10 +108,12 @@ class ExactResume(Callback):
         loop: Any = trainer.fit_loop
         loaders = private.train_loaders(trainer)
         by_number = all(isinstance(_sampler(loader), ResumableSampler) for loader in loaders)
-        if any(hasattr(loader, "state_dict") for loader in loaders) or (by_number and not resumed):
+        have_states = any(hasattr(loader, "state_dict") for loader in loaders)
+        if have_states or (by_number and saved is None):
             return
+        seen = loop.epoch_loop.batch_progress.current.ready if middle else 0
         self._epoch = loop.epoch_progress.current.processed
-        for loader, seed in zip(loaders, seeds, strict=False):
+        for loader, seed in zip(loaders, saved["seeds"] if saved else [], strict=False):
             if seed is not None:
                 _sampler(loader).seed = seed
         for loader in loaders:
@@ -136,6 +121,7 @@ class ExactResume(Callback):
             _own_generator(loader)
             if by_number:
                 _sampler(loader).start = seen * loader.batch_size
+        generators = saved["generators"][not middle] if saved else []
         for loader, state in zip(loaders, generators, strict=False):
             if state is not None:
                 loader.generator.set_state(state)
@@ -248,16 +234,10 @@ def _add_epoch_sum(trainer: Trainer, name: str, states: dict[str, Tensor]) -> No
     if result is None:
         return
     for key, value in states.items():
-        now, before = getattr(result, key), value.to(getattr(result, key).device)
-        largest, smallest = result.meta.is_max_reduction, result.meta.is_min_reduction
-        merged = (
-            torch.maximum(now, before)
-            if largest
-            else torch.minimum(now, before)
-            if smallest
-            else now + before
-        )
-        setattr(result, key, merged)
+        merge: Any = torch.add
+        if result.meta.is_max_reduction or result.meta.is_min_reduction:
+            merge = torch.maximum if result.meta.is_max_reduction else torch.minimum
+        setattr(result, key, merge(getattr(result, key), value.to(getattr(result, key).device)))
 
 
 def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning import LightningModule, Trainer
@@ -63,7 +63,7 @@ class SaveOnSignal(Checkpoint):
             return
         trainer.save_checkpoint(self.path)
         if not private.epoch_ends(trainer) and not private.validation_is_next(trainer):
-            self._stop()
+            self._stop(self._agreed)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_told(trainer):
@@ -71,20 +71,14 @@ class SaveOnSignal(Checkpoint):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._agreed:  # saved at the epoch's end, and its metrics are written now
-            self._stop()
+            self._stop(self._agreed)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved = self._agreed
         if self._is_told(trainer):
             if not saved:
                 trainer.save_checkpoint(self.path)
-            self._stop()
-        self._restore()
-
-    def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        self._restore()
-
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
+            self._stop(self._agreed)
         self._restore()
 
     def _install(self) -> None:
@@ -107,8 +101,7 @@ class SaveOnSignal(Checkpoint):
         if not self._once.is_new():
             return
         if self._received or not self._training:
-            self._restore()
-            raise StoppedBySignal(signum)
+            self._stop(signum)
         self._received = signum
         # not print: the signal may have come in the middle of one
         if self._speaks:
@@ -123,15 +116,17 @@ class SaveOnSignal(Checkpoint):
             self._agreed = int(told)
         return bool(self._agreed)
 
-    def _stop(self) -> None:
-        signum = self._agreed
+    def _stop(self, signum: int) -> NoReturn:
         self._restore()
         raise StoppedBySignal(signum)
 
-    def _restore(self) -> None:
+    def _restore(self, *args: Any, **kwargs: Any) -> None:
         if self._installed:
             put_back(self._before)
         self._installed = self._training = False
+
+    on_exception: Any = _restore
+    teardown: Any = _restore
 
 
 def outlast_signals(worker: int) -> None:

@@ -112,7 +112,7 @@ TARGETS = [
     "attnkit.launch.sweep.start.sweep", "attnkit.lightning.callbacks.progress.Progress.print",
     "attnkit.lightning.build.build.build", "attnkit.attend",
     "attnkit.lightning.build.build.import_module",
-    "attnkit.lightning.allowing", "attnkit.__main__.main", "attnkit.lightning.files.written_beside",
+    "attnkit.lightning.allowing", "attnkit.__main__.main", "attnkit.lightning.files.replacing",
     "attnkit.lightning.resume.checkpoints.load",
     "attnkit.lightning.modules.module.TaskModule.load_from_checkpoint", "attnkit.interop.from_timm",
     "attnkit.tasks.image_classification.cifar10.tempfile.TemporaryDirectory", "attnkit.conf.os",

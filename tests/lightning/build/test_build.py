@@ -70,7 +70,7 @@ HOSTILE = [
     "timm.models.load_checkpoint",
     "torchvision.datasets.utils.download_url",
     "attnkit.lightning.build.build.build",
-    "attnkit.lightning.files.written_beside",
+    "attnkit.lightning.files.replacing",
 ]
 
 

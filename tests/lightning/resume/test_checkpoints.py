@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from attnkit.lightning import CheckpointError, RunError, SafeCheckpoints, UserError
 from attnkit.lightning import VerifiedCheckpointIO as IO
-from attnkit.lightning.files import replacing, written_beside
+from attnkit.lightning.files import replacing
 from attnkit.lightning.resume.checkpoints import load, newest_intact, save
 
 
@@ -225,14 +225,13 @@ def test_a_callback_with_code_in_its_state_is_named(small_net, loader, make_trai
     assert not list(tmp_path.glob("*.ckpt"))
 
 
-@pytest.mark.parametrize("write", [replacing, written_beside])
-def test_an_error_while_writing_leaves_the_file_before(tmp_path, write):
+def test_an_error_while_writing_leaves_the_file_before(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("before")
 
     def interrupted():
-        with write(path) as file:
-            file.write(b"half") if write is replacing else file.write_text("half")
+        with replacing(path) as file:
+            file.write(b"half")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
