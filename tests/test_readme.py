@@ -104,7 +104,11 @@ def _check(done):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", RUN)
+# Two processes take their time: the slow tests run these, tests/launch/processes others.
+OF_ONE_PROCESS = [c for c in RUN if "cpu_ddp" not in c]
+
+
+@pytest.mark.parametrize("command", OF_ONE_PROCESS)
 def test_commands_shortened(command, folder, in_this_process):
     """In the order of the README, in one folder: later ones use what earlier ones left."""
     run = in_its_own if command in RUN[:2] else in_this_process

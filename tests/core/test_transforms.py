@@ -40,6 +40,7 @@ def test_compiled_and_exported_equal_eager(backend, case):
     torch.testing.assert_close(exported(2 * x, **options), block(2 * x, **options))
 
 
+@pytest.mark.slow
 def test_inductor_equals_eager():
     torch.manual_seed(0)
     query, key, value = (torch.randn(3, 2, 7, 8, requires_grad=True) for _ in range(3))

@@ -52,6 +52,7 @@ def unused_job() -> str:
     raise AssertionError("no port is free")
 
 
+@pytest.mark.slow
 def test_torchrun(start, unruly):
     done = start(
         *unruly, "trainer=cpu_ddp", "trainer.max_epochs=2", "seeds=2", "run_dir=run",

@@ -254,16 +254,11 @@ def test_killed_while_it_asks(attnkit, found, hers):
     assert found.states("sweep") == ["done", "done"]
 
 
-@pytest.mark.parametrize(
-    ("number", "storage"),
-    [
-        (4, None),
-        pytest.param(20, None, marks=pytest.mark.slow),
-        pytest.param(20, "sqlite:///study.db", marks=pytest.mark.slow),
-    ],
-)
-def test_killed_and_shared_by_two(start, attnkit, found, number, storage):
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", [None, "sqlite:///study.db"])
+def test_killed_and_shared_by_two(start, attnkit, found, storage):
     """SIGKILL in a trial, then two processes at once: every trial trained once, none left over."""
+    number = 20
     own = [f"hydra.sweeper.storage={storage}"] if storage else []
     killed = start(
         "-m", *DIGITS, "optimizer.lr=tag(log,interval(1e-4,1e-2))", "data.batch_size=16,32", OPTUNA,

@@ -20,7 +20,6 @@ SHORT = [
     {"ranks": 1},
     {"ranks": 1, "workers": 2, "every": 7},
     {"ranks": 1, "workers": 2, "sampler": 1, "every": 7},
-    {"ranks": 2, "every": 3},
 ]
 
 
