@@ -87,7 +87,8 @@ def _weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
         bias = bias if bias.shape[1] == 1 else bias[:, heads]
         bias = bias if bias.shape[2] == 1 else bias[:, :, rows]
     if inputs.mask is not None:
-        allowed = inputs.mask.select(rows, heads, inputs.num_queries, inputs.num_keys)
+        items = torch.arange(len(inputs.query), device=rows.device)
+        allowed = inputs.mask.select(items, heads, rows, inputs.num_queries, inputs.num_keys)
     block = replace(inputs, query=inputs.query[:, :, rows], bias=bias)
     return inputs.normalizer.weights(block, allowed, lean=True)
 

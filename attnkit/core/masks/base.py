@@ -62,16 +62,23 @@ class Mask:
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """The boolean tensor, broadcastable to [batch, heads, queries, keys], True = may look."""
-        rows = torch.arange(num_queries, device=device)
-        heads = torch.arange(self.leading[1], device=device)
-        return self.select(rows, heads, num_queries, num_keys)
+        items, heads, rows = (
+            torch.arange(size, device=device) for size in (*self.leading, num_queries)
+        )
+        return self.select(items, heads, rows, num_queries, num_keys)
 
-    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
-        """The dense mask of some query rows and some heads only; nothing else is computed."""
-        batch = torch.arange(self.leading[0], device=rows.device)
+    def select(
+        self, items: Tensor, heads: Tensor, rows: Tensor, num_queries: int, num_keys: int
+    ) -> Tensor:
+        """The dense mask of some batch items, heads and query rows; nothing else is computed.
+
+        It broadcasts to [items, heads, rows, keys].
+        """
         keys = torch.arange(num_keys, device=rows.device)
+        if self.leading[0] == 1:
+            items = items[:1]
         allowed = self.allows(
-            batch[:, None, None, None],
+            items[:, None, None, None],
             heads[:, None, None],
             rows[:, None],
             keys,
@@ -127,13 +134,17 @@ class Dense(Mask):
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         return as_4d(self.allowed).to(device)
 
-    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    def select(
+        self, items: Tensor, heads: Tensor, rows: Tensor, num_queries: int, num_keys: int
+    ) -> Tensor:
         allowed = as_4d(self.allowed).to(rows.device)
-        allowed = allowed if allowed.shape[1] == 1 else allowed[:, heads]
-        return allowed if allowed.shape[2] == 1 else allowed[:, :, rows]
+        for dim, chosen in enumerate((items, heads, rows)):
+            if allowed.shape[dim] > 1:
+                allowed = allowed.index_select(dim, chosen)
+        return allowed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Several(Mask):
     masks: tuple[Mask, ...]
 
@@ -156,11 +167,14 @@ class _Several(Mask):
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         return self.fold(mask.dense(num_queries, num_keys, device) for mask in self.masks)
 
-    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
-        return self.fold(mask.select(rows, heads, num_queries, num_keys) for mask in self.masks)
+    def select(
+        self, items: Tensor, heads: Tensor, rows: Tensor, num_queries: int, num_keys: int
+    ) -> Tensor:
+        where = (items, heads, rows, num_queries, num_keys)
+        return self.fold(mask.select(*where) for mask in self.masks)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class And(_Several):
     """Where all of the given masks allow to look; written `mask & mask`.
 
@@ -202,9 +216,11 @@ class And(_Several):
         combine = super().dense if self.packed is None else partial(Mask.dense, self)
         return combine(num_queries, num_keys, device)
 
-    def select(self, rows: Tensor, heads: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    def select(
+        self, items: Tensor, heads: Tensor, rows: Tensor, num_queries: int, num_keys: int
+    ) -> Tensor:
         combine = super().select if self.packed is None else partial(Mask.select, self)
-        return combine(rows, heads, num_queries, num_keys)
+        return combine(items, heads, rows, num_queries, num_keys)
 
     def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
         bands = [mask.band(num_queries, num_keys) for mask in self.masks]
@@ -213,7 +229,7 @@ class And(_Several):
         return max(lower, default=None), min(upper, default=None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Or(_Several):
     """Where one of the given masks allows to look; written `mask | mask`."""
 
@@ -221,7 +237,7 @@ class Or(_Several):
         return reduce(torch.Tensor.__or__, tensors)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Not(Mask):
     """Where the given mask does not allow to look; written `~mask`."""
 
@@ -267,6 +283,11 @@ def check_broadcastable(name: str, tensor: Tensor, shape: tuple[int, int, int, i
 
 
 def _check_boolean(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"mask: expected a dense boolean tensor, got the layout {tensor.layout}; "
+            "attnkit.Edges takes a sparse matrix"
+        )
     if tensor.dtype == torch.bool:
         return
     hint = "additive terms go into bias=" if tensor.is_floating_point() else "convert with .bool()"

@@ -54,11 +54,12 @@ def test_and_is_the_intersection_and_stays_flat():
     ],
     ids=lambda mask: type(mask).__name__,
 )
-def test_select_is_the_dense_mask_of_some_rows_and_heads(mask):
-    picked_rows, picked_heads = torch.tensor([4, 0, 2]), torch.tensor([2, 0])
+@pytest.mark.parametrize("items", [[1], [1, 0]], ids=str)
+def test_select_is_the_dense_mask_of_some_items_heads_and_rows(mask, items):
+    items, heads, rows = torch.tensor(items), torch.tensor([2, 0]), torch.tensor([4, 0, 2])
     full = mask.dense(5, 7, CPU).expand(2, 3, 5, 7)
-    selected = mask.select(picked_rows, picked_heads, 5, 7).expand(2, 2, 3, 7)
-    assert torch.equal(selected, full[:, picked_heads][:, :, picked_rows])
+    selected = mask.select(items, heads, rows, 5, 7).expand(len(items), 2, 3, 7)
+    assert torch.equal(selected, full[items][:, heads][:, :, rows])
 
 
 def test_masks_are_pytrees_and_move():

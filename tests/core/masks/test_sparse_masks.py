@@ -116,9 +116,9 @@ def test_dense_and_select_are_the_definition(name):
     dense = mask.dense(num_queries, num_keys, CPU)
     assert dense.dtype == torch.bool
     assert torch.equal(dense.expand(expected.shape), expected)
-    rows, heads = torch.tensor([4, 0, 2]), torch.tensor([2, 0])
-    selected = mask.select(rows, heads, num_queries, num_keys)
-    assert torch.equal(selected.expand(BATCH, 2, 3, num_keys), expected[:, heads][:, :, rows])
+    items, heads, rows = torch.tensor([1]), torch.tensor([2, 0]), torch.tensor([4, 0, 2])
+    selected = mask.select(items, heads, rows, num_queries, num_keys)
+    assert torch.equal(selected.expand(1, 2, 3, num_keys), expected[items][:, heads][:, :, rows])
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "edges" not in name])
@@ -142,6 +142,8 @@ def test_block_masks_leave_empty_blocks_out():
     expected = (torch.arange(8)[:, None] - torch.arange(8)).abs() <= 1
     assert torch.equal(blocks.to_dense()[0, 0].bool(), expected)
     assert block_mask(Window(100, 100), query, 1024) is blocks
+    both = [block_mask(Window(100, None) & Causal(), query, 1024) for _ in range(2)]
+    assert both[0] is both[1]
     lengths = torch.tensor([512, 512])
     halves = block_mask(Packed(lengths), query, 1024).to_dense()[0, 0].bool()
     assert torch.equal(halves, (torch.arange(8)[:, None] // 4 == torch.arange(8) // 4))
@@ -166,7 +168,8 @@ def test_a_selection_builds_no_other_rows():
     masks += [masks[0] & masks[2], ~masks[1] | masks[2], Edges(EDGES, 1_000_000)]
     masks += [Blocks(torch.ones(1000, 1000, dtype=torch.bool), 1000)]
     for mask in masks:  # a whole matrix would be 1 TB
-        row = mask.select(torch.tensor([3]), torch.tensor([0]), 1_000_000, 1_000_000)
+        zero = torch.tensor([0])
+        row = mask.select(zero, zero, torch.tensor([3]), 1_000_000, 1_000_000)
         assert row.shape == (1, 1, 1, 1_000_000)
 
 

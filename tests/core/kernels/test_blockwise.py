@@ -1,0 +1,181 @@
+"""Attention in blocks: what it holds, and that its gradients are those of the whole."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attnkit
+from attnkit import Additive, Causal, Dense, Padding, ScaledDot, attend
+from attnkit.core.kernels import blockwise
+from attnkit.core.scores.base import Score
+
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = 5, 6, 2, 7, 11, 3
+
+MASKS = {
+    "none": None,
+    "and": Causal("top_left") & Padding(torch.tensor([11, 0, 3, 7, 1])),
+    "items": Dense(torch.arange(BATCH * QUERIES * KEYS).view(BATCH, 1, QUERIES, KEYS) % 3 > 0),
+    "heads": Dense(torch.arange(HEADS * KEYS).view(HEADS, 1, KEYS) % 4 > 0),
+}
+BIASES = {"none": None, "rows": (QUERIES, KEYS), "items": (BATCH, 1, 1, KEYS)}
+
+
+@pytest.fixture(params=[40, 200, 2000], ids=lambda size: f"{size} scores")
+def block_size(request, monkeypatch):
+    """Rows of one item, an item, and several items in a block."""
+    monkeypatch.setitem(blockwise.BLOCK_SCORES, "cpu", request.param)
+
+
+def make(dtype=torch.float64, heads=KV_HEADS):
+    shapes = (HEADS, QUERIES), (heads, KEYS), (heads, KEYS)
+    return [torch.randn(BATCH, *shape, DIM, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def all_derivatives(tensors, function):
+    """The output, its gradients, and those of a sum of its gradients."""
+    output = function(*tensors)
+    first = torch.autograd.grad(output.square().sum(), tensors, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
+    plain = torch.autograd.grad(function(*tensors).square().sum(), tensors)
+    return [output, *first, *second, *plain]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("bias", BIASES)
+def test_derivatives_are_those_of_the_definition(mask, bias, block_size):
+    tensors = make()
+    if BIASES[bias] is not None:
+        tensors.append(torch.randn(BIASES[bias], dtype=torch.float64, requires_grad=True))
+
+    def attention(backend):
+        return lambda query, key, value, bias=None: attend(
+            query, key, value, bias=bias, mask=MASKS[mask], backend=backend
+        )
+
+    torch.testing.assert_close(
+        all_derivatives(tensors, attention("blockwise")),
+        all_derivatives(tensors, attention("reference")),
+    )
+
+
+class Own(Score):
+    """A score with a module in it, whose parameters no field of the score holds."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "layer", torch.nn.Linear(DIM, DIM).double())
+
+    def uncapped(self, query, key):
+        return -torch.cdist(self.layer(query), key, p=1)
+
+
+@pytest.mark.parametrize("kind", ["vector", "own"])
+def test_tensors_of_the_score_get_their_gradients(kind, block_size):
+    query, key, value = make()
+    if kind == "own":
+        score = Own()
+        parameters = list(score.layer.parameters())
+    else:
+        parameters = [torch.randn(HEADS, DIM, dtype=torch.float64, requires_grad=True)]
+        score = Additive(*parameters)
+    actual, expected = (
+        torch.autograd.grad(
+            attend(query, key, value, score=score, backend=backend).square().sum(),
+            [query, key, value, *parameters],
+        )
+        for backend in ("blockwise", "reference")
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_only_what_needs_a_gradient_has_one(block_size):
+    query, key, value = make()
+    output = attend(query.detach(), key, value.detach(), backend="blockwise")
+    (actual,) = torch.autograd.grad(output.sum(), key)
+    output = attend(query.detach(), key, value.detach(), backend="reference")
+    torch.testing.assert_close(actual, torch.autograd.grad(output.sum(), key)[0])
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_dropout_is_drawn_again_and_leaves_the_generator_alone(create_graph, block_size):
+    query, key, value = make(heads=HEADS)
+    torch.manual_seed(5)
+    output = attend(query, key, value, dropout_p=0.4, backend="blockwise")
+    after = torch.get_rng_state()
+    ones = torch.ones_like(output)
+    (gradient,) = torch.autograd.grad(output, value, ones, create_graph=create_graph)
+    assert torch.equal(torch.get_rng_state(), after)
+    # the output is linear in the values, by the same weights
+    torch.testing.assert_close((gradient * value).sum(), output.sum())
+    again = attend(query, key, value, dropout_p=0.4, backend="blockwise")
+    assert not torch.allclose(again, output)
+
+
+@pytest.mark.parametrize("mask", ["none", "and"])
+@pytest.mark.parametrize("score", ["scaled_dot", "additive"])
+def test_under_torch_func(mask, score, block_size):
+    query, key, value = (t.detach() for t in make())
+    vector = torch.randn(DIM, dtype=torch.float64)
+
+    def loss(query, backend):
+        chosen = Additive(vector) if score == "additive" else ScaledDot()
+        return (
+            attend(query, key, value, score=chosen, mask=MASKS[mask], backend=backend)
+            .square()
+            .sum()
+        )
+
+    torch.testing.assert_close(
+        torch.func.grad(loss)(query, "blockwise"), torch.func.grad(loss)(query, "reference")
+    )
+
+
+MEASURE = """
+import resource, sys, torch
+import attnkit
+from attnkit import Causal, Padding, attend
+from attnkit.core.kernels import blockwise
+torch.set_num_threads(1)
+blockwise.BLOCK_SCORES["cpu"] = 2**19
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+    1 if sys.platform == "darwin" else 1024)
+
+def step(batch):
+    lengths = torch.arange(batch) % 512 + 1
+    mask = Causal() & Padding(lengths) if sys.argv[1] == "and" else Causal()
+    tensors = [torch.randn(batch, 4, 512, 32, requires_grad=True) for _ in "qkv"]
+    before = peak()
+    attend(*tensors, mask=mask, dropout_p=0.1, backend="blockwise").sum().backward()
+    return (peak() - before) / (4 * tensors[0].nbytes)
+
+step(4)
+print(step(128))
+"""
+
+
+@pytest.mark.parametrize("mask", ["causal", "and"])
+def test_memory_grows_as_output_and_gradients_do(mask):
+    """The peak of a process, which also sees memory that is free and cannot be used."""
+    done = subprocess.run([sys.executable, "-c", MEASURE, mask], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) <= 1.5
+
+
+def test_a_block_asks_for_the_mask_of_its_own_items():
+    sizes = []
+
+    class Counted(Padding):
+        def allows(self, *where):
+            allowed = super().allows(*where)
+            sizes.append(allowed.numel())
+            return allowed
+
+    tensors = [torch.randn(64, 2, 128, 3, requires_grad=True) for _ in "qkv"]
+    mask = Causal() & Counted(torch.arange(64) % 128)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(blockwise.BLOCK_SCORES, "cpu", 2 * 128 * 32)
+        attnkit.attend(*tensors, mask=mask, backend="blockwise").sum().backward()
+    assert len(sizes) == 2 * 64 * 4
+    assert max(sizes) == 128
