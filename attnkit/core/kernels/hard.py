@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.base import Backend, empty_reasons
+from attnkit.core.kernels.base import Backend
 from attnkit.core.kernels.blockwise import in_blocks, revived
+from attnkit.core.masks.base import Dense
 from attnkit.core.normalizers.kinds import Hard, masked_scores
 
 
@@ -63,7 +64,7 @@ class HardKernel(Backend):
     normalizers = (Hard,)
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
-        return empty_reasons(inputs)
+        return iter(())
 
     def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Hard)
@@ -75,11 +76,20 @@ class HardKernel(Backend):
                 "drawn, and nobody records them; call inside "
                 "`with attnkit.record_draws() as draws:`, or under torch.no_grad()"
             )
+        if inputs.num_keys == 0:
+            inputs = _with_a_hidden_key(inputs)
         output, *draw = in_blocks(inputs, partial(_pick, recorded=recorded))
         if recorded:
             for draws in _OPEN:
                 draws.append(Draw(*draw))
         return output.to(inputs.query.dtype)
+
+
+def _with_a_hidden_key(inputs: Inputs) -> Inputs:
+    """One key that nobody sees in the place of none, for there to be a largest score."""
+    key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (inputs.key, inputs.value))
+    nobody = Dense(torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=key.device))
+    return replace(inputs, key=key, value=value, mask=nobody, bias=None)
 
 
 def _are_trained(inputs: Inputs) -> bool:

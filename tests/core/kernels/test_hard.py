@@ -180,6 +180,22 @@ def test_half_precision_reads_values_as_they_are(dtype):
     assert {tuple(row) for row in output.flatten(0, 2).tolist()} <= rows
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("empty", ["batch", "num_queries", "num_keys", "value_dim"])
+def test_nothing_to_look_at(estimator, empty):
+    tensors = make(**{empty: 0})
+    with attnkit.record_draws() as draws:
+        output = attend(*tensors, normalizer=Hard(estimator))
+    assert output.shape == (*tensors[0].shape[:3], tensors[2].shape[3])
+    assert (output == 0).all()
+    gradients = torch.autograd.grad(output.sum(), tensors, allow_unused=True)
+    assert all(gradient is None or (gradient == 0).all() for gradient in gradients)
+    assert len(draws) == (estimator == "score_function")
+    for draw in draws:
+        assert draw.index.shape == draw.log_probability.shape == tensors[0].shape[:3]
+        assert empty != "num_keys" or (draw.index == -1).all()
+
+
 def test_what_it_refuses():
     tensors = make()
     with pytest.raises(RuntimeError, match="nobody records them"):
