@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.masks.base import Mask, as_4d, as_mask, check_broadcastable
@@ -42,10 +43,13 @@ def check_inputs(
     score.check(query, key)
     batch, num_heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
+    if isinstance(bias, CausalBias):
+        mask, bias = _with_causal(mask, bias, num_queries, num_keys), None
     if mask is not None:
         mask = as_mask(mask)
         mask.check(batch, num_heads, num_queries, num_keys)
     if bias is not None:
+        _check_layout("bias", bias)
         if not bias.is_floating_point():
             raise TypeError(f"bias: expected a floating-point tensor, got {bias.dtype}")
         if bias.device != query.device:
@@ -70,6 +74,28 @@ def check_inputs(
     if isinstance(mask, Causal) and mask.align == "bottom_right" and num_queries == 1 < num_keys:
         return replace(inputs, mask=None)  # the last query sees everything
     return inputs
+
+
+def _with_causal(
+    mask: Mask | Tensor | None, bias: CausalBias, num_queries: int, num_keys: int
+) -> Mask:
+    """The mask and what torch's `CausalBias` hides, which is a mask and not a bias."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (num_queries, num_keys):
+        raise ValueError(
+            f"bias: the CausalBias has {bias.seq_len_q} queries and {bias.seq_len_kv} keys, "
+            f"expected {num_queries} and {num_keys}"
+        )
+    is_top_left = bias.variant == CausalVariant.UPPER_LEFT
+    causal = Causal("top_left" if is_top_left else "bottom_right")
+    return causal if mask is None else as_mask(mask) & causal
+
+
+def _check_layout(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got the layout {tensor.layout}; "
+            "a sparse pattern is a mask, attnkit.Edges"
+        )
 
 
 def _check_edge_features(features: EdgeFeatures, inputs: Inputs) -> None:
@@ -104,8 +130,10 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         and query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
         and query.is_floating_point()
+        and query.layout is key.layout is value.layout is torch.strided
     )
     for name, tensor in () if is_plain else (("query", query), ("key", key), ("value", value)):
+        _check_layout(name, tensor)
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name}: expected [batch, heads, tokens, head_dim], got {list(tensor.shape)}"

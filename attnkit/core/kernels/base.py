@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,6 +113,38 @@ def empty_reasons(inputs: Inputs) -> Iterator[str]:
         yield (
             f"needs sizes above zero, got query {list(inputs.query.shape)}, "
             f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
+        )
+
+
+def name_what_has_a_second_derivative(output: Tensor, backend: str) -> None:
+    """Where a second derivative would go through a kernel of torch that has none, let the error say
+    so: a hook on the kernel's backward, which does nothing but under create_graph."""
+    plain = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    if plain and output.grad_fn is not None:
+        output.grad_fn.register_hook(partial(_refusing_gradients, backend))
+
+
+def _refusing_gradients(
+    backend: str, gradients: tuple[Tensor | None, ...], _: object
+) -> tuple[Tensor | None, ...] | None:
+    if not torch.is_grad_enabled():
+        return None
+    return tuple(None if g is None else _NoSecondDerivative.apply(g, backend) for g in gradients)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """A gradient as it is, whose own gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, backend: str) -> Tensor:
+        ctx.backend = backend
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        raise RuntimeError(
+            f"the backend {ctx.backend!r} has no second derivative (create_graph=True); "
+            "backend='math' has"
         )
 
 

@@ -84,12 +84,13 @@ class Explanation:
     """Per backend, in order of preference, why it cannot serve; `str()` is a table."""
 
     reasons: dict[str, list[str]]
-    chosen: str
-    """The backend that `backend="auto"` takes: the first that can and pays at these sizes."""
+    chosen: str | None
+    """The backend that `backend="auto"` takes: the first that can and pays at these sizes. None:
+    no backend can, and `attend` raises UnsupportedError."""
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
-        lines = []
+        lines = [] if self.chosen else ["no backend can serve this attention"]
         for name, reasons in self.reasons.items():
             verdict = "; ".join(reasons) or ("chosen" if name == self.chosen else "can")
             lines.append(f"{name:<{width}}  {verdict}")
@@ -105,4 +106,8 @@ def explain_backends(query: Tensor, key: Tensor, value: Tensor, **options) -> Ex
     """
     inputs = check_inputs(query, key, value, **options)
     reasons = {kernel.name: list(kernel.unsupported_reasons(inputs)) for kernel in BACKENDS}
-    return Explanation(reasons, choose_backend(inputs).name)
+    try:
+        chosen = choose_backend(inputs).name
+    except UnsupportedError:
+        chosen = None
+    return Explanation(reasons, chosen)

@@ -26,6 +26,7 @@ from attnkit.core.kernels.base import (
     dot_product_reasons,
     dropout_reasons,
     empty_reasons,
+    name_what_has_a_second_derivative,
 )
 
 LEAST_QUERIES = 256  # of a part: with fewer, splitting costs what it gains
@@ -103,6 +104,8 @@ class Sdpa(Backend):
                 scale=inputs.scale,
                 enable_gqa=grouped,
             )
+        if self.kernel != SDPBackend.MATH:
+            name_what_has_a_second_derivative(output, self.name)
         if output.shape[3] != inputs.value.shape[3]:
             output = output[..., : inputs.value.shape[3]]
         return output if alive is None else output.masked_fill(~alive, 0.0)

@@ -266,6 +266,60 @@ def test_auto_takes_the_first_that_can():
     assert "no dropout" in table
 
 
+def test_the_table_is_there_where_no_kernel_can():
+    query, key, value = make((5, 5, 8, 8, 6), torch.float32, "cpu")
+    edges = attnkit.Edges(torch.tensor([[0, 0], [1, 1]]), 5)
+    explained = attnkit.explain_backends(query, key, value, normalizer="linear", mask=edges)
+    assert explained.chosen is None
+    first, *table = str(explained).splitlines()
+    assert first == "no backend can serve this attention"
+    assert [line.split()[0] for line in table] == [b.name for b in BACKENDS]
+    assert all(explained.reasons.values())
+    with pytest.raises(UnsupportedError, match="no backend can serve"):
+        attend(query, key, value, normalizer="linear", mask=edges)
+
+
+def test_the_docstring_names_every_backend():
+    assert all(f'"{backend.name}"' in attend.__doc__ for backend in BACKENDS)
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+def test_torchs_causal_bias_is_the_mask_it_is(align):
+    from torch.nn.attention import bias
+
+    make_bias = {"top_left": bias.causal_upper_left, "bottom_right": bias.causal_lower_right}
+    query, key, value = make((7, 11, 8, 8, 2), torch.float32, "cpu")
+    given = make_bias[align](7, 11)
+    lengths = Padding(torch.tensor([10, 3]))
+    for mask, both in ((None, Causal(align)), (lengths, lengths & Causal(align))):
+        actual = attend(query, key, value, bias=given, mask=mask)
+        torch.testing.assert_close(actual, attend(query, key, value, mask=both))
+    with pytest.raises(ValueError, match="CausalBias has 7 queries and 11 keys, expected 5 and 11"):
+        attend(query[:, :, :5], key, value, bias=given)
+
+
+def test_second_derivatives():
+    """A kernel of torch that has none says which has; a first derivative asks for nothing more."""
+    query, key, value = make((5, 7, 8, 8, 6), torch.float64, "cpu")
+
+    def second(backend):
+        output = attend(query, key, value, backend=backend)
+        (first,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), (query, key, value))
+
+    for backend in ("auto", "flash"):
+        with pytest.raises(RuntimeError, match=r"'flash' has no second derivative.*backend='math'"):
+            second(backend)
+    torch.testing.assert_close(second("math"), second("reference"))
+    first, expected = (
+        torch.autograd.grad(
+            attend(query, key, value).square().sum(), query, create_graph=create_graph
+        )[0]
+        for create_graph in (True, False)
+    )
+    assert torch.equal(first, expected)
+
+
 def test_one_error_gives_every_reason():
     query, key, value = make((5, 5, 8, 8, 6), torch.float32, "cpu")
     bias = torch.zeros(5, 5, requires_grad=True)
@@ -298,6 +352,11 @@ def test_one_error_gives_every_reason():
         ({"mask": torch.ones(3, 5, dtype=torch.bool)}, r"mask: the shape \[3, 5\] does not"),
         ({"mask": Padding(torch.tensor([5]))}, r"mask: Padding has the shape \[1\]"),
         ({"bias": torch.ones(5, dtype=torch.bool)}, "bias: expected a floating-point tensor"),
+        ({"query": torch.ones(2, 6, 5, 8).to_sparse()}, "query: expected a dense tensor, got"),
+        ({"value": torch.ones(2, 6, 5, 8).to_sparse()}, "value: expected a dense.*attnkit.Edges"),
+        ({"bias": torch.ones(5, 5).to_sparse()}, "bias: expected a dense tensor, got the layout"),
+        ({"mask": torch.eye(5).bool().to_sparse()}, "mask: expected a dense boolean tensor"),
+        ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
         ({"bias": torch.ones(5, 5, device="meta")}, "bias: is on meta, but query is on cpu"),
         ({"bias": torch.ones(7, 5)}, r"bias: the shape \[7, 5\] does not broadcast"),
         (
