@@ -47,7 +47,10 @@ class KernelCounts:
 
     def __str__(self) -> str:
         if not self.counts:
-            return "no attention ran"
+            return (
+                "no scaled_dot_product_attention of torch and no kernel of attnkit ran; "
+                "attention that a model computes by other operators is not counted"
+            )
         rows = {"module": "kernels"}
         for module, kernels in self.counts.items():
             ran = (f"{kernel} ×{times}" for kernel, times in kernels.items())

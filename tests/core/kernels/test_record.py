@@ -72,7 +72,16 @@ def test_record_survives_an_error_inside():
             model(torch.randn(3, 5, 13))
         model(torch.randn(3, 5, 14))
     assert record.counts == {"first": {"flash": 1}, "second.0": {"flash": 1}}
-    assert str(attnkit.core.kernels.record.KernelCounts()) == "no attention ran"
+    assert str(attnkit.core.kernels.record.KernelCounts()).startswith("no scaled_dot_product")
+
+
+def test_record_does_not_say_that_nothing_ran_where_it_cannot_see():
+    from torchvision.models.swin_transformer import ShiftedWindowAttention
+
+    with attnkit.record_backends() as record:
+        ShiftedWindowAttention(16, [4, 4], [0, 0], 2)(torch.randn(1, 8, 8, 16))
+    assert not record.counts
+    assert "attention that a model computes by other operators is not counted" in str(record)
 
 
 def test_record_sees_modules_nobody_here_wrote():
