@@ -84,6 +84,7 @@ def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
         and type(block.normalizer) is Softmax
         and block.gate_proj is None
         and block.num_kv_heads == block.num_heads
+        and block.value_head_dim == block.head_dim
         and is_linear(block.in_proj if block.is_fused else block.query_proj)
         and type(block.query_norm) is nn.Identity
         and block.backend == "auto"

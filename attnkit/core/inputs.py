@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.masks.kept import kept_mask
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.precision import cast_bias, wide
 from attnkit.core.scores.base import Score, moved
@@ -88,32 +89,23 @@ class Inputs:
 
     def as_scaled_dot(self) -> Inputs:
         """The same attention with a scaled dot product for its score, if it is one."""
-        if isinstance(self.score, ScaledDot) or self.dot_dim is None:
+        score = self.score
+        is_lowered = isinstance(score, ScaledDot) and not isinstance(score.scale, Tensor)
+        if is_lowered or self.dot_dim is None:
             return self
-        query, key, scale = self.score.as_dot(self.query, self._key_where_padding_is_the_mean())
+        query, key, scale = score.as_dot(self.query, self.key, self.real_keys())
         return replace(
-            self, query=query, key=key, score=ScaledDot(scale=scale, softcap=self.score.softcap)
+            self, query=query, key=key, score=ScaledDot(scale=scale, softcap=score.softcap)
         )
 
-    def _key_where_padding_is_the_mean(self) -> Tensor:
-        """The key, with the mean of an item's other keys where `Padding` hides it.
-
-        Nobody sees these keys, but a score may compute with all of them: the Gaussian's centre,
-        drawn to padding that lies far off, would cost the rest their digits.
-        """
+    def real_keys(self) -> Tensor | None:
+        """Which keys are no padding, [batch, 1, keys, 1]; None where no `Padding` says so."""
         real = [
-            part.dense(self.num_queries, self.num_keys, self.key.device).transpose(2, 3)
+            part.dense(1, self.num_keys, self.key.device).transpose(2, 3)
             for part in self.masks
             if isinstance(part, Padding)
         ]
-        if not real:
-            return self.key
-        is_real = reduce(torch.Tensor.__and__, real)
-        kept = self.key.detach().masked_fill(~is_real, 0.0)
-        count = is_real.sum(dim=2, keepdim=True).clamp(min=1)
-        dtype = torch.promote_types(kept.dtype, torch.float32)
-        mean = kept.sum(dim=2, keepdim=True, dtype=dtype) / count
-        return torch.where(is_real, self.key, mean.to(self.key.dtype))
+        return reduce(torch.Tensor.__and__, real) if real else None
 
     @property
     def masks(self) -> tuple[Mask, ...]:
@@ -169,11 +161,16 @@ class Inputs:
         """Mask and bias as the one tensor fused kernels read: booleans, or biases with −inf."""
         if not self.has_attn_mask:
             return None
-        allowed = self.dense_mask()
+        device, dtype = self.query.device, self.query.dtype
+        sizes = self.num_queries, self.num_keys
         if self.bias is None:
-            return allowed
-        bias = cast_bias(self.bias, self.query.dtype)
-        return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+            assert self.mask is not None
+            # on the CPU torch would make biases of booleans, for each layer its own
+            return kept_mask(self.mask, *sizes, device, dtype if self.query.is_cpu else torch.bool)
+        bias = cast_bias(self.bias, dtype)
+        if self.mask is None:
+            return bias
+        return bias.masked_fill(~kept_mask(self.mask, *sizes, device, torch.bool), -torch.inf)
 
 
 def in_high_precision(inputs: Inputs) -> Inputs:

@@ -44,9 +44,11 @@ class Projections(nn.Module):
         value_dim: int | None = None,
         bias: bool = True,
         qk_norm: bool = False,
-        norm_eps: float = 1e-6,
+        norm_eps: float | None = None,
     ) -> None:
         super().__init__()
+        if norm_eps is not None and not qk_norm:
+            raise ValueError(f"norm_eps: only qk_norm=True has one, got {norm_eps} without it")
         if dim < 1 or num_heads < 1:
             raise ValueError(f"dim and num_heads: expected at least 1, got {dim} and {num_heads}")
         if head_dim is None:
@@ -77,8 +79,9 @@ class Projections(nn.Module):
             self.query_proj = nn.Linear(dim, self.sizes[0], bias=bias)
             self.key_proj = nn.Linear(self.key_dim, self.sizes[1], bias=bias)
             self.value_proj = nn.Linear(self.value_dim, self.sizes[2], bias=bias)
-        self.query_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.key_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        eps = 1e-6 if norm_eps is None else norm_eps
+        self.query_norm = nn.LayerNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.key_norm = nn.LayerNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
 
     def reset_parameters(self) -> None:
         """Xavier-uniform per projection, as torch's module; biases 0."""
@@ -130,8 +133,8 @@ class Projections(nn.Module):
         run_sizes = [[self.sizes[i] for i in run] for run in runs]
         totals = [sum(sizes) for sizes in run_sizes]
         weights = self.in_proj.weight.split(totals)
-        bias = self.in_proj.bias
-        biases = [None] * len(runs) if bias is None else bias.split(totals)
+        offset = self.in_proj.bias
+        biases = [None] * len(runs) if offset is None else offset.split(totals)
         projected: list[Tensor | None] = []
         for run, sizes, weight, bias in zip(runs, run_sizes, weights, biases, strict=True):
             tokens = inputs[run[0]]

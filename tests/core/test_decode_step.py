@@ -19,6 +19,8 @@ BLOCKS = {
     "scale": {"score": ScaledDot(0.7)},
     "additive": {"score": "additive"},
     "softcap": {"score": ScaledDot(softcap=2.0)},
+    "narrower values": {"value_head_dim": 2},
+    "wider values": {"value_head_dim": 7},
     "grouped": {"num_kv_heads": 1},
     "qk_norm": {"qk_norm": True},
     "gate": {"gate": "head"},

@@ -107,6 +107,12 @@ def bias_gradient_reasons(inputs: Inputs) -> Iterator[str]:
         yield "has no gradient for the bias, which requires one"
 
 
+def functorch_reasons() -> Iterator[str]:
+    """Why a kernel with a backward of its own refuses inside of torch.func's transforms."""
+    if torch._C._are_functorch_transforms_active():
+        yield "has no rules for torch.func"
+
+
 def empty_reasons(inputs: Inputs) -> Iterator[str]:
     """Why a kernel that needs something to compute refuses empty inputs."""
     if inputs.is_empty:

@@ -10,8 +10,7 @@ kept per chunk of tokens, and what the chunk itself adds is a small matrix of we
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial, reduce
-from operator import and_
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,12 +80,8 @@ def _alignment(inputs: Inputs) -> tuple[int, int, int]:
 
 def _keys(inputs: Inputs) -> tuple[Tensor, ...]:
     """Key and value, and where some of the keys are padding, which are not."""
-    real = [
-        mask.dense(1, inputs.num_keys, inputs.key.device).transpose(2, 3)
-        for mask in inputs.masks
-        if isinstance(mask, Padding)
-    ]
-    return inputs.key, inputs.value, *([reduce(and_, real)] if real else [])
+    is_real = inputs.real_keys()
+    return inputs.key, inputs.value, *(() if is_real is None else (is_real,))
 
 
 def _write(

@@ -21,6 +21,7 @@ from attnkit.core.kernels.base import (
     dot_product_reasons,
     dropout_reasons,
     empty_reasons,
+    functorch_reasons,
     refuse_second_derivative,
 )
 from attnkit.core.kernels.window_blocks import Terms, grid_of, strips
@@ -46,6 +47,7 @@ class WindowKernel(Backend):
         yield from device_reasons(inputs, "cpu")
         yield from empty_reasons(inputs)
         yield from dot_product_reasons(inputs)
+        yield from functorch_reasons()
         yield from dropout_reasons(inputs)
         yield from bias_gradient_reasons(inputs)
 

@@ -185,11 +185,8 @@ class DeltaRule(Normalizer):
     def written(self, inputs: Inputs) -> Tensor:
         """β [batch, heads, keys], 0 where a key is padding."""
         beta = self.beta.expand(*inputs.query.shape[:2], -1)
-        for mask in inputs.masks:
-            if isinstance(mask, Padding):
-                allowed = mask.dense(1, inputs.num_keys, beta.device)
-                beta = beta.masked_fill(~allowed[:, :, 0], 0.0)
-        return beta
+        is_real = inputs.real_keys()
+        return beta if is_real is None else beta.masked_fill(~is_real[..., 0], 0.0)
 
     def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
         query, key = self.features(inputs.query), self.features(inputs.key)
@@ -251,8 +248,8 @@ def softmax(scores: Tensor) -> Tensor:
 def _check_plain(inputs: Inputs, why: str) -> None:
     """ValueError where something is asked for that there are no scores for."""
     score = inputs.score
-    is_dot = isinstance(score, ScaledDot) and score.scale in (None, 1.0)
-    if not is_dot or score.softcap is not None:
+    scale = score.scale if isinstance(score, ScaledDot) else 0.0
+    if isinstance(scale, Tensor) or scale not in (None, 1.0) or score.softcap is not None:
         raise ValueError(f"score: {why}, expected 'scaled_dot' as it is, got {score!r}")
     if inputs.bias is not None:
         raise ValueError(f"bias: {why} and has no scores to add one to")

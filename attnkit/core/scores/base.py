@@ -54,10 +54,14 @@ class Score:
         """The head dimension of `as_dot`; None if the score is no dot product."""
         return None
 
-    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+    def as_dot(
+        self, query: Tensor, key: Tensor, is_real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, float]:
         """Query, key and scale whose scaled dot product is this score before its softcap.
 
         Without softcap it may lack what depends on the query alone, which softmax does not see.
+        is_real: which keys are no padding, [batch, 1, keys, 1], for a score that computes with all
+        keys of an item together; None: all.
         """
         raise NotImplementedError(f"{type(self).__name__} is no dot product")
 
@@ -91,8 +95,8 @@ def per_head(parameter: float | Tensor) -> float | Tensor:
     return parameter
 
 
-def select_heads(parameter: float | Tensor, heads: Tensor) -> float | Tensor:
-    if isinstance(parameter, Tensor) and parameter.ndim == 1:
+def select_heads(parameter: Any, heads: Tensor) -> Any:
+    if isinstance(parameter, Tensor) and parameter.ndim == 1 and len(parameter) > 1:
         return parameter[heads]
     return parameter
 

@@ -8,6 +8,7 @@ Parameters are per query head and act on the query, so that key heads may be sha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Literal
 
 import torch
@@ -31,25 +32,49 @@ from attnkit.core.scores.base import (
 class ScaledDot(Score):
     """score(q, k) = scale · q·k (Vaswani et al., Attention Is All You Need, 2017).
 
-    scale: None is 1/√head_dim.
+    scale: a finite number, or a tensor [], [1] or [heads], which may require a gradient; None is
+        1/√head_dim.
     """
 
-    scale: float | None = None
+    scale: float | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.scale, int | float) and not isfinite(self.scale):
+            raise ValueError(f"scale: expected a finite number, got {self.scale}")
+
+    def check(self, query: Tensor, key: Tensor) -> None:
+        super().check(query, key)
+        if isinstance(self.scale, Tensor) and self.scale.shape not in ((), (1,), query.shape[1:2]):
+            raise ValueError(
+                f"scale: expected a number or a tensor [], [1] or [{query.shape[1]} heads], "
+                f"got {list(self.scale.shape)}"
+            )
 
     def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
-        return self.factor(query.shape[3]) * (query @ key.transpose(-2, -1))
+        query, key, factor = self.as_dot(query, key)
+        return factor * (query @ key.transpose(-2, -1))
 
     def dot_dim(self, head_dim: int) -> int:
         return head_dim
 
-    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+    def as_dot(
+        self, query: Tensor, key: Tensor, is_real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, float]:
+        if isinstance(self.scale, Tensor):
+            query = (_high(query) * per_head(self.scale)).to(query.dtype)
         return query, key, self.factor(query.shape[3])
 
     def factor(self, head_dim: int) -> float:
-        """The factor on q·k."""
+        """The factor on q·k, beside that of a tensor, which the query has from `as_dot`."""
+        if isinstance(self.scale, Tensor):
+            return 1.0
         if self.scale is not None:
             return float(self.scale)
         return float(head_dim**-0.5) if head_dim else 1.0
+
+    def select(self, heads: Tensor) -> ScaledDot:
+        return replace(self, scale=select_heads(self.scale, heads))
 
 
 def Dot(*, softcap: float | None = None) -> ScaledDot:
@@ -76,7 +101,9 @@ class General(Score):
     def dot_dim(self, head_dim: int) -> int:
         return self.weight.shape[-1]
 
-    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+    def as_dot(
+        self, query: Tensor, key: Tensor, is_real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, float]:
         return query @ self.weight.to(query.dtype), key, 1.0
 
     def select(self, heads: Tensor) -> General:
@@ -109,7 +136,9 @@ class Cosine(Score):
     def dot_dim(self, head_dim: int) -> int:
         return head_dim
 
-    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+    def as_dot(
+        self, query: Tensor, key: Tensor, is_real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, float]:
         unit_query, unit_key = _unit(_high(query)), _unit(_high(key)).to(key.dtype)
         if not isinstance(self.temperature, Tensor):
             return unit_query.to(query.dtype), unit_key, 1 / self.temperature
@@ -145,16 +174,24 @@ class Gaussian(Score):
     def dot_dim(self, head_dim: int) -> int:
         return head_dim + 2
 
-    def as_dot(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+    def as_dot(
+        self, query: Tensor, key: Tensor, is_real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, float]:
         """[q, 1, 1] · [k, high, low] / σ² with high + low = −‖k‖²/2, of points moved so that the
         keys' mean is 0 and measured in a common unit, the mean bandwidth.
 
         Moving them changes no distance and keeps the norms small; the norm in two parts is as
-        exact in half precision as the products are; the unit keeps it within float16's range. Keys
-        that a mask other than `Padding` hides count in the mean, and so can change the rounding,
-        nothing else.
+        exact in half precision as the products are; the unit keeps it within float16's range. The
+        mean is that of the keys that are no padding, which may lie far off; keys that another mask
+        hides count, and so can change the rounding, nothing else.
         """
-        centre = _high(key).detach().mean(dim=2, keepdim=True)
+        points = _high(key)
+        if is_real is None:
+            centre = points.detach().mean(dim=2, keepdim=True)
+        else:
+            points = points.masked_fill(~is_real, 0.0)
+            count = is_real.sum(dim=2, keepdim=True).clamp(min=1)
+            centre = points.detach().sum(dim=2, keepdim=True) / count
         unit: float | Tensor = self.bandwidth
         factor = query.new_ones(())
         if isinstance(self.bandwidth, Tensor):
@@ -163,7 +200,7 @@ class Gaussian(Score):
         centre_of_query = centre.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         query_points = (_high(query) - centre_of_query) / unit
         # the norm is that of the rounded key: so rounding moves a point and does nothing else
-        key_points = ((_high(key) - centre) / unit).to(key.dtype)
+        key_points = ((points - centre) / unit).to(key.dtype)
         norm = -_high(key_points).square().sum(dim=-1, keepdim=True) / (2 * NORM_UNIT)
         high = norm.clamp(min=torch.finfo(key.dtype).min).to(key.dtype)
         low = (norm - high).detach().to(key.dtype)
@@ -191,18 +228,27 @@ class Additive(Score):
 
     vector: v, [head_dim], or one for each head, [heads, head_dim].
     activation: "tanh" or "leaky_relu".
-    negative_slope: of "leaky_relu", not negative.
+    negative_slope: of "leaky_relu" alone, not negative; None: 0.2.
     """
 
     vector: Tensor
     activation: Literal["tanh", "leaky_relu"] = "tanh"
-    negative_slope: float = 0.2
+    negative_slope: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.activation not in ("tanh", "leaky_relu"):
             raise ValueError(
                 f"activation: expected 'tanh' or 'leaky_relu', got {self.activation!r}"
+            )
+        if self.activation == "leaky_relu" and self.negative_slope is None:
+            object.__setattr__(self, "negative_slope", 0.2)
+        if self.negative_slope is None:
+            return
+        if self.activation == "tanh":
+            raise ValueError(
+                f"negative_slope: only the activation 'leaky_relu' has one, "
+                f"got {self.negative_slope} with 'tanh'"
             )
         if not 0 <= self.negative_slope < float("inf"):
             raise ValueError(f"negative_slope: expected at least 0, got {self.negative_slope}")
@@ -213,19 +259,19 @@ class Additive(Score):
 
     def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
         pairs = query[:, :, :, None] + key[:, :, None]
-        if self.activation == "tanh":
+        if self.negative_slope is None:
             pairs = pairs.tanh()
         else:
             pairs = F.leaky_relu(pairs, self.negative_slope)
         return (pairs * self.vector[..., None, None, :]).sum(dim=-1)
 
     def lean_scores(self, query: Tensor, key: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():  # to where nobody knows our operator
+        # an exported program does not know our operator, which has no rules for torch.func either
+        if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
             return self.scores(query, key)
         vector = self.vector.expand(*query.shape[:2], -1)
-        slope = None if self.activation == "tanh" else float(self.negative_slope)
         scores = additive_scores(
-            query.flatten(0, 1), key.flatten(0, 1), vector.flatten(0, 1), slope
+            query.flatten(0, 1), key.flatten(0, 1), vector.flatten(0, 1), self.negative_slope
         )
         return self.cap(scores.unflatten(0, query.shape[:2]))
 
@@ -242,7 +288,7 @@ SCORES: dict[str, Score] = {
 _WITH_TENSORS = {"general": "General(weight)", "additive": "Additive(vector)"}
 
 
-def as_score(score: str | Score, scale: float | None = None) -> Score:
+def as_score(score: str | Score, scale: float | Tensor | None = None) -> Score:
     """The score of that name, with the caller's scale; ValueError lists the names there are."""
     if not isinstance(score, Score):
         if score in _WITH_TENSORS:
@@ -262,7 +308,7 @@ def as_score(score: str | Score, scale: float | None = None) -> Score:
         return score
     if not isinstance(score, ScaledDot) or score.scale is not None:
         raise ValueError(f"scale: only for the score 'scaled_dot', got {scale} with {score}")
-    return replace(score, scale=float(scale))
+    return replace(score, scale=scale if isinstance(scale, Tensor) else float(scale))
 
 
 # Norms are divided by it, so that those up to 2²⁴ are within float16's range

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import log
 from typing import Literal, get_args
 
@@ -52,7 +51,7 @@ class AdditiveScore(nn.Module):
         head_dim: int,
         *,
         activation: Literal["tanh", "leaky_relu"] = "tanh",
-        negative_slope: float = 0.2,
+        negative_slope: float | None = None,
         softcap: float | None = None,
     ) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class GaussianScore(nn.Module):
         return Gaussian(bandwidth=self.log_bandwidth.exp(), softcap=self.softcap)
 
 
-LEARNED_SCORES: dict[str, Callable[[int, int], nn.Module]] = {
+LEARNED_SCORES: dict[str, type[nn.Module]] = {
     "general": GeneralScore,
     "additive": AdditiveScore,
     "cosine": CosineScore,
@@ -148,9 +147,12 @@ def learned_score(
     if isinstance(score, Score):
         owned = [name for name, value in vars(score).items() if isinstance(value, Tensor)]
         if owned:
+            learned = f"{type(score).__name__}Score"
+            known = [kind.__name__ for kind in LEARNED_SCORES.values()]
+            hint = f", such as attnkit.learned_scores.{learned}" if learned in known else ""
             raise ValueError(
-                f"score: the {owned[0]} of {score} would be no parameter of the block; give a "
-                f"module whose forward() returns it, such as attnkit.learned_scores.{score}Score"
+                f"score: the tensor {owned[0]} of {score} would not be a parameter of the block; "
+                f"give a module whose forward() returns the score{hint}"
             )
         return score
     if score in LEARNED_SCORES:

@@ -265,6 +265,21 @@ def test_refusals():
         attend(*tensors, mask=mask, backend="window")
 
 
+@pytest.mark.parametrize("mask", [Window(64, 64), Window2d(64, 64, 3, 3)], ids=["line", "grid"])
+def test_under_torch_func_another_kernel_serves(mask):
+    query, key, value = torch.randn(3, 1, 1, 4096, 2).unbind()
+
+    def loss(query):
+        return attend(query, key, value, mask=mask).square().sum()
+
+    assert attnkit.explain_backends(query, key, value, mask=mask).chosen == "window"
+    actual = torch.func.grad(loss)(query)
+    query.requires_grad_()
+    torch.testing.assert_close(actual, torch.autograd.grad(loss(query), query)[0])
+    with pytest.raises(UnsupportedError, match=r"no rules for torch\.func"):
+        torch.func.grad(lambda q: attend(q, key, value, mask=mask, backend="window").sum())(query)
+
+
 def test_packed_serves_dropout_and_a_learned_bias():
     tensors = make(31, 31, torch.float64)
     bias = torch.randn(1, 1, 31, 31, dtype=torch.float64, requires_grad=True)

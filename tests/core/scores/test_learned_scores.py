@@ -122,7 +122,11 @@ def test_plain_scores_and_modules_of_ones_own():
         ),
         (
             lambda: attnkit.General(torch.ones(11, 11)),
-            "the weight of General would be no parameter.*attnkit.learned_scores.GeneralScore",
+            "weight of General would not be a parameter.*attnkit.learned_scores.GeneralScore$",
+        ),
+        (
+            lambda: ScaledDot(torch.ones(2)),
+            r"scale of ScaledDot would not be a parameter.*whose forward\(\) returns the score$",
         ),
         (
             lambda: learned_scores.GaussianScore(2, 11, initial_bandwidth=0.0),
@@ -131,6 +135,10 @@ def test_plain_scores_and_modules_of_ones_own():
         (
             lambda: learned_scores.AdditiveScore(2, 11, activation="relu"),
             "activation: expected 'tanh' or 'leaky_relu', got 'relu'",
+        ),
+        (
+            lambda: learned_scores.AdditiveScore(2, 11, negative_slope=0.5),
+            "negative_slope: only the activation 'leaky_relu' has one, got 0.5 with 'tanh'",
         ),
     ],
 )

@@ -1,5 +1,7 @@
 """Every score × kernel × mask × dtype against plain formulas in float64; and their refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -265,6 +267,30 @@ def test_the_kernel_that_ran_is_on_record(name):
     assert record.total() == expected
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (6,)], ids=str)
+def test_a_scale_that_is_learned_has_a_gradient(shape):
+    tensors = make("scaled_dot", SIZES[0])
+    scale = torch.linspace(-0.5, 0.9, max(1, *shape, 1)).reshape(shape).double().requires_grad_()
+
+    def attention(query, key, value, scale, backend="auto"):
+        return attend(query, key, value, scale=scale, mask=Causal("top_left"), backend=backend)
+
+    def plain(query, key, value, scale):
+        key, value = (t.repeat_interleave(3, dim=1) for t in (key, value))
+        scores = scale.expand(6)[:, None, None] * (query @ key.transpose(-2, -1))
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+    tensors = [*tensors, scale]
+    expected = with_gradients(plain, tensors)
+    for backend in ("auto", "flash", "blockwise", "math", "reference"):
+        actual = with_gradients(partial(attention, backend=backend), tensors)
+        torch.testing.assert_close(actual, expected)
+    weights = attnkit.attention_weights(*tensors[:2], scale=scale, heads=[4, 1])
+    whole = attnkit.attention_weights(*tensors[:2], scale=scale)
+    torch.testing.assert_close(weights, whole[:, [4, 1]])
+
+
 def test_names():
     query, key, value = make("scaled_dot", SIZES[0])
     for name, score in (("cosine", Cosine()), ("gaussian", Gaussian(1.0)), ("dot", ScaledDot(1.0))):
@@ -441,7 +467,11 @@ def test_tanh_saturates_exactly():
         (lambda: Gaussian(torch.ones((), device="meta")), "bandwidth: is on meta, but query is on"),
         (lambda: Additive(torch.ones(5)), r"vector: expected the shape \[7\] or.*got \[5\]"),
         (lambda: Additive(torch.ones(7), "relu"), "activation: expected 'tanh' or 'leaky_relu'"),
-        (lambda: Additive(torch.ones(7), negative_slope=-1), "negative_slope: expected at least 0"),
+        (lambda: Additive(torch.ones(7), "leaky_relu", -1), "negative_slope: expected at least 0"),
+        (lambda: Additive(torch.ones(7), negative_slope=0.5), "only the activation 'leaky_relu'"),
+        (lambda: ScaledDot(float("nan")), "scale: expected a finite number, got nan"),
+        (lambda: ScaledDot(-float("inf")), "scale: expected a finite number, got -inf"),
+        (lambda: ScaledDot(torch.ones(3)), r"scale: expected a number or a tensor .*, got \[3\]"),
         (lambda: ScaledDot(softcap=0.0), "softcap: expected a positive number, got 0.0"),
         (lambda: Score(), r"Score defines no uncapped\(\)"),
     ],

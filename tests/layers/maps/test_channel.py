@@ -325,7 +325,7 @@ def test_dropout_of_the_weights_in_training_only(name):
         (
             ChannelAttention,
             {"score": attnkit.Cosine(torch.ones(1))},
-            "score: the temperature of Cosine would be no parameter",
+            "score: the tensor temperature of Cosine would not be a parameter",
         ),
         (ChannelAttention, {"residual": "no"}, "residual: expected 'gamma', 'add' or None"),
         (ChannelAttention, {"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),

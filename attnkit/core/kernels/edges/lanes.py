@@ -68,7 +68,7 @@ def as_lanes(inputs: Inputs) -> tuple[Plan, tuple[Tensor | None, ...]]:
         if adjacency.order is not None:
             rows = rows.index_select(0, adjacency.order)
     if isinstance(score, Additive):
-        slope = None if score.activation == "tanh" else float(score.negative_slope)
+        slope = score.negative_slope
         query = inputs.query
         vector = score.vector.expand(batch, num_heads, -1).flatten(0, 1)
         if key_weight is not None:

@@ -81,7 +81,7 @@ def attend_edges(inputs: Inputs) -> Tensor:
     kind, scale, slope, vector = "dot", 1.0, 0.0, None
     if isinstance(score, Additive):
         query, key = inputs.query, inputs.key
-        kind, slope = str(score.activation), float(score.negative_slope)
+        kind, slope = str(score.activation), float(score.negative_slope or 0.0)
         vector = score.vector.float().expand(*query.shape[:2], -1)[:, :, None]
     else:
         if not isinstance(score, ScaledDot):  # making it one in low precision would lose digits
