@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from attnkit.launch.config.compose import Composer
 from attnkit.launch.main import main
 from attnkit.tasks.image_classification import CIFAR10Data, MemoryImages
 
@@ -109,6 +110,20 @@ def test_checks_trains_and_predicts(run, arranged, tmp_path, capfd):
     assert main(predict) == 0, capfd.readouterr().err
     rows = (tmp_path / "predicted" / "predictions.csv").read_text().splitlines()
     assert len(rows) > 2
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ("learned", 0.5),
+        ("factorized2d", 0.5),
+        ("sincos2d", None),
+        ("null", None),
+    ],
+)
+def test_spread_of_positions_is_given_to_learned_ones_only(positions, expected):
+    config = Composer().compose(["task=vit", f"model.positions={positions}"])
+    assert config.model.position_std == expected
 
 
 @pytest.mark.parametrize("run", TRAINED)

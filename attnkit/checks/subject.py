@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.checks.calls import Call, takes_mask
+from attnkit.core.watch.undisturbed import buffers_of
 
 __all__ = ["MODES", "Mode", "OutputError", "Subject", "difference", "own", "within_items"]
 
@@ -73,11 +74,7 @@ class Subject:
         self.dtype, self.device = like.dtype, like.device
         # three quarters of the digits, which sums taken in another order leave alone
         self.tolerance = torch.finfo(self.dtype).eps ** 0.75 if tolerance is None else tolerance
-        self._buffers = [
-            (child, name, buffer, None if buffer is None else buffer.clone())
-            for child in module.modules()
-            for name, buffer in child._buffers.items()
-        ]
+        self._restore_buffers = buffers_of(module)
         self._generator = torch.Generator().manual_seed(seed)
         self._tokens = self._draw(BATCH, num_tokens, dim)
         self._others = self._draw(BATCH, num_tokens, dim)
@@ -202,13 +199,6 @@ class Subject:
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.manual_seed(seed)
-
-    @torch.no_grad()
-    def _restore_buffers(self) -> None:
-        for child, name, buffer, value in self._buffers:
-            child._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                buffer.copy_(value)
 
     def _draw(self, *shape: int) -> Tensor:
         values = torch.randn(shape, generator=self._generator, dtype=torch.float64)

@@ -59,7 +59,7 @@ class MultiHeadAttention(Projections):
         bias: whether the input projections add a bias.
         out_bias: whether the output projection does.
         qk_norm: whether to normalise queries and keys.
-        norm_eps: the epsilon of that normalisation.
+        norm_eps: the epsilon of that normalisation; None: 1e-6.
         score: a name: "scaled_dot", "dot", or with parameters per head that the block learns
             "general", "additive", "cosine" and "gaussian"; a `Score` without tensors, for a
             softcap; or a module whose `forward()` returns a `Score`, such as those of
@@ -88,7 +88,7 @@ class MultiHeadAttention(Projections):
         bias: bool = True,
         out_bias: bool = True,
         qk_norm: bool = False,
-        norm_eps: float = 1e-6,
+        norm_eps: float | None = None,
         score: str | Score | nn.Module = "scaled_dot",
         normalizer: str | Normalizer | nn.Module = "softmax",
         gate: Gate | None = None,

@@ -19,6 +19,7 @@ from attnkit.layers.tokens.patch import PatchEmbedding
 from attnkit.layers.tokens.pooling import AttentionPool
 
 PositionKind = Literal["learned", "factorized2d", "sincos2d", "rotary2d"]
+LEARNED_POSITIONS = ("learned", "factorized2d")
 Pooling = Literal["class", "mean", "attention"]
 
 VIT_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -56,8 +57,9 @@ class ViT(nn.Module):
         positions: "learned"; "factorized2d", learned for rows and columns and added (NaViT);
             "sincos2d", fixed (MoCo v3, MAE); "rotary2d", applied to queries and keys (Heo et al.
             2024); None.
-        position_std: spread of learned positions at the start. 0.02 as published; small models on
-            small images learn much sooner from positions as large as the patches, about 0.5.
+        position_std: spread of learned positions at the start; None: 0.02, as published. Small
+            models on small images learn much sooner from positions as large as the patches, about
+            0.5. Only "learned" and "factorized2d" have one.
         pooling: "class" token, "mean" over the patches, or "attention", one learned query over
             the patches (Zhai et al. 2022).
         class_token: None: there is one if the pooling reads it.
@@ -96,7 +98,7 @@ class ViT(nn.Module):
         num_heads: int = 3,
         mlp_ratio: float = 4.0,
         positions: PositionKind | None = "learned",
-        position_std: float = 0.02,
+        position_std: float | None = None,
         pooling: Pooling = "class",
         class_token: bool | None = None,
         num_registers: int = 0,
@@ -129,6 +131,11 @@ class ViT(nn.Module):
         for name, share in (("drop_path", drop_path), ("patch_dropout", patch_dropout)):
             if not 0.0 <= share < 1.0:
                 raise ValueError(f"{name}: expected 0 <= {name} < 1, got {share}")
+        if position_std is not None and positions not in LEARNED_POSITIONS:
+            raise ValueError(
+                f"position_std: only {' and '.join(map(repr, LEARNED_POSITIONS))} positions have "
+                f"one, got {position_std} with {positions!r}"
+            )
         if class_token is None:
             class_token = pooling == "class"
         elif pooling == "class" and not class_token:
@@ -142,7 +149,7 @@ class ViT(nn.Module):
         self.head_dim = dim // num_heads
         self.pooling = pooling
         self.positions = positions
-        self.position_std = position_std
+        self.position_std = 0.02 if position_std is None else position_std
         self.num_prefix_tokens = int(class_token) + num_registers
 
         self.patch_embed = PatchEmbedding(
@@ -158,7 +165,7 @@ class ViT(nn.Module):
             table = sincos_2d(grid, dim)[None] if positions == "sincos2d" else None
             self.register_buffer("position_table", table, persistent=False)
         self.position_tables = (
-            FactorizedPositions2d(grid, dim, std=position_std)
+            FactorizedPositions2d(grid, dim, std=self.position_std)
             if positions == "factorized2d"
             else None
         )

@@ -233,10 +233,12 @@ def test_drop_path_rises_linearly():
         ({"class_token": False}, "pooling: 'class' reads the class token"),
         ({"depth": 0}, "depth: expected at least 1, got 0"),
         ({"num_classes": -1}, "num_classes: expected at least 0, got -1"),
-        ({"mlp_ratio": 0.01}, "mlp_ratio: 0.01 of dim 24 leaves no channel"),
+        ({"mlp_ratio": 0.01}, "mlp_ratio: expected at least one channel, got 0.01 of dim 24"),
         ({"drop_path": 1.0}, "drop_path: expected 0 <= drop_path < 1, got 1.0"),
+        ({"positions": "sincos2d", "position_std": 0.5}, "only 'learned' and.*got 0.5 with 'sinc"),
+        ({"positions": None, "position_std": 0.02}, "got 0.02 with None"),
         ({"dim": 30, "positions": "rotary2d"}, "head_dim: 10 is not a multiple of 4"),
-        ({"activation": "relu"}, "activation: 'relu', expected one of"),
+        ({"activation": "relu"}, "activation: expected 'gelu' or 'gelu_tanh', got 'relu'"),
         ({"backend": "flsh"}, "backend: expected 'auto' or one of"),
     ],
     ids=str,
@@ -250,7 +252,7 @@ def test_wrong_images_and_sizes_are_named(images):
     model = make()
     with pytest.raises(ValueError, match=r"images: expected 12 x 20 pixels, got \[3, 3, 20, 12\]"):
         model(images.transpose(2, 3))
-    with pytest.raises(ValueError, match=r"images: shape \(3, 1, 12, 20\), expected \[batch, 3"):
+    with pytest.raises(ValueError, match=r"images: expected \[batch, 3, .*got \[3, 1, 12, 20\]"):
         model(images[:, :1])
     with pytest.raises(ValueError, match=r"size: expected one of 'tiny'.*got 'huge'"):
         ViT.from_size("huge")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,11 +18,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     because a module may draw whatever its mode is.
     """
     training = [(child, child.training) for child in module.modules()]
-    buffers = [
-        (child, name, buffer, None if buffer is None else buffer.detach().clone())
-        for child in module.modules()
-        for name, buffer in child._buffers.items()
-    ]
+    restore_buffers = buffers_of(module)
     tensors = (*module.parameters(), *module.buffers())
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     try:
@@ -32,9 +28,23 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     finally:
         for child, mode in training:
             child.training = mode
-        with torch.no_grad():
-            for child, name, buffer, value in buffers:
-                child._buffers[name] = buffer
-                if buffer is not None and value is not None and buffer.layout is torch.strided:
-                    with torch.inference_mode(buffer.is_inference()):
-                        buffer.copy_(value)
+        restore_buffers()
+
+
+def buffers_of(module: nn.Module) -> Callable[[], None]:
+    """A function that puts the buffers back as they are now, as often as it is called."""
+    buffers = [
+        (child, name, buffer, None if buffer is None else buffer.detach().clone())
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for child, name, buffer, value in buffers:
+            child._buffers[name] = buffer
+            if buffer is not None and value is not None and buffer.layout is torch.strided:
+                with torch.inference_mode(buffer.is_inference()):
+                    buffer.copy_(value)
+
+    return restore

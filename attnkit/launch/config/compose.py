@@ -43,6 +43,11 @@ from attnkit.lightning.errors import UserError
 CONF = "pkg://attnkit.conf"
 CONFIG_NAME = "config"
 
+# ${only_for:value,choice,a,b} is the value where the choice is a or b, else null.
+OmegaConf.register_new_resolver(
+    "only_for", lambda value, choice, *owners: value if choice in owners else None, replace=True
+)
+
 
 def quoted(text: str) -> str:
     """A text as Hydra's overrides quote it, whatever is in it."""

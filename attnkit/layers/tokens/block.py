@@ -18,9 +18,9 @@ def make_mlp(
 ) -> nn.Module:
     """linear, GELU (exact or its tanh approximation), linear, with dropout after both."""
     if activation not in get_args(Activation):
-        raise ValueError(f"activation: {activation!r}, expected one of {get_args(Activation)}")
+        raise ValueError(f"activation: expected 'gelu' or 'gelu_tanh', got {activation!r}")
     if round(dim * mlp_ratio) < 1:
-        raise ValueError(f"mlp_ratio: {mlp_ratio} of dim {dim} leaves no channel, expected more")
+        raise ValueError(f"mlp_ratio: expected at least one channel, got {mlp_ratio} of dim {dim}")
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     gelu: Any = partial(nn.GELU, approximate=approximate)
     return Mlp(dim, round(dim * mlp_ratio), act_layer=gelu, drop=dropout_p)
@@ -66,7 +66,7 @@ class TransformerBlock(nn.Module):
             num_heads,
             bias=qkv_bias,
             qk_norm=qk_norm,
-            norm_eps=norm_eps,
+            norm_eps=norm_eps if qk_norm else None,
             score=score,
             dropout_p=attention_dropout_p,
             backend=backend,

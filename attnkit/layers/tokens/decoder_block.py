@@ -63,7 +63,7 @@ class DecoderBlock(nn.Module):
                 key_dim=key_dim,
                 bias=qkv_bias,
                 qk_norm=qk_norm,
-                norm_eps=norm_eps,
+                norm_eps=norm_eps if qk_norm else None,
                 score=score,
                 dropout_p=attention_dropout_p,
                 backend=backend,

@@ -21,8 +21,9 @@ class PatchEmbedding(nn.Module):
     (forward and backward).
 
     Raises:
-        ValueError: images have another number of dimensions or channels, are not floating point,
-            or are not divisible by the patch.
+        ValueError: images have another number of dimensions or channels, or are not divisible by
+            the patch.
+        TypeError: images are not floating point.
     """
 
     def __init__(
@@ -46,17 +47,17 @@ class PatchEmbedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if images.ndim != 4 or images.shape[1] != self.in_channels:
             raise ValueError(
-                f"images: shape {tuple(images.shape)}, "
-                f"expected [batch, {self.in_channels}, height, width]"
+                f"images: expected [batch, {self.in_channels}, height, width], "
+                f"got {list(images.shape)}"
             )
         if not images.is_floating_point():
-            raise ValueError(f"images: dtype {images.dtype}, expected floating point")
+            raise TypeError(f"images: expected a floating-point tensor, got {images.dtype}")
         batch, channels, height, width = images.shape
         patch_height, patch_width = self.patch_size
         if height % patch_height or width % patch_width:
             raise ValueError(
-                f"images: {height} x {width} is not a multiple of "
-                f"patch_size {patch_height} x {patch_width}"
+                f"images: expected a multiple of patch_size {patch_height} x {patch_width}, "
+                f"got {height} x {width}"
             )
         rows, columns = height // patch_height, width // patch_width
         patches = images.reshape(batch, channels, rows, patch_height, columns, patch_width)

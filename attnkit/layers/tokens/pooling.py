@@ -34,13 +34,14 @@ class AttentionPool(nn.Module):
         mlp_ratio: the MLP's width over `dim`; None: neither MLP nor norm.
         score: as in `MultiHeadAttention`.
         qkv_bias: whether the input projections add a bias.
-        activation: of the MLP, "gelu" or its approximation "gelu_tanh".
-        norm_eps: of the norm before the MLP.
+        activation: of the MLP, "gelu" or its approximation "gelu_tanh"; None: "gelu".
+        norm_eps: of the norm before the MLP; None: 1e-6.
         dropout_p: dropout of the attention weights, in training only.
         backend: the attention kernel, as in `attnkit.attend`.
 
     Raises:
-        ValueError: sizes that do not divide or are not positive, tokens or a mask that do not fit.
+        ValueError: sizes that do not divide or are not positive, an option of the MLP without one,
+            tokens or a mask that do not fit.
         TypeError: a mask that is neither an attnkit mask nor boolean.
     """
 
@@ -53,8 +54,8 @@ class AttentionPool(nn.Module):
         mlp_ratio: float | None = None,
         score: str | Score | nn.Module = "scaled_dot",
         qkv_bias: bool = True,
-        activation: Activation = "gelu",
-        norm_eps: float = 1e-6,
+        activation: Activation | None = None,
+        norm_eps: float | None = None,
         dropout_p: float = 0.0,
         backend: str = "auto",
     ) -> None:
@@ -74,8 +75,14 @@ class AttentionPool(nn.Module):
         self.norm: nn.Module | None = None
         self.mlp: nn.Module | None = None
         if mlp_ratio is not None:
-            self.norm = nn.LayerNorm(dim, eps=norm_eps)
-            self.mlp = make_mlp(dim, mlp_ratio, activation=activation)
+            self.norm = nn.LayerNorm(dim, eps=1e-6 if norm_eps is None else norm_eps)
+            self.mlp = make_mlp(dim, mlp_ratio, activation=activation or "gelu")
+        else:
+            for name, given in (("activation", activation), ("norm_eps", norm_eps)):
+                if given is not None:
+                    raise ValueError(
+                        f"{name}: only the MLP has one, got {given!r} without mlp_ratio"
+                    )
         trunc_normal_tf_(self.query, std=dim**-0.5)
 
     def forward(self, tokens: Tensor, mask: Mask | Tensor | None = None) -> Tensor:

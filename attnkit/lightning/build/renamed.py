@@ -1,10 +1,11 @@
-"""Former paths of what configurations, checkpoints and exports name, so that old ones still work.
+"""What configurations, checkpoints and exports of before name otherwise, so that they still work.
 
 Files name public names only (`attnkit.ViT`, `attnkit.lightning.EMA`), so that code may move. Before
 version 0.2 some named the file a class was written in; this table leads from those to the public
 names. It is closed: nothing new is written with a path of a file.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,32 @@ _FORMER = {
     "attnkit.models.transformer_decoder.TransformerDecoder": "attnkit.TransformerDecoder",
     "attnkit.models.vit.ViT": "attnkit.ViT",
 }
+
+
+# An option, and the choices of another that it belongs to, the default first. Before version 0.2 it
+# was ignored beside the other choices, and conf/model/vit.yaml gave position_std with all of them.
+_BELONGS = {
+    "attnkit.ViT": ("position_std", "positions", ("learned", "factorized2d")),
+    "attnkit.ViTEncoder": ("position_std", "positions", ("learned", "factorized2d")),
+    "attnkit.RecurrentDecoder": ("attention_dim", "score", ("additive",)),
+    "attnkit.HardRecurrentDecoder": ("attention_dim", "score", ("additive",)),
+}
+
+
+def used(target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without one that was ignored before and is refused today, with a warning."""
+    if current(target) not in _BELONGS:
+        return arguments
+    option, other, choices = _BELONGS[current(target)]
+    given, choice = arguments.get(option), arguments.get(other, choices[0])
+    if given is None or choice in choices:
+        return arguments
+    warnings.warn(
+        f"{option}: {given} is left out, expected it with {other}={' or '.join(choices)} only, "
+        f"got {other}={choice}",
+        stacklevel=2,
+    )
+    return {name: value for name, value in arguments.items() if name != option}
 
 
 def current(target: str) -> str:

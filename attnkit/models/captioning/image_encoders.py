@@ -21,9 +21,12 @@ class ImageEncoder(nn.Module):
 
     Attributes:
         image_size: (height, width) in pixels.
-        grid: (height, width) in positions.
-        dim: channels of the memory.
+        grid: (height, width) in positions; the subclass sets it.
+        dim: channels of the memory; the subclass sets it.
     """
+
+    grid: tuple[int, int]
+    dim: int
 
     def __init__(self, image_size: int | Sequence[int]) -> None:
         super().__init__()
@@ -31,8 +34,6 @@ class ImageEncoder(nn.Module):
         if len(pair) != 2 or min(pair) < 1:
             raise ValueError(f"image_size: expected a positive integer or two, got {image_size}")
         self.image_size: tuple[int, int] = (pair[0], pair[1])
-        self.grid: tuple[int, int] = (0, 0)
-        self.dim = 0
 
     def check(self, images: Tensor) -> None:
         """ValueError at images of another size."""
@@ -136,7 +137,7 @@ class ViTEncoder(ImageEncoder):
         num_heads: int = 4,
         mlp_ratio: float = 4.0,
         positions: PositionKind | None = "learned",
-        position_std: float = 0.02,
+        position_std: float | None = None,
         num_registers: int = 0,
         score: ScoreName = "scaled_dot",
         dropout_p: float = 0.0,

@@ -31,8 +31,8 @@ class RecurrentDecoder(WordDecoder):
     Args:
         vocabulary_size, max_words, label_smoothing: as in `WordDecoder`.
         dim: channels of the state; of the words' embedding too if that is None.
-        memory_dim, embedding_dim, attention_dim: channels of memory, embedding and additive score;
-            None: `dim`.
+        memory_dim, embedding_dim: channels of memory and embedding; None: `dim`.
+        attention_dim: channels of the additive score, which no other score has; None: `dim`.
         score: "additive", "general", "dot" or "scaled_dot", as in `MemoryAttention`.
         gate: whether the context is multiplied by the gating scalar.
         doubly_stochastic: λ, not negative; the paper's is 1.
@@ -62,6 +62,11 @@ class RecurrentDecoder(WordDecoder):
         memory_dim = dim if memory_dim is None else memory_dim
         super().__init__(vocabulary_size, max_words, memory_dim, label_smoothing)
         embedding_dim = dim if embedding_dim is None else embedding_dim
+        if attention_dim is not None and score != "additive":
+            raise ValueError(
+                "attention_dim: only the score 'additive' has one, "
+                f"got {attention_dim} with {score!r}"
+            )
         attention_dim = dim if attention_dim is None else attention_dim
         sizes = {"dim": dim, "embedding_dim": embedding_dim, "attention_dim": attention_dim}
         for name, size in sizes.items():

@@ -93,5 +93,5 @@ def test_activations_and_hidden_size():
     assert torch.equal(mlp.act(x), F.gelu(x))
     tanh = make_mlp(6, 2, activation="gelu_tanh").act(x)
     assert torch.equal(tanh, F.gelu(x, approximate="tanh"))
-    with pytest.raises(ValueError, match="activation: 'relu'"):
+    with pytest.raises(ValueError, match="activation: expected 'gelu' or 'gelu_tanh', got 'relu'"):
         make_mlp(6, 2, activation="relu")

@@ -1,5 +1,7 @@
 """Patch embedding against a strided convolution, and FlexiViT's resize against its property."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,12 +54,13 @@ def test_resizing_to_the_same_patch_keeps_the_parameter():
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (torch.zeros(2, 15, 35), r"images: shape \(2, 15, 35\), expected \[batch, 2, height"),
-        (torch.zeros(2, 3, 15, 35), r"images: shape \(2, 3, 15, 35\), expected \[batch, 2"),
-        (torch.zeros(2, 2, 15, 35, dtype=torch.uint8), "images: dtype torch.uint8"),
-        (torch.zeros(2, 2, 15, 36), "images: 15 x 36 is not a multiple of patch_size 5 x 7"),
+        (torch.zeros(2, 15, 35), r"ValueError: images: expected \[batch, 2, height.*\[2, 15, 35\]"),
+        (torch.zeros(2, 3, 15, 35), r"ValueError: images: expected \[batch, 2.*\[2, 3, 15, 35\]"),
+        (torch.zeros(2, 2, 15, 35).byte(), "TypeError: images: expected a floating.*torch.uint8"),
+        (torch.zeros(2, 2, 15, 36), "ValueError: .*multiple of patch_size 5 x 7, got 15 x 36"),
     ],
 )
 def test_bad_images(images, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError)) as raised:
         PatchEmbedding((5, 7), 2, 11)(images)
+    assert re.match(message, f"{raised.type.__name__}: {raised.value}")

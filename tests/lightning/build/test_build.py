@@ -138,3 +138,21 @@ def test_a_constructors_error_is_chained():
     with pytest.raises(UserError) as raised:
         build({"_target_": "torch.nn.Linear"}, at="model")
     assert isinstance(raised.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("node", "option"),
+    [
+        ({"_target_": "attnkit.models.vit.ViT", "positions": "sincos2d"}, "position_std"),
+        (
+            {"_target_": "attnkit.HardRecurrentDecoder", "score": "dot", "vocabulary_size": 7,
+             "max_words": 3},
+            "attention_dim",
+        ),
+    ],
+)  # fmt: skip
+def test_an_option_that_was_ignored_is_left_out_with_a_warning(node, option):
+    """Old files hold it: conf/model/vit.yaml gave position_std whatever the positions were."""
+    with pytest.warns(UserWarning, match=f"{option}: 8 is left out, expected it with"):
+        built = build({**node, option: 8})
+    assert isinstance(built, torch.nn.Module)

@@ -16,7 +16,9 @@ SCORES = ["additive", "general", "dot", "scaled_dot"]
 
 
 def made(kind=RecurrentDecoder, **options):
-    options = {"embedding_dim": 4, "attention_dim": 5, **options}
+    if options.get("score", "additive") == "additive":
+        options = {"attention_dim": 5, **options}
+    options = {"embedding_dim": 4, **options}
     decoder = kind(VOCABULARY, WORDS, dim=DIM, **options)
     for parameter in decoder.parameters():
         nn.init.normal_(parameter, std=0.6)
@@ -218,6 +220,10 @@ def test_terms_of_hard_attention():
         ({"score": "dot", "memory_dim": 5}, "score: 'dot' needs a state of the memory's 5"),
         ({"doubly_stochastic": -1.0}, "doubly_stochastic: expected at least 0, got -1.0"),
         ({"attention_dim": 0}, "attention_dim: expected at least 1, got 0"),
+        (
+            {"attention_dim": 5, "score": "dot"},
+            "only the score 'additive' has one, got 5",
+        ),
         ({"kind": HardRecurrentDecoder, "entropy": -1.0}, "entropy: expected at least 0"),
         ({"kind": HardRecurrentDecoder, "baseline_decay": 1.0}, "baseline_decay: expected 0 <="),
     ],
