@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from attnkit.core.inputs import Inputs, in_high_precision
-from attnkit.core.kernels.base import Backend, empty_reasons, refuse_second_derivative
+from attnkit.core.kernels.base import (
+    Backend,
+    empty_reasons,
+    functorch_reasons,
+    refuse_second_derivative,
+)
 from attnkit.core.kernels.edges.lanes import (
     NAMES,
     Plan,
@@ -65,8 +70,7 @@ class EdgesKernel(Backend):
             yield "cannot read a bias"
         if torch.compiler.is_exporting():
             yield "sorts the edges as it finds them, which an exported program cannot"
-        if torch._C._are_functorch_transforms_active():
-            yield "has no rules for torch.func"
+        yield from functorch_reasons()
         reads_features = features is not None and features.key_weight is not None
         if reads_features and isinstance(score, Cosine | Gaussian):
             yield f"cannot read edge features inside the score {score}"
