@@ -91,7 +91,7 @@ def _with_causal(
 
 
 def _check_layout(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided and not tensor.is_nested:
         raise TypeError(
             f"{name}: expected a dense tensor, got the layout {tensor.layout}; "
             "a sparse pattern is a mask, attnkit.Edges"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
@@ -63,10 +64,15 @@ def in_blocks(inputs: Inputs, function: BlockFunction) -> tuple[Tensor, ...]:
         sizes = _block_sizes(exact) if _can_recompute(exact) else None
         if sizes is None or sizes == (len(exact.query), exact.num_queries):
             return function(exact, _allowed(exact, (0, 0), exact))
-        # the tensors that a score of the user's holds are not known
-        if torch.compiler.is_compiling() or type(exact.score) not in (ScaledDot, Additive):
+        tensors = _tensors(exact).values()
+        if (
+            torch.compiler.is_compiling()
+            # of a score of the user's, whose tensors are not known
+            or type(exact.score) not in (ScaledDot, Additive)
+            or any(unpack_dual(tensor).tangent is not None for tensor in tensors)
+        ):
             return _checkpointed(function, exact, sizes)
-        return _Recomputed.apply(function, exact, sizes, *_tensors(exact).values())
+        return _Recomputed.apply(function, exact, sizes, *tensors)
 
 
 def _can_recompute(inputs: Inputs) -> bool:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import attnkit
 from attnkit import Additive, Causal, Dense, Padding, ScaledDot, attend
@@ -130,6 +131,17 @@ def test_under_torch_func(mask, score, block_size):
     torch.testing.assert_close(
         torch.func.grad(loss)(query, "blockwise"), torch.func.grad(loss)(query, "reference")
     )
+
+
+def test_in_forward_mode(block_size):
+    query, key, value = (tensor.detach() for tensor in make())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, torch.randn_like(query))
+        actual, expected = (
+            forward_ad.unpack_dual(attend(dual, key, value, backend=backend)).tangent
+            for backend in ("blockwise", "reference")
+        )
+    torch.testing.assert_close(actual, expected)
 
 
 MEASURE = """

@@ -267,7 +267,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("mask", [Window(64, 64), Window2d(64, 64, 3, 3)], ids=["line", "grid"])
 def test_under_torch_func_another_kernel_serves(mask):
-    query, key, value = torch.randn(3, 1, 1, 4096, 2).unbind()
+    query, key, value = torch.randn(3, 1, 2, 4096, 16).unbind()
 
     def loss(query):
         return attend(query, key, value, mask=mask).square().sum()
