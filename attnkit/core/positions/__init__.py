@@ -6,7 +6,7 @@ from attnkit.core.positions.learned import (
     LearnedPositions1d,
     LearnedPositions2d,
 )
-from attnkit.core.positions.rotary import Rotary1d, Rotary2d
+from attnkit.core.positions.rotary import Rotary1d, Rotary2d, Rotation
 from attnkit.core.positions.sinusoidal import sincos_1d, sincos_2d
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "RelativeBias2d",
     "Rotary1d",
     "Rotary2d",
+    "Rotation",
     "sincos_1d",
     "sincos_2d",
 ]
