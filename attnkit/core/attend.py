@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Normalizer
+from attnkit.core.kernels.base import name_what_has_a_second_derivative
 from attnkit.core.kernels.choose import choose_backend
 from attnkit.core.kernels.sdpa import is_torchs_own
 from attnkit.core.masks.base import Mask
@@ -85,7 +86,9 @@ def attend(
         and not dropout_p
         and is_torchs_own(query, key, value)
     ):
-        return F.scaled_dot_product_attention(query, key, value)
+        output = F.scaled_dot_product_attention(query, key, value)
+        name_what_has_a_second_derivative(output, "flash")
+        return output
     is_batched = not query.ndim == key.ndim == value.ndim == 3
     if not is_batched:
         query, key, value = query[None], key[None], value[None]

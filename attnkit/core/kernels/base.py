@@ -125,8 +125,9 @@ def empty_reasons(inputs: Inputs) -> Iterator[str]:
 def name_what_has_a_second_derivative(output: Tensor, backend: str) -> None:
     """Where a second derivative would go through a kernel of torch that has none, let the error say
     so: a hook on the kernel's backward, which does nothing but under create_graph."""
-    plain = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-    if plain and output.grad_fn is not None:
+    if output.grad_fn is None or torch.compiler.is_compiling():
+        return
+    if not torch._C._are_functorch_transforms_active():
         output.grad_fn.register_hook(partial(_refusing_gradients, backend))
 
 

@@ -298,9 +298,10 @@ def test_torchs_causal_bias_is_the_mask_it_is(align):
         attend(query[:, :, :5], key, value, bias=given)
 
 
-def test_second_derivatives():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_second_derivatives(dtype):
     """A kernel of torch that has none says which has; a first derivative asks for nothing more."""
-    query, key, value = make((5, 7, 8, 8, 6), torch.float64, "cpu")
+    query, key, value = make((5, 7, 8, 8, 6), dtype, "cpu")
 
     def second(backend):
         output = attend(query, key, value, backend=backend)
