@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support import Largest
 
 import attnkit
 from attnkit import Causal, MultiHeadAttention, Padding, attention_weights
@@ -67,18 +67,6 @@ def test_weights_have_gradients(query_key):
 def test_wrong_indices(query_key, arguments, error, message):
     with pytest.raises(error, match=message):
         attention_weights(*query_key, **arguments)
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operator returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor):
-            self.numel = max(self.numel, output.numel())
-        return output
 
 
 def test_capture_computes_only_what_was_asked():

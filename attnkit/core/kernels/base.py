@@ -125,7 +125,7 @@ def empty_reasons(inputs: Inputs) -> Iterator[str]:
 def name_what_has_a_second_derivative(output: Tensor, backend: str) -> None:
     """Where a second derivative would go through a kernel of torch that has none, let the error say
     so: a hook on the kernel's backward, which does nothing but under create_graph."""
-    if output.grad_fn is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or output.grad_fn is None:
         return
     if not torch._C._are_functorch_transforms_active():
         output.grad_fn.register_hook(partial(_refusing_gradients, backend))

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from support import TOLERANCES, assert_equal, with_gradients
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -11,14 +12,6 @@ import attnkit
 from attnkit import Causal, Dense, Padding, attend
 from attnkit.core.kernels.choose import BACKENDS, UnsupportedError
 
-# (atol, rtol) of torch's own tests of these kernels
-TOLERANCES = {
-    torch.float64: (1e-7, 1e-7),
-    torch.float32: (1e-5, 1.3e-6),
-    torch.bfloat16: (1e-3, 1.6e-2),
-    torch.float16: (1e-3, 1e-3),
-}
-FUDGE = 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH, HEADS = 2, 6
 
@@ -55,21 +48,6 @@ def make(size, dtype, device, seed=0):
         torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
         for shape in shapes
     ]
-
-
-def with_gradients(tensors, function=attend, **options):
-    """Output and gradients, for a gradient of the output that every dtype holds exactly."""
-    output = function(*tensors, **options)
-    gradient = (torch.arange(output.numel(), device=output.device) % 17 - 8).view_as(output) / 8
-    return [output, *torch.autograd.grad(output, tensors, gradient.to(output.dtype))]
-
-
-def assert_equal(actual, exact, plain):
-    """As torch tests its kernels: the error of plain code in the same dtype is allowed too."""
-    atol, rtol = TOLERANCES[actual.dtype]
-    atol = max(atol, (plain.double() - exact).abs().max().item())
-    assert actual.isfinite().all()
-    torch.testing.assert_close(actual.double(), exact, atol=FUDGE * atol, rtol=FUDGE * rtol)
 
 
 def definition(query, key, value, mask=None, bias=None, scale=None):

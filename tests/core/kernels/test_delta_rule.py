@@ -1,7 +1,9 @@
 """The delta rule in chunks: against its recurrence, token by token, and its weights."""
 
 import pytest
+import support
 import torch
+from support import FUDGE, TOLERANCES
 from torch.nn import functional as F
 
 import attnkit
@@ -9,15 +11,11 @@ from attnkit import Causal, DeltaRule, Padding, attend, delta_rule
 from attnkit.core.kernels import recurrence
 from attnkit.core.kernels.choose import UnsupportedError
 
-# (atol, rtol) of torch's own tests of its kernels, and how many errors of plain code are allowed
-TOLERANCES = {
-    torch.float64: (1e-7, 1e-7),
-    torch.float32: (1e-5, 1.3e-6),
-    torch.bfloat16: (1e-3, 1.6e-2),
-    torch.float16: (1e-3, 1e-3),
-}
-FUDGE = 3
 BATCH, HEADS = 2, 6
+
+
+def with_gradients(function, tensors, **options):
+    return support.with_gradients(tensors, function, **options)
 
 
 def make(tokens, head_dim=5, value_dim=3, kv_heads=2, dtype=torch.float64):
@@ -47,17 +45,6 @@ def token_by_token(query, key, value, beta, state):
         state = state + torch.einsum("bhk,bhv->bhkv", k, b * missing)
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, :, t]))
     return torch.stack(outputs, dim=2), state
-
-
-def with_gradients(function, tensors, **options):
-    """Results and gradients, for gradients of the results that every dtype holds exactly."""
-    results = function(*tensors, **options)
-    results = results if isinstance(results, tuple) else (results,)
-    towards = [
-        ((torch.arange(result.numel()) % 17 - 8).view_as(result) / 8).to(result.dtype)
-        for result in results
-    ]
-    return [*results, *torch.autograd.grad(results, tensors, towards)]
 
 
 @pytest.fixture(params=[False, True], ids=["one segment", "segments"])

@@ -2,22 +2,14 @@
 
 import pytest
 import torch
+from support import FUDGE, TOLERANCES, Largest, with_gradients
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import Causal, Dense, Linear, Padding, Window, attend
 from attnkit.core.kernels import linear, recurrence
 from attnkit.core.kernels.choose import UnsupportedError
 
-# (atol, rtol) of torch's own tests of its kernels, and how many errors of plain code are allowed
-TOLERANCES = {
-    torch.float64: (1e-7, 1e-7),
-    torch.float32: (1e-5, 1.3e-6),
-    torch.bfloat16: (1e-3, 1.6e-2),
-    torch.float16: (1e-3, 1e-3),
-}
-FUDGE = 3
 BATCH, HEADS = 2, 6
 # (queries, keys, head_dim, value_dim, key/value heads)
 SIZES = [(5, 5, 7, 7, 6), (7, 23, 5, 11, 2), (23, 7, 5, 3, 3), (1, 17, 3, 5, 1), (17, 1, 3, 5, 6)]
@@ -52,13 +44,6 @@ def make(num_queries, num_keys, head_dim, value_dim, kv_heads, dtype=torch.float
         torch.randn(shape, generator=generator).transpose(1, 2).to(dtype).requires_grad_()
         for shape in shapes
     ]
-
-
-def with_gradients(tensors, function=attend, **options):
-    """Output and gradients, for a gradient of the output that every dtype holds exactly."""
-    output = function(*tensors, **options)
-    gradient = (torch.arange(output.numel()) % 17 - 8).view_as(output) / 8
-    return [output, *torch.autograd.grad(output, tensors, gradient.to(output.dtype))]
 
 
 @pytest.fixture(params=[False, True], ids=["one segment", "segments"])
@@ -223,19 +208,6 @@ def test_derivatives_of_every_order(in_small_segments):
 
     assert torch.autograd.gradcheck(function, (query, key, value), fast_mode=True)
     assert torch.autograd.gradgradcheck(function, (query, key, value), fast_mode=True)
-
-
-class Largest(TorchDispatchMode):
-    """The numbers in the largest tensor that any operation makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("mask", [None, Causal(), Causal() & Padding(torch.tensor([2000, 3]))])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import with_gradients
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnkit
@@ -30,12 +31,6 @@ def make(batch, heads, queries, keys=11, kv_heads=None, head_dim=5, value_dim=7,
     ]
     options = {"dtype": torch.float64, "requires_grad": True, **options}
     return [torch.randn(shape, **options) for shape in shapes]
-
-
-def with_gradients(tensors, **options):
-    output = attend(*tensors, **options)
-    gradient = (torch.arange(output.numel()) % 17 - 8).view_as(output) / 8
-    return [output, *torch.autograd.grad(output, tensors, gradient.to(output.dtype))]
 
 
 @pytest.mark.parametrize("score", ["scaled_dot", "gaussian"])

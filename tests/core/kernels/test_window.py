@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import TOLERANCES, assert_equal, with_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
@@ -9,14 +10,6 @@ from attnkit import Causal, Dense, Packed, Padding, Window, Window2d, attend
 from attnkit.core.kernels import window_blocks
 from attnkit.core.kernels.choose import UnsupportedError
 
-# (atol, rtol) of torch's own tests of the kernel that computes the blocks, and what we add to them
-TOLERANCES = {
-    torch.float64: (1e-7, 1e-7),
-    torch.float32: (1e-5, 1.3e-6),
-    torch.bfloat16: (1e-3, 1.6e-2),
-    torch.float16: (1e-3, 1e-3),
-}
-FUDGE = 3
 CPU = torch.device("cpu")
 BATCH, HEADS, KV_HEADS = 2, 6, 3
 SOME = torch.rand(1, HEADS, 331, 331, generator=torch.Generator().manual_seed(0)) > 0.7
@@ -75,21 +68,6 @@ def make(num_queries, num_keys, dtype, head_dim=7, value_dim=5):
         torch.randn(b, n, h, d, generator=generator).transpose(1, 2).to(dtype).requires_grad_()
         for b, h, n, d in shapes
     ]
-
-
-def with_gradients(tensors, function=attend, **options):
-    """Output and gradients, for a gradient of the output that every dtype holds exactly."""
-    output = function(*tensors, **options)
-    gradient = (torch.arange(output.numel(), device=output.device) % 17 - 8).view_as(output) / 8
-    return [output, *torch.autograd.grad(output, tensors, gradient.to(output.dtype))]
-
-
-def assert_equal(actual, exact, plain):
-    """The error of torch's math kernel in the same dtype is allowed too."""
-    atol, rtol = TOLERANCES[actual.dtype]
-    atol = max(atol, (plain.double() - exact).abs().max().item())
-    assert actual.isfinite().all()
-    torch.testing.assert_close(actual.double(), exact, atol=FUDGE * atol, rtol=FUDGE * rtol)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -3,9 +3,10 @@
 from functools import partial
 
 import pytest
+import support
 import torch
+from support import FUDGE, TOLERANCES
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import Additive, Causal, Cosine, Gaussian, General, Padding, ScaledDot, attend
@@ -14,14 +15,6 @@ from attnkit.core.kernels.choose import BACKENDS, UnsupportedError
 from attnkit.core.scores import additive
 from attnkit.core.scores.base import Score
 
-# (atol, rtol) of torch's own tests of its kernels, as in test_backends
-TOLERANCES = {
-    torch.float64: (1e-7, 1e-7),
-    torch.float32: (1e-5, 1.3e-6),
-    torch.bfloat16: (1e-3, 1.6e-2),
-    torch.float16: (1e-3, 1e-3),
-}
-FUDGE = 3
 # A gradient in half precision goes through a rounded product more where the score has one; torch
 # allows its kernels up to 150.
 GRADIENT_FUDGE = {torch.bfloat16: 8, torch.float16: 8}
@@ -31,6 +24,10 @@ BATCH, HEADS = 2, 6
 # (queries, keys, query's head_dim, value_dim, key/value heads)
 SIZES = [(5, 11, 7, 3, 2), (13, 3, 5, 11, 6)]
 KEY_DIM = 17  # the key's head_dim under the general score
+
+
+def with_gradients(function, tensors):
+    return support.with_gradients(tensors, function)
 
 
 def pairs(query, key):
@@ -137,12 +134,6 @@ def plainly(name, softcap=None, mask=None, bias=None):
         return weights @ value
 
     return function
-
-
-def with_gradients(function, tensors):
-    output = function(*tensors)
-    gradient = (torch.arange(output.numel(), device=output.device) % 17 - 8).view_as(output) / 8
-    return [output, *torch.autograd.grad(output, tensors, gradient.to(output.dtype))]
 
 
 def masks_for(num_keys):
@@ -316,10 +307,10 @@ def test_a_score_of_ones_own_runs_in_blocks(block_sizes):
     torch.testing.assert_close(output, weights @ tensors[2].repeat_interleave(3, dim=1))
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operator returned, those inside of our operators included."""
+class Largest(support.Largest):
+    """Those inside of our operators included; and the largest of booleans, as masks are."""
 
-    numel = 0
+    booleans = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inside = {
@@ -329,11 +320,12 @@ class Largest(TorchDispatchMode):
         if func in inside:
             with self:
                 return inside[func](*args)
-        output = func(*args, **(kwargs or {}))
-        for tensor in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return output
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def see(self, tensor):
+        super().see(tensor)
+        if tensor.dtype == torch.bool:
+            self.booleans = max(self.booleans, tensor.numel())
 
 
 @pytest.mark.parametrize("name", ["additive", "leaky_relu", "scaled_dot", "gaussian"])
@@ -352,6 +344,22 @@ def test_no_large_tensor_is_held(name, monkeypatch):
     # the inputs, of 2 × 6 × 211 × 15, are larger than a block
     assert largest.numel <= BATCH * HEADS * tokens * (dim + 4)
     assert largest.numel < tokens**2
+
+
+@pytest.mark.parametrize("name", ["additive", "scaled_dot"])
+def test_no_mask_of_other_items_is_made(name, monkeypatch):
+    """Of 32 items, a block of one item has the mask of one."""
+    tokens, dim, items = 211, 13, 32
+    block = HEADS * tokens * 7
+    monkeypatch.setattr(blockwise, "BLOCK_SCORES", {"cpu": block})
+    query, key, value, *others = make(name, (tokens, tokens, dim, dim, HEADS), torch.float32)
+    tensors = [
+        t.detach().repeat(items // BATCH, 1, 1, 1).requires_grad_() for t in (query, key, value)
+    ]
+    mask = Causal() & Padding(torch.arange(items) * 6)
+    with Largest() as largest:
+        with_gradients(ours(name, mask=mask, backend="blockwise"), [*tensors, *others])
+    assert largest.booleans <= block
 
 
 @pytest.mark.parametrize("rows", [None, [4, 1]], ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support import Largest
 
 import attnkit
 from attnkit import (
@@ -128,19 +128,6 @@ def test_precision_and_scores_that_differ_by_much():
     torch.testing.assert_close(sums, alive.float().expand(HEADS, -1))
     with torch.autocast("cpu", torch.bfloat16):
         assert edge_weights(query, key, mask).dtype == torch.bfloat16
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operator gives."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("score", ["scaled_dot", "general", "cosine", "gaussian", "tanh", "gatv2"])

@@ -3,7 +3,7 @@ and never with a tensor of edges × heads × channels."""
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support import Largest
 
 import attnkit
 from attnkit import Additive, Cosine, Dense, EdgeFeatures, Edges, Gaussian, General, attend
@@ -261,21 +261,6 @@ def test_dropout_is_the_same_in_the_backward(score, computed_in):
         return attend(query, key, value, **options)
 
     assert torch.autograd.gradcheck(function, (query, key, value), fast_mode=True)
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operator gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize(
