@@ -72,6 +72,17 @@ def test_the_module_stays_as_it_was():
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_buffers_of_inference_mode_and_sparse_ones_are_left_alone():
+    module = attention()
+    with torch.inference_mode():
+        module.register_buffer("table", torch.arange(5.0))
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    buffers = dict(module.named_buffers())
+    assert attnkit.check_attention(module, DIM)
+    assert all(buffer is buffers[name] for name, buffer in module.named_buffers())
+    assert torch.equal(module.table, torch.arange(5.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes_pass_and_fail_alike(dtype):
     report = attnkit.check_attention(attention().to(dtype), DIM)

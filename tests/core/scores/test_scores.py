@@ -282,6 +282,17 @@ def test_a_scale_that_is_learned_has_a_gradient(shape):
     torch.testing.assert_close(weights, whole[:, [4, 1]])
 
 
+@pytest.mark.parametrize("score", [General(torch.eye(7)), Cosine(), Gaussian()], ids=str)
+def test_only_the_gaussian_score_reads_which_keys_are_padding(score):
+    from attnkit.core.check import check_inputs
+
+    query, key = torch.randn(2, 6, 5, 7), torch.randn(2, 6, 11, 7)
+    inputs = check_inputs(query, key, key, score=score, mask=Padding(torch.tensor([11, 3])))
+    plain = check_inputs(query, key, key, score=score)
+    is_same = torch.equal(inputs.as_scaled_dot().key, plain.as_scaled_dot().key)
+    assert is_same == (not isinstance(score, Gaussian))
+
+
 def test_names():
     query, key, value = make("scaled_dot", SIZES[0])
     for name, score in (("cosine", Cosine()), ("gaussian", Gaussian(1.0)), ("dot", ScaledDot(1.0))):

@@ -7,7 +7,12 @@ from torch import nn
 from attnkit.core.positions.sinusoidal import sincos_2d
 from attnkit.models.captioning.captioner import Captioner
 from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
-from attnkit.models.captioning.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
+from attnkit.models.captioning.image_encoders import (
+    CNNEncoder,
+    ImageEncoder,
+    TimmEncoder,
+    ViTEncoder,
+)
 from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 
@@ -179,3 +184,9 @@ def test_names_that_do_not_decay_are_parameters():
 def test_what_does_not_fit_is_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_an_encoder_that_does_not_say_its_sizes_is_named():
+    decoder = RecurrentDecoder(11, 5, dim=8)
+    with pytest.raises(AttributeError, match="'ImageEncoder' object has no attribute 'dim'"):
+        Captioner(ImageEncoder(32), decoder)
