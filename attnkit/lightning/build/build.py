@@ -18,7 +18,7 @@ from typing import Any
 
 from attnkit.lightning.build import allowlist
 from attnkit.lightning.build.allowlist import FUNCTIONS, KINDS, PACKAGES
-from attnkit.lightning.build.renamed import current, used
+from attnkit.lightning.build.renamed import current, without_former_default
 from attnkit.lightning.errors import RunError, UserError, first_line
 
 _allowed: ContextVar[tuple[str, ...]] = ContextVar("attnkit_allowed_packages", default=())
@@ -92,7 +92,7 @@ def _call(arguments: dict[str, Any], trusted: tuple[str, ...], at: str) -> Any:
     if not isinstance(positional, (list, tuple)):
         raise UserError(f"{at}._args_: expected a list, got {type(positional).__name__}")
     called = find(target, trusted, where)
-    arguments = used(target, arguments)
+    arguments = without_former_default(target, arguments)
     foreign = called.__module__.partition(".")[0] in PACKAGES
     if foreign and (problem := _refused_argument(called, positional, arguments)):
         raise UserError(f"{at or 'config'}: {target}: {problem}")

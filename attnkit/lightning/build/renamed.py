@@ -14,6 +14,31 @@ _FORMER = {
     "attnkit.launch.progress.Progress": "attnkit.lightning.Progress",
     "attnkit.launch.pruning.Pruning": "attnkit.lightning.Pruning",
     "attnkit.launch.wandb_logger.WandbRun": "attnkit.lightning.WandbRun",
+    "attnkit.layers.bam.BAM": "attnkit.layers.BAM",
+    "attnkit.layers.block.TransformerBlock": "attnkit.layers.TransformerBlock",
+    "attnkit.layers.cbam.CBAMChannelGate": "attnkit.layers.CBAMChannelGate",
+    "attnkit.layers.cbam.CBAMSpatialGate": "attnkit.layers.CBAMSpatialGate",
+    "attnkit.layers.cbam.CBAM": "attnkit.layers.CBAM",
+    "attnkit.layers.channel.ChannelAttention": "attnkit.layers.ChannelAttention",
+    "attnkit.layers.channel.CrossCovarianceAttention": "attnkit.layers.CrossCovarianceAttention",
+    "attnkit.layers.channel.TransposedAttention": "attnkit.layers.TransposedAttention",
+    "attnkit.layers.combined.GatedSum": "attnkit.layers.GatedSum",
+    "attnkit.layers.combined.Combined": "attnkit.layers.Combined",
+    "attnkit.layers.context.ContextAttention": "attnkit.layers.ContextAttention",
+    "attnkit.layers.coordinate.CoordinateAttention": "attnkit.layers.CoordinateAttention",
+    "attnkit.layers.dual.DualAttention": "attnkit.layers.DualAttention",
+    "attnkit.layers.efficient_channel.EfficientChannelAttention": "attnkit.EfficientChannelAttention",
+    "attnkit.layers.gate.Gate": "attnkit.layers.Gate",
+    "attnkit.layers.graph.GraphAttention": "attnkit.layers.GraphAttention",
+    "attnkit.layers.graph_block.GraphBlock": "attnkit.layers.GraphBlock",
+    "attnkit.layers.patch.PatchEmbedding": "attnkit.layers.PatchEmbedding",
+    "attnkit.layers.pooling.AttentionPool": "attnkit.layers.AttentionPool",
+    "attnkit.layers.sparse.SparseDropout": "attnkit.layers.SparseDropout",
+    "attnkit.layers.sparse.SparseLinear": "attnkit.layers.SparseLinear",
+    "attnkit.layers.spatial.SpatialAttention": "attnkit.layers.SpatialAttention",
+    "attnkit.layers.squeeze_excitation.SqueezeExcitation": "attnkit.layers.SqueezeExcitation",
+    "attnkit.layers.squeeze_excitation.SpatialExcitation": "attnkit.layers.SpatialExcitation",
+    "attnkit.layers.squeeze_excitation.SCSE": "attnkit.layers.SCSE",
     "attnkit.lightning.ema.EMA": "attnkit.lightning.EMA",
     "attnkit.lightning.optim.warmup_cosine": "attnkit.lightning.warmup_cosine",
     "attnkit.models.backbones.timm_backbone": "attnkit.models.timm_backbone",
@@ -31,30 +56,20 @@ _FORMER = {
 }
 
 
-# An option, and the choices of another that it belongs to, the default first. Before version 0.2 it
-# was ignored beside the other choices, and conf/model/vit.yaml gave position_std with all of them.
-_BELONGS = {
-    "attnkit.ViT": ("position_std", "positions", ("learned", "factorized2d")),
-    "attnkit.ViTEncoder": ("position_std", "positions", ("learned", "factorized2d")),
-    "attnkit.RecurrentDecoder": ("attention_dim", "score", ("additive",)),
-    "attnkit.HardRecurrentDecoder": ("attention_dim", "score", ("additive",)),
-}
+def without_former_default(target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without the position_std that conf/model/vit.yaml gave with all positions.
 
-
-def used(target: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without one that was ignored before and is refused today, with a warning."""
-    if current(target) not in _BELONGS:
+    Before version 0.2 it was ignored beside positions that are not learned; today it is refused.
+    """
+    if current(target) not in ("attnkit.ViT", "attnkit.ViTEncoder"):
         return arguments
-    option, other, choices = _BELONGS[current(target)]
-    given, choice = arguments.get(option), arguments.get(other, choices[0])
-    if given is None or choice in choices:
+    is_learned = arguments.get("positions", "learned") in ("learned", "factorized2d")
+    if is_learned or arguments.get("position_std") != 0.5:
         return arguments
     warnings.warn(
-        f"{option}: {given} is left out, expected it with {other}={' or '.join(choices)} only, "
-        f"got {other}={choice}",
-        stacklevel=2,
+        "position_std: 0.5 is left out, for these positions are not learned", stacklevel=2
     )
-    return {name: value for name, value in arguments.items() if name != option}
+    return {name: value for name, value in arguments.items() if name != "position_std"}
 
 
 def current(target: str) -> str:

@@ -140,19 +140,10 @@ def test_a_constructors_error_is_chained():
     assert isinstance(raised.value.__cause__, TypeError)
 
 
-@pytest.mark.parametrize(
-    ("node", "option"),
-    [
-        ({"_target_": "attnkit.models.vit.ViT", "positions": "sincos2d"}, "position_std"),
-        (
-            {"_target_": "attnkit.HardRecurrentDecoder", "score": "dot", "vocabulary_size": 7,
-             "max_words": 3},
-            "attention_dim",
-        ),
-    ],
-)  # fmt: skip
-def test_an_option_that_was_ignored_is_left_out_with_a_warning(node, option):
-    """Old files hold it: conf/model/vit.yaml gave position_std whatever the positions were."""
-    with pytest.warns(UserWarning, match=f"{option}: 8 is left out, expected it with"):
-        built = build({**node, option: 8})
-    assert isinstance(built, torch.nn.Module)
+def test_a_former_default_is_left_out_with_a_warning():
+    """conf/model/vit.yaml gave position_std whatever the positions were, and old files hold it."""
+    node = {"_target_": "attnkit.models.vit.ViT", "positions": "sincos2d"}
+    with pytest.warns(UserWarning, match="position_std: 0.5 is left out"):
+        build({**node, "position_std": 0.5})
+    with pytest.raises(UserError, match="position_std: only 'learned'"):
+        build({**node, "position_std": 0.3})
