@@ -27,7 +27,9 @@ _FORMER = {
     "attnkit.layers.context.ContextAttention": "attnkit.layers.ContextAttention",
     "attnkit.layers.coordinate.CoordinateAttention": "attnkit.layers.CoordinateAttention",
     "attnkit.layers.dual.DualAttention": "attnkit.layers.DualAttention",
-    "attnkit.layers.efficient_channel.EfficientChannelAttention": "attnkit.EfficientChannelAttention",
+    "attnkit.layers.efficient_channel.EfficientChannelAttention": (
+        "attnkit.layers.EfficientChannelAttention"
+    ),
     "attnkit.layers.gate.Gate": "attnkit.layers.Gate",
     "attnkit.layers.graph.GraphAttention": "attnkit.layers.GraphAttention",
     "attnkit.layers.graph_block.GraphBlock": "attnkit.layers.GraphBlock",
