@@ -23,8 +23,6 @@ CHECK = """
 import json, sys, time
 if sys.argv.pop(1) == "cpu":
     time.perf_counter = time.process_time
-    from attnkit.launch.measure import check as module
-    module._since_the_start = time.process_time
 from attnkit.launch.measure.check import check
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.decide import Request, decide
