@@ -14,8 +14,8 @@ from attnkit.launch.command import command_line, setting
 from attnkit.launch.errors import INTERRUPTED, Interrupted
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom
-from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.job.job import Job
+from attnkit.launch.job.request import Request, decide
 from attnkit.launch.processes import start_ranks
 from attnkit.launch.processes.locks import holder, locked
 from attnkit.launch.processes.torchrun import Launcher
@@ -23,7 +23,7 @@ from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.session import Session
+    from attnkit.launch.job.one_run import Session
 
 # Results that differ between seeds by chance; those get a spread.
 SPREAD = ("test/", "val/")
@@ -130,7 +130,8 @@ def _shrink(config: dict[str, Any], why: str) -> dict[str, Any]:
 
 def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
     """One attempt at a run, in this process or in ranks of its own."""
-    from attnkit.launch.job.session import Session
+    from attnkit.launch.job.one_run import Session
+    from attnkit.lightning._private import starts_processes
 
     folder = Path(config["run_dir"])
     ranks: list[int] = []
@@ -138,7 +139,7 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
     def begin(session: Session) -> bool:
         _check_processes(session, launcher)
         _write_down(job, session)
-        if session.needs_processes:
+        if starts_processes(session.trainer):  # which must not start from this one
             ranks.append(session.trainer.num_devices)
         elif launcher:
             launcher.tell(run_dir=str(folder), log=str(job.folder))
@@ -151,12 +152,8 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
         session.run()
         if ranks:
             session = None  # the ranks have a model and data of their own
-            words = [sys.executable, "-m", "attnkit.launch.processes.one_rank", str(folder)]
-            words += [f"--log={job.folder}"]
-            words += [f"--allow={package}" for package in job.allow]
-            words += [f"--path={path}" for path in job.paths]
-            words += ["--alone"] if job.alone else []
-            start_ranks.start(words, ranks[0])
+            run = {"run_dir": str(folder), "log": str(job.folder), "alone": job.alone}
+            start_ranks.start({**run, "allow": job.allow, "path": job.paths}, ranks[0])
     except (KeyboardInterrupt, StoppedBySignal) as error:
         if not job.begun:
             raise

@@ -22,7 +22,7 @@ from attnkit.lightning.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from attnkit.launch.job.job import Job
-    from attnkit.launch.job.session import Session
+    from attnkit.launch.job.one_run import Session
 
 LOG = "run.log"
 PREDICTIONS = "predictions.csv"

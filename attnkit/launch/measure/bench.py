@@ -13,7 +13,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 
-from attnkit.launch.job.session import Session
+from attnkit.launch.job.one_run import Session
 from attnkit.launch.measure.kernels import compare_kernels
 from attnkit.launch.measure.step import step_of
 from attnkit.lightning.callbacks.throughput import num_samples, wait_for_device

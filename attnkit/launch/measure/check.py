@@ -22,11 +22,11 @@ from attnkit.launch import STARTED
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom
 from attnkit.launch.job import screen as report
-from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.kinds import KINDS
-from attnkit.launch.job.objects import make_trainer
-from attnkit.launch.job.session import Session
+from attnkit.launch.job.one_run import Session
+from attnkit.launch.job.request import Request, decide
+from attnkit.launch.job.trainer import make_trainer
 from attnkit.launch.measure.step import step_of
 from attnkit.launch.measure.stopwatch import Stopwatch
 from attnkit.launch.processes.torchrun import Launcher
