@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,23 +37,25 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
 
 def execute(job: Job, launcher: Launcher | None = None) -> None:
     """Run a job and print its tables; nothing is left of one that can't be built."""
-    if job.resumed and _is_done(job):
+    over = (_is_over(config, job.changes) for config in job.runs)
+    if job.resumed and folders.is_finished(job.folder) and all(over):
         _say_finished(job)
         return
-    from attnkit.launch.job import screen
-    from attnkit.lightning.build.build import allowing
+    with _run_folder(job):  # whether it is free is known before torch is
+        from attnkit.launch.job import screen
+        from attnkit.lightning.build.build import allowing
 
-    screen.quiet()
-    with allowing(*job.allow), _run_folder(job), screen.logging_to(job.folder):
-        for config in job.runs:
-            folder = Path(config["run_dir"])
-            if len(job.runs) > 1:
-                if _is_over(config, job.changes):
-                    continue
-                screen.say(folder.name.replace("_", " "))
-            with _held(job, folder):
-                _run_one(job, config, launcher)
-        screen.final(job, _summarise(job))
+        screen.quiet()
+        with allowing(*job.allow), screen.logging_to(job.folder):
+            for config in job.runs:
+                folder = Path(config["run_dir"])
+                if len(job.runs) > 1:
+                    if _is_over(config, job.changes):
+                        continue
+                    screen.say(folder.name.replace("_", " "))
+                with _held(job, folder):
+                    _run_one(job, config, launcher)
+            screen.final(job, _summarise(job))
 
 
 @contextmanager
@@ -162,7 +164,10 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
         by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"
         after = f" after step {step}" if step else ""
         code = getattr(error, "code", INTERRUPTED)
-        raise Interrupted(f"{by}{after}", f"; to go on: {_to_go_on(job)}", code) from None
+        go_on = "start it again"
+        if job.kind.trains:
+            go_on = command_line(setting("resume", job.folder), permission=job.permission)
+        raise Interrupted(f"{by}{after}", f"; to go on: {go_on}", code) from None
 
 
 def _check_processes(session: Session, launcher: Launcher | None) -> None:
@@ -193,13 +198,7 @@ def _write_down(job: Job, session: Session) -> None:
     job.begun = True
 
 
-def _to_go_on(job: Job) -> str:
-    if not job.kind.trains:
-        return "start it again"
-    return command_line(setting("resume", job.folder), permission=job.permission)
-
-
-def _is_over(config: dict[str, Any], changes: tuple[str, ...] = ()) -> bool:
+def _is_over(config: dict[str, Any], changes: Sequence[str]) -> bool:
     """Whether a run came to its end, and its configuration asks for no more since."""
     folder = Path(config["run_dir"])
     if not folders.is_finished(folder):
@@ -212,10 +211,6 @@ def _is_over(config: dict[str, Any], changes: tuple[str, ...] = ()) -> bool:
         if asked is not None and 0 < asked <= state.get(done, asked):
             return True
     return trainer.get("max_epochs") is None
-
-
-def _is_done(job: Job) -> bool:
-    return folders.is_finished(job.folder) and all(_is_over(c, job.changes) for c in job.runs)
 
 
 def _say_finished(job: Job) -> None:

@@ -16,7 +16,6 @@ from attnkit.launch.config.validate import validate
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.kinds import KINDS, Kind, kind_of
-from attnkit.launch.processes.locks import holder, is_locked
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
@@ -277,8 +276,6 @@ def _resumed(request: Request) -> Job:
         if typed := request.typed(key):
             raise UserError(f"{typed}: not together with resume, which goes on in its folder")
     folder = folders.to_resume(str(request.config["resume"]))
-    if is_locked(folder / folders.LOCK):
-        raise UserError(f"resume: {folder} is in use by {holder(folder / folders.LOCK)}")
     saved = folders.load_config(folder)
     request = request.on(folder)
     if saved.get("run") != "train":
