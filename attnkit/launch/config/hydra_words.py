@@ -109,21 +109,14 @@ def settings(
     Raises:
         UserError: there is no such argument, or it is of another type.
     """
-    prefix = f"{node}."
-    given: dict[str, Any] = {}
-    for override in composer.parse([w for w in words if key_of(w).startswith(prefix)]):
+    config = OmegaConf.create({})
+    for override in composer.parse([w for w in words if key_of(w).startswith(f"{node}.")]):
         value = _one_value(override)
         if isinstance(value, str) and "${" in value:
             raise UserError(f"{override.input_line}: expected a value, not an interpolation")
-        *parents, name = override.key_or_group.removeprefix(prefix).split(".")
-        place = given
-        for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise UserError(f"{override.input_line}: {parent} has no settings of its own")
-        place[name] = value
-    signature = known(f"{kind.__module__}.{kind.__name__}")
-    check_arguments(node, given, signature, Origins(), what=what)
+        OmegaConf.update(config, override.key_or_group.removeprefix(f"{node}."), value)
+    given: Any = OmegaConf.to_container(config)
+    check_arguments(node, given, known(f"{kind.__module__}.{kind.__name__}"), Origins(), what=what)
     return given
 
 

@@ -100,6 +100,8 @@ def _held(job: Job, folder: Path) -> Iterator[None]:
 
 def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
     """One run; when its training runs out of memory, again with smaller batches."""
+    from attnkit.launch.job import screen
+
     while True:
         try:
             return _start(job, config, launcher)
@@ -114,20 +116,13 @@ def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Non
         torch = sys.modules["torch"]
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        config = _shrink(config, why)
-
-
-def _shrink(config: dict[str, Any], why: str) -> dict[str, Any]:
-    from attnkit.launch.job import screen
-
-    folder = Path(config["run_dir"])
-    results = folders.load_results(folder)
-    tries = int(results.get(oom.RETRIES, 0))
-    smaller, said = oom.smaller(folders.load_config(folder), tries, why)
-    screen.say(said)
-    folders.save_results(folder, {**results, oom.RETRIES: tries + 1})
-    folders.save_config(folder, smaller)
-    return smaller
+        folder = Path(config["run_dir"])
+        results = folders.load_results(folder)
+        tries = int(results.get(oom.RETRIES, 0))
+        config, said = oom.smaller(folders.load_config(folder), tries, why)
+        screen.say(said)
+        folders.save_results(folder, {**results, oom.RETRIES: tries + 1})
+        folders.save_config(folder, config)
 
 
 def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
