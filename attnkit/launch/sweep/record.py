@@ -234,19 +234,14 @@ def _problem(content: Any) -> str:
     """What is wrong with a sweep.json; it may be anybody's."""
     if not isinstance(content, dict):
         return "expected a mapping"
-    lists = ("command", "keys", "hydra", "allow")
-    for name in lists:
+    for name in ("command", "keys", "hydra", "allow"):
         if not _is_texts(content.get(name)):
             return f"{name}: expected texts"
-    if not isinstance(content.get("config_dir", 0), str | None):
-        return "config_dir: expected a folder or null"
-    for name in ("sweeper", "working_dir"):
-        if not isinstance(content.get(name), str):
-            return f"{name}: expected a text"
-    trials = content.get("trials")
-    if not isinstance(trials, list):
-        return "trials: expected a list"
-    for number, record in enumerate(trials):
+    kinds = {"config_dir": str | None, "sweeper": str, "working_dir": str, "trials": list}
+    for name, kind in kinds.items():
+        if name not in content or not isinstance(content[name], kind):
+            return f"{name}: missing, or of a wrong type"
+    for number, record in enumerate(content["trials"]):
         place = record.get("folder") if isinstance(record, dict) else None
         if not isinstance(place, str) or Path(place).name != place or place[:1] in ("", "."):
             return f"trials.{number}.folder: expected a name"
