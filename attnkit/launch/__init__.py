@@ -9,3 +9,7 @@ measure/   run=check and run=bench
 processes/ ranks, torchrun and srun, GPUs, locks, OpenMP
 sweep/     many runs: trials, launchers, resuming; study/ (Optuna), report/ (table, pictures)
 """
+
+import time
+
+STARTED = time.perf_counter()

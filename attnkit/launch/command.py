@@ -1,8 +1,9 @@
-"""Commands as texts: what a message prints to be pasted into a POSIX shell, and their overrides."""
+"""Commands as texts, to be pasted into a POSIX shell; their overrides; what may have been meant."""
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 
@@ -32,3 +33,14 @@ def setting(key: str, path: Path) -> str:
 def key_of(override: str) -> str:
     """The key or group that an override sets."""
     return override.partition("=")[0].lstrip("+~")
+
+
+def dotted_key(override: str) -> str:
+    """The same with dots, without the package of a group."""
+    return key_of(override).partition("@")[0].replace("/", ".")
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """`; did you mean …?` with the most similar of some names, or nothing."""
+    close = get_close_matches(str(name), list(names), n=1, cutoff=0.55)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attnkit.launch.signals import raise_received
-from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
+from attnkit.lightning.errors import RunError, StoppedBySignal, UserError, first_line
 
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
@@ -59,12 +59,12 @@ def guarded(command: Callable[[], int]) -> int:
         return fail(error, CRASHED)
 
 
-def fail(error: Exception, code: int) -> int:
-    """Print an error; with ATTNKIT_TRACEBACK=1, all of it."""
+def fail(error: Exception, code: int, whose: str = "") -> int:
+    """Print an error, after `whose` it is; with ATTNKIT_TRACEBACK=1, all of it."""
     if os.environ.get(TRACEBACK) == "1":
         traceback.print_exception(error)
     else:
-        print(f"attnkit: {summary(error)}", file=sys.stderr)
+        print(f"attnkit: {whose}{summary(error)}", file=sys.stderr, flush=True)
     return code
 
 
@@ -126,7 +126,7 @@ def cause(error: BaseException) -> str:
         return f"{error.strerror}{path}, in {place(error)}"
     if is_peer_lost(error):
         how = "does not answer" if is_timeout(error) else "has ended"
-        said = re.sub(r"\[[^\]]*\](:\d+)?", "", _first(text)).split(". ")[0].strip()
+        said = re.sub(r"\[[^\]]*\](:\d+)?", "", first_line(error)).split(". ")[0].strip()
         return f"another process of this run {how} ({said})"
     return ""
 
@@ -155,7 +155,7 @@ def _of_worker(text: str) -> str:
     if name.rpartition(".")[2] in (UserError.__name__, RunError.__name__):
         return said
     frames = [(m["file"], int(m["line"]), m["name"]) for m in map(_FRAME.match, lines) if m]
-    return f"{_first(message)}\n  in {_own(frames)}, a DataLoader worker"
+    return f"{lines[end][:500]}\n  in {_own(frames)}, a DataLoader worker"
 
 
 def _own(frames: Sequence[tuple[str, int | None, str]]) -> str:
@@ -164,7 +164,3 @@ def _own(frames: Sequence[tuple[str, int | None, str]]) -> str:
         return "?"
     file, line, name = (own or frames)[-1]
     return f"{Path(file).name}:{line} ({name})"
-
-
-def _first(text: str) -> str:
-    return next((line.strip()[:500] for line in text.splitlines() if line.strip()), "no message")

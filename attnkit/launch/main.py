@@ -3,9 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import NoReturn
 
+from attnkit.launch.command import nearest
 from attnkit.launch.errors import guarded
 from attnkit.launch.processes.torchrun import Launcher, launched
 from attnkit.lightning.errors import UserError
@@ -46,7 +46,7 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
     if args.help:
         from attnkit.launch.help import text
 
-        print(text(composer.groups()))
+        print(text(composer.groups))
         return 0
     if args.shell_completion:
         composer.hydra.shell_completion(CONFIG_NAME, args.overrides)
@@ -68,8 +68,8 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
 
         return sweep(composer, overrides, words)
 
-    from attnkit.launch.job.decide import Request, decide
     from attnkit.launch.job.kinds import named
+    from attnkit.launch.job.request import Request, decide
 
     request = Request.read(composer, overrides, words)
     if launcher and launcher.rank:
@@ -82,7 +82,7 @@ def _main(argv: list[str], launcher: Launcher | None) -> int:
 def _show(composer: "Composer", overrides: Sequence[str], *, resolve: bool) -> int:  # type: ignore[name-defined] # noqa: F821
     from omegaconf import OmegaConf
 
-    from attnkit.launch.job.decide import Request
+    from attnkit.launch.job.request import Request
 
     request = Request.read(composer, overrides)
     if not OmegaConf.missing_keys(request.config):
@@ -95,9 +95,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = [w for w in message.split() if w.startswith("-")]
         flags = [f for action in self._actions for f in action.option_strings]
-        close = get_close_matches(unknown[0], flags, n=1) if unknown else []
-        hint = f"; did you mean {close[0]}?" if close else "; --help shows what there is"
-        raise UserError(f"{message}{hint}")
+        hint = nearest(unknown[0], flags) if unknown else ""
+        raise UserError(f"{message}{hint or '; --help shows what there is'}")
 
 
 def _parser() -> argparse.ArgumentParser:

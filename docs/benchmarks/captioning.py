@@ -14,10 +14,11 @@ import argparse
 import torch
 import transformers
 from measure import alternate, machine, table
+from torch.utils.benchmark import Timer
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from attnkit.core.decode_step import plain_linear
 from attnkit.core.watch.multiply_adds import count_multiply_adds
-from attnkit.launch.measure.bench import peak_multiply_adds
 from attnkit.models.captioning.generate import generate
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 from attnkit.models.captioning.word_decoder import END, PAD, START
@@ -114,11 +115,24 @@ def never_ending(model: TransformerDecoder) -> None:
     model.head.bias = torch.nn.Parameter(bias)
 
 
+def peak_multiply_adds(size: int = 1536) -> float:
+    """Multiply-adds per second of the best of some products of square matrices, in float32: by
+    torch's `@`, or by the library that attnkit's layers take in prediction."""
+    names = {"a": torch.randn(size, size), "b": torch.randn(size, size), "linear": plain_linear}
+    threads = torch.get_num_threads()
+    with torch.no_grad():
+        timers = [
+            Timer(product, globals=names, num_threads=threads)
+            for product in ("a @ b", "linear(a, b, None)")
+        ]
+        return size**3 / min(timer.timeit(1).median for timer in 3 * timers)
+
+
 def floor_seconds(model: TransformerDecoder, memory, num_words: int, num_beams: int) -> float:
     """The multiply-adds of every word's layers, of attention and of the output, over the peak."""
     with torch.no_grad():
         counted = count_multiply_adds(our_words, model, memory, num_words, num_beams)
-    return counted / peak_multiply_adds(torch.device("cpu"), torch.float32)
+    return counted / peak_multiply_adds()
 
 
 def main() -> None:

@@ -23,11 +23,9 @@ CHECK = """
 import json, sys, time
 if sys.argv.pop(1) == "cpu":
     time.perf_counter = time.process_time
-    from attnkit.launch.measure import check as module
-    module._since_the_start = time.process_time
 from attnkit.launch.measure.check import check
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job.decide import Request, decide
+from attnkit.launch.job.request import Request, decide
 figures = check(decide(Request.read(Composer(None), ["run=check", *sys.argv[1:]])))
 print("figures " + json.dumps(figures))
 """

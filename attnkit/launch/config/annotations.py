@@ -88,7 +88,9 @@ def _fits(node: ast.expr, value: Any, module: Module, hops: int) -> bool:
         return _fits(found[0], value, found[1], hops + 1)
     if found is not None and isinstance(found[0], ast.ClassDef):  # no plain value is a Tensor
         bases = {ast.unparse(base).split(".")[-1] for base in found[0].bases}
-        return bool(bases & {"str", "int", "Enum", "StrEnum", "IntEnum"}) or not _is_scalar(value)
+        return bool(bases & {"str", "int", "Enum", "StrEnum", "IntEnum"}) or not isinstance(
+            value, str | int | float
+        )
     return True
 
 
@@ -103,8 +105,10 @@ def _fits_subscript(node: ast.Subscript, value: Any, module: Module, hops: int) 
         return _fits(inner[0], value, module, hops)
     if name == "Literal":
         return any(
-            _same(n.value, value) if isinstance(n, ast.Constant) else _fits(n, value, module, hops)
-            for n in inner  # which may name other literals
+            type(n.value) is type(value) and n.value == value  # 1 is not True
+            if isinstance(n, ast.Constant)
+            else _fits(n, value, module, hops)  # which may name other literals
+            for n in inner
         )
     if name in _MAPPINGS:
         return isinstance(value, Mapping)
@@ -120,14 +124,6 @@ def _fits_subscript(node: ast.Subscript, value: Any, module: Module, hops: int) 
             _fits(n, v, module, hops) for n, v in zip(inner, value, strict=True)
         )
     return all(_fits(inner[0], v, module, hops) for v in value)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a == b  # 1 is not True
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, str | int | float)
 
 
 def _is_int(value: Any) -> bool:

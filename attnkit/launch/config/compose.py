@@ -1,14 +1,12 @@
 """From a command line to one plain, resolved, checked configuration. No torch.
 
-This file and launch/main.py are the only ones that know Hydra. What Hydra accepts silently
-(unknown keys in a file, `${typo}`, relative paths) is settled here, and its errors become
-`UserError`s of at most three lines.
+What Hydra accepts silently (unknown keys in a file, `${typo}`, relative paths) is settled here, and
+its errors become `UserError`s of at most three lines.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,12 +29,13 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from attnkit.launch.command import nearest
 from attnkit.launch.config._hydra import (
     ConfigLoaderImpl,
     Hydra,
+    check_hydra,
     create_config_search_path,
 )
-from attnkit.launch.config.hydra_node import check_hydra
 from attnkit.launch.config.sources import Origins, Source, short
 from attnkit.lightning.errors import UserError
 
@@ -94,12 +93,9 @@ class Composer:
         shipped = Path(__file__).resolve().parents[2] / "conf"
         return [shipped, *([self.config_dir] if self.config_dir else [])]
 
+    @cached_property  # Hydra reads all its sources again for each
     def groups(self) -> dict[str, list[str]]:
         """Each group and its choices."""
-        return self._groups
-
-    @cached_property  # Hydra reads all its sources again for each
-    def _groups(self) -> dict[str, list[str]]:
         names = sorted(
             {
                 path.name
@@ -124,15 +120,14 @@ class Composer:
                 raise UserError(_unreadable(text, error)) from error
         for override in parsed:
             key = override.key_or_group
-            if not override.is_sweep_override() and key in self.groups():
-                self._check_choice(override)
+            if override.is_sweep_override() or override.is_delete() or key not in self.groups:
+                continue
+            if not isinstance(override.value(), str | list | dict):
+                choices = ", ".join(self.groups[key])
+                raise UserError(
+                    f"{override.input_line}: expected a choice or a mapping\n  {choices}"
+                )
         return parsed
-
-    def _check_choice(self, override: Override) -> None:
-        value = override.value()
-        if not override.is_delete() and not isinstance(value, str | list | dict):
-            choices = ", ".join(self.groups()[override.key_or_group])
-            raise UserError(f"{override.input_line}: expected a choice or a mapping\n  {choices}")
 
     # --- composing ---
 
@@ -158,7 +153,7 @@ class Composer:
                 # Any argument of a constructor may be given, whether or not a file lists it;
                 # what is no argument is found by validate(), in one form with everything else.
                 # A group that the task has no choice in yet is appended likewise.
-                mark = "+" if error.key in self.groups() else "++"
+                mark = "+" if error.key in self.groups else "++"
                 texts = [f"{mark}{t}" if _key(t) == error.key else t for t in texts]
         raise AssertionError("an override was refused twice")
 
@@ -179,23 +174,20 @@ class Composer:
         """A saved configuration with the command line on top; groups are replaced as a whole."""
         config = OmegaConf.create(dict(base))
         parsed = self.parse(overrides)
-        groups = self.groups()
-        chosen = [o for o in parsed if o.key_or_group in groups]
-        for override in chosen:
+        for override in parsed:
             key = override.key_or_group
             if key == "task" and override.value() != base["task"]:
                 raise UserError(f"task={override.value()}: that run is of task {base['task']}")
             if key == "experiment":
                 raise UserError(f"{override.input_line}: a saved run has its experiment already")
-        if any(o.key_or_group != "task" for o in chosen):
-            lines = [str(o.input_line) for o in chosen if o.key_or_group != "task"]
+        chosen = [o for o in parsed if o.key_or_group in self.groups and o.key_or_group != "task"]
+        if chosen:
+            lines = [str(o.input_line) for o in chosen]
             fresh = self.compose([f"task={base['task']}", *lines])
-            for override in chosen:
-                if override.key_or_group != "task":
-                    config[override.key_or_group] = fresh[override.key_or_group]
+            config.update({o.key_or_group: fresh[o.key_or_group] for o in chosen})
         with self._translated(overrides):
             for override in parsed:
-                if override in chosen:
+                if override in chosen or override.key_or_group == "task":
                     continue
                 if override.is_delete():
                     parent, _, name = override.key_or_group.rpartition(".")
@@ -236,18 +228,14 @@ class Composer:
             )
             raise UserError(f"{where}: not valid YAML: {error.problem}") from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{self._undecodable()}: not text in UTF-8 ({error.reason})") from error
-        except yaml.YAMLError as error:
-            where = self._broken_file() or "a configuration file"
-            raise UserError(f"{where}: not valid YAML: {_one_line(error)}") from error
-        except RecursionError as error:
+            raise UserError(f"{self._broken_file()}: not text in UTF-8 ({error.reason})") from error
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
             where = self._broken_file() or " ".join(overrides)
-            raise UserError(
-                f"{where}: defaults that lead back to themselves, or too deep"
-            ) from error
-        except ValueError as error:
-            where = self._broken_file() or " ".join(overrides)
-            raise UserError(f"{where}: {_one_line(error)}") from error
+            what = "not valid YAML: " if isinstance(error, yaml.YAMLError) else ""
+            what += _one_line(error)
+            if isinstance(error, RecursionError):
+                what = "defaults that lead back to themselves, or too deep"
+            raise UserError(f"{where}: {what}") from error
         except OSError as error:
             if error.filename is None:  # Hydra's, for a file that is neither mapping nor list
                 where = self._broken_file() or "a configuration file"
@@ -288,26 +276,15 @@ class Composer:
                 return short(path)
         return ""
 
-    def _undecodable(self) -> str:
-        for folder in self.folders():
-            for path in sorted(folder.glob("**/*.yaml")):
-                try:
-                    path.read_text(encoding="utf-8")
-                except UnicodeDecodeError:
-                    return short(path)
-        return "a configuration file"
-
     def _no_such_choice(self, error: MissingConfigException, overrides: Sequence[str]) -> str:
         missing = error.missing_cfg_file or ""
         group, _, choice = missing.rpartition("/")
-        choices = self.groups().get(group)
+        choices = self.groups.get(group)
         if choices is None:
             return _one_line(error, 2)
-        close = get_close_matches(choice, choices, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]}?" if close else ""
         typed = next((o for o in overrides if o.lstrip("+") == f"{group}={choice}"), None)
-        message = f"{typed or f'{group}={choice}'}: {group} has no choice {choice!r}{hint}"
-        message += f"\n  choices: {', '.join(choices)}"
+        message = f"{typed or f'{group}={choice}'}: {group} has no choice {choice!r}"
+        message += f"{nearest(choice, choices)}\n  choices: {', '.join(choices)}"
         if typed is None and (where := self._mention(group, choice)):
             message += f"\n  in {where}"
         elif group == "task" and self.config_dir is None:
@@ -358,8 +335,7 @@ def _interpolation(error: OmegaConfBaseException, config: DictConfig, origins: O
     tail = f"\n  in {where}" if where else ""
     name = re.search(r"Interpolation key '([^']+)' not found", str(error))
     if isinstance(error, InterpolationKeyError) and name:
-        close = get_close_matches(name[1], list(_keys(config)), n=1, cutoff=0.55)
-        hint = f"; did you mean ${{{close[0]}}}?" if close else ""
+        hint = nearest(f"${{{name[1]}}}", (f"${{{one}}}" for one in _keys(config)))
         return f"{key}: ${{{name[1]}}} names no key{hint}{tail}"
     if isinstance(error, GrammarParseError | InterpolationResolutionError):
         return f"{key or 'interpolation'}: {_one_line(error)}{tail}"

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer, quoted
-from attnkit.launch.config.signatures import Signature
+from attnkit.launch.config.signatures import known
 from attnkit.launch.config.sources import Origins
 from attnkit.launch.config.validate import check_arguments
 from attnkit.lightning.errors import UserError, first_line
@@ -101,30 +102,28 @@ def trial_folder(
 
 
 def settings(
-    composer: Composer, words: Sequence[str], node: str, signature: Signature, what: str
+    composer: Composer, words: Sequence[str], node: str, kind: type, what: str
 ) -> dict[str, Any]:
-    """The values of `hydra.launcher.*` or `hydra.sweeper.*`, checked against a signature.
+    """The values of `hydra.launcher.*` or `hydra.sweeper.*`, checked as arguments of a dataclass.
 
     Raises:
-        UserError: one is not in the signature, or of another type.
+        UserError: there is no such argument, or it is of another type.
     """
-    prefix = f"{node}."
-    given: dict[str, Any] = {}
-    for override in composer.parse([w for w in words if key_of(w).startswith(prefix)]):
-        value = override.value()
-        if override.is_sweep_override() or override.is_delete():
-            raise UserError(f"{override.input_line}: expected one value")
+    config = OmegaConf.create({})
+    for override in composer.parse([w for w in words if key_of(w).startswith(f"{node}.")]):
+        value = _one_value(override)
         if isinstance(value, str) and "${" in value:
             raise UserError(f"{override.input_line}: expected a value, not an interpolation")
-        *parents, name = override.key_or_group.removeprefix(prefix).split(".")
-        place = given
-        for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise UserError(f"{override.input_line}: {parent} has no settings of its own")
-        place[name] = value
-    check_arguments(node, given, signature, Origins(), what=what)
+        OmegaConf.update(config, override.key_or_group.removeprefix(f"{node}."), value)
+    given: Any = OmegaConf.to_container(config)
+    check_arguments(node, given, known(f"{kind.__module__}.{kind.__name__}"), Origins(), what=what)
     return given
+
+
+def _one_value(override: Override) -> Any:
+    if override.is_sweep_override() or override.is_delete():
+        raise UserError(f"{override.input_line}: expected one value")
+    return override.value()
 
 
 def _check_known(word: str) -> None:
@@ -172,8 +171,7 @@ def _resolved(composer: Composer, overrides: Sequence[str], words: Sequence[str]
     plain = [t for t, o in zip(overrides, parsed, strict=True) if not o.is_sweep_override()]
     own = [w for w in words if not is_launcher(w) and not is_sweeper(w)]
     for override in composer.parse(own):
-        if override.is_sweep_override() or override.is_delete():
-            raise UserError(f"{override.input_line}: expected one value")
+        _one_value(override)
     config = composer.compose([*plain, *own])
     dirname = config.hydra.job.config.override_dirname
     typed = [str(o.input_line) for o in parsed if o.key_or_group not in dirname.exclude_keys]

@@ -44,7 +44,9 @@ class Consent:
             if self._holds(package):
                 named[package] = None
             problem = allowlist.objection(target, tuple(named)) or _wrong_kind(target)
-            if problem is None or (allowlist.is_unknown(package) and not _exists(package)):
+            if problem is None or (
+                allowlist.is_unknown(package) and not signatures.source_of(package)
+            ):
                 continue  # there is no such package, which validate() says better
             where = origins.of(key) if origins else ""
             raise UserError(f"{key}: {problem}" + (f"\n  in {where}" if where else ""))
@@ -73,10 +75,6 @@ def _wrong_kind(target: str) -> str | None:
         return None
     kind = f"class, written in {name.rpartition('.')[0]}" if is_class else "function"
     return f"{target} may not be built from a configuration: it is a {kind}"
-
-
-def _exists(package: str) -> bool:
-    return signatures.source_of(package) is not None
 
 
 def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 TARGET = f"{__name__}.Config"
+TRAINER_EXTRAS = f"{__name__}.TrainerExtras"
 
 
 @dataclass
@@ -43,9 +44,7 @@ class Config:
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     trainer: dict[str, Any] | None = None
-    """Arguments of lightning.Trainer, limit_batches, which is all its limit_*_batches,
-    timeout_seconds, how long a process waits for the others of its run, and oom_retry, whether it
-    tries again with half the batch when memory runs out."""
+    """Arguments of lightning.Trainer, and those of `TrainerExtras`."""
     logger: dict[str, Any] | None = None
     callbacks: dict[str, Any] | None = None
 
@@ -76,6 +75,18 @@ class Config:
     """Yours, for interpolations: dim: ${vars.dim}."""
 
 
+@dataclass
+class TrainerExtras:
+    """Arguments of `trainer` beside those of lightning.Trainer."""
+
+    limit_batches: int | float | None = None
+    """All its limit_*_batches: a number of batches or a fraction."""
+    timeout_seconds: int | float | None = None
+    """How long a process waits for the others of its run."""
+    oom_retry: bool = True
+    """Whether to try again with half the batch when memory runs out."""
+
+
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
     "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
@@ -102,8 +113,8 @@ AT_LEAST = {
     "log_every_n_steps": 0,
 }
 
-# Trainer keys of attnkit's own.
-TRAINER_EXTRAS = {"limit_batches", "oom_retry", "timeout_seconds"}
+# The same of those that must be above 0.
+ABOVE_ZERO = ("limit_batches", "timeout_seconds")
 
 # Nodes in which a null is filled in from what the data module says of itself.
 FILLED = ("model", "module", "encoder", "decoder")

@@ -61,6 +61,13 @@ def signature_of(target: str) -> Signature | None:
         return None
 
 
+def known(target: str) -> Signature:
+    """That of a target which is there for certain."""
+    found = signature_of(target)
+    assert found is not None, target
+    return found
+
+
 def definition_of(target: str) -> tuple[str, bool] | None:
     """The name under which a class or function is written, and whether it is a class."""
     try:
@@ -221,7 +228,9 @@ def _signature(node: ast.AST, module: Module, hops: int = 0) -> Signature | None
         (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
     )
     if init is None and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
-        return _dataclass(node, module)
+        base = _inherited(node, module, hops)
+        inherited = base.parameters if base else {}
+        return Signature({**inherited, **_fields(node, module)}, base is None or base.open)
     if init is None:
         return _inherited(node, module, hops)
     own = _arguments(init, module, bound=True)
@@ -262,17 +271,15 @@ def _arguments(function: ast.FunctionDef, module: Module, *, bound: bool) -> Sig
     return Signature(parameters, open=args.kwarg is not None)
 
 
-def _dataclass(node: ast.ClassDef, module: Module) -> Signature:
-    fields = [
-        n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-    ]
-    return Signature(
-        {
-            n.target.id: Parameter(n.target.id, n.annotation, n.value is None, module)
-            for n in fields
-            if isinstance(n.target, ast.Name) and "ClassVar" not in ast.unparse(n.annotation)
-        }
-    )
+def _fields(node: ast.ClassDef, module: Module) -> dict[str, Parameter]:
+    """The arguments of a dataclass that are its own."""
+    return {
+        n.target.id: Parameter(n.target.id, n.annotation, n.value is None, module)
+        for n in node.body
+        if isinstance(n, ast.AnnAssign)
+        and isinstance(n.target, ast.Name)
+        and "ClassVar" not in ast.unparse(n.annotation)
+    }
 
 
 def _passes_kwargs_on(init: ast.FunctionDef) -> bool:

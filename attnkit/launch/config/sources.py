@@ -6,6 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from attnkit.launch.command import dotted_key
+
 
 @dataclass(frozen=True)
 class Source:
@@ -33,7 +35,7 @@ class Origins:
 
     def typed(self, key: str) -> str:
         for override in reversed(self.overrides):
-            name = override.partition("=")[0].lstrip("+~").partition("@")[0].replace("/", ".")
+            name = dotted_key(override)
             if name == key or key.startswith(f"{name}.") or name.startswith(f"{key}."):
                 return override
         return ""

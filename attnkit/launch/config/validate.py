@@ -6,10 +6,10 @@ written and the nearest right name.
 
 import math
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from attnkit.launch.command import nearest
 from attnkit.launch.config import annotations, schema, signatures
 from attnkit.launch.config.signatures import Signature
 from attnkit.launch.config.sources import Origins
@@ -23,10 +23,7 @@ _DIRECTIVES = {"_target_", "_partial_", "_args_"}
 
 def validate(config: dict[str, Any], origins: Origins) -> None:
     """Check the whole configuration, in place making relative paths absolute."""
-    top = signatures.signature_of(schema.TARGET)
-    if top is None:  # the package itself is incomplete
-        raise RuntimeError(f"{schema.TARGET} cannot be read")
-    check_arguments("", config, top, origins, what="attnkit")
+    check_arguments("", config, signatures.known(schema.TARGET), origins, what="attnkit")
     for key in schema.OBJECTS:
         node = config.get(key)
         if node:
@@ -41,7 +38,7 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
             if node is None:  # switched off
                 continue
             if not isinstance(node, dict) or "_target_" not in node:
-                hint = _nearest(name, [n for n in config[key] if n != name])
+                hint = nearest(name, [n for n in config[key] if n != name])
                 message = f"expected a mapping with _target_, got {_show(node)}{hint}"
                 raise _problem(origins, f"{key}.{name}", message)
             check_node(f"{key}.{name}", node, origins)
@@ -55,10 +52,8 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
 
 
 def _check_values(config: dict[str, Any], origins: Origins) -> None:
-    if config.get("seeds", 1) < 1:
-        raise _problem(origins, "seeds", f"expected at least 1, got {config['seeds']}")
-    if config.get("seeds", 1) > MAX_SEEDS:
-        message = f"expected at most {MAX_SEEDS} runs, got {config['seeds']}"
+    if not 1 <= config.get("seeds", 1) <= MAX_SEEDS:
+        message = f"expected 1 to {MAX_SEEDS} runs, got {config['seeds']}"
         raise _problem(origins, "seeds", message)
     splits = config.get("splits")
     if splits is not None and splits != "all" and not 1 <= splits <= MAX_SEEDS:
@@ -80,24 +75,15 @@ def _check_parts(config: dict[str, Any], origins: Origins) -> None:
     for whole, parts in (("module", schema.PARTS), ("model", schema.MODEL_PARTS)):
         target = (config.get(whole) or {}).get("_target_")
         signature = signatures.signature_of(target) if target else Signature({})
-        if signature is not None and not signature.open:
-            _check_taken(config, parts, target or whole, signature, origins)
-
-
-def _check_taken(
-    config: dict[str, Any],
-    parts: Iterable[str],
-    target: str,
-    signature: Signature,
-    origins: Origins,
-) -> None:
-    for part in parts:
-        if config.get(part) is None or part in signature.parameters:
+        if signature is None or signature.open:
             continue
-        if origins.typed(part):
-            message = f"{target} takes no argument {part!r}, so this would do nothing"
-            raise _problem(origins, part, message)
-        config[part] = None
+        for part in parts:
+            if config.get(part) is None or part in signature.parameters:
+                continue
+            if origins.typed(part):
+                message = f"{target or whole} takes no argument {part!r}, so this would do nothing"
+                raise _problem(origins, part, message)
+            config[part] = None
 
 
 def _given(key: str, config: Mapping[str, Any]) -> set[str]:
@@ -117,27 +103,20 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
         if isinstance(node.get(key), int | float) and node[key] < least:
             message = f"expected at least {least}, got {node[key]}"
             raise _problem(origins, f"trainer.{key}", message)
+    for key in schema.ABOVE_ZERO:
+        if isinstance(node.get(key), int | float) and not node[key] > 0:
+            raise _problem(origins, f"trainer.{key}", f"expected more than 0, got {node[key]}")
     if node.get("max_epochs") == 0:
-        raise _problem(
-            origins, "trainer.max_epochs", "expected at least 1, or -1 for no end, got 0"
-        )
-    signature = signatures.signature_of(TRAINER)
-    limit = node.get("limit_batches")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
-        message = f"expected a number of batches or a fraction, got {_show(limit)}"
-        raise _problem(origins, "trainer.limit_batches", message)
-    if limit is not None and limit <= 0:
-        message = f"expected more than 0, got {limit}; leave it out for no limit"
-        raise _problem(origins, "trainer.limit_batches", message)
-    if not isinstance(node.get("oom_retry", True), bool):
-        message = f"expected true or false, got {_show(node['oom_retry'])}"
-        raise _problem(origins, "trainer.oom_retry", message)
-    if signature is not None:
-        rest = {k: v for k, v in node.items() if k not in schema.TRAINER_EXTRAS}
-        known = set(signature.parameters) - set(schema.ELSEWHERE) | schema.TRAINER_EXTRAS
-        check_arguments("trainer", rest, signature, origins, what=TRAINER, names=known)
-        only = Signature({"precision": signature.parameters["precision"]})
-        check_arguments("", {"precision": precision}, only, origins, what=TRAINER)
+        message = "expected at least 1, or -1 for no end, got 0"
+        raise _problem(origins, "trainer.max_epochs", message)
+    parameters = {
+        **signatures.known(TRAINER).parameters,
+        **signatures.known(schema.TRAINER_EXTRAS).parameters,
+    }
+    only = Signature({"precision": parameters["precision"]})
+    check_arguments("", {"precision": precision}, only, origins, what=TRAINER)
+    taken = Signature({k: p for k, p in parameters.items() if k not in schema.ELSEWHERE})
+    check_arguments("trainer", node, taken, origins, what=TRAINER)
 
 
 def check_node(key: str, node: dict[str, Any], origins: Origins, given: Iterable[str] = ()) -> None:
@@ -187,7 +166,7 @@ def _check_exists(key: str, target: str, origins: Origins) -> None:
         raise _problem(origins, f"{key}._target_", message)
     if missing := signatures.missing_part(target):
         package, name, names = missing
-        message = f"{package} has no {name!r}{_nearest(name, names)}"
+        message = f"{package} has no {name!r}{nearest(name, names)}"
         raise _problem(origins, f"{key}._target_", message)
 
 
@@ -198,7 +177,6 @@ def check_arguments(
     origins: Origins,
     *,
     what: str,
-    names: Iterable[str] = (),
 ) -> None:
     prefix = f"{key}." if key else ""
     for name, value in node.items():
@@ -206,23 +184,23 @@ def check_arguments(
         if parameter is None:
             if signature.open:
                 continue
-            known = sorted(names or signature.parameters)
+            known = sorted(signature.parameters)
             if not key:
                 known.append("experiment")  # a group without a key of its own
-            hint = _nearest(str(name), known) or _some(known)
+            some = ", ".join(known[:12]) + (", …" if len(known) > 12 else "")
+            hint = nearest(name, known) or (f"; it has {some}" if known else "")
             raise _problem(origins, f"{prefix}{name}", f"{what} has no such key{hint}")
         if value is None and key in schema.NULLABLE:
             continue
         if not annotations.accepts(parameter, value):
-            hint = _nearest(value, annotations.choices(parameter)) if isinstance(value, str) else ""
+            hint = nearest(value, annotations.choices(parameter)) if isinstance(value, str) else ""
             message = f"expected {annotations.expected(parameter)}, got {_show(value)}{hint}"
             raise _problem(origins, f"{prefix}{name}", message)
-        if isinstance(value, str) and annotations.takes_path(parameter) and _is_local(name, value):
+        is_path = (
+            isinstance(value, str) and "://" not in value and annotations.takes_path(parameter)
+        )
+        if is_path and (name, value) != ("resume", "latest"):
             node[name] = str(absolute(value))
-
-
-def _is_local(name: str, value: str) -> bool:
-    return "://" not in value and (name, value) != ("resume", "latest")
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -231,18 +209,6 @@ def _is_local(name: str, value: str) -> bool:
 def _problem(origins: Origins, key: str, message: str, at: str = "") -> UserError:
     where = origins.of(key) or (origins.of(at) if at else "")
     return UserError(f"{key}: {message}" + (f"\n  in {where}" if where else ""))
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    close = get_close_matches(str(name), list(names), n=1, cutoff=0.55)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _some(names: list[str]) -> str:
-    if not names:
-        return ""
-    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
-    return f"; it has {shown}"
 
 
 def _show(value: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from attnkit.launch.job import objects, screen
-from attnkit.launch.job.session import Session
+from attnkit.launch.job import screen
+from attnkit.launch.job.one_run import Session, loaded
 from attnkit.lightning.build.build import build
 from attnkit.lightning.callbacks.predictions import PredictionsFile
 from attnkit.lightning.errors import UserError
@@ -49,7 +49,7 @@ def export(session: Session) -> dict[str, float] | None:
     if session.ckpt is not None:
         checkpoint = checkpoints.load(session.ckpt)
         module.on_load_checkpoint(checkpoint)
-        objects.loaded(partial(module.load_state_dict, checkpoint["state_dict"]), session.ckpt)
+        loaded(partial(module.load_state_dict, checkpoint["state_dict"]), session.ckpt)
     writer = build(session.config["export"], at="export")
     if not isinstance(writer, Export):
         raise UserError(f"export: {session.config['export']['_target_']} is no Export")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,8 @@ from attnkit.launch.command import command_line, setting
 from attnkit.launch.errors import INTERRUPTED, Interrupted
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom
-from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.job.job import Job
+from attnkit.launch.job.request import Request, decide
 from attnkit.launch.processes import start_ranks
 from attnkit.launch.processes.locks import holder, locked
 from attnkit.launch.processes.torchrun import Launcher
@@ -23,7 +23,7 @@ from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.session import Session
+    from attnkit.launch.job.one_run import Session
 
 # Results that differ between seeds by chance; those get a spread.
 SPREAD = ("test/", "val/")
@@ -37,23 +37,25 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
 
 def execute(job: Job, launcher: Launcher | None = None) -> None:
     """Run a job and print its tables; nothing is left of one that can't be built."""
-    if job.resumed and _is_done(job):
+    over = (_is_over(config, job.changes) for config in job.runs)
+    if job.resumed and folders.is_finished(job.folder) and all(over):
         _say_finished(job)
         return
-    from attnkit.launch.job import screen
-    from attnkit.lightning.build.build import allowing
+    with _run_folder(job):  # whether it is free is known before torch is
+        from attnkit.launch.job import screen
+        from attnkit.lightning.build.build import allowing
 
-    screen.quiet()
-    with allowing(*job.allow), _run_folder(job), screen.logging_to(job.folder):
-        for config in job.runs:
-            folder = Path(config["run_dir"])
-            if len(job.runs) > 1:
-                if _is_over(config, job.changes):
-                    continue
-                screen.say(folder.name.replace("_", " "))
-            with _held(job, folder):
-                _run_one(job, config, launcher)
-        screen.final(job, _summarise(job))
+        screen.quiet()
+        with allowing(*job.allow), screen.logging_to(job.folder):
+            for config in job.runs:
+                folder = Path(config["run_dir"])
+                if len(job.runs) > 1:
+                    if _is_over(config, job.changes):
+                        continue
+                    screen.say(folder.name.replace("_", " "))
+                with _held(job, folder):
+                    _run_one(job, config, launcher)
+            screen.final(job, _summarise(job))
 
 
 @contextmanager
@@ -98,6 +100,8 @@ def _held(job: Job, folder: Path) -> Iterator[None]:
 
 def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
     """One run; when its training runs out of memory, again with smaller batches."""
+    from attnkit.launch.job import screen
+
     while True:
         try:
             return _start(job, config, launcher)
@@ -112,25 +116,19 @@ def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Non
         torch = sys.modules["torch"]
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        config = _shrink(config, why)
-
-
-def _shrink(config: dict[str, Any], why: str) -> dict[str, Any]:
-    from attnkit.launch.job import screen
-
-    folder = Path(config["run_dir"])
-    results = folders.load_results(folder)
-    tries = int(results.get(oom.RETRIES, 0))
-    smaller, said = oom.smaller(folders.load_config(folder), tries, why)
-    screen.say(said)
-    folders.save_results(folder, {**results, oom.RETRIES: tries + 1})
-    folders.save_config(folder, smaller)
-    return smaller
+        folder = Path(config["run_dir"])
+        results = folders.load_results(folder)
+        tries = int(results.get(oom.RETRIES, 0))
+        config, said = oom.smaller(folders.load_config(folder), tries, why)
+        screen.say(said)
+        folders.save_results(folder, {**results, oom.RETRIES: tries + 1})
+        folders.save_config(folder, config)
 
 
 def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
     """One attempt at a run, in this process or in ranks of its own."""
-    from attnkit.launch.job.session import Session
+    from attnkit.launch.job.one_run import Session
+    from attnkit.lightning._private import starts_processes
 
     folder = Path(config["run_dir"])
     ranks: list[int] = []
@@ -138,7 +136,7 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
     def begin(session: Session) -> bool:
         _check_processes(session, launcher)
         _write_down(job, session)
-        if session.needs_processes:
+        if starts_processes(session.trainer):  # which must not start from this one
             ranks.append(session.trainer.num_devices)
         elif launcher:
             launcher.tell(run_dir=str(folder), log=str(job.folder))
@@ -151,12 +149,8 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
         session.run()
         if ranks:
             session = None  # the ranks have a model and data of their own
-            words = [sys.executable, "-m", "attnkit.launch.processes.one_rank", str(folder)]
-            words += [f"--log={job.folder}"]
-            words += [f"--allow={package}" for package in job.allow]
-            words += [f"--path={path}" for path in job.paths]
-            words += ["--alone"] if job.alone else []
-            start_ranks.start(words, ranks[0])
+            run = {"run_dir": str(folder), "log": str(job.folder), "alone": job.alone}
+            start_ranks.start({**run, "allow": job.allow, "path": job.paths}, ranks[0])
     except (KeyboardInterrupt, StoppedBySignal) as error:
         if not job.begun:
             raise
@@ -165,7 +159,10 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
         by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"
         after = f" after step {step}" if step else ""
         code = getattr(error, "code", INTERRUPTED)
-        raise Interrupted(f"{by}{after}", f"; to go on: {_to_go_on(job)}", code) from None
+        go_on = "start it again"
+        if job.kind.trains:
+            go_on = command_line(setting("resume", job.folder), permission=job.permission)
+        raise Interrupted(f"{by}{after}", f"; to go on: {go_on}", code) from None
 
 
 def _check_processes(session: Session, launcher: Launcher | None) -> None:
@@ -196,13 +193,7 @@ def _write_down(job: Job, session: Session) -> None:
     job.begun = True
 
 
-def _to_go_on(job: Job) -> str:
-    if not job.kind.trains:
-        return "start it again"
-    return command_line(setting("resume", job.folder), permission=job.permission)
-
-
-def _is_over(config: dict[str, Any], changes: tuple[str, ...] = ()) -> bool:
+def _is_over(config: dict[str, Any], changes: Sequence[str]) -> bool:
     """Whether a run came to its end, and its configuration asks for no more since."""
     folder = Path(config["run_dir"])
     if not folders.is_finished(folder):
@@ -215,10 +206,6 @@ def _is_over(config: dict[str, Any], changes: tuple[str, ...] = ()) -> bool:
         if asked is not None and 0 < asked <= state.get(done, asked):
             return True
     return trainer.get("max_epochs") is None
-
-
-def _is_done(job: Job) -> bool:
-    return folders.is_finished(job.folder) and all(_is_over(c, job.changes) for c in job.runs)
 
 
 def _say_finished(job: Job) -> None:

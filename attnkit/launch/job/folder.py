@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -32,13 +32,12 @@ RUNNING, STOPPED, FAILED, DONE = "running", "stopped", "failed", "done"
 KEPT = ("*.ckpt", "metrics.csv", RESULTS, "predictions.csv")
 
 
-def plan(config: Mapping[str, Any], *, sweep: bool = False) -> Path:
-    """The folder a run will have; not made yet. A folder that holds something is refused."""
-    given = config.get("run_dir")
+def plan(given: object, task: str, *, sweep: bool = False) -> Path:
+    """The folder of a run, given or new; not made yet. One that holds something is refused."""
     if given is None:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         name = f"sweep_{stamp}" if sweep else stamp
-        return _free(Path.cwd() / OUTPUTS / str(config["task"]) / name)
+        return _free(Path.cwd() / OUTPUTS / task / name)
     refuse_url(str(given), "run_dir")
     if not str(given).strip():
         raise UserError("run_dir=: expected a folder")
@@ -216,19 +215,31 @@ def _save_json(path: Path, content: Mapping[str, Any]) -> None:
         file.write(f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode())
 
 
-def to_resume(given: str) -> Path:
-    """The run folder that `resume=` names."""
+def find(
+    given: object,
+    key: str,
+    what: str,
+    patterns: Sequence[str],
+    wanted: Callable[[Path], bool] = Path.is_dir,
+) -> Path:
+    """The folder that `key=given` names; `latest` is the newest that has such a file in outputs."""
     if given == "latest":
         outputs = Path.cwd() / OUTPUTS
-        runs = [*outputs.glob(f"*/*/{CONFIG}"), *outputs.glob(f"*/sweep_*/*/{CONFIG}")]
-        runs = [p for p in runs if _trains(p.parent)]
-        if not runs:
-            raise UserError(f"resume=latest: no run under {outputs}")
-        return max(runs, key=lambda p: p.stat().st_mtime).parent
-    refuse_url(given, "resume")
-    folder = absolute(given)
+        files = [p for pattern in patterns for p in outputs.glob(pattern) if wanted(p.parent)]
+        if not files:
+            raise UserError(f"{key}=latest: no {what} under {outputs}")
+        return max(files, key=lambda path: path.stat().st_mtime).parent
+    refuse_url(given, key)
+    folder = absolute(str(given))
     if not folder.is_dir():
-        raise UserError(f"resume: no folder {folder}")
+        raise UserError(f"{key}: no folder {folder}")
+    return folder
+
+
+def to_resume(given: str) -> Path:
+    """The run folder that `resume=` names."""
+    patterns = (f"*/*/{CONFIG}", f"*/sweep_*/*/{CONFIG}")
+    folder = find(given, "resume", "run", patterns, _trains)
     if not (folder / CONFIG).is_file():
         hint = f"; a sweep: -m {as_override('resume', folder)}" if _is_sweep(folder) else ""
         raise UserError(f"resume: no run in {folder} (it has no {CONFIG}){hint}")

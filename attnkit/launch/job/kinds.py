@@ -5,10 +5,10 @@ A new kind is one entry of `KINDS`. What a kind does not use is refused when it 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+from attnkit.launch.command import nearest
 from attnkit.lightning.errors import UserError
 
 _ALWAYS = frozenset({"run", "task", "experiment", "allow", "vars"})
@@ -37,20 +37,18 @@ class Kind:
 
     Args:
         name: the value of `run=`.
-        says: what it does, in a line.
         uses: the top-level keys of the configuration it reads, beside those all kinds read.
-        work: dotted name of the function that does it, given a `Session` (job/session.py), and
+        work: dotted name of the function that does it, given a `Session` (job/one_run.py), and
             returns the figures for results.json.
         command: dotted name of the function that carries the command line out, given a `Request`
-            (job/decide.py) and the launcher of ranks or None, and returns the exit code.
+            (job/request.py) and the launcher of ranks or None, and returns the exit code.
         stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
-        needs: keys that must be given.
+        needs: which of `ckpt`, `sweep`, `inspect` and `export` must be there.
         leaves: arguments of the trainer it does not read.
         in_sweeps: whether `-m` runs several of them.
     """
 
     name: str
-    says: str
     uses: frozenset[str]
     work: str = ""
     command: str = "attnkit.launch.job.execute.command"
@@ -74,7 +72,6 @@ KINDS = {
     for kind in (
         Kind(
             "train",
-            "train, then test the best checkpoint",
             _TRAINING,
             work="attnkit.launch.job.training.train",
             stage="fit",
@@ -82,14 +79,12 @@ KINDS = {
         ),
         Kind(
             "check",
-            "its cost, time and memory, before it starts; leaves nothing",
             _TRAINING - {"resume"},  # it is given the command of the training
             command="attnkit.launch.measure.check.command",
             in_sweeps=False,
         ),
         Kind(
             "bench",
-            "its speed, and which attention kernel wins on this machine",
             _OBJECTS | {"optimizer", "scheduler"},
             work="attnkit.launch.measure.bench.work",
             leaves=_UNTIMED,
@@ -97,7 +92,6 @@ KINDS = {
         ),
         Kind(
             "test",
-            "test again; the configuration of the run is known",
             _OBJECTS | {"logger", "ckpt", "rank_logs"},
             work="attnkit.launch.job.evaluation.test",
             stage="test",
@@ -106,7 +100,6 @@ KINDS = {
         ),
         Kind(
             "predict",
-            "label a folder or a file; writes a CSV",
             _OBJECTS | {"predict", "ckpt", "images", "rank_logs"},
             work="attnkit.launch.job.evaluation.predict",
             stage="predict",
@@ -115,7 +108,6 @@ KINDS = {
         ),
         Kind(
             "inspect",
-            "of captions: where it looked at each word",
             _OBJECTS | {"predict", "inspect", "ckpt", "images", "rank_logs"},
             work="attnkit.launch.job.evaluation.predict",
             stage="predict",
@@ -124,14 +116,12 @@ KINDS = {
         ),
         Kind(
             "export",
-            "safe weights, torch.export, ONNX",
             _MODEL | {"export", "ckpt", "run_dir"},
             work="attnkit.launch.job.evaluation.export",
             needs=("ckpt", "export"),
         ),
         Kind(
             "retry",
-            "run the failed trials of a sweep again",
             # of the trials may change what a run that goes on may change
             frozenset({"sweep", "trainer", "callbacks", "logger", "data", "compile", "rank_logs"}),
             command="attnkit.launch.sweep.resume.retry",
@@ -140,7 +130,6 @@ KINDS = {
         ),
         Kind(
             "report",
-            "the table, the plots and the best run of a sweep, so far",
             frozenset({"sweep"}),
             command="attnkit.launch.sweep.report.page.report",
             needs=("sweep",),
@@ -157,15 +146,9 @@ def kind_of(name: Any) -> Kind:
         UserError: there is none.
     """
     if name not in KINDS:
-        close = get_close_matches(str(name), KINDS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UserError(f"run: expected one of {', '.join(KINDS)}, got {name!r}{hint}")
+        kinds = ", ".join(KINDS)
+        raise UserError(f"run: expected one of {kinds}, got {name!r}{nearest(name, KINDS)}")
     return KINDS[name]
-
-
-def users_of(key: str) -> list[str]:
-    """The kinds of run that read a top-level key."""
-    return [kind.name for kind in KINDS.values() if key in kind.uses]
 
 
 def named(dotted: str) -> Callable[..., Any]:

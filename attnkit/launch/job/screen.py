@@ -22,7 +22,7 @@ from attnkit.lightning.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from attnkit.launch.job.job import Job
-    from attnkit.launch.job.session import Session
+    from attnkit.launch.job.one_run import Session
 
 LOG = "run.log"
 PREDICTIONS = "predictions.csv"
@@ -136,9 +136,8 @@ def header(job: Job, session: Session) -> None:
     """What runs, on what, and where it writes."""
     run = job.config["run"]
     device = session.trainer.strategy.root_device.type
-    processes = (
-        f" × {session.trainer.world_size} processes" if session.trainer.world_size > 1 else ""
-    )
+    world = session.trainer.world_size
+    processes = f" × {world} processes" if world > 1 else ""
     model = f"{type(session.module).__name__}, {session.num_parameters:,} parameters"
     again = ", going on" if job.resumed else ""
     say(f"{job.config['task']} · {run}{again} · {model} · {device}{processes}")
@@ -168,8 +167,20 @@ def final(job: Job, results: Mapping[str, float]) -> None:
     if kernels:
         table.add_row("attention kernels", ", ".join(kernels))
     show(table)
-    for name, path in _paths(job).items():
-        say(f"  {name:<12} {path}")
+    folder = job.folder
+    left = {
+        "best": folder / "checkpoints" / "best.ckpt",
+        "bench": folder / "bench.md",
+        "curves": folder / "learning_curves.png",
+        "metrics": folder / "metrics.csv",
+        "predictions": folder / PREDICTIONS,
+        "inspect": folder / "inspect",
+        "export": Path((job.config.get("export") or {}).get("folder") or folder / "export"),
+        "results": folder / RESULTS,
+    }
+    for name, path in left.items():
+        if path.exists():
+            say(f"  {name:<12} {path}")
 
 
 def predictions(folder: Path) -> Table:
@@ -197,18 +208,3 @@ def _number(name: str, value: float) -> str:
     if name.startswith("difference/"):
         return f"{value:.1e}"
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4f}"
-
-
-def _paths(job: Job) -> dict[str, Path]:
-    folder = job.folder
-    known = {
-        "best": folder / "checkpoints" / "best.ckpt",
-        "bench": folder / "bench.md",
-        "curves": folder / "learning_curves.png",
-        "metrics": folder / "metrics.csv",
-        "predictions": folder / PREDICTIONS,
-        "inspect": folder / "inspect",
-        "export": Path((job.config.get("export") or {}).get("folder") or folder / "export"),
-        "results": folder / RESULTS,
-    }
-    return {name: path for name, path in known.items() if path.exists()} or {"run": folder}

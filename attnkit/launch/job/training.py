@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from attnkit.launch.errors import is_out_of_memory, of_allocator
 from attnkit.launch.job import out_of_memory
-from attnkit.launch.job.session import Session
+from attnkit.launch.job.one_run import Session
 
 
 def train(session: Session) -> dict[str, float] | None:

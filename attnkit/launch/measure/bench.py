@@ -1,5 +1,5 @@
-"""`run=bench`: how fast this model trains and predicts on this machine, where the time goes, and
-which attention kernel wins. Nothing of attnkit's runs beside it: no callbacks, no loggers."""
+"""`run=bench`: how fast this model trains on this machine, where the time goes, and which
+attention kernel wins. No callback and no logger of attnkit's runs beside it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
-import torch
-from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
-from attnkit.core.decode_step import plain_linear
-from attnkit.core.watch.multiply_adds import count_multiply_adds
-from attnkit.launch.job.session import Session
+from attnkit.launch.job.one_run import Session
 from attnkit.launch.measure.kernels import compare_kernels
 from attnkit.launch.measure.step import step_of
 from attnkit.lightning.callbacks.throughput import num_samples, wait_for_device
-from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.errors import UserError
 
 FILE = "bench.md"
 WARM_UP = 3  # steps
@@ -104,27 +99,16 @@ def work(session: Session) -> dict[str, float] | None:
     data = session.make_data()
     module = session.make_module()
     trainer = session.make_trainer()
-    trainer.profiler = Clock(module)  # type: ignore[attr-defined]
+    clock = trainer.profiler = Clock(module)  # type: ignore[attr-defined]
     if trainer.world_size > 1:
         raise UserError("run=bench: one process; trainer.devices=1 trainer.strategy=auto")
     if not session.begin():
         return None
-    figures, table = bench(trainer, module, data)
-    (session.folder / FILE).write_text(table, encoding="utf-8")
-    return figures
-
-
-def bench(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule
-) -> tuple[dict[str, float], str]:
-    """The figures, flat, and all of them as Markdown tables."""
-    clock = trainer.profiler  # type: ignore[attr-defined]
     timed = _Timed(clock)
     trainer.callbacks.append(timed)  # type: ignore[attr-defined]
     trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = 0
-    if (trainer.fit_loop.max_epochs or -1) > 0:  # the clock ends it
-        trainer.fit_loop.max_epochs = max(trainer.fit_loop.max_epochs or 0, 10_000)
+    trainer.fit_loop.max_epochs = 10_000  # the clock ends it
     trainer.fit(module, datamodule=data)
     if not timed.seconds:
         raise UserError(f"run=bench: needs more than {WARM_UP} steps; trainer.max_steps ends it")
@@ -134,25 +118,10 @@ def bench(
     for name, count in timed.units.items():
         figures[f"train/{name}_per_second"] = count / whole
     figures |= _split(clock, usual)
-    missing: dict[str, str] = {}
-    try:
-        figures |= _prediction(trainer, module, data, clock)
-    except Exception as error:  # not every module predicts from the batches of validation
-        missing["predict/…_per_second"] = first_line(error, named=True)
-    step = step_of(trainer, module, timed.batch)
-    precision = str(trainer.precision).partition("-")[0]
-    dtype = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
-    peak = peak_multiply_adds(module.device, dtype.get(precision, torch.float32))
-    figures["peak_multiply_adds_per_second"] = peak
-    try:
-        # a backward has two products for each one of the forward
-        done = 3 * count_multiply_adds(step) * len(timed.seconds)
-        figures["train/share_of_peak"] = done / whole / peak
-    except Exception as error:  # a step of somebody's own, outside of training
-        missing["train/share_of_peak"] = first_line(error, named=True)
-    kernels = compare_kernels(module, step)
+    kernels = compare_kernels(module, step_of(trainer, module, timed.batch))
     figures |= {f"backend/{name}_seconds": found for name, (found, _) in kernels.items() if found}
-    return figures, _markdown(figures, missing, kernels)
+    (session.folder / FILE).write_text(_markdown(figures, kernels), encoding="utf-8")
+    return figures
 
 
 def _split(clock: Clock, whole: float) -> dict[str, float]:
@@ -169,43 +138,9 @@ def _split(clock: Clock, whole: float) -> dict[str, float]:
     return {**{f"step/{name}_seconds": s for name, s in parts.items()}, "step/seconds": whole}
 
 
-def _prediction(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule, clock: Clock
-) -> dict[str, float]:
-    """Of `predict_step` on the batches of validation, data included."""
-    loader = data.val_dataloader()
-    counts = [Counter(units(batch)) for batch in islice(loader, LEAST)]
-    trainer.limit_predict_batches = LEAST
-    for _ in range(2):  # the first warms up
-        clock.recorded_durations.clear()
-        trainer.predict(module, dataloaders=loader, return_predictions=False)
-    whole = len(counts) * clock.usual("predict_next", ".predict_step", ".batch_to_device")
-    total = sum(counts, Counter[str]())
-    return {f"predict/{name}_per_second": count / whole for name, count in total.items()}
-
-
-def peak_multiply_adds(device: torch.device, dtype: torch.dtype) -> float:
-    """Multiply-adds per second of the best of some products of square matrices, in this process:
-    by torch's `@`, or by the library that attnkit's layers take in prediction."""
-    size = 8192 if device.type == "cuda" else 1536
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    names = {"a": a, "b": b, "linear": plain_linear}
-    with torch.no_grad():
-        timers = [
-            Timer(product, globals=names, num_threads=torch.get_num_threads())
-            for product in ("a @ b", "linear(a, b, None)")
-        ]
-        return size**3 / min(timer.timeit(1).median for timer in 3 * timers)
-
-
-def _markdown(
-    figures: Mapping[str, float],
-    missing: Mapping[str, str],
-    kernels: Mapping[str, tuple[float | None, str]],
-) -> str:
+def _markdown(figures: Mapping[str, float], kernels: Mapping[str, tuple[float | None, str]]) -> str:
     lines = ["| figure | value |", "|---|---|"]
     lines += [f"| {n} | {v:,.4g} |" for n, v in figures.items() if not n.startswith("backend/")]
-    lines += [f"| {name} | not known: {why} |" for name, why in missing.items()]
     if kernels:
         lines += ["", "| kernel | forward + backward | to auto | |", "|---|---|---|---|"]
     auto = kernels.get("auto", (None, ""))[0]

@@ -18,14 +18,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from attnkit.core.watch.multiply_adds import count_multiply_adds
+from attnkit.launch import STARTED
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom
 from attnkit.launch.job import screen as report
-from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.kinds import KINDS
-from attnkit.launch.job.objects import make_trainer
-from attnkit.launch.job.session import Session
+from attnkit.launch.job.one_run import Session
+from attnkit.launch.job.request import Request, decide
+from attnkit.launch.job.trainer import make_trainer
 from attnkit.launch.measure.step import step_of
 from attnkit.launch.measure.stopwatch import Stopwatch
 from attnkit.launch.processes.torchrun import Launcher
@@ -88,17 +89,12 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
         one = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
         config["trainer"] = {**config["trainer"], **one}
         unknown.append(f"what {world} processes wait for each other; measured is one of them alone")
-    records: list[KernelRecord] = []
-    watches = []
 
     def begin(session: Session) -> bool:
         callbacks: list[Any] = session.trainer.callbacks  # type: ignore[attr-defined]
-        records.extend(c for c in callbacks if isinstance(c, KernelRecord))
-        if not records:
-            records.append(KernelRecord(verbose=False))
-            callbacks.extend(records)
-        watches.append(Stopwatch(session.trainer, given, world))
-        callbacks.extend(watches)
+        if not any(isinstance(c, KernelRecord) for c in callbacks):
+            callbacks.append(KernelRecord(verbose=False))
+        callbacks.append(Stopwatch(session.trainer, given, world))
         return True
 
     work = Session(config, begin=begin)
@@ -110,8 +106,10 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
             f"out of memory with batches of {batch}\n  {error}\n"
             f"  training would try again with half of it, at most {oom.MOST} times"
         ) from None
-    (watch,), trainer, module = watches, work.trainer, work.module
+    trainer, module = work.trainer, work.module
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    watch = next(c for c in callbacks if isinstance(c, Stopwatch))
+    record = next(c for c in callbacks if isinstance(c, KernelRecord))
     figures: dict[str, float] = {
         "parameters": work.num_parameters,
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
@@ -125,7 +123,7 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
         figures["peak_gpu_memory"] = torch.cuda.max_memory_allocated(device)
     if watch.times["train"]:
         figures["step_seconds"] = watch.mean("train")
-    one_run = watch.seconds(_since_the_start())
+    one_run = watch.seconds(time.perf_counter() - STARTED)
     if math.isfinite(one_run):
         figures["seconds"] = one_run * len(job.runs)
         figures["epoch_seconds"] = watch.epoch_seconds()
@@ -147,7 +145,7 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
         unknown.append("when trainer.max_time ends it")
     if (config.get("data") or {}).get("num_workers"):
         unknown.append("the memory of data workers, which comes on top")
-    return figures, records[0], unknown
+    return figures, record, unknown
 
 
 def _moved(config: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -174,16 +172,6 @@ def _inside(value: Any, folder: Path) -> Any:
     if not absolute or Path(value).is_relative_to(folder):
         return value
     return str(folder / "elsewhere" / value.lstrip(os.sep))
-
-
-def _since_the_start() -> float:
-    """Seconds this process has lived, its imports included."""
-    try:
-        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
-            ticks = float(stat.read().rpartition(")")[2].split()[19])
-            return float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return time.process_time()
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from functools import partialmethod
 from itertools import pairwise
 from statistics import fmean
@@ -25,8 +24,8 @@ TOO_LONG = 30.0  # seconds, after which three steps suffice
 class Stopwatch(Callback):
     """Times a job of a few batches, which it ends after some seconds; the last of the callbacks.
 
-    The whole job takes what this part took, and for each step, validation and test batch that was
-    left out the mean of those measured. What comes once (imports, building, drawing) counts once.
+    The whole job takes what this part took, for each step, validation and test batch that was left
+    out the mean of those measured, and for each epoch left out what an epoch took beside them.
 
     Args:
         trainer: of the job, which gets no more batches of a stage than `MOST`.
@@ -36,12 +35,13 @@ class Stopwatch(Callback):
 
     def __init__(self, trainer: Trainer, given: dict[str, Any], world: int = 1) -> None:
         self.accumulated, self.given, self.world = trainer.accumulate_grad_batches, given, world
+        self._ends = trainer.max_epochs, trainer.max_steps
         self.times: dict[str, list[float]] = {stage: [] for stage in MOST}
         self.batch: Any = None
         """The last of training."""
         self._last = 0.0
-        self._epochs: list[tuple[float, Counter[str]]] = []
-        """When each began, and the last one ended; the batches until then."""
+        self._epochs: list[tuple[float, float]] = []
+        """When each began, and the last one ended; the seconds of batches until then."""
         self._counts: dict[str, list[float]] = {stage: [] for stage in MOST}
         self._limits = {stage: getattr(trainer, f"limit_{stage}_batches") for stage in MOST}
         for stage, limit in self._limits.items():
@@ -54,8 +54,7 @@ class Stopwatch(Callback):
 
     def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
         self._last = time.perf_counter()
-        seen = Counter({stage: len(times) for stage, times in self.times.items()})
-        self._epochs.append((self._last, seen))
+        self._epochs.append((self._last, sum(self.times["train"]) + sum(self.times["val"])))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -67,22 +66,20 @@ class Stopwatch(Callback):
         if enough or (elapsed > TOO_LONG and len(self.times["train"]) >= WARM_UP["train"] + 3):
             trainer.should_stop = True
 
+    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
+        self._last = time.perf_counter()
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.on_train_epoch_start()
         self._count("train", trainer.train_dataloader)
         self._count("val", trainer.val_dataloaders)
-
-    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()
 
     on_test_start = on_validation_start
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._count("test", trainer.test_dataloaders)
 
-    def _note(
-        self, stage: str, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def _note(self, stage: str, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         wait_for_device(pl_module)
         before, self._last = self._last, time.perf_counter()
         self.times[stage].append(self._last - before)
@@ -112,12 +109,14 @@ class Stopwatch(Callback):
         interval = self.given.get("val_check_interval") or 1.0
         within = 1 / interval if isinstance(interval, float) else batches / interval
         validations = max(1, within // 1) / (self.given.get("check_val_every_n_epoch") or 1)
-        whole = {"train": batches, "val": validations * self.batches("val")}
-        seconds = [
-            end - begin + sum(self.mean(s) * (n - after[s] + before[s]) for s, n in whole.items())
-            for (begin, before), (end, after) in pairwise(self._epochs)
-        ]
-        return fmean(seconds[1:] or seconds or [0.0])  # the first has what comes once, too
+        pairs = pairwise(self._epochs)
+        beside = [end - begin - (after - before) for (begin, before), (end, after) in pairs]
+        own = fmean(beside[1:] or beside or [0.0])  # the first has what comes once, too
+        return (
+            own
+            + batches * self.mean("train")
+            + validations * self.batches("val") * self.mean("val")
+        )
 
     def mean(self, stage: str) -> float:
         """Seconds of a batch."""
@@ -126,13 +125,8 @@ class Stopwatch(Callback):
 
     def epochs(self) -> float:
         """As the configuration has them; the last may be a part of one."""
-        given, steps = self.given.get("max_epochs"), self.given.get("max_steps") or -1
-        if given is None and steps < 0:
-            return 1000.0  # Lightning's own
-        ends = [float(given)] if given is not None and given > 0 else []
-        if steps > 0:
-            ends.append(steps * self.accumulated / (self.batches("train") or 1))
-        return min(ends, default=math.inf)
+        epochs, steps = (end if end and end > 0 else math.inf for end in self._ends)
+        return min(epochs, steps * self.accumulated / (self.batches("train") or 1))
 
     def batches(self, stage: str) -> float:
         """Of a stage in each process, once through."""

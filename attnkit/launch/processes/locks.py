@@ -48,7 +48,8 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
     _held.add(path)
     try:
         if not again:
-            _sign(path)
+            with open(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "w") as file:
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         yield True
     finally:
         if not again:
@@ -76,11 +77,3 @@ def holder(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip() or "another process"
     except OSError:
         return "another process"
-
-
-def _sign(path: Path) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
-    try:
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    finally:
-        os.close(file)

@@ -1,10 +1,9 @@
 """One rank of a run: from the written config.yaml, without Hydra, so that nothing runs twice.
 
-`python -m attnkit.launch.processes.one_rank RUN_DIR`, as start_ranks.py starts it; or, under
-torchrun or srun, a process that follows rank 0.
+`python -m attnkit.launch.processes.one_rank JSON`, as start_ranks.py starts it; or, under torchrun
+or srun, a process that follows rank 0.
 """
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -37,36 +36,25 @@ from attnkit.launch.signals import end_on_signals, ignore_signals, raise_receive
 from attnkit.lightning.errors import StoppedBySignal, UserError
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.session import Session
+    from attnkit.launch.job.one_run import Session
 
 _ENDING = 5.0  # seconds in which rank 0 says how it ends, when something has gone wrong
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(given: dict[str, Any]) -> int:
     """Be the rank that the environment says; what goes wrong is left for the command to say."""
-    parser = argparse.ArgumentParser(prog="attnkit.launch.processes.one_rank")
-    parser.add_argument("run_dir")
-    parser.add_argument("--log", required=True)
-    parser.add_argument("--allow", action="append", default=[])
-    parser.add_argument("--path", action="append", default=[])
-    parser.add_argument("--alone", action="store_true")
-    parser.add_argument("--report", type=Path, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    args = parser.parse_args(argv)
-    end_with(args.parent)
+    end_with(given["parent"])
     rank = int(os.environ["LOCAL_RANK"])
     try:
         end_on_signals()  # one may have waited for this
-        report = _run(
-            rank, args.run_dir, log=args.log, allow=args.allow, path=args.path, alone=args.alone
-        )
+        report = _run(rank, **given["run"])
     except StoppedBySignal as error:  # before it began, or once more while it was ending
         report = Report(error.code, "", signum=error.signum)
     ignore_signals()
     if report is None:
         leave_group()
         return 0
-    args.report.joinpath(str(rank)).write_text(json.dumps(asdict(report)), "utf-8")
+    Path(given["report"], str(rank)).write_text(json.dumps(asdict(report)), "utf-8")
     return report.code
 
 
@@ -112,20 +100,14 @@ def end_with(parent: int) -> None:
 
 
 def _run(
-    rank: int,
-    run_dir: str,
-    *,
-    log: str,
-    allow: Sequence[str],
-    path: Sequence[str],
-    alone: bool,
+    rank: int, run_dir: str, log: str, alone: bool, allow: Sequence[str], path: Sequence[str]
 ) -> Report | None:
     """One run; returns what went wrong."""
     works: list[Session] = []
 
     def run() -> None:
         from attnkit.launch.job import screen as report
-        from attnkit.launch.job.session import Session
+        from attnkit.launch.job.one_run import Session
         from attnkit.lightning.build.build import allowing
         from attnkit.lightning.resume.signals import fork_apart
 
@@ -156,11 +138,10 @@ def _reported(run: Callable[[], object], steps: Callable[[], int]) -> Report | N
         code = WRONG_INPUT if isinstance(error, UserError) else CRASHED
         if os.environ.get(TRACEBACK) == "1":
             fail(error, code)
-        lost: dict[str, Any] = {}
-        if is_peer_lost(error):
-            lost["peer_silent" if is_timeout(error) else "peer_gone"] = True
-        lost["no_memory"] = isinstance(error, OutOfMemory)
-        return Report(code, summary(error), **lost)
+        lost, silent = is_peer_lost(error), is_timeout(error)
+        report = Report(code, summary(error), no_memory=isinstance(error, OutOfMemory))
+        report.peer_gone, report.peer_silent = lost and not silent, lost and silent
+        return report
     except StoppedBySignal as error:
         return Report(error.code, "", signum=error.signum, step=steps())
     except KeyboardInterrupt:
@@ -168,4 +149,4 @@ def _reported(run: Callable[[], object], steps: Callable[[], int]) -> Report | N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -13,13 +13,15 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from attnkit.launch.errors import CRASHED, WRONG_INPUT
 from attnkit.launch.job.out_of_memory import OutOfMemory
@@ -58,15 +60,15 @@ class Report:
     """Its memory did not suffice for the batches of training."""
 
 
-def start(command: Sequence[str], count: int) -> None:
-    """Run the command once for each rank and wait; raises what went wrong in whichever rank.
+def start(run: Mapping[str, Any], count: int) -> None:
+    """Start one_rank.py with these arguments, once for each rank, and wait.
 
     Raises:
         UserError, RunError: the failure of the rank that failed first; OutOfMemory too.
         RanksStopped: a signal came, and every rank has ended.
     """
     with tempfile.TemporaryDirectory(prefix="attnkit-") as folder, _kept_signals() as signals:
-        ranks = _Ranks(command, count, Path(folder))
+        ranks = _Ranks(run, count, Path(folder))
         try:
             ranks.wait(signals)
         finally:
@@ -75,12 +77,13 @@ def start(command: Sequence[str], count: int) -> None:
 
 
 class _Ranks:
-    def __init__(self, command: Sequence[str], count: int, folder: Path) -> None:
+    def __init__(self, run: Mapping[str, Any], count: int, folder: Path) -> None:
         self.folder = folder
         environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         environment |= {"NODE_RANK": "0", "WORLD_SIZE": str(count)}
-        arguments = [*command, f"--report={folder}", f"--parent={os.getpid()}"]
+        given = json.dumps({"run": run, "report": str(folder), "parent": os.getpid()})
+        arguments = [sys.executable, "-m", "attnkit.launch.processes.one_rank", given]
         with held_back():
             self.processes = [
                 subprocess.Popen(

@@ -38,10 +38,8 @@ class Launcher:
     world: int
     job: Any = None
     """What the command line asks for, in the ranks that wait for rank 0."""
-
-    def __post_init__(self) -> None:
-        self._store: Any = None
-        self._count = 0
+    _store: Any = None
+    _count: int = 0
 
     def check(self, trainer: Any) -> None:
         """A trainer for another number of processes would train apart, or wait for ever."""

@@ -5,6 +5,7 @@ executors from jobs. Thread or job, each starts one trial and watches over it. S
 killed fails alone, has its GPU before torch is there, and ends its step on Ctrl-C.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -15,22 +16,20 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from attnkit.launch.command import key_of
+from attnkit.launch.command import key_of, nearest
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import is_launcher, settings
-from attnkit.launch.config.signatures import Signature, signature_of
 from attnkit.launch.errors import INTERRUPTED
 from attnkit.launch.job import folder as folders
 from attnkit.launch.processes import gpus
 from attnkit.launch.signals import held_back
-from attnkit.launch.sweep.record import OUTPUT, read_sweep
-from attnkit.launch.sweep.trial import Order, as_json, run_trial, save_error
+from attnkit.launch.sweep.record import OUTPUT, Trial, read_sweep
+from attnkit.launch.sweep.trial import Order, run_trial, save_error
 from attnkit.lightning.errors import StoppedBySignal, UserError
 from attnkit.lightning.files import absolute, replacing
 
@@ -38,6 +37,11 @@ BASIC = "basic"
 _POLL = 0.1
 _GRACE = 30.0  # seconds a trial has to end by itself once whoever watches it has to end
 _STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Basic:
+    """hydra/launcher=basic has no settings."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Joblib:
 
 @dataclass(frozen=True)
 class Submitit:
-    """The settings of hydra/launcher=submitit_slurm; submitit_local has those before partition."""
+    """The settings of hydra/launcher=submitit_local."""
 
     submitit_folder: str | Path | None = None
     """Of its logs; by default .submitit/%j in the folder of the sweep."""
@@ -62,6 +66,12 @@ class Submitit:
     nodes: int = 1
     name: str | None = None
     stderr_to_stdout: bool = False
+
+
+@dataclass(frozen=True)
+class Slurm(Submitit):
+    """The settings of hydra/launcher=submitit_slurm."""
+
     partition: str | None = None
     qos: str | None = None
     comment: str | None = None
@@ -80,19 +90,21 @@ class Submitit:
     setup: list[str] | None = None
 
 
-_SHARED = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes",
-           "name", "stderr_to_stdout")  # fmt: skip
-_CLUSTERS = {"submitit_local": "local", "submitit_slurm": "slurm"}
-_LAUNCHERS = (BASIC, "joblib", *_CLUSTERS)
+_LAUNCHERS = {
+    BASIC: Basic,
+    "joblib": Joblib,
+    "submitit_local": Submitit,
+    "submitit_slurm": Slurm,
+}
 
 
 @dataclass(frozen=True)
 class Launch:
     """A launcher that was found to be there; `run` runs trials by it."""
 
-    name: str
-    settings: Joblib | Submitit | None = None
-    job_name: str = "attnkit"
+    settings: Any
+    """One of the classes above."""
+    job_name: str
 
     @classmethod
     def read(cls, composer: Composer, words: Sequence[str]) -> "Launch":
@@ -106,15 +118,14 @@ class Launch:
         name = chosen[-1].partition("=")[2] if chosen else BASIC
         what = f"hydra/launcher={name}"
         if name not in _LAUNCHERS:
-            close = get_close_matches(name, _LAUNCHERS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = nearest(name, _LAUNCHERS)
             raise UserError(f"{what}: there is none of this name{hint}\n  {', '.join(_LAUNCHERS)}")
-        if name in _CLUSTERS and find_spec("submitit") is None:
+        kind = _LAUNCHERS[name]
+        if issubclass(kind, Submitit) and find_spec("submitit") is None:
             raise UserError(
                 f"{what}: the package submitit is not installed\n  pip install 'attnkit[submitit]'"
             )
-        given = settings(composer, words, "hydra.launcher", _signature(name), what)
-        made = None if name == BASIC else (Submitit if name in _CLUSTERS else Joblib)(**given)
+        made = kind(**settings(composer, words, "hydra.launcher", kind, what))
         if isinstance(made, Joblib) and made.n_jobs == 0:
             raise UserError("hydra.launcher.n_jobs=0: expected 1 or more, or -1 for all CPUs")
         if isinstance(made, Submitit) and (made.nodes, made.tasks_per_node) != (1, 1):
@@ -123,12 +134,17 @@ class Launch:
                 f"{made.nodes} and {made.tasks_per_node}\n"
                 "  a trial is one task, which starts its own ranks: trainer.devices=N"
             )
-        if name == "submitit_slurm" and shutil.which("sbatch") is None:
+        if isinstance(made, Slurm) and shutil.which("sbatch") is None:
             raise UserError(
                 f"{what}: no SLURM here (no command sbatch)\n"
                 "  submitit_local and joblib run the trials on this machine"
             )
-        return cls(name, made, composer.job_name or cls.job_name)
+        return cls(made, composer.job_name or "attnkit")
+
+    @property
+    def is_basic(self) -> bool:
+        """Whether it runs one trial at a time, in this process."""
+        return isinstance(self.settings, Basic)
 
     def run(self, order: Order, numbers: Sequence[int]) -> None:
         """Run these trials and wait for them.
@@ -136,17 +152,16 @@ class Launch:
         Raises:
             KeyboardInterrupt, StoppedBySignal: a signal came; the trials have ended their steps.
         """
-        if self.name == BASIC:
+        if self.is_basic:
             for number in numbers:
                 run_trial(order, number)
             return
         stop = Path(order.sweep) / f".stop_{uuid.uuid4().hex[:8]}"
         apart = _Apart(order, str(Path.cwd()), str(stop))
-        if self.name != "submitit_slurm":  # the trials share this machine
-            found = gpus.visible()
+        found = gpus.visible()
+        if found and not isinstance(self.settings, Slurm):  # the trials share this machine
             order = replace(order, devices=found) if len(found) > 1 else order
-            own = {k: v for k, v in os.environ.items() if k == gpus.VARIABLE}
-            apart = replace(apart, order=order, gpus=own)
+            apart = replace(apart, order=order, environment={gpus.VARIABLE: ",".join(found)})
         try:
             self._wait(apart, numbers, stop)
         finally:
@@ -165,7 +180,8 @@ class Launch:
                 time.sleep(_POLL)
             except (KeyboardInterrupt, StoppedBySignal) as error:
                 signum = getattr(error, "signum", signal.SIGINT)
-                _tell(stop, signal.SIGKILL if stopped else signum)
+                with replacing(stop) as file:
+                    file.write(str(int(signal.SIGKILL if stopped else signum)).encode())
                 name = signal.Signals(signum).name
                 print(f"\n{name}: the trials end their steps", file=sys.stderr, flush=True)
                 stopped = error
@@ -177,43 +193,28 @@ class Launch:
 
     def _submit(self, apart: "_Apart", numbers: Sequence[int]) -> list[Any]:
         """A job for each trial, with the methods `done` and `exception`."""
-        if isinstance(self.settings, Joblib):
-            many = self.settings.n_jobs
-            many = many if many > 0 else max(1, (os.cpu_count() or 1) + 1 + many)
-            pool = ThreadPoolExecutor(min(many, len(numbers)))
-            jobs = [pool.submit(apart, number) for number in numbers]
-            pool.shutdown(wait=False)
-            return jobs
-        assert isinstance(self.settings, Submitit)
-        return self._executor(self.settings, apart.order.sweep).map_array(
-            replace(apart, is_job=True), numbers
-        )
+        if isinstance(self.settings, Submitit):
+            return self._executor(apart.order.sweep).map_array(apart, numbers)
+        many = self.settings.n_jobs
+        many = many if many > 0 else max(1, (os.cpu_count() or 1) + 1 + many)
+        pool = ThreadPoolExecutor(min(many, len(numbers)))
+        jobs = [pool.submit(apart, number) for number in numbers]
+        pool.shutdown(wait=False)
+        return jobs
 
-    def _executor(self, settings: Submitit, sweep: str) -> Any:
+    def _executor(self, sweep: str) -> Any:
         import submitit
 
-        cluster = _CLUSTERS[self.name]
-        values = asdict(settings)
-        folder = values.pop("submitit_folder") or f"{sweep}/.submitit/%j"
+        cluster = "slurm" if isinstance(self.settings, Slurm) else "local"
+        shared = {one.name for one in fields(Submitit)}
+        given = asdict(self.settings).items()
+        values = {name if name in shared else f"slurm_{name}": value for name, value in given}
+        folder = absolute(values.pop("submitit_folder") or f"{sweep}/.submitit/%j")
         values["name"] = values["name"] or self.job_name
-        retries = {"slurm_max_num_timeout": values.pop("max_num_timeout")}
-        executor = submitit.AutoExecutor(absolute(folder), cluster=cluster, **retries)
-        known = _signature(self.name).parameters
-        executor.update_parameters(
-            **{k if k in _SHARED else f"{cluster}_{k}": v for k, v in values.items() if k in known}
-        )
+        own = {name: values.pop(name) for name in [*values] if name == "slurm_max_num_timeout"}
+        executor = submitit.AutoExecutor(folder, cluster=cluster, **own)
+        executor.update_parameters(**values)
         return executor
-
-
-def _signature(name: str) -> Signature:
-    if name == BASIC:
-        return Signature({})
-    found = signature_of(f"{__name__}.{'Submitit' if name in _CLUSTERS else 'Joblib'}")
-    assert found is not None
-    if name == "submitit_local":
-        own = ("submitit_folder", *_SHARED)
-        return Signature({k: v for k, v in found.parameters.items() if k in own})
-    return found
 
 
 @dataclass(frozen=True)
@@ -224,28 +225,22 @@ class _Apart:
     working_dir: str
     stop: str
     """The file by which the command tells all trials, on whatever machine, to end."""
-    gpus: dict[str, str] | None = None
-    """CUDA_VISIBLE_DEVICES of the command, if it had one, where that is what counts: submitit's
-    local jobs have one that hides every GPU."""
-    is_job: bool = False
-    """Whether this is a process of its own, which ends with the one that started it."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Of the trial beside its own: submitit's local jobs have one that hides every GPU."""
 
     def __call__(self, number: int) -> None:
         if Path(self.stop).exists():
             return
-        environment = dict(os.environ)
-        if self.gpus is not None:
-            environment.pop(gpus.VARIABLE, None)
-            environment |= self.gpus
-        command = [sys.executable, "-m", "attnkit.launch.sweep.trial", as_json(self.order)]
-        folder = read_sweep(Path(self.order.sweep)).trials[number].folder
+        order = json.dumps(asdict(self.order))
+        command = [sys.executable, "-m", "attnkit.launch.sweep.trial", order, str(number)]
+        folder = self._trial(number).folder
         folders.create(folder, fresh=False)
         with (folder / OUTPUT).open("ab") as output:
             begin = output.tell()
             with held_back():
                 process = subprocess.Popen(
-                    [*command, str(number)],
-                    env=environment,
+                    command,
+                    env={**os.environ, **self.environment},
                     cwd=self.working_dir,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -253,11 +248,19 @@ class _Apart:
                     start_new_session=True,
                 )
             print(f"trial {number} begins", flush=True)
-            told = _watch(process, Path(self.stop), os.getppid() if self.is_job else None)
-        with (folder / OUTPUT).open("rb") as output:
-            output.seek(begin)
-            said = output.read().decode(errors="replace").splitlines()
-        self._tell_end(number, process.returncode, told, said)
+            told = self._watch(process)
+        trial = self._trial(number)
+        code = process.returncode
+        if code and not told and code not in _STOPPED and trial.state != "failed":
+            text = f"ended with exit code {code}"
+            if code < 0:
+                text = f"killed by {signal.Signals(-code).name}"
+            said = (folder / OUTPUT).read_bytes()[begin:].decode(errors="replace").splitlines()
+            last = [line.strip()[:500] for line in said if line.strip()][-1:]
+            save_error(folder, "\n  ".join([text, *last]))
+            trial = self._trial(number)
+        line = trial.error.splitlines()[0] if trial.error else ""
+        print(f"trial {number} {trial.state}{f': {line}' if line else ''}", flush=True)
 
     def checkpoint(self, number: int) -> Any:
         """What submitit starts when a job was preempted or timed out: the same once more."""
@@ -265,49 +268,25 @@ class _Apart:
 
         return DelayedSubmission(self, number)
 
-    def _tell_end(self, number: int, code: int, told: bool, said: list[str]) -> None:
-        """A word on screen; a process that ended without one has failed."""
-        trial = read_sweep(Path(self.order.sweep)).trials[number]
-        if code and not told and code not in _STOPPED and trial.state != "failed":
-            text = f"ended with exit code {code}"
-            if code < 0:
-                text = f"killed by {signal.Signals(-code).name}"
-            last = [line.strip()[:500] for line in said if line.strip()][-1:]
-            save_error(trial.folder, "\n  ".join([text, *last]))
-            trial = read_sweep(Path(self.order.sweep)).trials[number]
-        line = trial.error.splitlines()[0] if trial.error else ""
-        print(f"trial {number} {trial.state}{f': {line}' if line else ''}", flush=True)
+    def _trial(self, number: int) -> Trial:
+        return read_sweep(Path(self.order.sweep)).trials[number]
 
-
-def _watch(process: "subprocess.Popen[bytes]", stop: Path, parent: int | None) -> bool:
-    """Wait for a trial; pass on what the command tells. Returns whether it was told to end."""
-    told = 0
-    try:
-        while process.poll() is None:
-            time.sleep(_POLL)
-            if (signum := _told(stop)) != told:
-                told = signum
-                process.send_signal(signum)
-            if parent not in (None, os.getppid()):  # who started this job has been killed
-                break
-    finally:  # also when a batch system ends this job, which it does in good time
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE)
-        with suppress(OSError):  # its own workers, too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return bool(told)
-
-
-def _tell(stop: Path, signum: int) -> None:
-    with replacing(stop) as file:
-        file.write(str(int(signum)).encode())
-
-
-def _told(stop: Path) -> int:
-    try:
-        return int(stop.read_text())
-    except (OSError, ValueError):
-        return 0
+    def _watch(self, process: "subprocess.Popen[bytes]") -> int:
+        """Wait for a trial; pass on what the command tells. Returns the signal that it told."""
+        told = 0
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL)
+                with suppress(OSError):
+                    if (signum := int(Path(self.stop).read_text())) != told:
+                        told = signum
+                        process.send_signal(signum)
+        finally:  # also when a batch system ends this job, which it does in good time
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE)
+            with suppress(OSError):  # its own workers, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return told

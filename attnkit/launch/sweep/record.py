@@ -16,7 +16,7 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.processes.locks import is_locked, locked
 from attnkit.lightning.callbacks.study import PRUNED
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import absolute, refuse_url, replacing
+from attnkit.lightning.files import replacing
 
 FILE = "sweep.json"
 ERROR = "error.txt"
@@ -180,18 +180,11 @@ def change_trials(folder: Path, numbers: Sequence[int], changes: Sequence[str]) 
         _save(folder, content)
 
 
-def find_sweep(given: str, key: str) -> Path:
+def find_sweep(given: object, key: str) -> Path:
     """The folder that `key=given` names, `latest` being the newest below outputs/."""
-    if given == "latest":
-        outputs = Path.cwd() / folders.OUTPUTS
-        found = list(outputs.glob(f"*/*/{FILE}"))
-        if not found:
-            raise UserError(f"{key}=latest: no sweep under {outputs}")
-        return max(found, key=lambda path: path.stat().st_mtime).parent
-    refuse_url(given, key)
-    folder = absolute(given)
-    if not folder.is_dir():
-        raise UserError(f"{key}: no folder {folder}")
+    if given is None:
+        raise UserError(f"{key}: missing; give {key}=PATH, the folder of a sweep, or {key}=latest")
+    folder = folders.find(given, key, "sweep", [f"*/*/{FILE}"])
     if not (folder / FILE).is_file():
         one = f"; one run: {command_line(setting('resume', folder))}"
         hint = one if key == "resume" and (folder / folders.CONFIG).is_file() else ""
@@ -214,12 +207,11 @@ def _found(folder: Path, keys: Sequence[str], record: Mapping[str, Any]) -> Tria
     place = folder / record["folder"]
     overrides = tuple(record["overrides"])
     values = _values(keys, overrides)
-    trial = Trial(record["number"], place, overrides, values)
-    state: State = "running" if is_locked(trial.lock) else progress(place)
+    state: State = "running" if is_locked(place / folders.LOCK) else progress(place)
     results = folders.load_results(place) if state == "done" else {}
     said = {"failed": ERROR, "pruned": PRUNED}.get(state)
     error = (place / said).read_text("utf-8").strip() if said else ""
-    return Trial(trial.number, place, overrides, values, state, results, error)
+    return Trial(record["number"], place, overrides, values, state, results, error)
 
 
 def _load(folder: Path) -> dict[str, Any]:
@@ -242,19 +234,14 @@ def _problem(content: Any) -> str:
     """What is wrong with a sweep.json; it may be anybody's."""
     if not isinstance(content, dict):
         return "expected a mapping"
-    lists = ("command", "keys", "hydra", "allow")
-    for name in lists:
+    for name in ("command", "keys", "hydra", "allow"):
         if not _is_texts(content.get(name)):
             return f"{name}: expected texts"
-    if not isinstance(content.get("config_dir", 0), str | None):
-        return "config_dir: expected a folder or null"
-    for name in ("sweeper", "working_dir"):
-        if not isinstance(content.get(name), str):
-            return f"{name}: expected a text"
-    trials = content.get("trials")
-    if not isinstance(trials, list):
-        return "trials: expected a list"
-    for number, record in enumerate(trials):
+    kinds = {"config_dir": str | None, "sweeper": str, "working_dir": str, "trials": list}
+    for name, kind in kinds.items():
+        if name not in content or not isinstance(content[name], kind):
+            return f"{name}: missing, or of a wrong type"
+    for number, record in enumerate(content["trials"]):
         place = record.get("folder") if isinstance(record, dict) else None
         if not isinstance(place, str) or Path(place).name != place or place[:1] in ("", "."):
             return f"trials.{number}.folder: expected a name"

@@ -13,7 +13,7 @@ from pathlib import Path
 from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import is_launcher
-from attnkit.launch.job.decide import Request, check_resumable
+from attnkit.launch.job.request import Request, check_resumable
 from attnkit.launch.processes.locks import holder
 from attnkit.launch.sweep.launchers import BASIC, Launch
 from attnkit.launch.sweep.record import Sweep, change_trials, find_sweep, read_sweep
@@ -35,7 +35,7 @@ def resume(composer: Composer, overrides: Sequence[str], words: Sequence[str]) -
     (given,) = [o for o in composer.parse(overrides) if o.key_or_group == "resume"][-1:]
     if given.is_sweep_override():
         raise UserError(f"{given.input_line}: one sweep at a time")
-    sweep = read_sweep(find_sweep(str(given.value()), "resume"))
+    sweep = read_sweep(find_sweep(given.value(), "resume"))
     is_study = sweep.sweeper == study.NAME
     for override in (*overrides, *words):
         if key_of(override) in ("resume", "allow") or is_launcher(override):
@@ -57,11 +57,9 @@ def resume(composer: Composer, overrides: Sequence[str], words: Sequence[str]) -
 
 def retry(request: Request, launcher: object = None) -> int:
     """`run=retry sweep=DIR`: run the failed trials of a sweep again; returns the exit code."""
-    if request.config.get("sweep") is None:
-        raise UserError("run=retry: needs sweep=PATH, the folder of a sweep, or sweep=latest")
     changes = [o for o in request.overrides if key_of(o) not in ("run", "sweep", "allow")]
     check_resumable(changes)
-    sweep = read_sweep(find_sweep(str(request.config["sweep"]), "sweep"))
+    sweep = read_sweep(find_sweep(request.config.get("sweep"), "sweep"))
     composer = request.composer
     allow = [o for o in request.overrides if key_of(o) == "allow"]
     _check_permissions(composer, sweep, allow)
@@ -91,8 +89,6 @@ def _run(launch: Launch, sweep: Sweep, order: Order) -> int:
 
 
 def _check_permissions(composer: Composer, sweep: Sweep, allow: Sequence[str]) -> None:
-    if sweep.sweeper not in ("basic", study.NAME):
-        raise UserError(f"{sweep.folder}: a sweep of hydra/sweeper={sweep.sweeper}, unknown here")
     if sweep.config_dir and composer.config_dir is None:
         raise UserError(
             f"--config-dir: the sweep in {sweep.folder}\n"

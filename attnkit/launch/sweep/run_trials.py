@@ -3,14 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail
-from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.job.job import Job
+from attnkit.launch.job.request import Request, decide
 from attnkit.launch.signals import raise_received
 from attnkit.launch.sweep.launchers import Launch
-from attnkit.launch.sweep.record import Sweep, to_go_on
+from attnkit.launch.sweep.record import Sweep, to_go_on, write_sweep
 from attnkit.launch.sweep.report.page import finish
 from attnkit.launch.sweep.trial import Order
 from attnkit.lightning.errors import StoppedBySignal, UserError
@@ -46,10 +48,33 @@ def run_trials(
     return finish(sweep.folder)
 
 
-def order_of(composer: Composer, sweep: Sweep, allow: Sequence[str], **kwargs: object) -> Order:
+def begin(
+    composer: Composer,
+    root: Path,
+    command: Sequence[str],
+    words: Sequence[str],
+    keys: Sequence[str],
+    **kwargs: Any,
+) -> Sweep:
+    """Write down a sweep of this command; `words` are Hydra's."""
+    sweep = Sweep(
+        root,
+        (*command, *words),
+        tuple(keys),
+        hydra=tuple(words),
+        config_dir=str(composer.config_dir) if composer.config_dir else None,
+        allow=tuple(o for o in command if key_of(o) == "allow"),
+        working_dir=str(Path.cwd()),
+        **kwargs,
+    )
+    write_sweep(sweep)
+    return sweep
+
+
+def order_of(composer: Composer, sweep: Sweep, allow: Sequence[str], **kwargs: Any) -> Order:
     """What every trial is told."""
     config_dir = str(composer.config_dir) if composer.config_dir else None
-    return Order(str(sweep.folder), config_dir, tuple(allow), **kwargs)  # type: ignore[arg-type]
+    return Order(str(sweep.folder), config_dir, tuple(allow), **kwargs)
 
 
 def check_trial(composer: Composer, overrides: Sequence[str], root: Path) -> Job:

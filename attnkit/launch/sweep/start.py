@@ -6,17 +6,16 @@ sweep, it can go on (launch/sweep/resume.py).
 
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import SUBDIR, trial_folder
 from attnkit.launch.job import folder as folders
-from attnkit.launch.job.decide import Request
+from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.launchers import Launch
-from attnkit.launch.sweep.record import Sweep, new_trial, write_sweep
+from attnkit.launch.sweep.record import new_trial
 from attnkit.launch.sweep.resume import resume
-from attnkit.launch.sweep.run_trials import check_trial, order_of, run_trials
+from attnkit.launch.sweep.run_trials import begin, check_trial, order_of, run_trials
 from attnkit.launch.sweep.study import loop as study
 from attnkit.lightning.errors import UserError
 
@@ -55,20 +54,8 @@ def sweep(composer: Composer, overrides: Sequence[str], words: Sequence[str]) ->
     root = folders.create(root, fresh=request.config.get("run_dir") is None)
     keys = tuple(o.key_or_group for o in parsed if o.is_sweep_override())
     made = [[o for o in c if key_of(o) != "allow"] for c in combinations]
-    planned = Sweep(
-        root,
-        (*overrides, *words),
-        keys,
-        tuple(
-            new_trial(root, keys, number, texts, name)
-            for number, (texts, name) in enumerate(zip(made, names, strict=True))
-        ),
-        hydra=tuple(words),
-        config_dir=str(composer.config_dir) if composer.config_dir else None,
-        allow=tuple(o for o in rest if key_of(o) == "allow"),
-        working_dir=str(Path.cwd()),
-    )
-    write_sweep(planned)
+    trials = (new_trial(root, keys, n, made[n], name) for n, name in enumerate(names))
+    planned = begin(composer, root, overrides, words, keys, trials=tuple(trials))
     print(f"{len(combinations)} trials in {root}", flush=True)
     return run_trials(launch, planned, order_of(composer, planned, planned.allow))
 

@@ -8,32 +8,24 @@ import json
 import os
 import shutil
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attnkit.launch.command import key_of, setting
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.errors import TRACEBACK, guarded, summary
+from attnkit.launch.errors import CRASHED, fail, guarded, summary
 from attnkit.launch.job import folder as folders
-from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.job.execute import execute
 from attnkit.launch.job.job import Job
+from attnkit.launch.job.request import Request, decide
 from attnkit.launch.processes import gpus as devices
 from attnkit.launch.processes.locks import holder, locked
 from attnkit.launch.processes.torchrun import VARIABLES
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
-from attnkit.launch.sweep.record import (
-    ERROR,
-    OUTPUT,
-    PRUNED,
-    Trial,
-    progress,
-    read_sweep,
-)
+from attnkit.launch.sweep.record import ERROR, OUTPUT, PRUNED, Trial, progress, read_sweep
 from attnkit.lightning.files import replacing
 
 
@@ -77,7 +69,9 @@ def run_trial(order: Order, number: int) -> None:
         values = " ".join(f"{k}={v}" for k, v in trial.values.items())
         print(f"\ntrial {number}  {values}", flush=True)
         try:
-            _set_aside_error(trial)
+            if progress(trial.folder) == "failed":  # error.txt becomes error_1.txt, …
+                kept = trial.folder / f"error_{len(trial.errors) + 1}.txt"
+                (trial.folder / ERROR).rename(kept)
             if not has_progress(trial.folder):
                 _clear(trial.folder)
             job = job_of(order, trial)
@@ -89,9 +83,7 @@ def run_trial(order: Order, number: int) -> None:
                 print((trial.folder / PRUNED).read_text("utf-8").strip(), flush=True)
                 return
             save_error(trial.folder, summary(error))
-            if os.environ.get(TRACEBACK) == "1":
-                traceback.print_exception(error)
-            print(f"attnkit: trial {number}: {summary(error)}", file=sys.stderr, flush=True)
+            fail(error, CRASHED, f"trial {number}: ")
 
 
 def job_of(order: Order, trial: Trial) -> Job:
@@ -117,16 +109,8 @@ def has_progress(folder: Path) -> bool:
 
 def save_error(folder: Path, text: str) -> None:
     """Mark a trial as failed."""
-    folders.create(folder, fresh=False)
     with replacing(folder / ERROR) as file:
         file.write(f"{text}\n".encode())
-
-
-def _set_aside_error(trial: Trial) -> None:
-    """error.txt of the attempt before becomes error_1.txt, …"""
-    error = trial.folder / ERROR
-    if error.is_file():
-        error.rename(error.with_name(f"error_{len(trial.errors) + 1}.txt"))
 
 
 def _clear(folder: Path) -> None:
@@ -175,11 +159,6 @@ def main(argv: list[str]) -> int:
     code = guarded(run)
     ignore_signals()
     return code
-
-
-def as_json(order: Order) -> str:
-    """The first argument of `main`."""
-    return json.dumps(asdict(order))
 
 
 if __name__ == "__main__":

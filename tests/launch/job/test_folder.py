@@ -9,8 +9,8 @@ import pytest
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job import folder as folders
-from attnkit.launch.job.decide import Request, decide
 from attnkit.launch.job.execute import execute
+from attnkit.launch.job.request import Request, decide
 from attnkit.lightning import UserError
 from attnkit.lightning.resume import checkpoints
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from attnkit.launch.config import schema
-from attnkit.launch.job import objects
+from attnkit.launch.job import trainer as trainers
 from attnkit.launch.job.kinds import KINDS, Kind
 from attnkit.lightning.build import build as building
 
@@ -97,7 +97,7 @@ def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kin
     """All at once; what is built and what the trainer is given is looked at as it passes by."""
     monkeypatch.chdir(trained)
     seen = []
-    call, trainer = building._call, objects.Trainer
+    call, trainer = building._call, trainers.Trainer
 
     def noting_call(arguments, *rest):
         seen.append({**arguments})
@@ -108,7 +108,7 @@ def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kin
         return trainer(**arguments)
 
     monkeypatch.setattr(building, "_call", noting_call)
-    monkeypatch.setattr(objects, "Trainer", noting_trainer)
+    monkeypatch.setattr(trainers, "Trainer", noting_trainer)
     from_checkpoint = "ckpt" in kind.needs
     keys = [k for k in CHANGED if k in kind.uses and k not in ALONE | {"compile"}]
     if from_checkpoint:
@@ -200,7 +200,6 @@ def test_a_kind_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "greeting_of_the_tests", raising=False)
     greet = Kind(
         "greet",
-        "says hello",
         frozenset({"module", "data", "trainer", "run_dir"}),
         work="greeting_of_the_tests.work",
     )

@@ -214,7 +214,7 @@ def test_a_check_says_so(hungry):
 def test_a_setting_that_is_none(hungry):
     done = hungry("trainer.oom_retry=perhaps")
     assert done.code == 2
-    assert "trainer.oom_retry: expected true or false, got 'perhaps'" in done.err
+    assert "trainer.oom_retry: expected bool, got 'perhaps'" in done.err
     assert not list(Path().iterdir())
 
 

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch_geometric.utils import add_remaining_self_loops
 
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job.decide import Request, decide
-from attnkit.launch.job.session import Session
+from attnkit.launch.job.one_run import Session
+from attnkit.launch.job.request import Request, decide
 from attnkit.launch.measure import stopwatch
 from attnkit.launch.measure.check import check
 from attnkit.tasks.node_classification import DigitsGraphData

@@ -255,11 +255,13 @@ def test_stray_variables_change_nothing(attnkit, unruly, monkeypatch):
     assert list(Path("run").glob("seed_*/run*.log")) == []
 
 
-@pytest.mark.parametrize("value", ["soon", "0", "true"])
-def test_a_timeout_is_a_time(attnkit, unruly, value):
+@pytest.mark.parametrize(
+    ("value", "expected"), [("soon", "int | float | None"), ("0", "more than 0"), ("true", "int")]
+)
+def test_a_timeout_is_a_time(attnkit, unruly, value, expected):
     done = attnkit(*unruly, "trainer=cpu", f"trainer.timeout_seconds={value}", "run_dir=run")
     assert done.code == 2
-    assert said(done)[0].startswith("attnkit: trainer.timeout_seconds: expected seconds above 0")
+    assert said(done)[0].startswith(f"attnkit: trainer.timeout_seconds: expected {expected}")
     assert not Path("run").exists()
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from attnkit.launch.processes.locks import is_locked
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
@@ -24,17 +26,15 @@ def epochs_of(folder: Path) -> list[int]:
 def srun(start, unused_job):
     """Simulated: two processes with the variables that srun sets, and how they end."""
 
-    def run(*argv: object, second: tuple[object, ...] = ()):
+    def run(*argv: object, second: tuple[object, ...] = (), late=lambda: True):
         shared = {
             "SLURM_JOB_ID": unused_job, "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "2",
             "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
             "SLURM_NODELIST": "127.0.0.1", "SLURM_STEP_ID": "0",
         }  # fmt: skip
-        ranks = [
-            start(*argv, *more, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **shared)
-            for rank, more in ((1, second), (0, ()))
-        ]
-        return [rank.done() for rank in reversed(ranks)]
+        first = start(*argv, SLURM_PROCID="0", SLURM_LOCALID="0", **shared).when(late)
+        other = start(*argv, *second, SLURM_PROCID="1", SLURM_LOCALID="1", **shared)
+        return first.done(), other.done()
 
     return run
 
@@ -63,6 +63,16 @@ def test_torchrun(start, unruly):
     assert results_of(Path("run"))["num_seeds"] == 2
     assert [epochs_of(Path(f"run/seed_{seed}")) for seed in (0, 1)] == [[0, 1], [0, 1]]
     assert start.left() == {}
+
+
+def test_a_rank_that_comes_late_finds_the_folder_held(srun, start, unruly):
+    """By the first rank of its own run, which is no reason to refuse."""
+    run = start(*unruly, "trainer=cpu", "trainer.max_epochs=1", "run_dir=run").done()
+    assert run.code == 0, run.out
+    more = (*unruly[:2], "resume=run", "trainer=cpu_ddp", "trainer.max_epochs=2")
+    first, second = srun(*more, late=lambda: is_locked(Path("run/.lock")))
+    assert (first.code, second.code) == (0, 0), first.out + second.out
+    assert epochs_of(Path("run")) == [0, 1]
 
 
 REFUSED = [

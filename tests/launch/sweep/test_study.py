@@ -109,7 +109,7 @@ def test_values_come_back_exactly(composer):
         ("hydra.sweeper.metric=test/loss", "the one needs the other"),
         ("hydra.sweeper.n_jobs=2", "hydra/launcher=basic runs one at a time"),
         ("hydra.sweeper.storage=nosuch://x/y", "Optuna can't use the storage nosuch://x/y"),
-        ("hydra.sweeper.storage=nowhere/x", "expected a file in a folder that exists"),
+        ("hydra.sweeper.storage=nowhere/x", "nowhere/x: [Errno 2] No such file or directory"),
         ("hydra.sweeper.n_trials=2,3", "expected one value"),
         ("module.widht=3", "did you mean width?"),
         ("callbacks.checkpoint.monitor=test/loss", "needs a metric of validation"),

@@ -209,7 +209,7 @@ def test_resume_and_retry(halted, attnkit, found, hers):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("run=retry", "run=retry: needs sweep=PATH"),
+        ("run=retry", "sweep: missing; give sweep=PATH"),
         ("run=retry sweep=nowhere", "sweep: no folder"),
         ("run=retry sweep=latest", "sweep=latest: no sweep under"),
         ("run=retry sweep=. model.depth=3", "model.depth=3: can't change in a run that goes on"),

@@ -6,6 +6,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from attnkit.launch.processes import gpus as devices
 from attnkit.launch.sweep import launchers
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.run_trials import order_of
-from attnkit.launch.sweep.trial import as_json
 from attnkit.lightning.resume import checkpoints
 
 QUICK = (
@@ -74,7 +74,7 @@ def test_ranks_of_a_trial_in_a_batch_job(found, unruly):
         "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1",
     }  # fmt: skip
     words = [sys.executable, "-m", "attnkit.launch.sweep.trial"]
-    order = as_json(order_of(composer, sweep, ()))
+    order = json.dumps(asdict(order_of(composer, sweep, ())))
     done = subprocess.run(
         [*words, order, "0"], env={**os.environ, **slurm}, capture_output=True, text=True
     )

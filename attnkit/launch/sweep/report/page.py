@@ -14,7 +14,7 @@ from typing import Any
 from attnkit.launch.command import command_line, key_of, setting
 from attnkit.launch.errors import CRASHED, summary
 from attnkit.launch.job import folder as folders
-from attnkit.launch.job.decide import Request
+from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, read_sweep, to_go_on
 from attnkit.launch.sweep.report import ranking
 from attnkit.launch.sweep.report.pictures import PICTURES
@@ -27,13 +27,10 @@ FILE = "report.md"
 
 def report(request: Request, launcher: object = None) -> int:
     """`run=report sweep=DIR`; returns the exit code."""
-    config = request.config
     for override in request.overrides:
         if key_of(override) not in ("run", "sweep"):
             raise UserError(f"{override}: not for run=report, which reads what lies in sweep=PATH")
-    if config.get("sweep") is None:
-        raise UserError("run=report: needs sweep=PATH, the folder of a sweep, or sweep=latest")
-    finish(find_sweep(str(config["sweep"]), "sweep"))
+    finish(find_sweep(request.config.get("sweep"), "sweep"))
     return 0
 
 
@@ -43,7 +40,8 @@ def finish(folder: Path) -> int:
     metric = Metric.of(saved_config(sweep))
     rows = ranking.ranked(sweep.trials, metric)
     figures = ranking.figures_of(rows, metric)
-    shared = [o for o in sweep.command if key_of(o) not in sweep.keys and not _is_place(o)]
+    others = (*sweep.keys, "run_dir")
+    shared = [o for o in sweep.command if key_of(o) not in others and o not in sweep.hydra]
     said = ranking.in_words(rows, shared)
     ranking.show(rows, figures)
     print(said)
@@ -138,10 +136,6 @@ def _say_what_is_left(sweep: Sweep) -> None:
     for state in ("running", "interrupted", "waiting"):
         if those := sweep.having(state):
             print(ranking.plain(f"{len(those)} {state}; to go on: {to_go_on(sweep)}"))
-
-
-def _is_place(override: str) -> bool:
-    return key_of(override) == "run_dir" or key_of(override).startswith("hydra")
 
 
 def _save(path: Path, text: str) -> None:

@@ -1,7 +1,5 @@
 """The trials of a sweep in one table, best first; those that differ only by seed are one row."""
 
-import csv
-import io
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +9,7 @@ from typing import Any
 
 from attnkit.launch.command import key_of
 from attnkit.launch.sweep.record import Trial
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import write_csv
 
 FILE = "table.csv"
 MARKDOWN = "table.md"
@@ -166,9 +164,8 @@ def save(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
     """
     keys = keys_of(rows)
     names = [name for figure in figures for name in (figure, *_spread_of(figure, rows))]
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["rank", "trial", *keys, "n", *names, "state", "folder", "error"])
+    header = ["rank", "trial", *keys, "n", *names, "state", "folder", "error"]
+    lines: list[list[Any]] = []
     for row in rows:
         rank = "" if row.rank is None else row.rank
         values = [row.values.get(key, "") for key in keys]
@@ -178,9 +175,8 @@ def save(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
         ]
         folder = str(row.trials[0].folder) if len(row.trials) == 1 else ""
         count = f"{row.results['num_seeds']:g}" if "num_seeds" in row.results else ""
-        writer.writerow([rank, row.numbers, *values, count, *numbers, row.state, folder, row.error])
-    with replacing(path) as file:
-        file.write(text.getvalue().encode())
+        lines.append([rank, row.numbers, *values, count, *numbers, row.state, folder, row.error])
+    write_csv(path, header, lines)
 
 
 def as_markdown(rows: Sequence[Row], figures: Sequence[str]) -> str:

@@ -6,21 +6,19 @@ the table are those of every sweep. Several processes may run one study, in one 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from hydra.core.override_parser.types import Override
 
 from attnkit.launch.command import command_line, key_of, permission
 from attnkit.launch.config.compose import Composer, quoted
 from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, is_sweeper, split, trial_folder
 from attnkit.launch.job import folder as folders
-from attnkit.launch.job.decide import Request
 from attnkit.launch.job.job import Job
+from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.launchers import BASIC, Launch
-from attnkit.launch.sweep.record import Sweep, add_trial, read_sweep, write_sweep
-from attnkit.launch.sweep.run_trials import check_trial, order_of, run_trials
+from attnkit.launch.sweep.record import Sweep, add_trial, read_sweep
+from attnkit.launch.sweep.run_trials import begin, check_trial, order_of, run_trials
 from attnkit.launch.sweep.study import space
 from attnkit.launch.sweep.study.settings import JOURNAL, PREFIX, Settings
 from attnkit.launch.sweep.trial import Order
@@ -60,33 +58,22 @@ def is_changeable(word: str) -> bool:
     return key_of(word) in _CHANGEABLE
 
 
-@dataclass
 class _Plan:
     """A command line taken apart: what its trials share, and what is searched."""
 
-    composer: Composer
-    settings: Settings
-    swept: list[Override]
-    fixed: list[str]
-    allow: list[str]
-    words: list[str]
-    space: dict[str, Any] = field(init=False)
-
-    @classmethod
-    def read(cls, composer: Composer, words: Sequence[str], rest: Sequence[str]) -> "_Plan":
-        settings = Settings.read(composer, words)
+    def __init__(self, composer: Composer, words: Sequence[str], rest: Sequence[str]) -> None:
+        self.composer, self.words = composer, list(words)
+        self.settings = Settings.read(composer, words)
         parsed = composer.parse(rest)
-        swept = [o for o in parsed if o.is_sweep_override()]
-        fixed = [o for o, p in zip(rest, parsed, strict=True) if p not in swept]
-        allow = [o for o in fixed if key_of(o) == "allow"]
-        fixed = [o for o in fixed if o not in allow]
-        if settings.metric is not None:  # so that table, checkpoint and study agree
-            mode = "min" if settings.direction == "minimize" else "max"
-            fixed += [f"{_CHECKPOINT}.monitor={settings.metric}", f"{_CHECKPOINT}.mode={mode}"]
-        return cls(composer, settings, swept, fixed, allow, list(words))
-
-    def __post_init__(self) -> None:
+        self.swept = [o for o in parsed if o.is_sweep_override()]
         self.space = space.distributions(self.swept)
+        fixed = [o for o, p in zip(rest, parsed, strict=True) if p not in self.swept]
+        self.allow = [o for o in fixed if key_of(o) == "allow"]
+        self.fixed = [o for o in fixed if o not in self.allow]
+        if self.settings.metric is not None:  # so that table, checkpoint and study agree
+            mode = "min" if self.settings.direction == "minimize" else "max"
+            self.fixed.append(f"{_CHECKPOINT}.monitor={self.settings.metric}")
+            self.fixed.append(f"{_CHECKPOINT}.mode={mode}")
 
     def overrides(self, params: dict[str, Any]) -> list[str]:
         """Of a trial."""
@@ -131,7 +118,7 @@ def start(
         place: `run_dir`, if it was given.
         words: Hydra's.
     """
-    plan = _Plan.read(composer, words, rest)
+    plan = _Plan(composer, words, rest)
     launch = _launch(composer, words, plan.settings)
     first = plan.overrides(space.corners(plan.space)[0])
     for word in words:
@@ -145,22 +132,11 @@ def start(
     root = request.folder(sweep=True)
     job = plan.check(root)
     if plan.settings.storage is not None:
-        storage = plan.settings.url(root)
-        open_storage(storage, make=True)  # what is wrong with it is said before there is a folder
-        words = [w for w in words if key_of(w) != f"{PREFIX}storage"]
-        words = [*words, _override("storage", storage)]
+        # what is wrong with it is said before there is a folder
+        open_storage(plan.settings.url(root), make=True)
     root = folders.create(root, fresh=request.config.get("run_dir") is None)
-    sweep = Sweep(
-        root,
-        (*rest, *place, *words),
-        tuple(o.key_or_group for o in plan.swept),
-        sweeper=NAME,
-        hydra=tuple(words),
-        config_dir=str(composer.config_dir) if composer.config_dir else None,
-        allow=tuple(plan.allow),
-        working_dir=str(Path.cwd()),
-    )
-    write_sweep(sweep)
+    keys = [o.key_or_group for o in plan.swept]
+    sweep = begin(composer, root, (*rest, *place), words, keys, sweeper=NAME)
     return _run(plan, launch, sweep, _open(plan, root, job), words)
 
 
@@ -184,7 +160,7 @@ def _again(
     """The study's command as it was typed, with what is permitted and changed by this one."""
     changes = [w for w in words if is_changeable(w)]
     rest = [o for o in split(sweep.command)[0] if key_of(o) not in ("allow", "run_dir")]
-    plan = _Plan.read(composer, [*sweep.hydra, *changes], [*rest, *allow])
+    plan = _Plan(composer, [*sweep.hydra, *changes], [*rest, *allow])
     # No file may have a storage made: one that is elsewhere has to be there, or typed.
     elsewhere = plan.settings.storage is not None and not any("storage" in w for w in changes)
     return plan, _open(plan, sweep.folder, plan.check(sweep.folder), make=not elsewhere)
@@ -192,7 +168,7 @@ def _again(
 
 def _launch(composer: Composer, words: Sequence[str], settings: Settings) -> Launch:
     launch = Launch.read(composer, words)
-    if settings.n_jobs > 1 and launch.name == BASIC:
+    if settings.n_jobs > 1 and launch.is_basic:
         raise UserError(
             f"{PREFIX}n_jobs={settings.n_jobs}: hydra/launcher={BASIC} runs one at a time\n"
             "  add hydra/launcher=joblib, or start further processes with -m resume=SWEEP_DIR"
@@ -217,7 +193,7 @@ def _run(plan: _Plan, launch: Launch, sweep: Sweep, store: "Store", words: Seque
     print(f"a study of {number} trials in {folder}", flush=True)
     if number < there:
         print(f"{PREFIX}n_trials={number}: it has {there} already; no further one is chosen")
-    order = order_of(plan.composer, sweep, plan.allow, study=_pruning(store))
+    order = order_of(plan.composer, sweep, plan.allow, study=_pruning(store, plan.words))
     tried: set[int] = set()
 
     def ask() -> list[int]:
@@ -254,7 +230,7 @@ def _next(plan: _Plan, store: "Store", order: Order, tried: set[int]) -> list[in
     return numbers
 
 
-def _pruning(store: "Store") -> tuple[str, ...]:
+def _pruning(store: "Store", words: Sequence[str]) -> tuple[str, ...]:
     """Overrides that give a trial the callback `Pruning`."""
     settings = store.settings
     if settings.pruner == "none":
@@ -270,16 +246,16 @@ def _pruning(store: "Store") -> tuple[str, ...]:
         "monitor": store.monitor,
         "pruner": settings.pruner,
     }
-    made = [f"++callbacks.pruning.{key}={quoted(value)}" for key, value in values.items()]
-    for key, value in (settings.pruner_options or {}).items():
-        made.append(f"++callbacks.pruning.options.{key}={_plain(value)}")
-    return tuple(made)
+    own = f"{PREFIX}pruner_options"
+    options = [w.lstrip("+").removeprefix(own) for w in words if key_of(w).startswith(own)]
+    return (
+        *(f"++callbacks.pruning.{key}={quoted(value)}" for key, value in values.items()),
+        *(f"++callbacks.pruning.options{option}" for option in options),
+    )
 
 
 def _show_best(plan: _Plan, store: "Store", folder: Path) -> None:
     """The best command line of the study, on screen and in a file."""
-    if others := store.elsewhere():
-        print(f"{others} of the study's trials are run by other sweeps")
     best = store.best()
     if best is None:
         return
@@ -292,13 +268,3 @@ def _show_best(plan: _Plan, store: "Store", folder: Path) -> None:
 
 def _checkpoint(config: dict[str, Any]) -> dict[str, Any]:
     return (config.get("callbacks") or {}).get("checkpoint") or {}
-
-
-def _override(name: str, value: str) -> str:
-    return f"{PREFIX}{name}={quoted(value)}"
-
-
-def _plain(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
-    return quoted(value) if isinstance(value, str) else repr(value)

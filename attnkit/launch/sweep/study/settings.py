@@ -9,12 +9,10 @@ from typing import Any, Literal
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import settings
-from attnkit.launch.config.signatures import signature_of
 from attnkit.launch.config.sources import Origins
 from attnkit.launch.config.validate import check_node
-from attnkit.lightning.callbacks.study import PRUNERS, is_url
+from attnkit.lightning.callbacks.study import PRUNERS
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import absolute
 
 NODE = "hydra.sweeper"
 PREFIX = f"{NODE}."
@@ -67,10 +65,7 @@ class Settings:
                 "hydra/sweeper=optuna: the package optuna is not installed\n"
                 "  pip install 'attnkit[optuna]'"
             )
-        signature = signature_of(f"{__name__}.Settings")
-        assert signature is not None
-        given = settings(composer, words, NODE, signature, "hydra/sweeper=optuna")
-        made = cls(**given)
+        made = cls(**settings(composer, words, NODE, cls, "hydra/sweeper=optuna"))
         made._check()
         return made
 
@@ -94,12 +89,6 @@ class Settings:
         ):
             node = {"_target_": target, **(options or {})}
             check_node(f"{PREFIX}{kind}_options", node, Origins())
-        storage = self.url(Path())
-        file = absolute(storage)
-        if not is_url(storage) and (file.is_dir() or not file.parent.is_dir()):
-            raise UserError(
-                f"{PREFIX}storage={storage}: expected a file in a folder that exists, or a URL"
-            )
 
     def url(self, folder: Path) -> str:
         """The storage of a sweep in this folder: an absolute path, or a URL."""

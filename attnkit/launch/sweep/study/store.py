@@ -148,13 +148,6 @@ class Store:
         except ValueError:
             return None
 
-    def elsewhere(self) -> int:
-        """How many trials of other sweeps have not ended."""
-        from optuna.trial import TrialState
-
-        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return sum(t.user_attrs.get(SWEEP, self.sweep) != self.sweep for t in running)
-
     # --- asking and telling, under the lock ---
 
     def ask(self, number: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnkit.launch.command import permission
+from attnkit.launch.command import dotted_key, permission
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer, task_config
 from attnkit.launch.config.permission import Consent, allowed_by
@@ -15,8 +15,7 @@ from attnkit.launch.config.sources import Origins, Source
 from attnkit.launch.config.validate import validate
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.job import Job
-from attnkit.launch.job.kinds import Kind, kind_of, users_of
-from attnkit.launch.processes.locks import holder, is_locked
+from attnkit.launch.job.kinds import KINDS, Kind, kind_of
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
@@ -75,12 +74,12 @@ class Request:
         allow = [o for o in self.overrides if o.lstrip("+").startswith("allow=")]
         return permission(self.composer.config_dir, allow)
 
-    def folder(self, *, sweep: bool = False) -> Path:
-        """The folder to write to; not made yet."""
-        missing = OmegaConf.is_missing(self.config, "task")
-        task = "task" if missing else Path(str(self.config["task"])).name
-        task = self.composer.job_name or task
-        return folders.plan({"task": task, "run_dir": self.config.get("run_dir")}, sweep=sweep)
+    def folder(self, task: str = "", *, sweep: bool = False) -> Path:
+        """The folder to write to, of another task or of that given; not made yet."""
+        if not task and not OmegaConf.is_missing(self.config, "task"):
+            task = Path(str(self.config["task"])).name
+        task = self.composer.job_name or task or "task"
+        return folders.plan(self.config.get("run_dir"), task, sweep=sweep)
 
     def on(self, saved: Path) -> "Request":
         """The same on top of the configuration of a saved run."""
@@ -93,9 +92,7 @@ class Request:
         for key, value in values.items():
             OmegaConf.update(config, key, value, force_add=True)
         plain = self.composer.plain(config, self.origins)
-        self.consent.check(
-            plain, self.origins
-        )  # first of all: nothing of what is refused is even read
+        self.consent.check(plain, self.origins)  # first: nothing that is refused is even read
         validate(plain, self.origins)
         return plain
 
@@ -129,14 +126,14 @@ def check_uses(request: Request) -> None:
         UserError: naming the override as it was typed.
     """
     kind, config = request.kind, request.config
-    for key in kind.needs:
-        if config.get(key) is None and key not in ("inspect", "export"):
-            raise UserError(f"run={kind.name}: needs {key}={_WANTED[key]}")
+    if "ckpt" in kind.needs and config.get("ckpt") is None:
+        raise UserError(f"run={kind.name}: needs ckpt=PATH, a checkpoint or a run folder")
     for typed in request.overrides:
-        key = key_of(typed)
-        top, _, inner = key.partition(".")
-        if not kind.reads(top) and top in schema_keys():
-            raise UserError(f"{typed}: does nothing in run={kind.name}{_instead(kind, top)}")
+        top, _, inner = dotted_key(typed).partition(".")
+        if top in _KEYS and not kind.reads(top):
+            users = ", ".join(name for name, other in KINDS.items() if top in other.uses)
+            only = f"; only in run={users}{_INSTEAD.get(top, '')}"
+            raise UserError(f"{typed}: does nothing in run={kind.name}{only}")
         if top == "trainer" and inner in kind.leaves:
             raise UserError(f"{typed}: does nothing in run={kind.name}, which does not train")
     if config.get("splits") is not None and config.get("seeds") != 1:
@@ -146,32 +143,12 @@ def check_uses(request: Request) -> None:
         raise UserError(f"images: no file or folder {absolute(str(images))}")
 
 
-_WANTED = {
-    "ckpt": "PATH, a checkpoint or a run folder",
-    "images": "PATH, a folder or a file",
-    "sweep": "PATH, the folder of a sweep, or sweep=latest",
-}
+# At the top of every configuration; of others validate() says that there are none.
+_KEYS = {field.name for field in fields(schema.Config)}
 _INSTEAD = {
-    "ckpt": "to train on: resume=RUN_DIR",
-    "sweep": "to go on with a sweep: -m resume=SWEEP_DIR",
+    "ckpt": "\n  to train on: resume=RUN_DIR",
+    "sweep": "\n  to go on with a sweep: -m resume=SWEEP_DIR",
 }
-
-
-def _instead(kind: Kind, key: str) -> str:
-    """Which kinds of run use a key, and what may have been meant."""
-    line = f"; only in run={', '.join(users_of(key))}" if users_of(key) else ""
-    return line + (f"\n  {_INSTEAD[key]}" if key in _INSTEAD else "")
-
-
-def schema_keys() -> set[str]:
-    """The keys at the top of every configuration; of others validate() says that there are none."""
-    return {field.name for field in fields(schema.Config)}
-
-
-def key_of(override: str) -> str:
-    """The key or group that an override sets, with dots."""
-    key = override.partition("=")[0].lstrip("+~").partition("@")[0]
-    return key.replace("/", ".")
 
 
 def _parts(top: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -215,7 +192,7 @@ def _job(
 
 def _callbacks(request: Request, config: Mapping[str, Any]) -> frozenset[str]:
     """Those whose settings were typed, or that a typed choice of the group adds."""
-    keys = [key_of(override).split(".") for override in request.overrides]
+    keys = [dotted_key(override).split(".") for override in request.overrides]
     names = {key[1] for key in keys if key[0] == "callbacks" and len(key) > 1}
     if ["callbacks"] in keys:
         usual = request.composer.compose([f"task={config['task']}"])
@@ -223,12 +200,12 @@ def _callbacks(request: Request, config: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _check_parts_of(kind: Kind, request: Request) -> None:
+def _check_parts_of(request: Request) -> None:
     """What the task must say of this kind of run: what reads images, inspects or exports.
 
     Without `predict`, the data itself is predicted.
     """
-    config = request.config
+    config, kind = request.config, request.kind
     if "inspect" in kind.needs and not config.get("inspect"):
         raise UserError(
             f"run=inspect: the task {config['task']} has nothing to inspect; run=predict"
@@ -239,7 +216,7 @@ def _check_parts_of(kind: Kind, request: Request) -> None:
         return
     images = config.get("images")
     for typed in request.overrides if config.get("predict") is not None else ():
-        if key_of(typed).partition(".")[0] == "data":
+        if dotted_key(typed).partition(".")[0] == "data":
             raise UserError(
                 f"{typed}: does nothing in run={kind.name}, which reads images=…\n"
                 "  of those: predict.batch_size, predict.num_workers, …"
@@ -261,9 +238,7 @@ def _evaluation(request: Request) -> Job:
         config = given.copy()
     else:
         saved = folders.load_config(home)
-        folder = folders.plan(
-            {"task": request.composer.job_name or saved["task"], "run_dir": given.get("run_dir")}
-        )
+        folder = request.folder(str(saved["task"]))
         saved = {**folders.relocate(saved, home, folder), **CONTROLS}
         # A quick look at training is no reason to test or predict on a part of the images.
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
@@ -272,7 +247,7 @@ def _evaluation(request: Request) -> Job:
         config = request.composer.overlay(saved, request.overrides)
         request = request.on(home)
     request = replace(request, config=config)
-    _check_parts_of(request.kind, request)
+    _check_parts_of(request)
     top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
     if "export" in request.kind.needs and isinstance(top["export"].get("folder"), str):
         folders.check_writable(absolute(top["export"]["folder"]), "export.folder")
@@ -283,7 +258,7 @@ def _evaluation(request: Request) -> Job:
 def _check_alone(request: Request, ckpt: Path) -> None:
     """A checkpoint without its run folder is built as it was saved, whatever one asks for."""
     for typed in request.overrides:
-        part = key_of(typed).partition(".")[0]
+        part = dotted_key(typed).partition(".")[0]
         if part in ("module", "model", *schema.MODEL_PARTS):
             raise UserError(
                 f"{typed}: can't change what {ckpt.name} holds\n"
@@ -301,15 +276,15 @@ def _resumed(request: Request) -> Job:
         if typed := request.typed(key):
             raise UserError(f"{typed}: not together with resume, which goes on in its folder")
     folder = folders.to_resume(str(request.config["resume"]))
-    if is_locked(folder / folders.LOCK):
-        raise UserError(f"resume: {folder} is in use by {holder(folder / folders.LOCK)}")
     saved = folders.load_config(folder)
     request = request.on(folder)
     if saved.get("run") != "train":
         raise UserError(f"resume: {folder} was a run={saved.get('run')}; nothing to go on with")
     if (typed := request.typed("task")) and request.config["task"] != saved["task"]:
         raise UserError(f"{typed}: the run in {folder} is of task {saved['task']}")
-    changes = [o for o in request.overrides if key_of(o) not in ("resume", "run", "task", "allow")]
+    changes = [
+        o for o in request.overrides if dotted_key(o) not in ("resume", "run", "task", "allow")
+    ]
     check_resumable(changes)
     top = _overlaid(request, saved, changes)
     parts = [folders.load_config(folder / name) for name in _parts(top)]
@@ -320,7 +295,7 @@ def _resumed(request: Request) -> Job:
 def check_resumable(changes: Sequence[str]) -> None:
     """Refuse what may not change in a run that goes on."""
     for change in changes:
-        if not f"{key_of(change)}.".startswith(schema.RESUMABLE):
+        if not f"{dotted_key(change)}.".startswith(schema.RESUMABLE):
             raise UserError(
                 f"{change}: can't change in a run that goes on\n"
                 f"  may change: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"

@@ -1,0 +1,251 @@
+"""One run from its configuration: its data and module, where it goes on from, what it leaves."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import signal
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from attnkit.launch.config import schema
+from attnkit.launch.job import folder as folders
+from attnkit.launch.job.kinds import kind_of, named
+from attnkit.launch.job.trainer import make_trainer
+from attnkit.lightning.build.build import build
+from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.loggers.wandb import WandbRun
+from attnkit.lightning.modules.module import TaskModule, untrained
+from attnkit.lightning.resume import checkpoints
+
+
+class Session:
+    """A run in this process. `run` does the work of its kind, which builds the objects here.
+
+    Args:
+        config: resolved. Nulls of `model` and `module` that the data decides are filled in.
+        alone: the checkpoint to test or predict with is all there is; `config` knows no sizes.
+        callbacks: names of those that were asked for on the command line.
+        begin: what `begin` is to do, with this session.
+    """
+
+    data: LightningDataModule
+    module: LightningModule
+    trainer: Trainer
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        *,
+        alone: bool = False,
+        callbacks: Collection[str] = (),
+        begin: Callable[[Session], bool] = lambda session: True,
+    ) -> None:
+        self.config = config
+        self.kind = kind_of(config["run"])
+        self.folder = Path(config["run_dir"])
+        self.alone = alone
+        self.ended_by = ""
+        self._asked = callbacks
+        self.begin = partial(begin, self)
+        """To be called when all is built and nothing is written yet; whether this process does the
+        rest, which is not so where others do the work."""
+        self._started = time.perf_counter()
+        self._seed()
+        self.start: Path | None = None
+        self.broken: list[checkpoints.CheckpointError] = []
+        """What is wrong with checkpoints newer than that to start from."""
+        if self.kind.trains:
+            self.start, self.broken = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
+        if self.broken and self.start is None:
+            raise self.broken[0]
+        if config["ckpt"] is not None:
+            checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
+
+    # --- building ---
+
+    def make_data(self) -> LightningDataModule:
+        """The data; what it knows of itself (image_size, …) goes to nulls of the module."""
+        self.data = self._new_data()
+        nodes = [self.config.get(key) or {} for key in schema.FILLED]
+        describe = getattr(self.data, "describe", None)
+        if describe and not self.alone and any(v is None for n in nodes for v in n.values()):
+            self.data.prepare_data()
+            self.data.setup("fit")
+            facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
+            for node in nodes:
+                node.update({k: facts[k] for k, v in node.items() if v is None and k in facts})
+        return self.data
+
+    def make_predict_data(self, module: LightningModule) -> LightningDataModule:
+        """That of `predict`, whose nulls are what the trained module says of itself; or `data`."""
+        node = self.config["predict"]
+        if node is not None:
+            facts = {k: getattr(module, k, None) for k, v in node.items() if v is None}
+            images = self.config["images"]
+            self.data = build({**node, **facts}, at="predict", images=images)
+            return self.data
+        self.data = self._new_data()
+        if type(self.data).predict_dataloader is LightningDataModule.predict_dataloader:
+            target = self.config["data"]["_target_"]
+            raise UserError(f"run=predict: {target} has no predict_dataloader")
+        return self.data
+
+    def _new_data(self) -> LightningDataModule:
+        data = build(self.config["data"], at="data")
+        if not isinstance(data, LightningDataModule):
+            raise UserError(f"data: {self.config['data']['_target_']} is no LightningDataModule")
+        return data
+
+    def make_module(self) -> LightningModule:
+        """The module; its first weights depend on the seed only, not on what the data has drawn."""
+        self._seed()
+        self.module = self._loaded_module() if self.alone else self._new_module()
+        mode = self.config["compile"]
+        if mode and "compile" in self.kind.uses:  # in place, so that names in checkpoints stay
+            model = getattr(self.module, "model", None)
+            target = model if isinstance(model, nn.Module) else self.module
+            target.compile(mode="default" if mode is True else mode)
+        return self.module
+
+    def make_trainer(self) -> Trainer:
+        """The trainer, with the callbacks and loggers that take part."""
+        self.trainer = make_trainer(self.config, self.kind, self._asked)
+        return self.trainer
+
+    def _new_module(self) -> LightningModule:
+        """With those of model, optimizer and scheduler that the configuration has."""
+        node = self.config["module"]
+        make = build({**node, "_partial_": True}, at="module")
+        parts = {key: self.config[key] for key in schema.PARTS if self.config.get(key)}
+        if "model" in parts:
+            inner = {key: self.config[key] for key in schema.MODEL_PARTS if self.config.get(key)}
+            parts["model"] = {**parts["model"], **inner}
+            if self.start or self.config["ckpt"]:  # whose weights come next
+                parts["model"] = untrained(parts["model"])
+        # attnkit's modules build their parts themselves, so that a checkpoint knows how; others get
+        # objects.
+        if not (isinstance(make.func, type) and issubclass(make.func, TaskModule)):
+            parts = {
+                key: build(part if key == "model" else {**part, "_partial_": True}, at=key)
+                for key, part in parts.items()
+            }
+        try:
+            module = make(**parts)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"module: {node['_target_']}: {first_line(error)}") from error
+        if not isinstance(module, LightningModule):
+            raise UserError(f"module: {node['_target_']} is no LightningModule")
+        return module
+
+    def _loaded_module(self) -> LightningModule:
+        """What the checkpoint holds, built as it was saved."""
+        ckpt, target = self.config["ckpt"], self.config["module"]["_target_"]
+        cls = build({"_target_": target, "_partial_": True}, at="module").func
+        parameters = inspect.signature(cls).parameters
+        held = checkpoints.load(ckpt, mmap=True).get("hyper_parameters", {})
+        unknown = [name for name in held if name not in parameters]
+        if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            task = self.config["task"]
+            raise UserError(
+                f"ckpt: {ckpt} is no checkpoint of task={task}: {cls.__name__} has no "
+                f"{unknown[0]}\n"
+                "  give the task it was trained with, task=…; in its run folder it needs none"
+            )
+        load = partial(cls.load_from_checkpoint, ckpt, map_location="cpu", weights_only=True)
+        return loaded(load, ckpt, (AttributeError, LookupError, TypeError, ValueError))
+
+    # --- what is known then ---
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.module.parameters())
+
+    @property
+    def ckpt(self) -> str | None:
+        """The checkpoint whose weights the module does not have yet."""
+        return None if self.alone else self.config["ckpt"]
+
+    def loaded(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        """Call a function of the trainer that loads the checkpoint; only plain data is read."""
+        call = partial(function, self.module, datamodule=self.data, weights_only=True, **arguments)
+        wrong = () if self.kind.trains else (KeyError,)
+        return loaded(call, arguments.get("ckpt_path"), wrong)
+
+    # --- running ---
+
+    def run(self) -> None:
+        """Do the work; its figures go to results.json, and that it is done to state.json."""
+        done = False
+        try:
+            figures = self._work()
+            done = True
+        finally:
+            for logger in (getattr(self, "trainer", None) and self.trainer.loggers) or ():
+                if isinstance(logger, WandbRun):
+                    logger.close(failed=not done)
+        if figures is None or not self.trainer.is_global_zero:
+            return
+        figures["seconds"] = round(self._seconds_before() + time.perf_counter() - self._started, 2)
+        before = folders.load_results(self.folder)
+        folders.save_results(self.folder, {**before, **figures, "num_seeds": 1})
+        progress = {k: figures[k] for k in ("epochs", "steps") if k in figures}
+        folders.save_state(self.folder, folders.DONE, ended_by=self.ended_by, **progress)
+
+    def _work(self) -> dict[str, float] | None:
+        try:
+            return named(self.kind.work)(self)
+        except SystemExit:
+            if self.trainer.interrupted:  # Lightning's way to answer Ctrl-C
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                raise KeyboardInterrupt from None
+            raise
+        except MisconfigurationException as error:
+            raise UserError(f"trainer: {first_line(error)}") from error
+        except RuntimeError as error:
+            if not str(error).startswith("Early stopping conditioned on metric"):
+                raise
+            raise UserError(f"callbacks: {first_line(error)}") from error
+
+    def metrics(self) -> dict[str, float]:
+        """The finite ones that were logged last."""
+        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        return {name: value for name, value in logged.items() if math.isfinite(value)}
+
+    def _seed(self) -> None:
+        lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
+
+    def _seconds_before(self) -> float:
+        """What the run had taken until the checkpoint it goes on from."""
+        if self.start is None:
+            return 0.0
+        states = checkpoints.load(self.start, mmap=True).get("callbacks", {})
+        return float(states.get("ResultsFile", {}).get("seconds", 0.0))
+
+
+def loaded(
+    load: Callable[[], Any], ckpt: object, wrong: tuple[type[Exception], ...] = (KeyError,)
+) -> Any:
+    """Call what loads a checkpoint; that it does not fit is a `UserError`.
+
+    Args:
+        wrong: what else it raises at a checkpoint of another kind.
+    """
+    try:
+        return load()
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
+        raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
+    except wrong as error:
+        problem = first_line(error, named=True)
+        raise UserError(f"ckpt: {ckpt} is no checkpoint of this task: {problem}") from error

@@ -1,0 +1,105 @@
+"""The trainer of a run from its configuration, with the callbacks and loggers that take part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
+from lightning.pytorch.loggers import Logger
+
+from attnkit.launch.job.kinds import Kind
+from attnkit.launch.signals import raise_received
+from attnkit.lightning._private import replace_signal_handling, set_timeout
+from attnkit.lightning.build.build import build
+from attnkit.lightning.errors import UserError, first_line
+
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+_HOOKS = {
+    "fit": (
+        *("on_fit_", "on_train_", "on_validation_", "on_sanity_", "on_before_"),
+        *("on_after_backward", "on_save_checkpoint", "on_test_"),  # a training ends with a test
+    ),
+    "test": ("on_test_",),
+    "predict": ("on_predict_", "write_on_"),
+}
+
+
+def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] = ()) -> Trainer:
+    """What `trainer`, `callbacks` and `logger` describe, as far as this kind of run uses them.
+
+    Args:
+        asked: names of callbacks that were asked for on the command line; one that takes no part in
+            this kind of run is refused.
+
+    Raises:
+        UserError: one of them is wrong.
+    """
+    if "trainer" not in kind.uses:
+        return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    arguments = dict(config.get("trainer") or {})
+    arguments.pop("oom_retry", None)
+    timeout = arguments.pop("timeout_seconds", None)
+    limit = arguments.pop("limit_batches", None)
+    if limit is not None:
+        arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
+    named = _built(Callback, "callbacks", config.get("callbacks"))
+    idle = [name for name, callback in named.items() if not takes_part(type(callback), kind.stage)]
+    for name in (name for name in idle if name in asked):
+        target = config["callbacks"][name]["_target_"]
+        reason = f": it has no hook of {kind.stage}" if kind.stage else ""
+        raise UserError(f"callbacks.{name}: {target} does nothing in run={kind.name}{reason}")
+    callbacks = [callback for name, callback in named.items() if name not in idle]
+    if "inspect" in kind.uses:
+        callbacks += _built(Callback, "", {"inspect": config["inspect"]}).values()
+    loggers = _built(Logger, "logger", config["logger"] if "logger" in kind.uses else {})
+    try:
+        trainer = Trainer(
+            **arguments,
+            callbacks=callbacks,
+            logger=list(loggers.values()) or False,
+            precision=config["precision"],
+            default_root_dir=str(Path(config["run_dir"])),
+            enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
+            enable_progress_bar="progress" in named and "progress" not in idle,
+        )
+    except Exception as error:  # Lightning's of all kinds, all about these arguments
+        raise UserError(f"trainer: {first_line(error)}") from error
+    if timeout is not None:
+        set_timeout(trainer, timedelta(seconds=timeout))
+    # Lightning's answer to SIGTERM is a broadcast inside the handler and exit code 0; ours
+    # are the callback SaveOnSignal in fit, and launch/signals.py.
+    replace_signal_handling(trainer, raise_received)
+    return trainer
+
+
+def takes_part(callback: type[Callback], stage: str) -> bool:
+    """Whether a callback does anything in a stage, by the hooks that it and its bases write.
+
+    One without a hook of any stage (it has `setup`, say), and one that reads checkpoints, takes
+    part in all. Where there is no stage, as in a benchmark, only averages of weights do.
+    """
+    if not stage:
+        return issubclass(callback, WeightAveraging)
+    written = {name for cls in callback.__mro__ if cls not in _PLAIN for name in vars(cls)}
+    if "on_load_checkpoint" in written or any(n.startswith(_HOOKS[stage]) for n in written):
+        return True
+    return not any(n.startswith(hooks) for hooks in _HOOKS.values() for n in written)
+
+
+_PLAIN = (Callback, *Callback.__mro__)
+
+
+def _built(kind: type, at: str, nodes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The objects of a collection, each of the kind that belongs there."""
+    built = {}
+    for name, node in (nodes or {}).items():
+        if node:
+            key = f"{at}.{name}".lstrip(".")
+            built[name] = build(node, at=key)
+            if not isinstance(built[name], kind):
+                raise UserError(f"{key}: {node['_target_']} is no {kind.__name__}")
+    return built
