@@ -1,8 +1,8 @@
 """Any function of attention's inputs, a block of batch items and query rows at a time.
 
-Forward and backward hold the inputs, the output, their gradients and one block: the backward calls
-the function again for each block (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016),
-with the same random numbers.
+Forward and backward hold the inputs, the output, their gradients and one block: the backward
+calls the function again for each block (Chen et al., Training Deep Nets with Sublinear Memory Cost,
+2016), with the same random numbers.
 """
 
 from __future__ import annotations
