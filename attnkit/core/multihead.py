@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import choice, share
 from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.inputs import Normalizer
@@ -19,7 +20,7 @@ from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.core.weights import Indices, attention_weights
 
-Gate = Literal["elementwise", "head"]
+OutputGate = Literal["elementwise", "head"]
 
 Positions = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Where tokens are, told to queries and keys: (query, key) -> (query, key), as rotary does."""
@@ -91,7 +92,7 @@ class MultiHeadAttention(Projections):
         norm_eps: float | None = None,
         score: str | Score | nn.Module = "scaled_dot",
         normalizer: str | Normalizer | nn.Module = "softmax",
-        gate: Gate | None = None,
+        gate: OutputGate | None = None,
         dropout_p: float = 0.0,
         backend: str = "auto",
     ) -> None:
@@ -107,10 +108,8 @@ class MultiHeadAttention(Projections):
             qk_norm=qk_norm,
             norm_eps=norm_eps,
         )
-        if not 0.0 <= dropout_p < 1.0:
-            raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
-        if gate not in (*get_args(Gate), None):
-            raise ValueError(f"gate: expected 'elementwise', 'head' or None, got {gate!r}")
+        share(dropout_p=dropout_p)
+        choice((*get_args(OutputGate), None), gate=gate)
         named_backend(backend)
         self.dropout_p = dropout_p
         self.backend = backend
@@ -230,7 +229,7 @@ class MultiHeadAttention(Projections):
         *,
         is_new: bool,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        """Query, key and value as heads, and score and normaliser of the moment."""
+        """Query, key and value as heads, and current score and normalizer."""
         if key is None and value is not None:
             raise ValueError("value: given without key")
         if cache is not None and key is not None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
+from attnkit.core.arguments import at_least
+
 
 class ResNet(nn.Module):
     """The residual network for CIFAR of He et al. 2016 (section 4.2), of torchvision's blocks.
@@ -38,10 +40,7 @@ class ResNet(nn.Module):
         widths: Sequence[int] = (16, 32, 64),
     ) -> None:
         super().__init__()
-        sizes = {"in_channels": in_channels, "num_classes": num_classes, "num_blocks": num_blocks}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+        at_least(1, in_channels=in_channels, num_classes=num_classes, num_blocks=num_blocks)
         if not widths or min(widths) < 1:
             raise ValueError(f"widths: expected positive channels of each stage, got {widths}")
         self.stem = nn.Sequential(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least
 from attnkit.layers.gates.gate import Gate, hidden_width
 
 
@@ -18,25 +19,20 @@ class BAM(Gate):
     and f₂ dilated 3 × 3 ones with zeros outside. Feature maps `[batch, channels, height, width]` in
     and out, gate map `[batch, channels, height, width]`.
 
-    Park et al. 2018 (BAM), as its formulas say: the branches are added and each ends in a batch
-    normalisation. The authors' code multiplies them, and normalises hidden layers instead; the
+    Park et al. 2018 (BAM), by its formulas: the branches are added and each ends in a batch
+    normalization. The authors' code multiplies them and normalizes hidden layers instead; the
     ReLUs, which the formulas leave out, are the code's.
 
-    Items of a batch see each other in training, by the batch normalisation, for which a batch of
-    one is too few in C: torch then raises "Expected more than 1 value per channel".
+    Items of a batch see each other in training, by the batch normalization. In C a batch of one is
+    too small for it: torch then raises "Expected more than 1 value per channel".
 
     Cost of an item, h the hidden channels: 2·channels·h + (channels·h + 18·h² + h)·height·width
     multiply-adds, beside pooling and scaling; 3·channels·h + 18·h² + 5·h + 2·channels + 2
     parameters.
 
     Args:
-        channels: of the map.
-        reduction: channels over hidden channels; a remainder is dropped, at least one is left.
-        hidden_channels: exactly so many, whatever the reduction.
+        channels, reduction, hidden_channels: as in `SqueezeExcitation`.
         dilation: of the 3 × 3 convolutions, in pixels.
-
-    Raises:
-        ValueError: sizes that are not positive; else as `Gate`.
     """
 
     def __init__(
@@ -48,8 +44,7 @@ class BAM(Gate):
         dilation: int = 4,
     ) -> None:
         super().__init__(channels)
-        if dilation < 1:
-            raise ValueError(f"dilation: expected at least 1, got {dilation}")
+        at_least(1, dilation=dilation)
         hidden = hidden_width(channels, reduction, hidden_channels)
         # no bias where a norm, which has its own, follows
         self.channel = nn.Sequential(

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import choice, odd
 from attnkit.layers.gates.gate import Gate, hidden_width
 from attnkit.layers.maps.combined import Combined
 
@@ -27,13 +28,8 @@ class CBAMChannelGate(Gate):
     2·channels·h parameters, with biases h + channels more.
 
     Args:
-        channels: of the map.
-        reduction: channels over hidden channels; a remainder is dropped, at least one is left.
-        hidden_channels: exactly so many, whatever the reduction.
+        channels, reduction, hidden_channels: as in `SqueezeExcitation`.
         bias: whether the MLP has biases.
-
-    Raises:
-        ValueError: as `Gate`.
     """
 
     def __init__(
@@ -65,7 +61,7 @@ class CBAMSpatialGate(Gate):
     with ∗ a convolution over the two maps, k × k, zeros outside. Feature maps
     `[batch, channels, height, width]` in and out, gate map `[batch, 1, height, width]`.
 
-    Woo et al. 2018 (CBAM). Batch normalisation is in the authors' code (with a momentum of 0.01;
+    Woo et al. 2018 (CBAM). Batch normalization is in the authors' code (with a momentum of 0.01;
     here torch's 0.1) and in timm's `SpatialAttn`, which this is equal to, but not in the paper's
     formula, which is `batch_norm=False`. With it, items of a batch see each other in training, and
     a batch of one pixel in all cannot be trained on.
@@ -77,17 +73,13 @@ class CBAMSpatialGate(Gate):
         channels: of the map; None: any number, since no parameter depends on it.
         kernel_size: k, odd.
         batch_norm: whether there is a norm; without it the convolution has a bias.
-
-    Raises:
-        ValueError: an even `kernel_size`; else as `Gate`.
     """
 
     def __init__(
         self, channels: int | None = None, *, kernel_size: int = 7, batch_norm: bool = True
     ) -> None:
         super().__init__(channels)
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size: expected an odd number, got {kernel_size}")
+        odd(kernel_size=kernel_size)
         self.conv = nn.Conv2d(2, 1, kernel_size, padding=kernel_size // 2, bias=not batch_norm)
         self.norm = nn.BatchNorm2d(1) if batch_norm else nn.Identity()
 
@@ -111,15 +103,12 @@ class CBAM(Combined):
     Cost of an item, h the hidden channels, k the kernel's size: 4·channels·h +
     2·k²·height·width multiply-adds, beside pooling and scaling; at the defaults 2·channels·h +
     2·k² + 2 parameters. Items of a batch see each other in training, by the spatial gate's batch
-    normalisation.
+    normalization.
 
     Args:
         channels, reduction, hidden_channels, bias: as in `CBAMChannelGate`.
         kernel_size, batch_norm: as in `CBAMSpatialGate`.
         order: which comes first.
-
-    Raises:
-        ValueError: another order; else as the gates.
     """
 
     def __init__(
@@ -133,8 +122,7 @@ class CBAM(Combined):
         batch_norm: bool = True,
         order: Literal["channel_first", "spatial_first"] = "channel_first",
     ) -> None:
-        if order not in ("channel_first", "spatial_first"):
-            raise ValueError(f"order: expected channel_first or spatial_first, got {order!r}")
+        choice(("channel_first", "spatial_first"), order=order)
         channel = CBAMChannelGate(
             channels, reduction=reduction, hidden_channels=hidden_channels, bias=bias
         )

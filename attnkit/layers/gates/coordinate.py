@@ -22,21 +22,16 @@ class CoordinateAttention(Gate):
     code. Equal to timm's `CoordAttn` without its skip connection, given the same hidden channels;
     timm has no biases unless told.
 
-    Items of a batch see each other in training, by the batch normalisation over all rows and
-    columns.
+    Items of a batch see each other in training, by the batch normalization over rows and columns.
 
     Cost of an item, h the hidden channels: 2·(height + width)·channels·h multiply-adds, beside
     pooling and scaling; 3·channels·h + 3·h + 2·channels parameters, without biases
     3·channels·h + 2·h.
 
     Args:
-        channels: of the map.
-        reduction: channels over hidden channels; a remainder is dropped, at least 8 are left.
-        hidden_channels: exactly so many, whatever the reduction.
+        channels, hidden_channels: as in `SqueezeExcitation`.
+        reduction: channels over hidden channels, rounded down, at least 8.
         bias: whether the convolutions add a bias.
-
-    Raises:
-        ValueError: as `Gate`.
     """
 
     def __init__(
@@ -48,7 +43,7 @@ class CoordinateAttention(Gate):
         bias: bool = True,
     ) -> None:
         super().__init__(channels)
-        hidden = hidden_width(channels, reduction, hidden_channels, at_least=8)
+        hidden = hidden_width(channels, reduction, hidden_channels, least=8)
         self.reduce = nn.Conv2d(channels, hidden, 1, bias=bias)
         self.norm = nn.BatchNorm2d(hidden)
         self.expand_rows = nn.Conv2d(hidden, channels, 1, bias=bias)

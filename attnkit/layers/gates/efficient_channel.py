@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor, nn
 
+from attnkit.core.arguments import odd
 from attnkit.layers.gates.gate import Gate
 
 
@@ -27,9 +28,6 @@ class EfficientChannelAttention(Gate):
     Args:
         channels: of the map; None: any number, and then `kernel_size` is needed.
         kernel_size: k, odd; None: the adaptive width.
-
-    Raises:
-        ValueError: an even or no width; else as `Gate`.
     """
 
     def __init__(self, channels: int | None, *, kernel_size: int | None = None) -> None:
@@ -38,8 +36,7 @@ class EfficientChannelAttention(Gate):
             if channels is None:
                 raise ValueError("kernel_size: expected a number where channels is None, got None")
             kernel_size = max(3, int((math.log2(channels) + 1) / 2) | 1)
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size: expected an odd number, got {kernel_size}")
+        odd(kernel_size=kernel_size)
         self.conv = nn.Conv1d(1, 1, kernel_size, padding=kernel_size // 2, bias=False)
 
     def gate(self, x: Tensor) -> Tensor:

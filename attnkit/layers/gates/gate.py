@@ -8,7 +8,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least
 from attnkit.core.kernels.record import module_name
+from attnkit.layers.maps.residual import check_features
 
 
 class Gate(nn.Module):
@@ -18,7 +20,7 @@ class Gate(nn.Module):
 
     Feature maps `[batch, channels, height, width]` of any size in and out; a gate of your own is a
     subclass that defines `gate`. Items of a batch do not see each other, except where a gate says
-    that it has batch normalisation, and then in training only.
+    that it has batch normalization, and then in training only.
 
     The map of an untrained gate is about ½ everywhere (¼ of `CoordinateAttention`), so that one put
     into a trained network weakens its features at first.
@@ -27,13 +29,13 @@ class Gate(nn.Module):
         channels: of the map; None: any number, in gates whose parameters do not depend on it.
 
     Raises:
-        ValueError: sizes that are not positive; a map of another shape, or without a pixel.
+        ValueError: sizes that are not positive, a kernel size that is not odd, an unknown choice; a
+            map of another shape, or without a pixel.
     """
 
     def __init__(self, channels: int | None) -> None:
         super().__init__()
-        if channels is not None and channels < 1:
-            raise ValueError(f"channels: expected at least 1, got {channels}")
+        at_least(1, channels=channels)
         self.channels = channels
 
     def gate(self, x: Tensor) -> Tensor:
@@ -41,22 +43,14 @@ class Gate(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim != 4 or x.shape[1] != (self.channels or x.shape[1]) or 0 in x.shape[1:]:
-            raise ValueError(
-                f"x: expected [batch, {self.channels or 'channels'}, height, width] with at least "
-                f"one pixel, got {list(x.shape)}"
-            )
+        check_features(x, self.channels, "x")
         return x * self.gate(x)
 
 
-def hidden_width(
-    channels: int, reduction: int, hidden_channels: int | None, at_least: int = 1
-) -> int:
-    """Channels of a bottleneck: those asked for, else channels // reduction, not below a bound."""
-    for name, value in (("reduction", reduction), ("hidden_channels", hidden_channels)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-    return hidden_channels or max(at_least, channels // reduction)
+def hidden_width(channels: int, reduction: int, hidden_channels: int | None, least: int = 1) -> int:
+    """Channels of a bottleneck: `hidden_channels`, or channels // reduction, at least `least`."""
+    at_least(1, reduction=reduction, hidden_channels=hidden_channels)
+    return hidden_channels or max(least, channels // reduction)
 
 
 @contextmanager
@@ -80,7 +74,7 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     Raises:
         ValueError: the model has no gate.
     """
-    # looked up in the class: in many networks of others `gate` is a child, such as a sigmoid
+    # of the class: in other people's networks an attribute `gate` often is a child module
     gates = {
         module_name(name): module
         for name, module in model.named_modules()

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from attnkit.core.arguments import choice
 from attnkit.layers.gates.gate import Gate, hidden_width
 from attnkit.layers.maps.combined import Combined
 
@@ -21,19 +22,16 @@ class SqueezeExcitation(Gate):
     Hu et al. 2018 (Squeeze-and-Excitation Networks), whose formula has no biases and whose code
     has. Equal to torchvision's `ops.SqueezeExcitation` and to timm's `SEModule` at their default
     activations, given the same hidden channels: timm's default rounds them to a multiple of 8,
-    at least 8; here they are channels // reduction, at least 1.
+    at least 8.
 
     Cost of an item, h the hidden channels: 2·channels·h multiply-adds, beside pooling and scaling;
     2·channels·h + h + channels parameters.
 
     Args:
         channels: of the map.
-        reduction: channels over hidden channels; a remainder is dropped.
-        hidden_channels: exactly so many, whatever the reduction.
+        reduction: channels over hidden channels, rounded down, at least 1.
+        hidden_channels: their number, whatever the reduction.
         bias: whether W₁ and W₂ add a bias.
-
-    Raises:
-        ValueError: as `Gate`.
     """
 
     def __init__(
@@ -68,9 +66,6 @@ class SpatialExcitation(Gate):
     Args:
         channels: of the map.
         bias: whether there is a b.
-
-    Raises:
-        ValueError: as `Gate`.
     """
 
     def __init__(self, channels: int, *, bias: bool = True) -> None:
@@ -90,22 +85,18 @@ class SCSE(Combined):
     `[batch, channels, height, width]` in and out; the gates are the children `channel` and
     `spatial`.
 
-    Roy et al. 2018 (Concurrent Spatial and Channel Squeeze & Excitation, MICCAI), where the two are
-    added. The authors' later paper (Recalibrating Fully Convolutional Networks, TMI 2019) compares
-    ways to fuse them, and their code has the maximum: fusion="max". It is one of the outputs and
-    not of the gates: of a negative value, the smaller gate. Their fusion by concatenation, which
-    doubles the channels, is not here.
+    Roy et al. 2018 (MICCAI), where the two are added. The authors' later paper (Recalibrating Fully
+    Convolutional Networks, TMI 2019) compares ways to fuse them, and their code has the maximum,
+    fusion="max". It is that of the outputs, not of the gates: a negative value gets the smaller
+    gate. Their fusion by concatenation, which doubles the channels, is not here.
 
     Cost of an item, h the hidden channels: 2·channels·h + channels·height·width multiply-adds,
     beside pooling and scaling; 2·channels·h + h + 2·channels + 1 parameters.
 
     Args:
-        channels: of the map.
-        reduction, hidden_channels, bias: as in `SqueezeExcitation`; the paper's reduction is 2.
+        channels, reduction, hidden_channels, bias: as in `SqueezeExcitation`; the paper's reduction
+            is 2.
         fusion: "sum", "max" or "product".
-
-    Raises:
-        ValueError: another fusion; else as `Gate`.
     """
 
     def __init__(
@@ -117,8 +108,7 @@ class SCSE(Combined):
         bias: bool = True,
         fusion: Literal["sum", "max", "product"] = "sum",
     ) -> None:
-        if fusion not in ("sum", "max", "product"):
-            raise ValueError(f"fusion: expected sum, max or product, got {fusion!r}")
+        choice(("sum", "max", "product"), fusion=fusion)
         super().__init__(
             SqueezeExcitation(
                 channels, reduction=reduction, hidden_channels=hidden_channels, bias=bias

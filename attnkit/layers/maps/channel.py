@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.scores.base import Score
@@ -16,11 +17,7 @@ from attnkit.layers.maps.residual import Residual, ResidualKind, check_features
 
 
 class _OverChannels(nn.Module):
-    """Attention whose tokens are channels: what its kinds share.
-
-    They differ in `project`, from features to queries, keys and values, in `score` and in
-    `out_proj`.
-    """
+    """Attention whose tokens are channels. Its kinds differ in `project`, `score`, `out_proj`."""
 
     score: Score | nn.Module
 
@@ -28,10 +25,8 @@ class _OverChannels(nn.Module):
         self, channels: int, residual: ResidualKind | None, dropout_p: float, backend: str
     ) -> None:
         super().__init__()
-        if channels < 1:
-            raise ValueError(f"channels: expected at least 1, got {channels}")
-        if not 0.0 <= dropout_p < 1.0:
-            raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+        at_least(1, channels=channels)
+        share(dropout_p=dropout_p)
         named_backend(backend)
         self.channels = channels
         self.dropout_p = dropout_p
@@ -44,7 +39,6 @@ class _OverChannels(nn.Module):
         raise NotImplementedError
 
     def forward(self, features: Tensor) -> Tensor:
-        """[batch, channels, height, width] in and out."""
         query, key, value = self.project(features)
         output = attend(
             query,
@@ -80,9 +74,8 @@ class ChannelAttention(_OverChannels):
 
         y_c = x_c + γ · Σ_d softmax_d(score(x_c, x_d)) x_d,   x_c [height · width]
 
-    Each channel looks at all channels, by the products of their whole maps. Feature maps [batch,
-    channels, height, width] of any size in and out. It is the spatial attention of the transposed
-    map, with the identity for its projections.
+    Each channel looks at all channels: spatial attention of the transposed map, with the identity
+    for its projections. Feature maps [batch, channels, height, width] of any size in and out.
 
     Cost for N pixels and C channels: 2 N C² multiply-adds an item, one parameter, γ.
 
@@ -98,10 +91,7 @@ class ChannelAttention(_OverChannels):
     Args:
         channels: of the feature map.
         score: a name or a `Score` without tensors, as in `attnkit.attend`.
-        residual: "gamma", with γ learned and 0 at first, so that the layer begins as the identity;
-            "add", with γ = 1; None, without "x_c +" and γ.
-        dropout_p: the share of weights dropped in training.
-        backend: the kernel, as in `attnkit.attend`.
+        residual, dropout_p, backend: as in `SpatialAttention`.
 
     Raises:
         ValueError: a score that would need parameters, an option or features that do not fit.
@@ -141,9 +131,9 @@ class CrossCovarianceAttention(_OverChannels):
     Cost for N pixels, C channels and H heads, in multiply-adds of one item: 2 N C² / H for the
     attention and 4 N C² for the projections; parameters 4 C² + H, with biases 4 C more, and γ.
 
-    How this differs from the paper: its factor τ on the cosine is 1 / temperature here, where the
-    temperature is positive whatever is learned, exp(log_temperature); both begin with 1. The
-    paper's block normalises before and adds the residual, with a scale for each channel, itself:
+    How this differs from the paper: its factor τ on the cosine is 1 / temperature here, and the
+    temperature, exp(log_temperature), is always positive; both begin with 1. The paper's block
+    normalizes before and adds the residual, with a scale for each channel, itself:
     `residual=None` is its layer alone.
 
     `attnkit.capture_attention` gives the weights, [batch, heads, channels / heads,
@@ -154,10 +144,7 @@ class CrossCovarianceAttention(_OverChannels):
         num_heads: groups of channels that look at each other, a divisor of `channels`.
         bias: whether the projection to queries, keys and values adds one.
         out_bias: whether the output projection does.
-        residual: "gamma", with γ learned and 0 at first, so that the layer begins as the identity;
-            "add", with γ = 1; None, without "x +" and γ.
-        dropout_p: the share of weights dropped in training.
-        backend: the kernel, as in `attnkit.attend`.
+        residual, dropout_p, backend: as in `SpatialAttention`.
 
     Raises:
         ValueError: sizes that do not divide or are not positive, features of another shape.
@@ -175,8 +162,7 @@ class CrossCovarianceAttention(_OverChannels):
         backend: str = "auto",
     ) -> None:
         super().__init__(channels, residual, dropout_p, backend)
-        if num_heads < 1 or channels % num_heads:
-            raise ValueError(f"num_heads: {num_heads} does not divide channels {channels}")
+        divides("num_heads", num_heads, channels=channels)
         self.num_heads = num_heads
         self.in_proj: nn.Module = nn.Conv2d(channels, 3 * channels, 1, bias=bias)
         self.out_proj = nn.Conv2d(channels, channels, 1, bias=out_bias)
@@ -199,22 +185,17 @@ class TransposedAttention(CrossCovarianceAttention):
 
         q, k, v = depthwise_3×3(W x)
 
-    without biases, with zeros around the map. Feature maps [batch, channels, height, width] of any
-    size in and out.
+    without biases, with zeros around the map.
 
     Cost for N pixels and C channels: that of `CrossCovarianceAttention`, and 27 N C multiply-adds
     and 27 C parameters for the convolution.
 
-    It differs from the paper as that does: the temperature is positive and divides, and the paper's
-    block adds the residual.
+    It differs from the paper as that does.
 
     Args:
         channels, num_heads, residual, dropout_p, backend: as in `CrossCovarianceAttention`; the
             paper has 1, 2, 4 and 8 heads of 48 channels.
         bias: whether the three convolutions add one.
-
-    Raises:
-        ValueError: sizes that do not divide or are not positive, features of another shape.
     """
 
     def __init__(

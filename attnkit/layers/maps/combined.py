@@ -7,6 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least, choice
+
 Mode = Literal["sequence", "sum", "max", "product", "gated_sum"]
 
 
@@ -27,8 +29,7 @@ class GatedSum(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        if channels < 1:
-            raise ValueError(f"channels: expected at least 1, got {channels}")
+        at_least(1, channels=channels)
         self.mix = nn.Conv2d(2 * channels, channels, 1)
         nn.init.zeros_(self.mix.weight)
         nn.init.zeros_(self.mix.bias)  # type: ignore[arg-type]
@@ -55,7 +56,7 @@ class Combined(nn.Module):
 
         Combined(position_attention, channel_attention, mode="sum", names=("position", "channel"))
 
-    CBAM and scSE are instances too: see `CBAM` and `SCSE`. Combinations nest.
+    `CBAM` and `SCSE` are others. Combinations nest.
 
     Cost: that of the two, with "gated_sum" that of `GatedSum` too.
 
@@ -80,8 +81,7 @@ class Combined(nn.Module):
         names: tuple[str, str] = ("first", "second"),
     ) -> None:
         super().__init__()
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
+        choice(get_args(Mode), mode=mode)
         if (mode == "gated_sum") != (channels is not None):
             raise ValueError(
                 f"channels: expected a number with mode='gated_sum' and None with any other, "
@@ -110,9 +110,7 @@ class Combined(nn.Module):
             return a + b
         if self.mode == "max":
             return torch.maximum(a, b)
-        if self.mode == "product":
-            return a * b
-        return self.fusion(a, b)
+        return a * b if self.mode == "product" else self.fusion(a, b)
 
     def extra_repr(self) -> str:
         return f"mode={self.mode!r}"

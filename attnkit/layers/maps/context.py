@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import choice
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.weights import Indices, attention_weights
@@ -63,8 +64,7 @@ class ContextAttention(nn.Module):
                 f"reduction: expected at least 1, and at least 2 channels left of {channels}, "
                 f"got {reduction}"
             )
-        if fusion not in get_args(Fusion):
-            raise ValueError(f"fusion: expected 'add' or 'scale', got {fusion!r}")
+        choice(get_args(Fusion), fusion=fusion)
         named_backend(backend)
         self.channels = channels
         self.fusion = fusion
@@ -88,7 +88,6 @@ class ContextAttention(nn.Module):
         nn.init.zeros_(last.bias)
 
     def forward(self, features: Tensor) -> Tensor:
-        """[batch, channels, height, width] in and out."""
         query, tokens = self._project(features)
         context = attend(query, tokens, tokens, score="dot", backend=self.backend)
         update = self.transform(context.flatten(1))[..., None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnkit.core.arguments import at_least
 from attnkit.core.scores.base import Score
 from attnkit.layers.maps.channel import ChannelAttention
 from attnkit.layers.maps.combined import Combined
@@ -18,17 +19,11 @@ class DualAttention(Combined):
     `position` and `channel`. The input counts twice, as in the paper, where convolutions stand
     around each attention and after the sum; they are not here.
 
-    Cost: that of the two.
-
     Args:
         channels: of the feature map.
-        reduction: `channels` over the channels of position's queries and keys, of which there is
-            at least one.
+        reduction: `channels` over the channels of position's queries and keys, at least 1.
         score: of both; the paper's is the product, "dot", which grows with the map.
         backend: the kernel, as in `attnkit.attend`.
-
-    Raises:
-        ValueError: sizes that are not positive, features of another shape.
     """
 
     def __init__(
@@ -39,8 +34,7 @@ class DualAttention(Combined):
         score: str | Score = "dot",
         backend: str = "auto",
     ) -> None:
-        if reduction < 1:
-            raise ValueError(f"reduction: expected at least 1, got {reduction}")
+        at_least(1, reduction=reduction)
         position = SpatialAttention(
             channels,
             inner_channels=max(1, channels // reduction),

@@ -7,17 +7,19 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import choice
+
 ResidualKind = Literal["gamma", "add"]
 
 
-def check_features(features: Tensor, channels: int) -> None:
-    """ValueError unless these are feature maps of so many channels."""
-    if features.ndim != 4 or features.shape[1] != channels:
+def check_features(features: Tensor, channels: int | None, name: str = "features") -> None:
+    """ValueError unless these are feature maps of so many channels; None: of any number."""
+    shape = list(features.shape)
+    if len(shape) != 4 or shape[1] != (channels or shape[1]) or 0 in shape[1:]:
         raise ValueError(
-            f"features: expected [batch, {channels}, height, width], got {list(features.shape)}"
+            f"{name}: expected [batch, {channels or 'channels'}, height, width] with at least one "
+            f"pixel, got {shape}"
         )
-    if 0 in features.shape[2:]:
-        raise ValueError(f"features: expected at least one pixel, got {list(features.shape)}")
 
 
 def to_tokens(features: Tensor) -> Tensor:
@@ -39,15 +41,14 @@ class Residual(nn.Module):
 
     def __init__(self, kind: ResidualKind | None) -> None:
         super().__init__()
-        if kind not in (*get_args(ResidualKind), None):
-            raise ValueError(f"residual: expected 'gamma', 'add' or None, got {kind!r}")
+        choice((*get_args(ResidualKind), None), residual=kind)
         self.kind = kind
         self.gamma = nn.Parameter(torch.zeros(1)) if kind == "gamma" else None
 
     def forward(self, features: Tensor, update: Tensor) -> Tensor:
         if self.kind is None:
             return update
-        # in the update's precision, lest γ's float32 spread under autocast
+        # in the update's precision: under autocast a float32 γ would make the output float32
         return features + (update if self.gamma is None else self.gamma.to(update.dtype) * update)
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from attnkit.core.arguments import at_least, choice, divides
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Window2d
 from attnkit.core.multihead import MultiHeadAttention
@@ -23,7 +24,7 @@ from attnkit.layers.maps.residual import (
 )
 
 Pattern = Literal["full", "window", "axial", "criss_cross"]
-Pooling = Literal["max", "average"]
+KeyPooling = Literal["max", "average"]
 
 
 class SpatialAttention(nn.Module):
@@ -41,28 +42,24 @@ class SpatialAttention(nn.Module):
     | "axial"       | its row, and then its column         | width + height     |
     | "criss_cross" | its row and column, in one softmax   | width + height − 1 |
 
-    They are the attention of non-local networks (Wang et al. 2018) and DANet (Fu et al. 2019), of
-    stand-alone self-attention (Ramachandran et al. 2019), axial attention (Ho et al. 2019) and
-    CCNet (Huang et al. 2019).
-
     Cost for N pixels, C channels, c inner and v value channels, in multiply-adds of one item:
     N · K · (c + v) for the attention and 2 N C (c + v) for the projections; parameters
     2 (c + v) C, with biases 2 c + v + C more, and γ. (flash computes both c and v in the larger of
-    them.) "axial" has two attentions, each with its parameters and projections, and each with a
-    residual of its own.
+    them.) "axial" has two attentions, each with its parameters, projections and residual.
 
     How this differs:
 
-    - from non-local networks: a scale of 1/√head_dim, where `score="dot"` is theirs, heads, and γ
-      in the place of a zero-initialised W_out or batch norm. To have their norm too:
+    - from non-local networks (Wang et al. 2018): a scale of 1/√head_dim, where `score="dot"` is
+      theirs, heads, and γ in the place of a W_out or batch norm that starts at 0. For their norm,
       `x + norm(layer(x))` with `residual=None`. Keys and values are pooled before they are
       projected, as in their formula; their code pools after it, which is the same for averages.
-      A last row or column that does not fill a pool is pooled for itself, theirs is dropped.
-    - from DANet's position attention: W_out, which it lacks. Its sizes and score are
-      `inner_channels=channels // 8, value_channels=channels, score="dot"`.
-    - from CCNet's module the same, once; it applies the same module twice, as
-      `layer(layer(x))` does.
-    - from stand-alone self-attention: no relative positions.
+      A last row or column that does not fill a pool is pooled by itself; theirs is dropped.
+    - from DANet's position attention (Fu et al. 2019): W_out, which it lacks. Its sizes and score
+      are `inner_channels=channels // 8, value_channels=channels, score="dot"`.
+    - from CCNet (Huang et al. 2019): W_out again; theirs is one module applied twice,
+      `layer(layer(x))`.
+    - from stand-alone self-attention (Ramachandran et al. 2019) and axial attention (Ho et al.
+      2019): no relative positions.
 
     `attnkit.capture_attention` gives the weights of `attention` (and of "axial"'s
     `column_attention`), [batch, heads, N, keys]: where pixel i looks is
@@ -100,7 +97,7 @@ class SpatialAttention(nn.Module):
         pattern: Pattern = "full",
         radius: int | None = None,
         pool: int = 1,
-        pooling: Pooling | None = None,
+        pooling: KeyPooling | None = None,
         residual: ResidualKind | None = "gamma",
         score: str | Score | nn.Module = "scaled_dot",
         bias: bool = True,
@@ -110,7 +107,9 @@ class SpatialAttention(nn.Module):
         super().__init__()
         inner_channels = channels if inner_channels is None else inner_channels
         value_channels = inner_channels if value_channels is None else value_channels
-        _check_sizes(channels, num_heads, inner_channels, value_channels)
+        sizes = {"inner_channels": inner_channels, "value_channels": value_channels}
+        at_least(1, channels=channels, num_heads=num_heads, **sizes)
+        divides("num_heads", num_heads, **sizes)
         _check_pattern(pattern, radius, pool, pooling)
         self.channels = channels
         self.pattern = pattern
@@ -140,7 +139,6 @@ class SpatialAttention(nn.Module):
             self.column_residual = Residual(residual)
 
     def forward(self, features: Tensor) -> Tensor:
-        """[batch, channels, height, width] in and out."""
         check_features(features, self.channels)
         if self.pattern == "axial":
             features = self.residual(features, _along_rows(self.attention, features))
@@ -161,7 +159,7 @@ class SpatialAttention(nn.Module):
         """The tokens that give keys and values; None: the same as the queries."""
         if self.pool == 1:
             return None
-        # a map smaller than the pool is one key, and no pixel is left out
+        # ceil_mode: no pixel is left out, and a map smaller than the pool is one key
         pool = F.max_pool2d if self.pooling == "max" else F.avg_pool2d
         return to_tokens(pool(features, self.pool, ceil_mode=True))
 
@@ -180,7 +178,7 @@ def _along_rows(attention: MultiHeadAttention, features: Tensor) -> Tensor:
 def criss_cross_edges(height: int, width: int, device: torch.device) -> Edges:
     """Each pixel of a map sees its row and its column, itself once: height · width ·
     (height + width − 1) edges. Kept for the sizes used last, since sorting edges takes long."""
-    if torch.compiler.is_compiling():  # which ignores what is kept
+    if torch.compiler.is_compiling():  # lru_cache is ignored there
         return torch.compiler.disable(_kept_edges)(height, width, device)
     return _kept_edges(height, width, device)
 
@@ -198,39 +196,18 @@ def _kept_edges(height: int, width: int, device: torch.device) -> Edges:
         source = torch.cat([in_row, in_column], dim=2)
         edge_index = torch.stack([source, target.expand_as(source)]).flatten(1)
         edges = Edges(edge_index, height * width)
-        vars(edges)["has_repeated"] = False  # which is known, and needs no look at them
+        vars(edges)["has_repeated"] = False  # known here, so that nobody sorts them to find out
         return edges
 
 
-def _check_sizes(channels: int, num_heads: int, inner_channels: int, value_channels: int) -> None:
-    sizes = {
-        "channels": channels,
-        "num_heads": num_heads,
-        "inner_channels": inner_channels,
-        "value_channels": value_channels,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
-    for name in ("inner_channels", "value_channels"):
-        if sizes[name] % num_heads:
-            raise ValueError(f"num_heads: {num_heads} does not divide {name} {sizes[name]}")
-
-
 def _check_pattern(pattern: str, radius: int | None, pool: int, pooling: str | None) -> None:
-    if pattern not in get_args(Pattern):
-        raise ValueError(
-            f"pattern: expected one of {', '.join(get_args(Pattern))}, got {pattern!r}"
-        )
+    choice(get_args(Pattern), pattern=pattern)
+    at_least(0, radius=radius)
+    at_least(1, pool=pool)
+    choice((*get_args(KeyPooling), None), pooling=pooling)
     if radius is not None and pattern != "window":
-        raise ValueError(f"radius: is of the pattern 'window', got {radius} with {pattern!r}")
-    if radius is not None and radius < 0:
-        raise ValueError(f"radius: expected at least 0, got {radius}")
-    if pool < 1:
-        raise ValueError(f"pool: expected at least 1, got {pool}")
+        raise ValueError(f"radius: only for the pattern 'window', got {radius} with {pattern!r}")
     if pool > 1 and pattern != "full":
-        raise ValueError(f"pool: is of the pattern 'full', got {pool} with {pattern!r}")
-    if pooling not in (*get_args(Pooling), None):
-        raise ValueError(f"pooling: expected 'max' or 'average', got {pooling!r}")
+        raise ValueError(f"pool: only for the pattern 'full', got {pool} with {pattern!r}")
     if pooling is not None and pool == 1:
-        raise ValueError(f"pooling: there is no pool to take the {pooling} of")
+        raise ValueError(f"pooling: only with a pool above 1, got {pooling!r}")

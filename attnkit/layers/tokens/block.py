@@ -35,11 +35,14 @@ class TransformerBlock(nn.Module):
     Tokens `[batch, tokens, dim]` in and out.
 
     Args:
-        score: how well queries match keys, as in `MultiHeadAttention`.
+        mlp_ratio: the MLP's width over `dim`.
+        qkv_bias, qk_norm, score, backend: of the attention, as in `MultiHeadAttention`.
         layer_scale: start value of the per-channel scales (CaiT, Touvron et al. 2021), None: none.
         dropout_p: dropout after the attention and inside the MLP, in training only.
         attention_dropout_p: dropout of the attention weights, in training only.
         drop_path: probability that a sample skips a branch (Huang et al. 2016), in training only.
+        activation: of the MLP, "gelu" or its approximation "gelu_tanh".
+        norm_eps: of every layer norm.
     """
 
     def __init__(
@@ -88,10 +91,9 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """The block's output for all tokens, or for the first `query_tokens` only.
 
-        With `query_tokens` every token still gives a key and a value, but only the first ones
-        ask, are projected and pass the MLP: what comes back is exactly
-        `block(tokens)[:, :query_tokens]` at a fraction of the work. `mask` and `positions` then
-        see that many queries.
+        With `query_tokens` every token still gives a key and a value, but only the first ones are
+        queries and pass the MLP: `block(tokens)[:, :query_tokens]` exactly, at a fraction of the
+        work. `mask` and `positions` then see that many queries.
         """
         normed = self.attention_norm(tokens)
         if query_tokens is None:

@@ -25,15 +25,8 @@ class DecoderBlock(nn.Module):
     `norm_first=True` torch's `nn.TransformerDecoderLayer` is the same function.
 
     Args:
-        dim, num_heads: channels, and heads of both attentions.
         memory_dim: channels of the memory; None: `dim`.
-        mlp_ratio: the MLP's width over `dim`.
-        qkv_bias, qk_norm, score: of both attentions, as in `MultiHeadAttention`.
-        dropout_p: dropout after the attentions and in the MLP, in training only.
-        attention_dropout_p: dropout of the attention weights, in training only.
-        activation: of the MLP, "gelu" or its approximation "gelu_tanh".
-        norm_eps: of every layer norm.
-        backend: the kernel, as in `attnkit.attend`.
+        the others: as in `TransformerBlock`, of both attentions.
     """
 
     def __init__(
@@ -107,7 +100,7 @@ class DecoderBlock(nn.Module):
     ) -> Tensor:
         """The next words, `[batch, words, dim]`, behind those in the cache.
 
-        What is said to be hidden is hidden: there is no causal mask here, `bias` is all there is.
+        There is no causal mask here: only `bias` hides keys.
 
         Args:
             cache: of the self-attention; written.

@@ -55,7 +55,7 @@ class NadarayaWatson(nn.Module):
             query: [queries, dim] or [batch, queries, dim].
             key: [keys, dim] or [batch, keys, dim].
             value: [keys, value_dim] or [batch, keys, value_dim].
-            mask: which samples an estimate may use, as in `attend`; none at all gives 0.
+            mask: which samples an estimate may use, as in `attend`; without one it is 0.
 
         Returns:
             [queries, value_dim] or [batch, queries, value_dim].

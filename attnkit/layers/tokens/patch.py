@@ -16,9 +16,8 @@ class PatchEmbedding(nn.Module):
     tokens `[batch, patches, dim]` out.
 
     The weight has a convolution's shape `[dim, channels, patch height, patch width]`, and the
-    result is that of the strided convolution of the ViT (Dosovitskiy et al. 2021); it is computed
-    as one matrix product on unfolded patches, which on CPU takes 0.5-0.9 of the convolution's time
-    (forward and backward).
+    result is that of the strided convolution of the ViT (Dosovitskiy et al. 2021), but computed as
+    one matrix product on unfolded patches, which is faster on CPUs.
 
     Raises:
         ValueError: images have another number of dimensions or channels, or are not divisible by

@@ -20,15 +20,15 @@ class AttentionPool(nn.Module):
         pooled = y + mlp(norm(y)) with an MLP, else y
 
     Tokens `[batch, tokens, dim]` in, one vector `[batch, dim]` out, or with `num_queries` that
-    many, `[batch, num_queries, dim]`. The order of tokens changes nothing, nor do tokens that the
-    mask hides; of an item without a token, y is the bias of the output projection.
+    many, `[batch, num_queries, dim]`. The order of tokens changes nothing. For an item without a
+    token, y is the bias of the output projection.
 
-    The pooling of Set Transformer (Lee et al. 2019), whose residual query and row-wise feed-forward
-    layer are not here; with one query and an MLP the "MAP head" of Zhai et al. 2022 (Scaling Vision
+    The pooling of Set Transformer (Lee et al. 2019), without its residual query and row-wise
+    feed-forward layer; with one query and an MLP the "MAP head" of Zhai et al. 2022 (Scaling Vision
     Transformers) and timm's `AttentionPoolLatent`.
 
     Args:
-        dim: channels of the tokens and of what comes out.
+        dim: channels of the tokens and of the output.
         num_heads: of the attention, a divisor of `dim`.
         num_queries: how many vectors to pool into; None: one, without a dimension of its own.
         mlp_ratio: the MLP's width over `dim`; None: neither MLP nor norm.

@@ -323,8 +323,11 @@ def test_any_number_of_channels(make):
         ),
         (lambda: EfficientChannelAttention(None), "kernel_size: expected a number where channels"),
         (lambda: CBAM(8, kernel_size=6), "kernel_size: expected an odd number, got 6"),
-        (lambda: CBAM(8, order="parallel"), "order: expected channel_first or.*got 'parallel'"),
-        (lambda: SCSE(8, fusion="concat"), "fusion: expected sum, max or product, got 'concat'"),
+        (lambda: CBAM(8, order="parallel"), "order: expected 'channel_first' or.*got 'parallel'"),
+        (
+            lambda: SCSE(8, fusion="concat"),
+            "fusion: expected 'sum', 'max' or 'prod.*got 'concat'",
+        ),
     ],
 )
 def test_wrong_options_are_named(make, message):

@@ -156,7 +156,7 @@ def test_one_module_twice_shares_its_weights():
     [
         (
             {"mode": "mean"},
-            "mode: expected one of sequence, sum, max, product, gated_sum, got 'mean'",
+            "mode: expected 'sequence', 'sum', 'max', 'product' or 'gated_sum', got 'mean'",
         ),
         ({"mode": "gated_sum"}, "channels: expected a number with mode='gated_sum'.*got None"),
         ({"mode": "sum", "channels": 6}, "channels: .* and None with any other, got 6 with 'sum'"),

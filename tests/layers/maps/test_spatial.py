@@ -442,13 +442,13 @@ def test_kernels_are_on_record():
             "num_heads: 2 does not divide value_channels 7",
         ),
         ({"inner_channels": 0}, "inner_channels: expected at least 1, got 0"),
-        ({"pattern": "rows"}, "pattern: expected one of full, window, axial.*got 'rows'"),
-        ({"radius": 2}, "radius: is of the pattern 'window', got 2 with 'full'"),
+        ({"pattern": "rows"}, "pattern: expected 'full', 'window', 'axial' or.*got 'rows'"),
+        ({"radius": 2}, "radius: only for the pattern 'window', got 2 with 'full'"),
         ({"pattern": "window", "radius": -1}, "radius: expected at least 0, got -1"),
         ({"pool": 0}, "pool: expected at least 1, got 0"),
-        ({"pattern": "axial", "pool": 2}, "pool: is of the pattern 'full', got 2 with 'axial'"),
-        ({"pool": 2, "pooling": "sum"}, "pooling: expected 'max' or 'average', got 'sum'"),
-        ({"pooling": "max"}, "pooling: there is no pool to take the max of"),
+        ({"pattern": "axial", "pool": 2}, "pool: only for the pattern 'full', got 2 with 'axial'"),
+        ({"pool": 2, "pooling": "sum"}, "pooling: expected 'max', 'average' or None, got 'sum'"),
+        ({"pooling": "max"}, "pooling: only with a pool above 1, got 'max'"),
         ({"residual": "scale"}, "residual: expected 'gamma', 'add' or None, got 'scale'"),
         ({"score": "cosin"}, "score: expected one of scaled_dot.*got 'cosin'"),
         (
@@ -467,7 +467,7 @@ def test_wrong_options_are_named(options, message):
 
 @pytest.mark.parametrize("shape", [(3, 10, 5), (3, 9, 5, 7)], ids=str)
 def test_features_that_do_not_fit_are_named(shape):
-    message = rf"features: expected \[batch, 10, height, width\], got \[{shape[0]}, {shape[1]}, "
+    message = rf"features: expected \[batch, 10, .*one pixel, got \[{shape[0]}, {shape[1]}, "
     with pytest.raises(ValueError, match=message):
         SpatialAttention(CHANNELS)(torch.zeros(shape))
 
@@ -482,7 +482,7 @@ def test_exported_before_it_ever_ran():
 
 def test_maps_without_a_pixel_are_refused():
     for pattern in ("full", "criss_cross"):
-        with pytest.raises(ValueError, match="features: expected at least one pixel"):
+        with pytest.raises(ValueError, match=r"features: expected .* at least one pixel"):
             SpatialAttention(8, pattern=pattern)(torch.randn(1, 8, 0, 3))
 
 

@@ -1,0 +1,58 @@
+"""Checks of arguments. A message names the argument, what was expected and what was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def at_least(least: float, **arguments: float | None) -> None:
+    """Each is a finite number not below `least`; None is left to others."""
+    for name, value in arguments.items():
+        if value is not None and not least <= value < float("inf"):
+            raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def positive(**arguments: object) -> None:
+    """Each number is positive and finite; a tensor is not read, since that waits for its device."""
+    for name, value in arguments.items():
+        if isinstance(value, int | float) and not 0 < value < float("inf"):
+            raise ValueError(f"{name}: expected a positive number, got {value}")
+
+
+def odd(**arguments: int) -> None:
+    """Each is a positive odd number."""
+    for name, value in arguments.items():
+        if value < 1 or value % 2 == 0:
+            raise ValueError(f"{name}: expected an odd number, got {value}")
+
+
+def share(**arguments: float) -> None:
+    """Each is a number in [0, 1)."""
+    for name, value in arguments.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name}: expected 0 <= {name} < 1, got {value}")
+
+
+def choice(choices: Iterable[object], **arguments: object) -> None:
+    """Each is one of the choices."""
+    *others, last = choices
+    for name, value in arguments.items():
+        if value not in (*others, last):
+            expected = f"{', '.join(map(repr, others))} or {last!r}"
+            raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def divides(divisor_name: str, divisor: int, **totals: int) -> None:
+    """The divisor is at least 1 and leaves nothing over."""
+    for name, total in totals.items():
+        if divisor < 1 or total % divisor:
+            raise ValueError(f"{divisor_name}: {divisor} does not divide {name} {total}")
+
+
+def pair(name: str, size: object) -> tuple[int, int]:
+    """Height and width from a positive integer, which is both, or two."""
+    sides: Any = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
+        raise ValueError(f"{name}: expected a positive integer or two, got {size!r}")
+    return sides
