@@ -1,4 +1,4 @@
-"""Sparse inputs: dropout, a linear map and a choice of rows that touch the non-zeros only.
+"""Sparse inputs: dropout, a linear layer and a choice of rows that touch the non-zeros only.
 
 A bag of words is 1 % non-zero: on Cora's 2,708 × 1,433 features, dropout and the first product take
 most of a dense training step.
@@ -8,51 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-
-def sparse_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Dropout of a sparse matrix: each non-zero is 0 with probability p, else divided by 1 − p.
-
-    The same distribution as `torch.nn.functional.dropout` of the dense matrix, since a zero stays
-    one either way. The pattern of the non-zeros is kept.
-
-    Args:
-        x: [rows, columns], sparse CSR.
-        p: in [0, 1].
-        training: False returns `x`.
-
-    Raises:
-        TypeError: `x` is not sparse CSR.
-    """
-    _check_csr(x)
-    if not training or not p:
-        return x
-    return with_values(x, F.dropout(x.values(), p))
-
-
-def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b of a sparse matrix, as `torch.nn.functional.linear`; the gradients are exact.
-
-    Args:
-        x: [rows, in_features], sparse CSR; data, without a gradient.
-        weight: [out_features, in_features], dense.
-        bias: [out_features].
-
-    Returns:
-        Dense [rows, out_features].
-
-    Raises:
-        TypeError: `x` is not sparse CSR.
-        ValueError: `x` requires a gradient, which would be dense.
-    """
-    _check_csr(x)
-    if x.requires_grad:
-        raise ValueError("x: expected features without a gradient; x.to_dense() can have one")
-    # torch has no such product in half precision
-    with torch.autocast(x.device.type, enabled=False):
-        product = torch.sparse.mm(x, weight.t())
-    return product if bias is None else product + bias
+from attnkit.core.projections import linear
 
 
 def sparse_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -65,7 +22,8 @@ def sparse_rows(x: Tensor, rows: Tensor) -> Tensor:
     Raises:
         TypeError: `x` is not sparse CSR.
     """
-    _check_csr(x)
+    if x.layout != torch.sparse_csr:
+        raise TypeError(f"x: expected a sparse CSR matrix, got {x.layout}; x.to_sparse_csr()")
     starts = x.crow_indices()
     counts = starts.diff()[rows]
     entries = ranges(starts[rows], counts)
@@ -99,27 +57,28 @@ def with_values(x: Tensor, values: Tensor) -> Tensor:
 
 
 class SparseDropout(nn.Dropout):
-    """`torch.nn.Dropout` that also takes a sparse CSR matrix, of which it sees the non-zeros only.
+    """`torch.nn.Dropout` that also takes a sparse CSR matrix and draws for its non-zeros only.
 
-    >>> dropout = SparseDropout(0.6)
-    >>> dropout(features), dropout(features.to_sparse_csr())
+    Each is 0 with probability p, else divided by 1 − p, which is the distribution of the dense
+    matrix's dropout, since a zero stays one. The pattern of the non-zeros is kept.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.layout == torch.sparse_csr:
-            return sparse_dropout(input, self.p, self.training)
-        return super().forward(input)
+        if input.layout != torch.sparse_csr:
+            return super().forward(input)
+        if not self.training or not self.p:
+            return input
+        return with_values(input, super().forward(input.values()))
 
 
 class SparseLinear(nn.Linear):
-    """`torch.nn.Linear` that also takes a sparse CSR matrix; equal parameters, equal output."""
+    """`torch.nn.Linear` that also takes a sparse CSR matrix; equal parameters, equal output.
+
+    Raises:
+        ValueError: a sparse input requires a gradient, which would be dense.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.layout == torch.sparse_csr:
-            return sparse_linear(input, self.weight, self.bias)
-        return super().forward(input)
-
-
-def _check_csr(x: Tensor) -> None:
-    if x.layout != torch.sparse_csr:
-        raise TypeError(f"x: expected a sparse CSR matrix, got {x.layout}; x.to_sparse_csr()")
+        if input.layout == torch.sparse_csr and input.requires_grad:
+            raise ValueError("x: expected features without a gradient; x.to_dense() can have one")
+        return linear(input, self.weight, self.bias)

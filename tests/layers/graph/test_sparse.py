@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from attnkit.layers.graph.sparse import (
     SparseDropout,
     SparseLinear,
     ranges,
-    sparse_dropout,
-    sparse_linear,
     sparse_rows,
 )
 
@@ -40,14 +39,16 @@ def test_linear_is_the_dense_one(dtype, bias):
 
 def test_weight_gradient_is_that_of_numerical_differences():
     x = features(7, 5).to_sparse_csr()
-    weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(lambda w, b: sparse_linear(x, w, b), (weight, bias))
+    layer = SparseLinear(5, 3, dtype=torch.float64)
+    torch.autograd.gradcheck(
+        lambda *tensors: functional_call(layer, dict(zip(("weight", "bias"), tensors)), x),  # noqa: B905
+        tuple(layer.parameters()),
+    )
 
 
 def test_dropout_keeps_scales_and_drops_the_right_share():
     x = torch.ones(101, 103, dtype=torch.float64).to_sparse_csr()
-    dropped = sparse_dropout(x, 0.6)
+    dropped = SparseDropout(0.6)(x)
     values = dropped.values()
     assert torch.equal(dropped.col_indices(), x.col_indices())
     assert torch.equal(dropped.crow_indices(), x.crow_indices())
@@ -70,7 +71,7 @@ def test_dropout_is_for_training_only_and_takes_both_layouts():
     sparse = x.to_sparse_csr()
     assert dropout(sparse) is sparse
     assert torch.equal(dropout(x), x)
-    assert sparse_dropout(sparse, 0.0) is sparse
+    assert SparseDropout(0.0)(sparse) is sparse
 
 
 def test_rows_are_those_of_the_dense_matrix():
@@ -89,13 +90,8 @@ def test_ranges():
 
 def test_what_is_not_sparse_is_refused():
     x = features()
-    for call in (
-        lambda: sparse_dropout(x, 0.5),
-        lambda: sparse_linear(x, torch.ones(7, 11)),
-        lambda: sparse_rows(x.to_sparse(), torch.arange(3)),
-    ):
-        with pytest.raises(TypeError, match="x: expected a sparse CSR matrix, got torch"):
-            call()
+    with pytest.raises(TypeError, match="x: expected a sparse CSR matrix, got torch"):
+        sparse_rows(x.to_sparse(), torch.arange(3))
     wanted = x.to_sparse_csr().requires_grad_()
     with pytest.raises(ValueError, match="x: expected features without a gradient"):
-        sparse_linear(wanted, torch.ones(7, 11, dtype=torch.float64))
+        SparseLinear(11, 7, dtype=torch.float64)(wanted)
