@@ -21,6 +21,13 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(tokens, weight.to(tokens.dtype), bias)
 
 
+def reset_linear(layer: nn.Linear) -> None:
+    """Xavier-uniform matrix, bias 0."""
+    nn.init.xavier_uniform_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 class Projections(nn.Module):
     """Queries, keys and values of tokens, as heads [batch, heads, tokens, head_dim]; values with
     channels of another number if `value_head_dim` says so.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least, divides
 from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.graph.block import (
-    Activation,
+    GraphActivation,
     GraphBlock,
     GraphLayer,
     Norm,
@@ -84,38 +85,36 @@ class GAT(nn.Module):
         separate_self: bool = False,
         add_self_loops: bool | None = None,
         edge_dim: int | None = None,
-        activation: Activation = "elu",
+        activation: GraphActivation = "elu",
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if num_layers < 1 or heads < 1:
-            raise ValueError(
-                f"num_layers and heads: expected at least 1, got {num_layers} and {heads}"
-            )
+        at_least(1, num_layers=num_layers, heads=heads)
         unused = {"heads": (heads, 8), "norm": (norm, None), "activation": (activation, "elu")}
         if num_layers == 1 and mlp_ratio is None:
             for name, (value, default) in unused.items():
                 if value != default:
                     raise ValueError(
-                        f"{name}: is of the layers before the last, and num_layers is 1: "
+                        f"{name}: only layers before the last have it, and num_layers is 1: "
                         f"expected {default!r}, the default, got {value!r}"
                     )
-        elif hidden_channels % heads:
-            raise ValueError(f"heads: {heads} does not divide hidden_channels {hidden_channels}")
+        else:
+            divides("heads", heads, hidden_channels=hidden_channels)
         if mlp_ratio is None and separate_self:
-            raise ValueError("separate_self: needs an mlp_ratio, whose MLPs mix what is separate")
+            raise ValueError("separate_self: needs mlp_ratio, the MLPs that mix what is separate")
         if mlp_ratio is not None and (residual or out_heads is not None):
             given = "residual" if residual else "out_heads"
             raise ValueError(f"{given}: the residual blocks of mlp_ratio have none")
         self.in_channels = in_channels
         self.num_classes = num_classes
-        attention: dict[str, Any] = {
-            "score": score,
-            "edge_dim": edge_dim,
-            "add_self_loops": not separate_self if add_self_loops is None else add_self_loops,
-            "dropout_p": attention_dropout_p,
-            "backend": backend,
-        }
+        attention = partial(
+            GraphAttention,
+            score=score,
+            edge_dim=edge_dim,
+            add_self_loops=not separate_self if add_self_loops is None else add_self_loops,
+            dropout_p=attention_dropout_p,
+            backend=backend,
+        )
         head_channels = hidden_channels // heads
         self.stem, self.head = nn.Sequential(), nn.Sequential()
         if mlp_ratio is not None:
@@ -127,13 +126,7 @@ class GAT(nn.Module):
             self.layers = nn.ModuleList(
                 GraphBlock(
                     hidden_channels,
-                    GraphAttention(
-                        hidden_channels,
-                        head_channels,
-                        heads,
-                        separate_self=separate_self,
-                        **attention,
-                    ),
+                    attention(hidden_channels, head_channels, heads, separate_self=separate_self),
                     make_norm(norm, hidden_channels),
                     mlp_ratio=mlp_ratio,
                     activation=activation,
@@ -148,16 +141,14 @@ class GAT(nn.Module):
         sizes = [in_channels, *[hidden_channels] * (num_layers - 1)]
         hidden = [
             GraphLayer(
-                GraphAttention(size, head_channels, heads, residual=residual, **attention),
+                attention(size, head_channels, heads, residual=residual),
                 make_norm(norm, hidden_channels),
                 make_activation(activation),
                 dropout_p,
             )
             for size in sizes[:-1]
         ]
-        last = GraphAttention(
-            sizes[-1], num_classes, out_heads or 1, concat=False, residual=residual, **attention
-        )
+        last = attention(sizes[-1], num_classes, out_heads or 1, concat=False, residual=residual)
         self.layers = nn.ModuleList(
             [*hidden, GraphLayer(last, nn.Identity(), nn.Identity(), dropout_p)]
         )

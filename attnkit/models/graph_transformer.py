@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least, choice
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
@@ -74,12 +75,10 @@ class GraphTransformer(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if readout not in get_args(ReadOut):
-            raise ValueError(f"readout: expected one of {get_args(ReadOut)}, got {readout!r}")
-        if num_layers < 1:
-            raise ValueError(f"num_layers: expected at least 1, got {num_layers}")
+        choice(get_args(ReadOut), readout=readout)
+        at_least(1, num_layers=num_layers)
         if random_signs and position_dim is None:
-            raise ValueError("random_signs: of positions, but position_dim is None")
+            raise ValueError("random_signs: needs positions, but position_dim is None")
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.readout = readout
@@ -121,7 +120,7 @@ class GraphTransformer(nn.Module):
         positions: Tensor | None = None,
         pairs: Tensor | None = None,
     ) -> Tensor:
-        """Logits [nodes, num_classes]; of graphs or pairs where the read-out says so.
+        """Logits [nodes, num_classes], or of graphs or pairs, by the readout.
 
         Args:
             x: [nodes, in_channels], dense or sparse CSR.
@@ -130,7 +129,7 @@ class GraphTransformer(nn.Module):
             batch: the graph of each node, in their order, [nodes]; None: all are of one.
             num_graphs: how many there are, where the last of them have no nodes.
             positions: [nodes, position_dim].
-            pairs: of the read-out "edge": the two nodes of each pair, [2, pairs].
+            pairs: of the readout "edge": the two nodes of each pair, [2, pairs].
         """
         if (positions is None) != (self.position_embed is None):
             wanted = "none" if self.position_embed is None else "[nodes, position_dim]"
@@ -138,7 +137,7 @@ class GraphTransformer(nn.Module):
             raise ValueError(f"positions: expected {wanted}, got {given}")
         if (pairs is None) != (self.readout != "edge"):
             given = None if pairs is None else list(pairs.shape)
-            raise ValueError(f"pairs: are for the read-out 'edge', got {given} in {self.readout!r}")
+            raise ValueError(f"pairs: only for the readout 'edge', got {given} in {self.readout!r}")
         edges = as_edges(edge_index, x.shape[0])
         lengths = torch.tensor([x.shape[0]], device=x.device)
         if batch is not None:

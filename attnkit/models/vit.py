@@ -8,10 +8,13 @@ import torch
 from timm.layers import PatchDropoutWithIndices, trunc_normal_
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least, choice, divides, pair, share
+from attnkit.core.former import rename
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.positions.learned import FactorizedPositions2d, resize_positions
 from attnkit.core.positions.rotary import Rotary2d, Rotation
 from attnkit.core.positions.sinusoidal import sincos_2d
+from attnkit.core.projections import reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.tokens.block import Activation, TransformerBlock
@@ -117,20 +120,12 @@ class ViT(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        _check_choice("pooling", pooling, get_args(Pooling))
-        _check_choice("positions", positions, (*get_args(PositionKind), None))
-        sizes = {"dim": dim, "depth": depth, "num_heads": num_heads, "in_channels": in_channels}
-        for name, count in sizes.items():
-            if count < 1:
-                raise ValueError(f"{name}: expected at least 1, got {count}")
-        if dim % num_heads:
-            raise ValueError(f"num_heads: {num_heads} does not divide dim {dim}")
-        for name, count in (("num_classes", num_classes), ("num_registers", num_registers)):
-            if count < 0:
-                raise ValueError(f"{name}: expected at least 0, got {count}")
-        for name, share in (("drop_path", drop_path), ("patch_dropout", patch_dropout)):
-            if not 0.0 <= share < 1.0:
-                raise ValueError(f"{name}: expected 0 <= {name} < 1, got {share}")
+        choice(get_args(Pooling), pooling=pooling)
+        choice((*get_args(PositionKind), None), positions=positions)
+        at_least(1, dim=dim, depth=depth, num_heads=num_heads, in_channels=in_channels)
+        divides("num_heads", num_heads, dim=dim)
+        at_least(0, num_classes=num_classes, num_registers=num_registers)
+        share(drop_path=drop_path, patch_dropout=patch_dropout)
         if position_std is not None and positions not in LEARNED_POSITIONS:
             raise ValueError(
                 f"position_std: only {' and '.join(map(repr, LEARNED_POSITIONS))} positions have "
@@ -143,7 +138,7 @@ class ViT(nn.Module):
         if norm_after_pooling is None:
             norm_after_pooling = pooling == "mean"
 
-        self.image_size = _pair("image_size", image_size)
+        self.image_size = pair("image_size", image_size)
         self.num_classes = num_classes
         self.dim = dim
         self.head_dim = dim // num_heads
@@ -153,7 +148,7 @@ class ViT(nn.Module):
         self.num_prefix_tokens = int(class_token) + num_registers
 
         self.patch_embed = PatchEmbedding(
-            _pair("patch_size", patch_size), in_channels, dim, bias=not embed_norm
+            pair("patch_size", patch_size), in_channels, dim, bias=not embed_norm
         )
         grid = self._grid(self.image_size, self.patch_embed.patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
@@ -164,7 +159,7 @@ class ViT(nn.Module):
         else:
             table = sincos_2d(grid, dim)[None] if positions == "sincos2d" else None
             self.register_buffer("position_table", table, persistent=False)
-        self.position_tables = (
+        self.factorized_positions = (
             FactorizedPositions2d(grid, dim, std=self.position_std)
             if positions == "factorized2d"
             else None
@@ -212,23 +207,21 @@ class ViT(nn.Module):
     @classmethod
     def from_size(cls, size: str, **options: Any) -> "ViT":
         """A published size, "tiny", "small", "base" or "large" (`VIT_SIZES`), and any options."""
-        _check_choice("size", size, tuple(VIT_SIZES))
+        choice(VIT_SIZES, size=size)
         return cls(**{**VIT_SIZES[size], **options})
 
     def reset_parameters(self) -> None:
         """Xavier-uniform matrices and zero biases, as the paper's code; patches as convolutions."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                reset_linear(module)
         for module in self.modules():
             if isinstance(module, MultiHeadAttention):
                 module.reset_parameters()  # per projection, where several are fused
         if isinstance(self.position_table, nn.Parameter):
             trunc_normal_(self.position_table, std=self.position_std)
-        if self.position_tables is not None:
-            self.position_tables.reset_parameters()
+        if self.factorized_positions is not None:
+            self.factorized_positions.reset_parameters()
         for token in (self.class_token, self.registers):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
@@ -238,14 +231,18 @@ class ViT(nn.Module):
         return self.head(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
-        """What the head reads: the pooled, normalised vector, `[batch, dim]`."""
+        """What the head reads: the pooled, normalized vector, `[batch, dim]`."""
         tokens = self._encode(images, only_class_token=self.pooling == "class")
-        return self.pooled_norm(self._pool(self.norm(tokens)))
+        tokens = self.norm(tokens)
+        if self.pooling == "class":
+            return self.pooled_norm(tokens[:, 0])
+        patches = tokens[:, self.num_prefix_tokens :]
+        return self.pooled_norm(patches.mean(dim=1) if self.pool is None else self.pool(patches))
 
     def tokens(self, images: Tensor) -> Tensor:
         """All tokens after the last block and norm, `[batch, prefix + patches, dim]`.
 
-        Where the norm comes after pooling (`norm_after_pooling`), they are not normalised.
+        Where the norm comes after pooling (`norm_after_pooling`), they are not normalized.
         The first `num_prefix_tokens` are the class token and the registers, in this order.
         """
         return self.norm(self._encode(images, only_class_token=False))
@@ -262,10 +259,9 @@ class ViT(nn.Module):
         parameters are new ones, so resize before you make an optimiser.
         """
         old_grid = self._grid(self.image_size, self.patch_embed.patch_size)
-        image = self.image_size if image_size is None else _pair("image_size", image_size)
-        patch = (
-            self.patch_embed.patch_size if patch_size is None else _pair("patch_size", patch_size)
-        )
+        image = self.image_size if image_size is None else pair("image_size", image_size)
+        patch = self.patch_embed.patch_size
+        patch = patch if patch_size is None else pair("patch_size", patch_size)
         grid = self._grid(image, patch)
         self.image_size = image
         self.patch_embed.resize(patch)
@@ -275,8 +271,8 @@ class ViT(nn.Module):
             self.position_table = nn.Parameter(resized, requires_grad=table.requires_grad)
         elif table is not None:
             self.position_table = sincos_2d(grid, self.dim)[None].to(table)
-        elif self.position_tables is not None:
-            self.position_tables.resize(grid)
+        elif self.factorized_positions is not None:
+            self.factorized_positions.resize(grid)
         elif self.rotary is not None:
             self.rotary = self._rotary(grid).to(self.rotary.cos)
         return self
@@ -284,8 +280,12 @@ class ViT(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Names of parameters an optimiser should not shrink: tokens and positions."""
         names = {"class_token", "registers", "position_table", "pool.query"}
-        names |= {"position_tables.row_table", "position_tables.column_table"}
+        names |= {"factorized_positions.row_table", "factorized_positions.column_table"}
         return names & {name for name, _ in self.named_parameters()}
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        rename(state, f"{prefix}position_tables.", f"{prefix}factorized_positions.")
+        super()._load_from_state_dict(state, prefix, *args)
 
     def _encode(self, images: Tensor, *, only_class_token: bool) -> Tensor:
         if tuple(images.shape[-2:]) != self.image_size:
@@ -307,8 +307,8 @@ class ViT(nn.Module):
         tokens = self.patch_embed(images)
         if self.position_table is not None:
             tokens = tokens + self.position_table
-        elif self.position_tables is not None:
-            tokens = self.position_tables(tokens)
+        elif self.factorized_positions is not None:
+            tokens = self.factorized_positions(tokens)
         tokens, kept = self.patch_dropout(tokens)  # kept is None where nothing was left out
         prefix = [
             token.expand(images.shape[0], -1, -1)
@@ -319,12 +319,6 @@ class ViT(nn.Module):
             tokens = torch.cat([*prefix, tokens], dim=1)
         rotation = None if self.rotary is None else self.rotary.rotation(kept)
         return self.embed_norm(self.dropout(tokens)), rotation
-
-    def _pool(self, tokens: Tensor) -> Tensor:
-        if self.pooling == "class":
-            return tokens[:, 0]
-        patches = tokens[:, self.num_prefix_tokens :]
-        return patches.mean(dim=1) if self.pool is None else self.pool(patches)
 
     def _rotary(self, grid: tuple[int, int]) -> Rotary2d:
         return Rotary2d(self.head_dim, grid, num_prefix_tokens=self.num_prefix_tokens)
@@ -337,15 +331,3 @@ class ViT(nn.Module):
                 f"image_size {image[0]} x {image[1]}"
             )
         return image[0] // patch[0], image[1] // patch[1]
-
-
-def _pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    if len(pair) != 2 or any(type(side) is not int or side < 1 for side in pair):
-        raise ValueError(f"{name}: expected a positive integer or two, got {size!r}")
-    return pair
-
-
-def _check_choice(name: str, given: object, choices: tuple[object, ...]) -> None:
-    if given not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {given!r}")

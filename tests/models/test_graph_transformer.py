@@ -121,6 +121,17 @@ def test_kernels_and_gradients():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_a_checkpoint_of_version_0_1_loads():
+    model = make()
+    state = model.state_dict()
+    former = {name.replace(".global_attention.", ".everywhere."): t for name, t in state.items()}
+    assert sum(".everywhere." in name for name in former) == 2 * 4
+    fresh = GraphTransformer(IN, HIDDEN, CLASSES, num_layers=2, heads=3, edge_dim=EDGE_DIM)
+    fresh.double().load_state_dict(former)
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
 def test_pooling_is_attention_over_each_graph():
     torch.manual_seed(0)
     pool = GraphPool(HIDDEN, 3).double()
@@ -141,8 +152,8 @@ def test_pooling_is_attention_over_each_graph():
         ({"local": None, "global_attention": None, "edge_dim": None}, "at least one, got None"),
         ({"local": None}, "edge_dim: only local attention reads edges, got 2"),
         ({"heads": 5}, "heads: 5 does not divide dim 12"),
-        ({"readout": "graphs"}, "readout: expected one of"),
-        ({"random_signs": True}, "random_signs: of positions, but position_dim is None"),
+        ({"readout": "graphs"}, "readout: expected 'node', 'graph' or 'edge', got 'graphs'"),
+        ({"random_signs": True}, "random_signs: needs positions, but position_dim is None"),
         ({"num_layers": 0}, "num_layers: expected at least 1, got 0"),
     ],
 )
@@ -157,5 +168,5 @@ def test_wrong_inputs_are_named():
     edge_attr = torch.zeros(0, EDGE_DIM).double()
     with pytest.raises(ValueError, match="batch: expected nodes in the order of their graphs"):
         model(x, edge_index, edge_attr, batch=torch.tensor([0, 1, 0]))
-    with pytest.raises(ValueError, match="pairs: are for the read-out 'edge'"):
+    with pytest.raises(ValueError, match="pairs: only for the readout 'edge'"):
         model(x, edge_index, edge_attr, pairs=torch.zeros(2, 1).long())

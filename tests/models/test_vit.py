@@ -131,11 +131,11 @@ def test_no_weight_decay_names_tokens_and_positions():
     model = make(num_registers=2, pooling="attention", class_token=True)
     assert model.no_weight_decay() == {"class_token", "registers", "position_table", "pool.query"}
     assert make(positions="sincos2d").no_weight_decay() == {"class_token"}
-    tables = {"position_tables.row_table", "position_tables.column_table"}
+    tables = {"factorized_positions.row_table", "factorized_positions.column_table"}
     model = make(positions="factorized2d")
     assert model.no_weight_decay() == {"class_token", *tables}
     _, exempt = parameter_groups(model)
-    ours = model.position_tables.parameters()
+    ours = model.factorized_positions.parameters()
     assert all(any(table is p for p in exempt["params"]) for table in ours)
 
 
@@ -143,7 +143,7 @@ def test_weights_at_the_start():
     model = ViT(image_size=64, patch_size=4, dim=96, depth=1, num_classes=7, position_std=0.5)
     assert model.position_table.std().item() == pytest.approx(0.5, rel=0.05)
     factorized = ViT(image_size=99, patch_size=3, dim=96, positions="factorized2d", depth=1,
-                     position_std=0.5).position_tables  # fmt: skip
+                     position_std=0.5).factorized_positions  # fmt: skip
     assert factorized.positions().std().item() == pytest.approx(0.5, rel=0.05)
     block = model.blocks[0]
     for matrix in (*block.attention.in_proj.weight.split(96), block.mlp.fc1.weight):
@@ -158,7 +158,7 @@ def test_factorized_positions_are_those_of_rows_and_columns():
     tokens, rotation = model._embed(torch.zeros(1, 3, 12, 20))
     assert rotation is None
     grid = (tokens[0, 2:] - model.patch_embed.bias).view(3, 5, 24)
-    tables = model.position_tables
+    tables = model.factorized_positions
     torch.testing.assert_close(grid, tables.row_table[:, None] + tables.column_table)
 
 
@@ -227,9 +227,9 @@ def test_drop_path_rises_linearly():
         ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
         ({"num_heads": 5, "positions": "rotary2d"}, "num_heads: 5 does not divide dim 24"),
         ({"dim": 23}, "num_heads: 3 does not divide dim 23"),
-        ({"pooling": "max"}, "pooling: expected one of 'class', 'mean', 'attention', got 'max'"),
+        ({"pooling": "max"}, "pooling: expected 'class', 'mean' or 'attention', got 'max'"),
         ({"score": "cosin"}, "score: expected one of scaled_dot, dot, .*got 'cosin'"),
-        ({"positions": "fixed"}, "positions: expected one of 'learned'.*None, got 'fixed'"),
+        ({"positions": "fixed"}, "positions: expected 'learned'.* or None, got 'fixed'"),
         ({"class_token": False}, "pooling: 'class' reads the class token"),
         ({"depth": 0}, "depth: expected at least 1, got 0"),
         ({"num_classes": -1}, "num_classes: expected at least 0, got -1"),
@@ -254,10 +254,23 @@ def test_wrong_images_and_sizes_are_named(images):
         model(images.transpose(2, 3))
     with pytest.raises(ValueError, match=r"images: expected \[batch, 3, .*got \[3, 1, 12, 20\]"):
         model(images[:, :1])
-    with pytest.raises(ValueError, match=r"size: expected one of 'tiny'.*got 'huge'"):
+    with pytest.raises(ValueError, match=r"size: expected 'tiny'.*got 'huge'"):
         ViT.from_size("huge")
     with pytest.raises(ValueError, match="patch_size: 4 x 4 does not divide image_size 13 x 13"):
         model.resize(image_size=13)
+
+
+def test_a_checkpoint_of_version_0_1_loads():
+    state = make(positions="factorized2d").state_dict()
+    former = {
+        f"model.{name.replace('factorized_positions', 'position_tables')}": tensor
+        for name, tensor in state.items()
+    }
+    assert {"model.position_tables.row_table", "model.position_tables.column_table"} <= set(former)
+    module = nn.ModuleDict({"model": ViT(**SMALL, positions="factorized2d")})
+    module.load_state_dict(former)
+    for name, tensor in module["model"].state_dict().items():
+        assert torch.equal(tensor, state[name]), name
 
 
 def test_a_checkpoint_that_does_not_fit_shows_both_sides():

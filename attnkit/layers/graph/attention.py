@@ -7,14 +7,22 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges
+from attnkit.core.projections import reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.weights import Indices, as_indices
-from attnkit.layers.graph.heads import DotHeads, GATHeads, GATv2Heads, GraphHeads, NodeHeads
+from attnkit.layers.graph.heads import (
+    GATHeads,
+    GATv2Heads,
+    GraphHeads,
+    NodeHeads,
+    QueryKeyValueHeads,
+)
 from attnkit.layers.graph.inputs import Nodes, check_graph
 from attnkit.layers.graph.self_loops import (
     FillValue,
@@ -96,26 +104,25 @@ class GraphAttention(nn.Module):
     ) -> None:
         super().__init__()
         is_pair = not isinstance(in_channels, int)
-        sizes = _as_pair(in_channels)
-        _check_sizes(sizes, out_channels, heads, edge_dim)
-        if not 0.0 <= dropout_p < 1.0:
-            raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
+        sizes = in_channels if isinstance(in_channels, tuple | list) else (in_channels,) * 2
+        if len(sizes) != 2:
+            raise ValueError(f"in_channels: expected one number or two, got {in_channels}")
+        sizes = sizes[0], sizes[1]
+        at_least(
+            1, in_channels=min(sizes), out_channels=out_channels, heads=heads, edge_dim=edge_dim
+        )
+        share(dropout_p=dropout_p)
         if gate and not residual:
-            raise ValueError("gate: mixes in W_r x_i, but residual is False")
+            raise ValueError("gate: needs residual=True, whose W_r x_i it mixes in")
         if separate_self and is_pair:
-            raise ValueError(
-                f"separate_self: expected one in_channels, whose values targets have too, "
-                f"got {sizes}"
-            )
+            raise ValueError(f"separate_self: expected sources that are the targets, got {sizes}")
         if share_weights and (score != "gatv2" or sizes[0] != sizes[1]):
             raise ValueError(
                 f"share_weights: expected the score 'gatv2' and one in_channels, "
                 f"got {score} and {in_channels}"
             )
         if negative_slope != 0.2 and score not in ("gat", "gatv2"):
-            raise ValueError(
-                f"negative_slope: only 'gat' and 'gatv2' have one, the score is {score}"
-            )
+            raise ValueError(f"negative_slope: only for 'gat' and 'gatv2', got the score {score}")
         check_fill_value(fill_value, is_read=add_self_loops and edge_dim is not None)
         named_backend(backend)
         self.in_channels = sizes
@@ -144,7 +151,7 @@ class GraphAttention(nn.Module):
                 negative_slope=negative_slope, share_weights=share_weights, bias=bias is not False,
             )  # fmt: skip
         else:
-            self.projections = DotHeads(
+            self.projections = QueryKeyValueHeads(
                 sizes, out_channels, heads, edge_dim, score=score, bias=bias is not False
             )
         width = self.width
@@ -164,9 +171,7 @@ class GraphAttention(nn.Module):
         self.projections.reset_parameters()
         for module in (self.residual_proj, self.gate_proj):
             if module is not None:
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                reset_linear(module)
         if self.out_bias is not None:
             nn.init.zeros_(self.out_bias)
 
@@ -267,21 +272,3 @@ class GraphAttention(nn.Module):
     def extra_repr(self) -> str:
         channels = self.in_channels[0] if len(set(self.in_channels)) == 1 else self.in_channels
         return f"{channels}, {self.out_channels}, heads={self.heads}"
-
-
-def _as_pair(in_channels: int | tuple[int, int]) -> tuple[int, int]:
-    if isinstance(in_channels, int):
-        return in_channels, in_channels
-    if len(in_channels) != 2:
-        raise ValueError(f"in_channels: expected one number or two, got {in_channels}")
-    source, target = in_channels
-    return source, target
-
-
-def _check_sizes(
-    in_channels: tuple[int, int], out_channels: int, heads: int, edge_dim: int | None
-) -> None:
-    sizes = {"in_channels": min(in_channels), "out_channels": out_channels, "heads": heads}
-    for name, size in {**sizes, "edge_dim": 1 if edge_dim is None else edge_dim}.items():
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")

@@ -6,25 +6,24 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from attnkit.core.arguments import choice
 from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.sparse import SparseDropout
 
-Activation = Literal["elu", "relu", "gelu"]
+GraphActivation = Literal["elu", "relu", "gelu"]
 Norm = Literal["layer", "batch"]
 
 
-def make_activation(name: Activation) -> nn.Module:
+def make_activation(name: GraphActivation) -> nn.Module:
     """The activation of that name."""
-    if name not in get_args(Activation):
-        raise ValueError(f"activation: expected one of {get_args(Activation)}, got {name!r}")
+    choice(get_args(GraphActivation), activation=name)
     return {"elu": nn.ELU, "relu": nn.ReLU, "gelu": nn.GELU}[name]()
 
 
 def make_norm(name: Norm | None, channels: int) -> nn.Module:
-    """The normalisation of that name; None: the identity."""
-    if name not in (None, *get_args(Norm)):
-        raise ValueError(f"norm: expected one of {get_args(Norm)} or None, got {name!r}")
+    """The normalization of that name; None: the identity."""
+    choice((*get_args(Norm), None), norm=name)
     norms: dict[Any, Any] = {None: nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
     return norms[name](channels)
 
@@ -61,7 +60,7 @@ class GraphBlock(nn.Module):
         norm: nn.Module,
         *,
         mlp_ratio: float = 1.0,
-        activation: Activation = "gelu",
+        activation: GraphActivation = "gelu",
         dropout_p: float = 0.0,
     ) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """From node features to queries, keys and values as heads, for each family of graph scores.
 
-`DotHeads` projects all three, as a Transformer does; in `GATv2Heads` the keys are the values; in
-`GATHeads` queries and keys are one number each, since GAT's score is a sum of two.
+`QueryKeyValueHeads` projects all three, as a Transformer does. In `GATv2Heads` the keys are the
+values. In `GATHeads` queries and keys are one number each, since GAT's score is a sum of two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.masks.edges import EdgeFeatures
-from attnkit.core.projections import Projections, linear
+from attnkit.core.projections import Projections, linear, reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.kinds import Additive
 from attnkit.core.scores.learned import AdditiveScore, learned_score
@@ -51,7 +51,7 @@ class GraphHeads(nn.Module):
         raise NotImplementedError
 
     def current_score(self) -> Score:
-        """The score with the parameters of the moment."""
+        """The score with the parameters as they are now."""
         raise NotImplementedError
 
     def edge_features(self, features: Tensor) -> EdgeFeatures:
@@ -62,9 +62,7 @@ class GraphHeads(nn.Module):
         """Xavier-uniform matrices, biases 0, scores as they begin."""
         for module in self.children():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                reset_linear(module)
             elif callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 
@@ -78,7 +76,7 @@ class GraphHeads(nn.Module):
         return self.edge_proj.weight.unflatten(0, (self.heads, -1))
 
 
-class DotHeads(GraphHeads):
+class QueryKeyValueHeads(GraphHeads):
     """Queries, keys and values each with a projection, for any score of queries and keys.
 
     Edges are projected once and added to keys and values, as in Shi et al. 2021.
@@ -200,17 +198,15 @@ class GATHeads(GraphHeads):
 
     def forward(self, source: Tensor, target: Tensor) -> NodeHeads:
         # a·W x is (a W)·x: a few more rows of W, rather than a product with all values
-        rows = [self._whole(self.value_proj), self._folded(self.key_vector, self.value_proj)]
-        query = self._folded(self.query_vector, self.target_proj or self.value_proj)
+        values = self.value_proj.weight, self.value_proj.bias
+        keys = self._folded(self.key_vector, self.value_proj)
+        queries = self._folded(self.query_vector, self.target_proj or self.value_proj)
         if target is source and self.target_proj is None:
-            value, key, queries = self._heads(source, *rows, query)
+            value, key, query = self._heads(source, values, keys, queries)
         else:
-            value, key = self._heads(source, *rows)
-            (queries,) = self._heads(target, query)
-        return NodeHeads(queries, key, value)
-
-    def _whole(self, proj: nn.Linear) -> tuple[Tensor, Tensor | None]:
-        return proj.weight, proj.bias
+            value, key = self._heads(source, values, keys)
+            (query,) = self._heads(target, queries)
+        return NodeHeads(query, key, value)
 
     def _folded(self, vector: Tensor, proj: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """Weight [heads, in_channels] and bias of a·(W x + b)."""

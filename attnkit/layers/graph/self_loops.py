@@ -20,10 +20,10 @@ _REDUCTIONS = {"mean": "mean", "add": "sum", "min": "amin", "max": "amax", "mul"
 
 
 def check_fill_value(fill_value: object, *, is_read: bool) -> None:
-    """ValueError or TypeError unless it is one, and the default if nobody reads it."""
+    """ValueError or TypeError unless it is one, or where it would not be read."""
     is_default = isinstance(fill_value, str) and fill_value == "mean"
     if not (is_read or is_default):
-        raise ValueError("fill_value: given, but there are no features of added self-loops")
+        raise ValueError("fill_value: needs add_self_loops=True and edge_dim, got one without them")
     if isinstance(fill_value, str):
         if fill_value not in _REDUCTIONS:
             names = ", ".join(map(repr, _REDUCTIONS))

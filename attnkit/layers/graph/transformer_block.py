@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from timm.layers import trunc_normal_tf_
 from torch import Tensor, nn
 
+from attnkit.core.arguments import divides
+from attnkit.core.former import rename
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.tokens.block import Activation, make_mlp
+from attnkit.layers.tokens.pooling import AttentionPool
 
 GlobalAttention = Literal["softmax", "linear"]
 
@@ -26,7 +28,7 @@ class GraphTransformerBlock(nn.Module):
         x = x + mlp(norm(x))
 
     Local attention goes along the edges; global attention from every node to all nodes of its
-    graph, graphs packed one after the other without padding. GraphGPS normalises after each branch
+    graph, graphs packed one after the other without padding. GraphGPS normalizes after each branch
     rather than before all of them.
 
     Nodes [nodes, dim] in and out.
@@ -65,14 +67,13 @@ class GraphTransformerBlock(nn.Module):
         super().__init__()
         if local is None and global_attention is None:
             raise ValueError("local and global_attention: expected at least one, got None and None")
-        if heads < 1 or dim % heads:
-            raise ValueError(f"heads: {heads} does not divide dim {dim}")
+        divides("heads", heads, dim=dim)
         if local is None and edge_dim is not None:
             raise ValueError(f"edge_dim: only local attention reads edges, got {edge_dim}")
         self.attention_norm = nn.LayerNorm(dim)
-        self.local = None
+        self.local: GraphAttention | None = None
         if local is not None:
-            attention = GraphAttention(
+            self.local = GraphAttention(
                 dim,
                 dim // heads,
                 heads,
@@ -81,11 +82,10 @@ class GraphTransformerBlock(nn.Module):
                 dropout_p=attention_dropout_p,
                 backend=backend,
             )
-            self.local = attention
             self.local_proj = nn.Linear(dim, dim)
-        self.everywhere = None
+        self.global_attention = None
         if global_attention is not None:
-            self.everywhere = MultiHeadAttention(
+            self.global_attention = MultiHeadAttention(
                 dim,
                 heads,
                 normalizer=global_attention,
@@ -109,27 +109,24 @@ class GraphTransformerBlock(nn.Module):
         normed = self.attention_norm(x)
         if self.local is not None:
             x = x + self.dropout(self.local_proj(self.local(normed, edges, edge_attr)))
-        if self.everywhere is not None:
-            x = x + self.dropout(self.everywhere(normed[None], mask=mask)[0])
+        if self.global_attention is not None:
+            x = x + self.dropout(self.global_attention(normed[None], mask=mask)[0])
         return x + self.mlp(self.mlp_norm(x))
 
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        rename(state, f"{prefix}everywhere.", f"{prefix}global_attention.")  # of version 0.1
+        super()._load_from_state_dict(state, prefix, *args)
 
-class GraphPool(nn.Module):
-    """One vector for each graph: the block with one learned query for each (Lee et al., Set
-    Transformer, 2019).
+
+class GraphPool(AttentionPool):
+    """One vector for each graph: attention pooling of graphs packed one after the other.
 
         pooled_g = attention(query, x_i of graph g)
 
     Nodes [nodes, dim] in, [graphs, dim] out. A graph without nodes gives the bias of the output.
     """
 
-    def __init__(self, dim: int, heads: int, *, backend: str = "auto") -> None:
-        super().__init__()
-        self.query = nn.Parameter(torch.empty(1, 1, dim))
-        self.attention = MultiHeadAttention(dim, heads, backend=backend)
-        trunc_normal_tf_(self.query, std=dim**-0.5)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         """`lengths`: how many of the nodes, which are in the order of graphs, are of each."""
         query = self.query.expand(-1, len(lengths), -1)
         return self.attention(query, x[None], mask=Packed(torch.ones_like(lengths), lengths))[0]

@@ -95,7 +95,7 @@ def test_another_score_and_other_positions(attnkit):
     state = checkpoint["state_dict"]
     (learned,) = [tensor for name, tensor in state.items() if "log_temperature" in name]
     assert (learned != torch.full_like(learned, 0.1).log()).all()
-    assert sum("position_tables" in name for name in state) == 2
+    assert sum("factorized_positions" in name for name in state) == 2
 
 
 def test_images_of_another_size_than_the_model(attnkit, trained):

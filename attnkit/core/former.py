@@ -1,0 +1,14 @@
+"""Names of tensors in state dicts of before version 0.2, so that old checkpoints still load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def rename(state: dict[str, Any], former: str, current: str) -> None:
+    """Give the tensors of a state dict whose names begin with `former` the beginning `current`.
+
+    For `_load_from_state_dict`, which every way of loading goes through, before that of torch.
+    """
+    for name in [name for name in state if name.startswith(former)]:
+        state[current + name.removeprefix(former)] = state.pop(name)
