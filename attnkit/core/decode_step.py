@@ -110,9 +110,9 @@ def _attended(
         alpha=block.score.factor(head_dim),
     )
     if bias is not None:
-        scores.view(batch, num_heads, num_queries, -1).add_(bias)
+        scores.view(batch, num_heads, num_queries, scores.shape[2]).add_(bias)
     output = scores.softmax(dim=-1) @ kept.value.flatten(0, 1)
-    output = output.view(batch, num_heads, num_queries, -1).transpose(1, 2).flatten(2)
+    output = output.view(batch, num_heads, num_queries, head_dim).transpose(1, 2).flatten(2)
     return run_linear(block.out_proj, output)
 
 

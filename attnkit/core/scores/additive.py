@@ -63,7 +63,7 @@ def _tiles(query: Tensor, key: Tensor) -> Iterator[tuple[Tensor, tuple[slice, sl
     elements = TILE_ELEMENTS["cpu" if query.is_cpu else "other"]
     columns = min(num_keys, max(1, elements // dim))
     rows = min(num_queries, max(1, elements // (dim * columns)))
-    items = min(batch, max(1, elements // (dim * columns * rows)))
+    items = max(1, min(batch, elements // (dim * columns * rows)))
     buffer = query.new_empty(items * dim * rows * columns)
     for item in range(0, batch, items):
         for row in range(0, num_queries, rows):

@@ -10,6 +10,18 @@ from torch import nn
 
 
 @contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """In the block the module and all in it are in evaluation mode, afterwards as before."""
+    modes = [(child, child.training) for child in module.modules()]
+    try:
+        module.eval()
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
+
+
+@contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """In the block the module is in evaluation and nothing has gradients; after it modes, buffers
     and torch's random numbers are as before, also if the block raised.
@@ -17,17 +29,13 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     Buffers are put back because some modules write them in evaluation too, and the random state
     because a module may draw whatever its mode is.
     """
-    training = [(child, child.training) for child in module.modules()]
     restore_buffers = buffers_of(module)
     tensors = (*module.parameters(), *module.buffers())
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            module.eval()
+        with torch.random.fork_rng(devices), torch.no_grad(), evaluating(module):
             yield
     finally:
-        for child, mode in training:
-            child.training = mode
         restore_buffers()
 
 

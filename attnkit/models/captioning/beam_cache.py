@@ -1,4 +1,4 @@
-"""Whose past is whose: hypotheses of one item that share one cache of keys and values."""
+"""Hypotheses of one item that share one cache of keys and values."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from torch import Tensor
 
 
 class BeamCache:
-    """The columns of a cache that all hypotheses of an item write, and who may read which.
+    """The columns of a cache that all hypotheses of an item write, and which each may read.
 
     Each step every hypothesis writes one column behind those before. A hypothesis reads its own
-    past and no other: a bias [batch, 1, num_beams, columns] is 0 there and −∞ elsewhere. When
-    hypotheses survive, their rows of the bias are copied, and keys and values stay where they are.
-    Every step reads the columns of all hypotheses, which is no more than there is to read: each
-    is some hypothesis's, dead ones apart.
+    past only: a bias [batch, 1, num_beams, columns] is 0 there and −∞ elsewhere. When hypotheses
+    survive, their rows of the bias are copied; keys and values stay where they are. Every step
+    reads the columns of all hypotheses, dead ones included.
 
     Args:
         batch: items.
@@ -35,14 +34,13 @@ class BeamCache:
         self.num_beams = 1
         self.num_words = 0
         self.num_columns = 0
-        self.places: list[int] = []
-        """Of each column the place of its word in the sentence."""
+        self.places: list[int] = []  # of each column, that of its word in the sentence
         self._dtype, self._device = dtype, device
         self._bias: Tensor | None = None
         self._own = torch.empty(0)
 
     def advance(self) -> Tensor | None:
-        """One more column for each hypothesis; returns who sees what, None where all see all."""
+        """One more column for each hypothesis; returns the bias, None where nothing is hidden."""
         begin, end = self.num_columns, self.num_columns + self.num_beams
         self.places += [self.num_words] * self.num_beams
         self.num_words += 1
@@ -67,7 +65,7 @@ class BeamCache:
             self._own = self._bias.new_zeros(others.shape).masked_fill(others, -torch.inf)
 
     def select(self, beams: Tensor) -> None:
-        """Of each item the hypotheses to go on from, integers [batch, num_beams]."""
+        """Continue from some hypotheses of each item, integers [batch, num_beams]."""
         if beams.shape != (self.batch, self.num_beams):
             raise ValueError(
                 f"beams: expected {[self.batch, self.num_beams]}, got {list(beams.shape)}"
@@ -79,8 +77,8 @@ class BeamCache:
 
 def as_bias(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """A mask [batch, positions] as a bias [batch, 1, 1, positions], 0 where True and −∞ elsewhere,
-    and which items [batch, 1, 1, 1] have no position at all: those see everything, and want values
-    of 0."""
+    and which items [batch, 1, 1, 1] have no position at all. The bias hides nothing from those, and
+    their values must be 0."""
     if mask is None:
         return None, None
     is_dead = ~mask.any(dim=1, keepdim=True)

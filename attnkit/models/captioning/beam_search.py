@@ -14,7 +14,7 @@ from attnkit.models.captioning.word_decoder import (
     PAD,
     START,
     DecodingState,
-    forbid_what_is_no_word,
+    without_pad_and_start,
 )
 
 SMALL = 256  # values in a row that are sorted at once, without asking whether some are equal
@@ -58,7 +58,7 @@ def beam_search(
     ended = torch.full((batch, num_return), -torch.inf, device=device)
     ended_words = torch.full((batch, num_return, max_words), PAD, device=device)
     for length in range(1, max_words + 1):
-        logits = forbid_what_is_no_word(step(word, state))
+        logits = without_pad_and_start(step(word, state))
         scores, beams, words = _best_extensions(logits, live, 2 * num_beams)
         is_end = words == END
         # what ends, among what has ended before
@@ -88,13 +88,11 @@ def _best_extensions(logits: Tensor, live: Tensor, count: int) -> tuple[Tensor, 
     Of each hypothesis only its best words are looked at, so that the log-probabilities of all
     words are never formed.
     """
-    batch = len(live)
     best, words = _largest(logits, count)
     scores = best - logits.logsumexp(dim=-1, keepdim=True)
-    scores = (live.reshape(-1, 1) + scores).view(batch, -1)
-    chosen, index = _largest(scores, count)
-    words = words.reshape(batch, -1).gather(1, index)
-    return chosen, index // best.shape[1], words
+    scores, words = (each.unflatten(0, live.shape) for each in (scores, words))
+    chosen, index = _largest((live[..., None] + scores).flatten(1), count)
+    return chosen, index // best.shape[1], words.flatten(1).gather(1, index)
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

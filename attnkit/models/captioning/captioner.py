@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from attnkit.models.captioning.generate import Method, Sentences, evaluating, generate
+from attnkit.core.watch.undisturbed import evaluating
+from attnkit.models.captioning.generate import Method, Sentences, generate
 from attnkit.models.captioning.image_encoders import ImageEncoder
 from attnkit.models.captioning.word_decoder import WordDecoder
 
@@ -54,43 +57,19 @@ class Captioner(nn.Module):
         return self.decoder(self.encoder(images), words)
 
     def loss(self, images: Tensor, words: Tensor) -> dict[str, Tensor]:
-        """What to minimise, "loss", and its terms; sentences [batch, words] with START."""
+        """What to minimize, "loss", and its terms; sentences [batch, words] with START."""
         return self.decoder.loss(self.encoder(images), words)
 
     def generate(
         self,
         images: Tensor,
         method: Method = "greedy",
-        *,
-        max_words: int | None = None,
-        num_beams: int | None = None,
-        length_penalty: float = 0.0,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        num_return: int | None = None,
-        return_weights: bool = False,
-        generator: torch.Generator | None = None,
-        use_cache: bool = True,
+        **options: Any,
     ) -> Sentences:
-        """Sentences for the images, as `attnkit.generate` documents, with the encoder in evaluation
-        mode too."""
+        """Sentences for the images, with the options of `attnkit.generate`; the encoder, too, is in
+        evaluation mode."""
         with evaluating(self), torch.no_grad():
-            return generate(
-                self.decoder,
-                self.encoder(images),
-                method=method,
-                max_words=max_words,
-                num_beams=num_beams,
-                length_penalty=length_penalty,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                num_return=num_return,
-                return_weights=return_weights,
-                generator=generator,
-                use_cache=use_cache,
-            )
+            return generate(self.decoder, self.encoder(images), method=method, **options)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters an optimiser should not shrink."""

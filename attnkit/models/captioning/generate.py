@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from attnkit.core.arguments import at_least, choice, positive
+from attnkit.core.watch.undisturbed import evaluating
 from attnkit.models.captioning.beam_search import beam_search
-from attnkit.models.captioning.recomputed import Recomputed
 from attnkit.models.captioning.word_decoder import (
     END,
     PAD,
     START,
     WordDecoder,
-    forbid_what_is_no_word,
+    without_pad_and_start,
 )
 
 Method = Literal["greedy", "beam", "sample"]
@@ -25,18 +24,16 @@ Method = Literal["greedy", "beam", "sample"]
 
 @dataclass(frozen=True, eq=False)
 class Sentences:
-    """What `generate` said. With `num_return`, n sentences an item, the best first; without, one,
-    and the dimension n is not there.
+    """The sentences that `generate` returns. With `num_return`, n of each item, the best first;
+    without, one, and the dimension n is missing.
 
     words: integers [batch, (n,) words]: w1, …, END, then PAD; no START. A sentence that had to
         stop at `max_words` has no END.
-    scores: [batch, (n)], the logarithm of the probability of the sentence; with beam search
-        divided by the length penalty, of what is drawn that at its temperature, before `top_k` and
-        `top_p` leave words out.
-    weights: [batch, (n,) layers, heads, words, positions], how the decoder looked at the memory
-        when it said each word, 0 where that is PAD; None if not asked for. A recurrent decoder has
-        one layer and one head. With the encoder's grid (height, width),
-        `weights.unflatten(-1, grid)` are maps.
+    scores: [batch, (n)], the log-probability of the sentence. Beam search divides it by the length
+        penalty. Of drawn sentences it is at their temperature, before `top_k` and `top_p`.
+    weights: [batch, (n,) layers, heads, words, positions], the attention to the memory at each
+        word, 0 at PAD; None if not asked for. A recurrent decoder has one layer and one head.
+        `weights.unflatten(-1, grid)` are maps, of the encoder's grid (height, width).
     """
 
     words: Tensor
@@ -59,18 +56,17 @@ def generate(
     num_return: int | None = None,
     return_weights: bool = False,
     generator: torch.Generator | None = None,
-    use_cache: bool = True,
 ) -> Sentences:
     """Sentences for each memory, in evaluation mode and without gradients.
 
-    | method     | says                                                                         |
+    | method     | gives                                                                        |
     |------------|------------------------------------------------------------------------------|
     | `"greedy"` | the likeliest next word                                                      |
     | `"beam"`   | the likeliest sentences that a search with `num_beams` hypotheses finds      |
     | `"sample"` | a word drawn from softmax(logits / temperature) of the `top_k` likeliest, of |
     |            | those the fewest whose probabilities reach `top_p` (Holtzman et al. 2020)    |
 
-    PAD and START are never said; probabilities are of the other words. Of equal words or
+    PAD and START never occur; probabilities are of the other words. Of equally likely words or
     sentences the one of the lower numbers is taken.
 
     Args:
@@ -82,11 +78,10 @@ def generate(
         length_penalty: α of GNMT (Wu et al. 2016): beam search looks for the largest
             log p / ((5 + words) / 6)^α, words counted with END; 0 is the likeliest sentence.
         temperature, top_k, top_p: of sampling.
-        num_return: how many sentences an item, drawn or the best found; None: one.
-        return_weights: whether to give the attention over the memory, too. It is computed for the
-            sentences that were said, at once and by any kernel's own definition.
+        num_return: how many sentences of each item, drawn or the best found; None: one.
+        return_weights: whether to give the attention over the memory, too. It is computed at the
+            end, for these sentences.
         generator: of the draws; None: torch's.
-        use_cache: False computes all words again at each step, to the same result.
 
     Raises:
         ValueError: an option that the method does not have, or out of range.
@@ -100,15 +95,12 @@ def generate(
     if generator is not None and method != "sample":
         raise ValueError(f"generator: only for the method 'sample', got one with {method!r}")
     num_sentences = num_return or 1
-    source = decoder if use_cache else Recomputed(decoder)
-    if not len(memory):
-        return _of_nothing(decoder, memory, num_return, return_weights)
     with evaluating(decoder), torch.no_grad():
         num_beams = options.pop("num_beams", num_sentences)
-        state = source.start(memory, memory_mask, max_words=max_words, num_beams=num_beams)
+        state = decoder.start(memory, memory_mask, max_words=max_words, num_beams=num_beams)
         if method == "beam":
             words, scores = beam_search(
-                source.step,
+                decoder.step,
                 state,
                 len(memory),
                 memory.device,
@@ -121,30 +113,11 @@ def generate(
             state.expand(num_sentences)
             draw = {**options, "generator": generator} if method == "sample" else None
             words, scores = _one_by_one(
-                source.step, state, len(memory), memory.device, max_words, num_sentences, draw
+                decoder.step, state, len(memory), memory.device, max_words, num_sentences, draw
             )
         weights = None
         if return_weights:
             weights = _weights_of(decoder, memory, memory_mask, words)
-    if num_return is None:
-        words, scores = words[:, 0], scores[:, 0]
-        weights = None if weights is None else weights[:, 0]
-    return Sentences(words, scores, weights)
-
-
-def _of_nothing(
-    decoder: WordDecoder, memory: Tensor, num_return: int | None, return_weights: bool
-) -> Sentences:
-    """No sentences, with all their dimensions, for a batch of no memories."""
-    decoder.check(memory, None, None)
-    words = torch.zeros(0, num_return or 1, 1, dtype=torch.long, device=memory.device)
-    scores = memory.new_zeros(words.shape[:2])
-    weights = None
-    if return_weights:
-        one = memory.new_zeros(1, *memory.shape[1:])
-        with evaluating(decoder), torch.no_grad():
-            like = _weights_of(decoder, one, None, words.new_zeros(1, *words.shape[1:]))
-        weights = like[:0]
     if num_return is None:
         words, scores = words[:, 0], scores[:, 0]
         weights = None if weights is None else weights[:, 0]
@@ -161,9 +134,7 @@ def checked_options(
     num_return: int | None = None,
 ) -> dict[str, Any]:
     """The options of the method; ValueError at those it does not have."""
-    if method not in get_args(Method):
-        names = ", ".join(map(repr, get_args(Method)))
-        raise ValueError(f"method: expected one of {names}, got {method!r}")
+    choice(get_args(Method), method=method)
     belongs = {
         "num_beams": ("beam", num_beams, None),
         "length_penalty": ("beam", length_penalty, 0.0),
@@ -174,20 +145,19 @@ def checked_options(
     for name, (owner, value, neutral) in belongs.items():
         if value != neutral and method != owner:
             raise ValueError(f"{name}: only for the method {owner!r}, got {value} with {method!r}")
-    for name, count in (("num_beams", num_beams), ("top_k", top_k), ("num_return", num_return)):
-        if count is not None and count < 1:
-            raise ValueError(f"{name}: expected at least 1, got {count}")
+    at_least(1, num_beams=num_beams, top_k=top_k, num_return=num_return)
     if method == "beam":
         num_beams = max(5, num_return or 1) if num_beams is None else num_beams
         if (num_return or 1) > num_beams:
-            raise ValueError(f"num_return: {num_return} of {num_beams} beams")
+            raise ValueError(
+                f"num_return: expected at most num_beams = {num_beams}, got {num_return}"
+            )
         return {"num_beams": num_beams}
     if method == "greedy":
         if num_return not in (None, 1):
-            raise ValueError(f"num_return: greedy decoding has one sentence, got {num_return}")
+            raise ValueError(f"num_return: expected 1 or None with 'greedy', got {num_return}")
         return {}
-    if not 0.0 < temperature < float("inf"):
-        raise ValueError(f"temperature: expected a positive number, got {temperature}")
+    positive(temperature=temperature)
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p: expected 0 < top_p <= 1, got {top_p}")
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -209,12 +179,13 @@ def _one_by_one(
     scores = torch.zeros(1, device=device)
     said = []
     for _ in range(max_words):
-        logits = forbid_what_is_no_word(step(word, state))
+        logits = without_pad_and_start(step(word, state))
         if draw is None:
             best, word = logits.max(dim=-1)
         else:
             logits = logits / draw["temperature"]
-            word = _drawn(kept_by_sampling(logits, draw["top_k"], draw["top_p"]), draw["generator"])
+            kept = kept_by_sampling(logits, draw["top_k"], draw["top_p"]).softmax(dim=-1)
+            word = torch.multinomial(kept, 1, generator=draw["generator"])[:, 0]
             best = logits.gather(1, word[:, None])[:, 0]
         scores = scores + (best - logits.logsumexp(dim=-1)).masked_fill(is_done, 0.0)
         word = word.masked_fill(is_done, PAD)
@@ -245,14 +216,10 @@ def kept_by_sampling(logits: Tensor, top_k: int | None, top_p: float | None) -> 
     return logits
 
 
-def _drawn(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
-
-
 def _weights_of(
     decoder: WordDecoder, memory: Tensor, memory_mask: Tensor | None, words: Tensor
 ) -> Tensor:
-    """The weights [batch, n, layers, heads, words, positions] with which sentences were said."""
+    """The attention [batch, n, layers, heads, words, positions] to the memory at each word."""
     batch, num_sentences, _ = words.shape
     said = words.flatten(0, 1)
     before = torch.cat([said.new_full((len(said), 1), START), said[:, :-1]], dim=1)
@@ -263,15 +230,3 @@ def _weights_of(
     weights = decoder.word_weights(memory, before, memory_mask)
     weights = weights.masked_fill((said == PAD)[:, None, None, :, None], 0.0)
     return weights.unflatten(0, (batch, num_sentences))
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """In the block the module and all in it are in evaluation mode, afterwards as before."""
-    training = [child for child in module.modules() if child.training]
-    try:
-        module.eval()
-        yield
-    finally:
-        for child in training:
-            child.training = True

@@ -7,12 +7,13 @@ from math import log
 import torch
 from torch import Tensor
 
+from attnkit.core.arguments import at_least, share
 from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.hard import record_draws
 from attnkit.core.normalizers.kinds import Hard
 from attnkit.models.captioning.memory_attention import MemoryScore
 from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
-from attnkit.models.captioning.word_decoder import PAD
+from attnkit.models.captioning.word_decoder import PAD, num_words
 
 
 class HardRecurrentDecoder(RecurrentDecoder):
@@ -25,9 +26,9 @@ class HardRecurrentDecoder(RecurrentDecoder):
     The brackets have no gradient: the first two terms together have, on average over the draws,
     the gradient of the expected mean of ℓ (REINFORCE, Williams 1992). b is a moving average of
     the mean of ℓ, the buffer `baseline`, which begins with log(vocabulary_size). H is the entropy.
-    Where the paper weighs each position by the whole sentence's loss we take that of the words
-    that could depend on it, which has the same mean and varies less; nor do we replace, as they do
-    half of the time, the draw by the soft context.
+    The paper weighs each position by the whole sentence's loss; here it is that of the words that
+    could depend on it, which has the same mean and varies less. The paper replaces the draw by the
+    soft context half of the time; here it does not happen.
 
     Args:
         entropy: λ, not negative.
@@ -35,7 +36,6 @@ class HardRecurrentDecoder(RecurrentDecoder):
         the others: as in `RecurrentDecoder`, which has `doubly_stochastic` besides.
 
     Raises:
-        ValueError: as `RecurrentDecoder`, or these out of range.
         RuntimeError: `forward` in training and with gradients outside of `attnkit.record_draws`:
             the draws have no gradient by themselves; `loss` records them.
     """
@@ -59,10 +59,8 @@ class HardRecurrentDecoder(RecurrentDecoder):
         tie_embeddings: bool = False,
         label_smoothing: float = 0.0,
     ) -> None:
-        if not 0 <= entropy < float("inf"):
-            raise ValueError(f"entropy: expected at least 0, got {entropy}")
-        if not 0 <= baseline_decay < 1:
-            raise ValueError(f"baseline_decay: expected 0 <= it < 1, got {baseline_decay}")
+        at_least(0, entropy=entropy)
+        share(baseline_decay=baseline_decay)
         super().__init__(
             vocabulary_size,
             max_words,
@@ -86,7 +84,7 @@ class HardRecurrentDecoder(RecurrentDecoder):
     def loss(
         self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What to minimise, "loss" = cross_entropy + reinforce − λ · entropy, and these;
+        """What to minimize, "loss" = cross_entropy + reinforce − λ · entropy, and these;
         in evaluation, where nothing is drawn, the cross-entropy alone."""
         if not self.training:
             return super().loss(memory, words, memory_mask)
@@ -95,7 +93,7 @@ class HardRecurrentDecoder(RecurrentDecoder):
         log_p = torch.stack([draw.log_probability.flatten() for draw in draws], dim=1)
         entropies = torch.stack([draw.entropy.flatten() for draw in draws], dim=1)
         losses, is_word = self.word_losses(logits, words), words[:, 1:] != PAD
-        count = is_word.sum().clamp(min=1)
+        count = num_words(words)
         cross_entropy = losses.sum() / count
         worse = ((losses - self.baseline) * is_word).detach()
         worse_from_here = worse.flip(1).cumsum(dim=1).flip(1)

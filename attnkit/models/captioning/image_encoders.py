@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import Conv2dNormActivation
 
+from attnkit.core.arguments import at_least, pair
 from attnkit.core.positions.sinusoidal import sincos_2d
 from attnkit.core.scores.learned import ScoreName
+from attnkit.core.watch.undisturbed import evaluating
 from attnkit.models.backbones import timm_backbone
 from attnkit.models.vit import PositionKind, ViT
 
@@ -30,10 +32,7 @@ class ImageEncoder(nn.Module):
 
     def __init__(self, image_size: int | Sequence[int]) -> None:
         super().__init__()
-        pair = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-        if len(pair) != 2 or min(pair) < 1:
-            raise ValueError(f"image_size: expected a positive integer or two, got {image_size}")
-        self.image_size: tuple[int, int] = (pair[0], pair[1])
+        self.image_size = pair("image_size", image_size)
 
     def check(self, images: Tensor) -> None:
         """ValueError at images of another size."""
@@ -52,8 +51,8 @@ class CNNEncoder(ImageEncoder):
 
     With four stages 48 pixels give 6 × 6 positions. Convolutions are 3 × 3, and pooled as in VGG
     (Simonyan and Zisserman 2015) with batch norms: a stem of stride 2 would blur things of ten
-    pixels. Positions are sinusoidal in 2-D and added last and large, lest the decoder learns what
-    is seen long before where: "left of" is told from the places of two things.
+    pixels. Positions are sinusoidal in 2-D, added last and large: else the decoder learns what is
+    in the image long before it learns where.
 
     Args:
         image_size, in_channels: of the images.
@@ -79,8 +78,7 @@ class CNNEncoder(ImageEncoder):
         position_scale: float = 2.5,
     ) -> None:
         super().__init__(image_size)
-        if in_channels < 1:
-            raise ValueError(f"in_channels: expected at least 1, got {in_channels}")
+        at_least(1, in_channels=in_channels)
         if not stages or not all(stages) or min(map(min, stages)) < 1:
             raise ValueError(
                 f"stages: expected positive channels of each stage's convolutions, got {stages}"
@@ -184,11 +182,11 @@ class TimmEncoder(ImageEncoder):
         image_size, in_channels: of the images; a Transformer's positions are made anew for them.
         dim: channels of the memory; None: those of the network, unprojected.
         pretrained: with weights, which timm downloads or finds in its cache.
-        frozen: the network is not trained: no gradients, and always in evaluation mode, lest its
-            batch norms drift. The projection still is.
+        frozen: the network is not trained: no gradients, and always in evaluation mode, so that
+            its batch norms stay as they are. The projection is trained.
 
     Raises:
-        ValueError: no such name, weights that cannot be had, or features that are no grid.
+        ValueError: an unknown name, weights that cannot be had, or features that form no grid.
     """
 
     def __init__(
@@ -208,12 +206,9 @@ class TimmEncoder(ImageEncoder):
         self.network: Any = network
         self.frozen = frozen
         if frozen:
-            self.network.requires_grad_(False)
-        with torch.no_grad():
-            was_training = self.network.training
-            self.network.eval()
+            self.network.requires_grad_(False).eval()
+        with evaluating(self.network), torch.no_grad():
             maps = self._maps(torch.zeros(1, in_channels, *self.image_size))
-            self.network.train(was_training and not frozen)
         self.grid = (maps.shape[2], maps.shape[3])
         self.dim = maps.shape[1] if dim is None else dim
         self.proj = nn.Identity() if dim is None else nn.Linear(maps.shape[1], dim)
@@ -241,6 +236,6 @@ class TimmEncoder(ImageEncoder):
         grid = getattr(embed, "grid_size", None)
         if features.ndim != 3 or grid is None or grid[0] * grid[1] != tokens.shape[1]:
             raise ValueError(
-                f"name: the features of this network, {list(features.shape)}, are no grid"
+                f"name: the features of this network, {list(features.shape)}, form no grid"
             )
         return tokens.transpose(1, 2).unflatten(2, tuple(grid))

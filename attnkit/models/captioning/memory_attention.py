@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import choice
 from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.inputs import Normalizer
@@ -54,9 +55,7 @@ class MemoryAttention(nn.Module):
         normalizer: str | Normalizer = "softmax",
     ) -> None:
         super().__init__()
-        if score not in get_args(MemoryScore):
-            names = ", ".join(map(repr, get_args(MemoryScore)))
-            raise ValueError(f"score: expected one of {names}, got {score!r}")
+        choice(get_args(MemoryScore), score=score)
         if score in SCORES and state_dim != memory_dim:
             raise ValueError(
                 f"score: {score!r} needs a state of the memory's {memory_dim} channels, "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least
 from attnkit.core.inputs import Normalizer
 from attnkit.core.masks.sequences import Padding
 from attnkit.models.captioning.memory_attention import MemoryAttention, MemoryScore
-from attnkit.models.captioning.word_decoder import PAD, WordDecoder
+from attnkit.models.captioning.word_decoder import PAD, WordDecoder, num_words
 
 
 class RecurrentDecoder(WordDecoder):
@@ -38,9 +39,6 @@ class RecurrentDecoder(WordDecoder):
         doubly_stochastic: λ, not negative; the paper's is 1.
         dropout_p: before the output layer, in training only.
         tie_embeddings: whether the words' embedding E is W_o too.
-
-    Raises:
-        ValueError: sizes that do not fit or are not positive, unknown choices.
     """
 
     def __init__(
@@ -68,12 +66,8 @@ class RecurrentDecoder(WordDecoder):
                 f"got {attention_dim} with {score!r}"
             )
         attention_dim = dim if attention_dim is None else attention_dim
-        sizes = {"dim": dim, "embedding_dim": embedding_dim, "attention_dim": attention_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
-        if not 0 <= doubly_stochastic < float("inf"):
-            raise ValueError(f"doubly_stochastic: expected at least 0, got {doubly_stochastic}")
+        at_least(1, dim=dim, embedding_dim=embedding_dim, attention_dim=attention_dim)
+        at_least(0, doubly_stochastic=doubly_stochastic)
         self.dim = dim
         self.doubly_stochastic = doubly_stochastic
         self.embedding = nn.Embedding(vocabulary_size, embedding_dim)
@@ -107,12 +101,12 @@ class RecurrentDecoder(WordDecoder):
     def loss(
         self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What to minimise, "loss" = cross_entropy + λ · doubly_stochastic, and these."""
+        """What to minimize, "loss" = cross_entropy + λ · doubly_stochastic, and these."""
         if not self.doubly_stochastic:
             return super().loss(memory, words, memory_mask)
         logits, weights = self._run(memory, words[:, :-1], memory_mask, with_weights=True)
         losses, is_word = self.word_losses(logits, words), words[:, 1:] != PAD
-        cross_entropy = losses.sum() / is_word.sum().clamp(min=1)
+        cross_entropy = losses.sum() / num_words(words)
         looked = (weights * is_word[..., None]).sum(dim=1)
         penalty = (1 - looked).square()
         if memory_mask is not None:
@@ -189,7 +183,7 @@ class RecurrentDecoder(WordDecoder):
 
 
 class RecurrentState:
-    """What `RecurrentDecoder` keeps: the states of LSTM, and the memory with its keys."""
+    """The states of the LSTM and the memory with its keys, which `RecurrentDecoder` keeps."""
 
     def __init__(
         self, decoder: RecurrentDecoder, memory: Tensor, memory_mask: Tensor | None

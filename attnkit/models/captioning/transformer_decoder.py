@@ -1,4 +1,4 @@
-"""The Transformer decoder of words, and what it keeps from step to step."""
+"""The Transformer decoder of words, and its state while decoding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnkit.core.arguments import at_least, choice
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.decode_step import remembered, run_linear
 from attnkit.core.masks.sequences import Padding
@@ -35,10 +36,9 @@ class TransformerDecoder(WordDecoder):
     Memory [batch, positions, memory_dim] and words [batch, words] in, logits [batch, words,
     vocabulary_size] out.
 
-    Decoding keeps keys and values of the words in one cache for each layer, taken once, and those
-    of the memory, projected once. The hypotheses of an item are queries to one memory and one
-    cache: what is not a hypothesis's own past is hidden from it by a bias, so that beam search
-    copies no keys, whatever hypotheses survive.
+    Decoding keeps keys and values of the words in one cache for each layer, allocated once, and
+    those of the memory, projected once. The hypotheses of an item are queries to one memory and one
+    cache, and a bias hides from each what is not its own past, so that beam search copies no keys.
 
     Args:
         vocabulary_size, max_words, memory_dim, label_smoothing: as in `WordDecoder`; `memory_dim`
@@ -50,9 +50,6 @@ class TransformerDecoder(WordDecoder):
         tie_embeddings: whether the words' embedding is the output layer too (Press and Wolf 2017).
         qkv_bias, qk_norm, score, dropout_p, attention_dropout_p, activation, norm_eps, backend: as
             in `DecoderBlock`.
-
-    Raises:
-        ValueError: sizes that do not fit or are not positive, unknown choices.
     """
 
     def __init__(
@@ -79,11 +76,8 @@ class TransformerDecoder(WordDecoder):
     ) -> None:
         memory_dim = dim if memory_dim is None else memory_dim
         super().__init__(vocabulary_size, max_words, memory_dim, label_smoothing)
-        if positions not in (*get_args(WordPositions), None):
-            names = ", ".join(map(repr, get_args(WordPositions)))
-            raise ValueError(f"positions: expected one of {names} or None, got {positions!r}")
-        if depth < 1:
-            raise ValueError(f"depth: expected at least 1, got {depth}")
+        choice((*get_args(WordPositions), None), positions=positions)
+        at_least(1, depth=depth)
         self.positions = positions
         self.embedding = nn.Embedding(vocabulary_size, dim)
         self.position_table = LearnedPositions1d(max_words, dim) if positions == "learned" else None
@@ -146,22 +140,21 @@ class TransformerDecoder(WordDecoder):
         return TransformerState(self, memory, memory_mask, max_words, num_beams)
 
     def step(self, words: Tensor, state: TransformerState) -> Tensor:
-        beams = state.beams
-        num_before = beams.num_words
-        bias = beams.advance()
+        num_before = state.num_words
+        bias = state.advance()
         if self.distance_bias is not None:
-            # the columns of the cache are words of all hypotheses, several at one place
+            # the cache has columns of all hypotheses, several at each place in the sentence
             row = self.distance_bias(1, num_before + 1, offset=num_before)
-            row = row[..., beams.places]
+            row = row[..., state.places]
             bias = row if bias is None else row + bias
         rotation = None
         if self.rotary is not None:
             here = slice(num_before, num_before + 1)
-            shape = (beams.num_beams, -1)
+            shape = (state.num_beams, -1)
             rotation = Rotation(
                 self.rotary.cos[here].expand(shape), self.rotary.sin[here].expand(shape)
             )
-        tokens = self._embed(words.view(-1, 1), num_before).view(-1, beams.num_beams, self.dim)
+        tokens = self._embed(words.view(-1, 1), num_before).view(-1, state.num_beams, self.dim)
         for block, cache, memory in zip(self.blocks, state.caches, state.memories, strict=True):
             tokens = block.step(
                 tokens,
@@ -199,8 +192,8 @@ class TransformerDecoder(WordDecoder):
         return self.dropout(tokens)
 
 
-class TransformerState:
-    """What `TransformerDecoder` keeps: keys and values of memory and words, and whose is which."""
+class TransformerState(BeamCache):
+    """The keys and values of words and memory that `TransformerDecoder` keeps."""
 
     def __init__(
         self,
@@ -210,10 +203,9 @@ class TransformerState:
         max_words: int,
         num_beams: int,
     ) -> None:
-        batch = len(memory)
-        self.beams = BeamCache(batch, max_words, num_beams, memory.dtype, memory.device)
+        super().__init__(len(memory), max_words, num_beams, memory.dtype, memory.device)
         self.caches = [
-            block.attention.new_cache(batch, self.beams.max_columns, device=memory.device)
+            block.attention.new_cache(self.batch, self.max_columns, device=memory.device)
             for block in decoder.blocks
         ]
         self.memory_bias, is_dead = as_bias(memory_mask, memory.dtype)
@@ -223,9 +215,3 @@ class TransformerState:
             if is_dead is not None:
                 kept = KeyValueCache.of(kept.key, kept.value.masked_fill(is_dead, 0.0))
             self.memories.append(kept)
-
-    def expand(self, num_beams: int) -> None:
-        self.beams.expand(num_beams)
-
-    def select(self, beams: Tensor) -> None:
-        self.beams.select(beams)

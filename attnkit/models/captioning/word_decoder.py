@@ -1,4 +1,4 @@
-"""What every decoder of words is: the one interface of teacher forcing, decoding and loss."""
+"""The base of all decoders of words: teacher forcing, decoding step by step, loss."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnkit.core.arguments import at_least, share
+
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
-"""The words that are none; the tokenizers give them the same numbers."""
+"""The special words; the tokenizers give them the same numbers."""
 
 
 class DecodingState(Protocol):
-    """What a decoder keeps between the steps: of each item of the batch one hypothesis or several,
-    all of which read the item's one memory."""
+    """What a decoder keeps between steps, for one or several hypotheses of each item."""
 
     def expand(self, num_beams: int) -> None:
-        """From one hypothesis an item to that many, all the same."""
+        """From one hypothesis of each item to that many, all the same."""
 
     def select(self, beams: Tensor) -> None:
-        """Go on from some hypotheses: integers [batch, num_beams], which one of its item each
-        continues."""
+        """Continue from some hypotheses: integers [batch, num_beams], numbers within the item."""
 
 
 class WordDecoder(nn.Module):
@@ -43,21 +43,18 @@ class WordDecoder(nn.Module):
         max_words: the longest sentence in words, END included.
         memory_dim: channels of the memory.
         label_smoothing: of the cross-entropy in training (Szegedy et al. 2016).
+
+    Raises:
+        ValueError: sizes that do not fit or are not positive, unknown choices.
     """
 
     def __init__(
         self, vocabulary_size: int, max_words: int, memory_dim: int, label_smoothing: float
     ) -> None:
         super().__init__()
-        if vocabulary_size <= UNKNOWN:
-            raise ValueError(f"vocabulary_size: expected at least 4, got {vocabulary_size}")
-        for name, size in (("max_words", max_words), ("memory_dim", memory_dim)):
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
-        if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(
-                f"label_smoothing: expected 0 <= label_smoothing < 1, got {label_smoothing}"
-            )
+        at_least(UNKNOWN + 1, vocabulary_size=vocabulary_size)
+        at_least(1, max_words=max_words, memory_dim=memory_dim)
+        share(label_smoothing=label_smoothing)
         self.vocabulary_size = vocabulary_size
         self.max_words = max_words
         self.memory_dim = memory_dim
@@ -81,11 +78,11 @@ class WordDecoder(nn.Module):
         max_words: int | None = None,
         num_beams: int = 1,
     ) -> Any:
-        """The state before the first word: the memory projected, nothing said.
+        """The state before the first word, which holds the projected memory.
 
         Args:
             max_words: how many steps there will be at most; None: as many as the decoder can.
-            num_beams: up to how many hypotheses an item `expand` will be asked for.
+            num_beams: the most hypotheses of an item, the largest argument of `expand`.
         """
         raise NotImplementedError
 
@@ -97,14 +94,14 @@ class WordDecoder(nn.Module):
     def word_weights(
         self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
     ) -> Tensor:
-        """How the word after each of `words` looked at the memory: [batch, layers, heads, words,
-        positions]. Arguments as of `forward`."""
+        """The attention to the memory at the word after each of `words`: [batch, layers, heads,
+        words, positions]. Arguments as of `forward`."""
         raise NotImplementedError
 
     def loss(
         self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What to minimise, "loss", and its terms by name, unweighted.
+        """What to minimize, "loss", and its terms by name, unweighted.
 
         "cross_entropy" is −log p(word | words before), mean over all words of the batch that are
         not PAD, smoothed in training only.
@@ -150,9 +147,11 @@ class WordDecoder(nn.Module):
                 f"got {words.dtype} {list(words.shape)}"
             )
         if not words.shape[1]:
-            raise ValueError("words: expected START at least, got none")
+            raise ValueError("words: expected at least START, got none")
         if words.shape[1] > self.max_words:
-            raise ValueError(f"words: {words.shape[1]} of them, but max_words is {self.max_words}")
+            raise ValueError(
+                f"words: expected at most max_words = {self.max_words}, got {words.shape[1]}"
+            )
 
 
 def num_words(words: Tensor) -> Tensor:
@@ -160,9 +159,9 @@ def num_words(words: Tensor) -> Tensor:
     return (words[:, 1:] != PAD).sum().clamp(min=1)
 
 
-def forbid_what_is_no_word(logits: Tensor) -> Tensor:
-    """The logits [batch, words] with PAD and START impossible, in float32 at least; in place where
-    they are that."""
+def without_pad_and_start(logits: Tensor) -> Tensor:
+    """The logits [batch, words] with those of PAD and START −∞, in float32 or float64; written in
+    place if that is their dtype."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits[:, : max(PAD, START) + 1] = -torch.inf
     return logits

@@ -170,7 +170,7 @@ WRONG = [
     ("encoder.image_size=32", "image_size: got 24, but the encoder was made for 32 x 32 pixels"),
     ("module.image_size=32", "image_size: got 32, but the encoder was made for 24 x 24 pixels"),
     # decoding
-    ("module.method=bean", "method: expected one of 'greedy', 'beam', 'sample', got 'bean'"),
+    ("module.method=bean", "method: expected 'greedy', 'beam' or 'sample', got 'bean'"),
     ("module.num_beams=3", "num_beams: only for the method 'beam', got 3 with 'greedy'"),
     slow("module.method=beam module.num_beams=0", "num_beams: expected at least 1, got 0"),
     slow("module.method=beam module.num_beams=1.5", "num_beams: expected int | None, got 1.5"),

@@ -1,4 +1,4 @@
-"""Decoding: against exhaustive search, without a cache, and what must change nothing."""
+"""Decoding: against exhaustive search and plain forwards, and what must change nothing."""
 
 from itertools import product
 
@@ -111,15 +111,49 @@ def test_narrow_beams_find_no_more_and_one_beam_is_greedy():
 
 
 @pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("masked", [False, True])
+@torch.no_grad()
+def test_steps_are_plain_forwards_of_every_prefix(name, masked):
+    """Also where hypotheses are chosen at random, some several times and some never."""
+    decoder, memory, mask = made(name, 13, 9).eval(), a_memory(), a_mask() if masked else None
+    state = decoder.start(memory, mask, num_beams=3)
+    words = torch.full((BATCH, 1, 1), START)
+    for length in range(1, 10):
+        logits = decoder.step(words[..., -1].flatten(), state)
+        beams = words.shape[1]
+        there = None if mask is None else mask.repeat_interleave(beams, dim=0)
+        plain = decoder(memory.repeat_interleave(beams, dim=0), words.flatten(0, 1), there)
+        torch.testing.assert_close(logits, plain[:, -1])
+        if length == 1:
+            state.expand(3)
+            words = words.expand(-1, 3, -1)
+        else:
+            chosen = torch.randint(3, (BATCH, 3))
+            state.select(chosen)
+            words = words.gather(1, chosen[..., None].expand(words.shape))
+        words = torch.cat([words, torch.randint(END, 13, (BATCH, 3, 1))], dim=2)
+
+
+@pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_cache_and_no_cache_say_the_same(name, method, masked):
-    decoder, memory = made(name, 13, 9), a_memory()
-    options = {**METHODS[method], "memory_mask": a_mask() if masked else None}
-    cached = seeded(decoder, memory, **options)
-    uncached = seeded(decoder, memory, **options, use_cache=False)
-    assert torch.equal(cached.words, uncached.words)
-    torch.testing.assert_close(cached.scores, uncached.scores)
+@torch.no_grad()
+def test_scores_are_those_of_one_plain_forward(name, method, masked):
+    decoder, memory, mask = made(name, 13, 9).eval(), a_memory(), a_mask() if masked else None
+    said = seeded(decoder, memory, memory_mask=mask, **METHODS[method])
+    for rank in range(METHODS[method].get("num_return", 1)):
+        words = said.words if said.words.ndim == 2 else said.words[:, rank]
+        before = torch.cat([torch.full((BATCH, 1), START), words[:, :-1]], dim=1)
+        logits = decoder(memory, before, mask)
+        logits[..., [PAD, START]] = -torch.inf
+        if method == "greedy":
+            assert torch.equal(words, logits.argmax(-1).masked_fill(words == PAD, PAD))
+        score = logits.log_softmax(-1).gather(2, words[..., None])[..., 0]
+        score = score.masked_fill(words == PAD, 0.0).sum(1)
+        if method == "beam":
+            score /= ((5 + (words != PAD).sum(1)) / 6) ** METHODS["beam"]["length_penalty"]
+        given = said.scores if said.scores.ndim == 1 else said.scores[:, rank]
+        torch.testing.assert_close(given, score, check_dtype=False, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -276,16 +310,19 @@ def test_modes_are_as_before():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "best"}, "method: expected one of 'greedy', 'beam', 'sample', got 'best'"),
+        ({"method": "best"}, "method: expected 'greedy', 'beam' or 'sample', got 'best'"),
         ({"num_beams": 3}, "num_beams: only for the method 'beam', got 3 with 'greedy'"),
         ({"length_penalty": 0.5}, "length_penalty: only for the method 'beam'"),
         ({"method": "beam", "temperature": 0.5}, "temperature: only for the method 'sample'"),
         ({"method": "beam", "top_k": 5}, "top_k: only for the method 'sample'"),
         ({"top_p": 0.5}, "top_p: only for the method 'sample'"),
         ({"generator": torch.Generator()}, "generator: only for the method 'sample'"),
-        ({"num_return": 2}, "num_return: greedy decoding has one sentence, got 2"),
+        ({"num_return": 2}, "num_return: expected 1 or None with 'greedy', got 2"),
         ({"method": "beam", "num_beams": 0}, "num_beams: expected at least 1, got 0"),
-        ({"method": "beam", "num_beams": 2, "num_return": 3}, "num_return: 3 of 2 beams"),
+        (
+            {"method": "beam", "num_beams": 2, "num_return": 3},
+            "num_return: expected at most num_beams = 2, got 3",
+        ),
         ({"method": "sample", "temperature": 0.0}, "temperature: expected a positive number"),
         ({"method": "sample", "top_p": 1.5}, "top_p: expected 0 < top_p <= 1, got 1.5"),
         ({"method": "sample", "top_k": 0}, "top_k: expected at least 1, got 0"),
@@ -323,7 +360,7 @@ def test_nothing_to_look_at_or_to_begin_with(name):
     memory = torch.randn(2, 5, DIM, dtype=torch.float64)
     with pytest.raises(ValueError, match="memory: expected at least one position, got none"):
         generate(decoder, memory[:, :0])
-    with pytest.raises(ValueError, match="words: expected START at least, got none"):
+    with pytest.raises(ValueError, match="words: expected at least START, got none"):
         decoder(memory, torch.ones(2, 0, dtype=torch.long))
 
 

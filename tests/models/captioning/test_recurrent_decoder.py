@@ -216,7 +216,7 @@ def test_terms_of_hard_attention():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"score": "cosine"}, "score: expected one of 'additive'.*got 'cosine'"),
+        ({"score": "cosine"}, "score: expected 'additive'.*got 'cosine'"),
         ({"score": "dot", "memory_dim": 5}, "score: 'dot' needs a state of the memory's 5"),
         ({"doubly_stochastic": -1.0}, "doubly_stochastic: expected at least 0, got -1.0"),
         ({"attention_dim": 0}, "attention_dim: expected at least 1, got 0"),

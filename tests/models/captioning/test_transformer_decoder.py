@@ -199,7 +199,7 @@ def test_parameters_that_do_not_decay():
         ({"vocabulary_size": 3}, "vocabulary_size: expected at least 4, got 3"),
         ({"max_words": 0}, "max_words: expected at least 1, got 0"),
         ({"depth": 0}, "depth: expected at least 1, got 0"),
-        ({"positions": "learnt"}, "positions: expected one of 'learned'.*got 'learnt'"),
+        ({"positions": "learnt"}, "positions: expected 'learned'.*or None, got 'learnt'"),
         ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= label_smoothing < 1, got 1.0"),
         ({"num_heads": 7}, "num_heads: 7 does not divide dim 12"),
     ],
@@ -215,7 +215,7 @@ def test_wrong_options_are_named(options, message):
     ("memory", "words", "mask", "message"),
     [
         ((3, 7, 11), (3, 5), None, r"memory: expected \[batch, positions, 12\], got \[3, 7, 11\]"),
-        ((3, 7, 12), (3, 6), None, "words: 6 of them, but max_words is 5"),
+        ((3, 7, 12), (3, 6), None, "words: expected at most max_words = 5, got 6"),
         ((3, 7, 12), (2, 5), None, r"words: expected integers \[3, words\].*\[2, 5\]"),
         ((3, 7, 12), (3, 5), (3, 6), r"memory_mask: expected booleans \[3, 7\].*\[3, 6\]"),
     ],
