@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnkit.core.arguments import at_least, divides
 from attnkit.core.precision import no_autocast
 
 
@@ -56,21 +57,13 @@ class Projections(nn.Module):
         super().__init__()
         if norm_eps is not None and not qk_norm:
             raise ValueError(f"norm_eps: only qk_norm=True has one, got {norm_eps} without it")
-        if dim < 1 or num_heads < 1:
-            raise ValueError(f"dim and num_heads: expected at least 1, got {dim} and {num_heads}")
+        at_least(1, dim=dim, num_heads=num_heads, head_dim=head_dim, value_head_dim=value_head_dim)
         if head_dim is None:
-            if dim % num_heads:
-                raise ValueError(f"num_heads: {num_heads} does not divide dim {dim}")
+            divides("num_heads", num_heads, dim=dim)
             head_dim = dim // num_heads
-        elif head_dim < 1:
-            raise ValueError(f"head_dim: expected at least 1, got {head_dim}")
-        if value_head_dim is None:
-            value_head_dim = head_dim
-        elif value_head_dim < 1:
-            raise ValueError(f"value_head_dim: expected at least 1, got {value_head_dim}")
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads: {num_kv_heads} does not divide num_heads {num_heads}")
+        divides("num_kv_heads", num_kv_heads, num_heads=num_heads)
         self.dim = dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads

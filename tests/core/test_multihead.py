@@ -164,7 +164,7 @@ def test_what_is_masked_changes_nothing():
     ("arguments", "message"),
     [
         ((22, 5), "num_heads: 5 does not divide dim 22"),
-        ((22, 0), "dim and num_heads: expected at least 1, got 22 and 0"),
+        ((22, 0), "num_heads: expected at least 1, got 0"),
         ((22, 11, {"num_kv_heads": 2}), "num_kv_heads: 2 does not divide num_heads 11"),
         ((22, 11, {"head_dim": 0}), "head_dim: expected at least 1, got 0"),
         ((22, 11, {"norm_eps": 1e-6}), "norm_eps: only qk_norm=True has one, got 1e-06 without"),

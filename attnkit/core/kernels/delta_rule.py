@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attnkit.core.arguments import at_least
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
@@ -65,8 +66,7 @@ def delta_rule(
     Raises:
         ValueError, TypeError: an argument has a wrong value, shape or type.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    at_least(1, chunk_size=chunk_size)
     rule = DeltaRule(beta)
     inputs = check_inputs(query, key, value, mask=Causal("top_left"), normalizer=rule)
     if state is not None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import positive
 from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.masks.sequences import Causal, Padding
-from attnkit.core.scores.base import check_positive
 from attnkit.core.scores.kinds import ScaledDot
 
 Estimator = Literal["straight_through", "score_function"]
@@ -61,7 +61,7 @@ class Hard(Normalizer):
                 "estimator: expected 'straight_through', 'score_function' or None, "
                 f"got {self.estimator!r}"
             )
-        check_positive("temperature", self.temperature)
+        positive(temperature=self.temperature)
         if self.temperature != 1 and self.estimator != "straight_through":
             raise ValueError(
                 f"temperature: only 'straight_through' has one, got {self.temperature} "

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnkit.core.arguments import at_least
+
 
 class ALiBi(nn.Module):
     """Attention with linear biases (Press et al., Train Short, Test Long, 2022): nothing learned.
@@ -27,7 +29,7 @@ class ALiBi(nn.Module):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        _positive("num_heads", num_heads)
+        at_least(1, num_heads=num_heads)
         closest = 2 ** int(math.log2(num_heads))
         slopes = _geometric(closest) + _geometric(2 * closest)[::2][: num_heads - closest]
         self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
@@ -53,8 +55,7 @@ class RelativeBias1d(nn.Module):
 
     def __init__(self, num_heads: int, max_distance: int) -> None:
         super().__init__()
-        _positive("num_heads", num_heads)
-        _positive("max_distance", max_distance)
+        at_least(1, num_heads=num_heads, max_distance=max_distance)
         self.max_distance = max_distance
         self.table = nn.Parameter(torch.empty(2 * max_distance + 1, num_heads))
         nn.init.trunc_normal_(self.table, std=0.02)
@@ -86,10 +87,8 @@ class RelativeBias2d(nn.Module):
         self, num_heads: int, height: int, width: int, *, num_prefix_tokens: int = 0
     ) -> None:
         super().__init__()
-        for name, size in (("num_heads", num_heads), ("height", height), ("width", width)):
-            _positive(name, size)
-        if num_prefix_tokens < 0:
-            raise ValueError(f"num_prefix_tokens: expected at least 0, got {num_prefix_tokens}")
+        at_least(1, num_heads=num_heads, height=height, width=width)
+        at_least(0, num_prefix_tokens=num_prefix_tokens)
         self.height, self.width, self.num_prefix_tokens = height, width, num_prefix_tokens
         self.table = nn.Parameter(torch.empty((2 * height - 1) * (2 * width - 1), num_heads))
         nn.init.trunc_normal_(self.table, std=0.02)
@@ -133,8 +132,3 @@ def _look_up(table: Tensor, rows: Tensor) -> Tensor:
 
 def _geometric(num_heads: int) -> list[float]:
     return [2 ** (-8 * h / num_heads) for h in range(1, num_heads + 1)]
-
-
-def _positive(name: str, size: int) -> None:
-    if size < 1:
-        raise ValueError(f"{name}: expected at least 1, got {size}")

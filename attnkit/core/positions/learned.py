@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.positions.sinusoidal import check_sizes
+from attnkit.core.arguments import at_least
 from attnkit.core.precision import wide
 
 
@@ -27,7 +27,7 @@ class LearnedPositions1d(nn.Module):
 
     def __init__(self, num_positions: int, dim: int, *, std: float = 0.02) -> None:
         super().__init__()
-        check_sizes(num_positions=num_positions, dim=dim)
+        at_least(1, num_positions=num_positions, dim=dim)
         self.std = std
         self.table = nn.Parameter(torch.empty(num_positions, dim))
         self.reset_parameters()
@@ -52,7 +52,7 @@ class LearnedPositions1d(nn.Module):
         Bicubic with antialiasing, as the positions of pictures are. The parameter is a new one, so
         resize before you make an optimiser.
         """
-        check_sizes(num_positions=num_positions)
+        at_least(1, num_positions=num_positions)
         self.table = _resized(self.table, (len(self.table), 1), (num_positions, 1))
         return self
 
@@ -74,9 +74,8 @@ class _GridPositions(nn.Module):
         self, grid: tuple[int, int], dim: int, *, num_prefix_tokens: int = 0, std: float = 0.02
     ) -> None:
         super().__init__()
-        check_sizes(rows=grid[0], columns=grid[1], dim=dim)
-        if num_prefix_tokens < 0:
-            raise ValueError(f"num_prefix_tokens: expected at least 0, got {num_prefix_tokens}")
+        at_least(1, rows=grid[0], columns=grid[1], dim=dim)
+        at_least(0, num_prefix_tokens=num_prefix_tokens)
         self.grid = grid
         self.dim = dim
         self.num_prefix_tokens = num_prefix_tokens
@@ -139,7 +138,7 @@ class LearnedPositions2d(_GridPositions):
 
         The parameter is a new one, so resize before you make an optimiser.
         """
-        check_sizes(rows=grid[0], columns=grid[1])
+        at_least(1, rows=grid[0], columns=grid[1])
         self.table = _resized(self.table, self.grid, grid)
         self.grid = grid
         return self
@@ -193,7 +192,7 @@ class FactorizedPositions2d(_GridPositions):
 
         The parameters are new ones, so resize before you make an optimiser.
         """
-        check_sizes(rows=grid[0], columns=grid[1])
+        at_least(1, rows=grid[0], columns=grid[1])
         self.row_table = _resized(self.row_table, (self.grid[0], 1), (grid[0], 1))
         self.column_table = _resized(self.column_table, (self.grid[1], 1), (grid[1], 1))
         self.grid = grid

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.positions.sinusoidal import band_angles, check_sizes, grid_points
+from attnkit.core.arguments import at_least
+from attnkit.core.positions.sinusoidal import band_angles, grid_points
 
 
 class Rotation:
@@ -97,7 +98,7 @@ class Rotary1d(_Rotary):
         temperature: float = 10000.0,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_sizes(head_dim=head_dim, max_tokens=max_tokens)
+        at_least(1, head_dim=head_dim, max_tokens=max_tokens)
         if head_dim % 2:
             raise ValueError(
                 f"head_dim: {head_dim} is not a multiple of 2, as rotary positions need"
@@ -171,8 +172,7 @@ class Rotary2d(_Rotary):
             raise ValueError(
                 f"head_dim: {head_dim} is not a multiple of 4, as 2-D rotary positions need"
             )
-        if num_prefix_tokens < 0:
-            raise ValueError(f"num_prefix_tokens: expected at least 0, got {num_prefix_tokens}")
+        at_least(0, num_prefix_tokens=num_prefix_tokens)
         y, x = band_angles(grid_points(grid), head_dim // 4, temperature)
         # a prefix token turns by 0: cos 1, sin 0, which multiplies out to the same bits
         super().__init__(F.pad(torch.cat([y, x], dim=-1), (0, 0, num_prefix_tokens, 0)), dtype)

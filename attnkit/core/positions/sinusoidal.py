@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnkit.core.arguments import at_least
+
 
 def sincos_1d(num_positions: int, dim: int, *, temperature: float = 10000.0) -> Tensor:
     """Fixed sinusoidal positions, `[num_positions, dim]`; add row p to the token at p.
@@ -22,7 +24,7 @@ def sincos_1d(num_positions: int, dim: int, *, temperature: float = 10000.0) -> 
     Raises:
         ValueError: dim is odd or a size is not positive.
     """
-    check_sizes(num_positions=num_positions, dim=dim)
+    at_least(1, num_positions=num_positions, dim=dim)
     if dim % 2:
         raise ValueError(f"dim: {dim} is not a multiple of 2, as sinusoidal positions need")
     angles = band_angles(torch.arange(num_positions), dim // 2, temperature)
@@ -50,7 +52,7 @@ def sincos_2d(grid: tuple[int, int], dim: int, *, temperature: float = 10000.0) 
 
 def grid_points(grid: tuple[int, int]) -> Tensor:
     """Row and column of each patch, integers `[2, rows * columns]`."""
-    check_sizes(rows=grid[0], columns=grid[1])
+    at_least(1, rows=grid[0], columns=grid[1])
     rows, columns = (torch.arange(size) for size in grid)
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).flatten(1)
 
@@ -62,10 +64,3 @@ def band_angles(points: Tensor, num_bands: int, temperature: float) -> Tensor:
     """
     exponents = -torch.arange(num_bands, dtype=torch.float64) / num_bands
     return points.unsqueeze(-1) * temperature**exponents
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise ValueError at a size below 1."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from attnkit.core.arguments import positive
+
 Owner = TypeVar("Owner", bound=Any)
 
 
@@ -24,7 +26,7 @@ class Score:
     softcap: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_positive("softcap", self.softcap)
+        positive(softcap=self.softcap)
 
     def check(self, query: Tensor, key: Tensor) -> None:
         """ValueError where query and key do not fit each other or the score's tensors."""
@@ -99,12 +101,6 @@ def select_heads(parameter: Any, heads: Tensor) -> Any:
     if isinstance(parameter, Tensor) and parameter.ndim == 1 and len(parameter) > 1:
         return parameter[heads]
     return parameter
-
-
-def check_positive(name: str, value: object) -> None:
-    # what a tensor holds is not read: that would wait for the device
-    if isinstance(value, int | float) and not 0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a positive number, got {value}")
 
 
 def check_number(name: str, value: object, query: Tensor) -> None:

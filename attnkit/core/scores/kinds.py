@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import positive
 from attnkit.core.precision import wide
 from attnkit.core.scores.additive import additive_scores
 from attnkit.core.scores.base import (
     Score,
     check_fit,
     check_number,
-    check_positive,
     per_head,
     select_heads,
 )
@@ -124,7 +124,7 @@ class Cosine(Score):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("temperature", self.temperature)
+        positive(temperature=self.temperature)
 
     def check(self, query: Tensor, key: Tensor) -> None:
         super().check(query, key)
@@ -160,7 +160,7 @@ class Gaussian(Score):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("bandwidth", self.bandwidth)
+        positive(bandwidth=self.bandwidth)
 
     def check(self, query: Tensor, key: Tensor) -> None:
         super().check(query, key)

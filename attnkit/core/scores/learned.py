@@ -8,7 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.scores.base import Score, check_positive
+from attnkit.core.arguments import positive
+from attnkit.core.scores.base import Score
 from attnkit.core.scores.kinds import SCORES, Additive, Cosine, Gaussian, General
 
 ScoreName = Literal["scaled_dot", "dot", "cosine", "gaussian", "general", "additive"]
@@ -87,7 +88,7 @@ class CosineScore(nn.Module):
         softcap: float | None = None,
     ) -> None:
         super().__init__()
-        check_positive("initial_temperature", initial_temperature)
+        positive(initial_temperature=initial_temperature)
         self.initial_temperature = initial_temperature
         self.softcap = softcap
         self.log_temperature = nn.Parameter(torch.empty(num_heads))
@@ -116,7 +117,7 @@ class GaussianScore(nn.Module):
         softcap: float | None = None,
     ) -> None:
         super().__init__()
-        check_positive("initial_bandwidth", initial_bandwidth)
+        positive(initial_bandwidth=initial_bandwidth)
         self.initial_bandwidth = initial_bandwidth or head_dim**0.25
         self.softcap = softcap
         self.log_bandwidth = nn.Parameter(torch.empty(num_heads))

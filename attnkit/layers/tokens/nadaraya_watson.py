@@ -7,10 +7,10 @@ from math import log
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import positive
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.masks.base import Mask
-from attnkit.core.scores.base import check_positive
 from attnkit.core.scores.kinds import Gaussian
 
 
@@ -36,7 +36,7 @@ class NadarayaWatson(nn.Module):
         self, bandwidth: float = 1.0, *, learnable: bool = True, backend: str = "auto"
     ) -> None:
         super().__init__()
-        check_positive("bandwidth", bandwidth)
+        positive(bandwidth=bandwidth)
         named_backend(backend)
         self.log_bandwidth = nn.Parameter(torch.tensor(log(bandwidth)), requires_grad=learnable)
         self.backend = backend
