@@ -179,8 +179,8 @@ def page() -> str:
         sections += [f"## {title}", "### Mask × score", *table(place, "mask", scores, masks), ""]
         sections += ["Refused, with scaled_dot, by mask:", "", *refusals(place, masks), ""]
         sections += ["Refused, without a mask, by score:", "", *refusals(place, scores), ""]
-        sections += ["### Mask × normaliser", *table(place, "mask", normalizers, masks), ""]
-        sections += ["Refused, causal, by normaliser:", "", *refusals(place, causal), ""]
+        sections += ["### Mask × normalizer", *table(place, "mask", normalizers, masks), ""]
+        sections += ["Refused, causal, by normalizer:", "", *refusals(place, causal), ""]
         sections += ["### Options", *table(place, "option", forms, options), ""]
         sections += ["Refused, with a Window, by option:", "", *refusals(place, windowed), ""]
     return "\n".join(sections)

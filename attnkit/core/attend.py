@@ -38,7 +38,7 @@ def attend(
 
         output_i = Σ_j softmax_j(score(query_i, key_j) + bias_ij) · value_j,   j where mask allows
 
-    or another normaliser in the place of softmax. A row that may look nowhere is exactly 0, and so
+    or another normalizer in the place of softmax. A row that may look nowhere is exactly 0, and so
     are its gradients.
 
     Args:

@@ -42,15 +42,15 @@ class Normalizer:
         raise NotImplementedError(f"{type(self).__name__} defines no weights()")
 
     def evaluated(self) -> Normalizer:
-        """The normaliser that a module uses in evaluation."""
+        """The normalizer that a module uses in evaluation."""
         return self
 
     def select(self, heads: Tensor) -> Normalizer:
-        """The normaliser of some query heads only."""
+        """The normalizer of some query heads only."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Normalizer:
-        """The same normaliser with its tensors moved as by `Tensor.to`."""
+        """The same normalizer with its tensors moved as by `Tensor.to`."""
         return moved(self, *args, **kwargs)
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ class MultiHeadAttention(Projections):
     Self-attention is `block(x)`, cross-attention `block(x, y)`. One fused projection gives
     queries, keys and values where they have one input. With fewer key/value heads than heads it is
     grouped-query attention (Ainslie et al. 2023), with `qk_norm` queries and keys are
-    layer-normalised per head before the product (Dehghani et al. 2023), with `gate` each head is
+    layer-normalized per head before the product (Dehghani et al. 2023), with `gate` each head is
     multiplied by sigmoid(x W_g) before W_out (Qiu et al., Gated Attention, 2025).
 
     Decoding step by step, which gives what all at once gives:
@@ -59,8 +59,8 @@ class MultiHeadAttention(Projections):
         value_dim: channels of the values' input; None: `key_dim`.
         bias: whether the input projections add a bias.
         out_bias: whether the output projection does.
-        qk_norm: whether to normalise queries and keys.
-        norm_eps: the epsilon of that normalisation; None: 1e-6.
+        qk_norm: whether to normalize queries and keys.
+        norm_eps: the epsilon of that normalization; None: 1e-6.
         score: a name: "scaled_dot", "dot", or with parameters per head that the block learns
             "general", "additive", "cosine" and "gaussian"; a `Score` without tensors, for a
             softcap; or a module whose `forward()` returns a `Score`, such as those of
@@ -256,12 +256,12 @@ class MultiHeadAttention(Projections):
         return heads, {"score": score, "normalizer": self._normalizer_now(tokens)}
 
     def _normalizer_now(self, tokens: Tensor | None) -> Normalizer:
-        """The normaliser for the keys of these tokens; None where only keys were kept."""
+        """The normalizer for the keys of these tokens; None where only keys were kept."""
         normalizer = self.normalizer
         if isinstance(normalizer, nn.Module):
             if tokens is None:
                 raise ValueError(
-                    "cache: keeps keys and values, but the normaliser reads the tokens; decode "
+                    "cache: keeps keys and values, but the normalizer reads the tokens; decode "
                     "fast weights by attnkit.delta_rule and its state"
                 )
             normalizer = normalizer(tokens)

@@ -36,7 +36,7 @@ class Projections(nn.Module):
     Tokens may lack the batch, as the nodes of a graph do; then the heads lack it too.
 
     One fused matrix, `in_proj`, where queries, keys and values have as many input channels, else
-    `query_proj`, `key_proj` and `value_proj`; with `qk_norm` queries and keys are layer-normalised
+    `query_proj`, `key_proj` and `value_proj`; with `qk_norm` queries and keys are layer-normalized
     per head. The base of `MultiHeadAttention`, which documents the arguments.
     """
 

@@ -27,7 +27,7 @@ class METEOR(CaptionMetric):
     processes, on each.
 
     Args:
-        tokenizer, **kwargs: as in `CaptionMetric`; the tokens are then normalised by METEOR.
+        tokenizer, **kwargs: as in `CaptionMetric`; the tokens are then normalized by METEOR.
 
     Raises:
         RuntimeError: without pycocoevalcap or Java, when made, with what is missing; if the program

@@ -98,7 +98,7 @@ def _block(
 
 
 def changed(block: MultiHeadAttention, changes: Changes) -> MultiHeadAttention:
-    """The block with another score, normaliser and backend, where they are to change."""
+    """The block with another score, normalizer and backend, where they are to change."""
     score: Any = changes.score
     if score is not None:
         if isinstance(score, nn.Module):

@@ -93,7 +93,7 @@ def replace_attention(
             token to token of a window.
         score: another score than the network's: a name, a `Score` or a class such as
             `attnkit.learned_scores.CosineScore`, of which each layer gets one.
-        normalizer: another normaliser than softmax: a name or a `Normalizer`.
+        normalizer: another normalizer than softmax: a name or a `Normalizer`.
         backend: the kernel, as in `attnkit.attend`.
 
     Returns:
@@ -108,7 +108,7 @@ def replace_attention(
         raise ValueError("model: is compiled; replace attention first, then compile")
     changes = Changes(None if mask is None else as_mask(mask), score, normalizer, backend)
     named_backend(backend)
-    changed(MultiHeadAttention(2, 1), changes)  # names a wrong score or normaliser
+    changed(MultiHeadAttention(2, 1), changes)  # names a wrong score or normalizer
     named = dict(_attention_modules(model))
     chosen = {name: module for name, module in named.items() if fnmatchcase(name, where)}
     if not chosen:

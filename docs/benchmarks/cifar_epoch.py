@@ -6,7 +6,7 @@ FOLDER holds `train/<class>/*.jpg` and `test/<class>/*.jpg`, 60,000 JPEGs of 32 
 
 The job is what a user runs: find and decode the files, split, augment, train an epoch of a 6-layer,
 192-wide, patch-4 ViT in a Lightning Trainer with checkpoints, a CSV log and attnkit's callbacks,
-and validate. The loop has normalised float batches in memory before its clock starts, and does not
+and validate. The loop has normalized float batches in memory before its clock starts, and does not
 augment; it takes the same number of training steps and validation batches. Both run in the same
 process, in turns; the ratio to reach is 1.10.
 """

@@ -24,7 +24,7 @@ TORCH, TIMM, PYG = version("torch").partition("+")[0], version("timm"), version(
 BIAS = "a constant (an output bias)"
 OWN = "its own token alone (a residual or a self-loop)"
 NAN = "NaN or infinite"
-UNMASKED_NORMALISER = ["mask", "padding", "padding_appended"]
+UNMASKED_NORMALIZER = ["mask", "padding", "padding_appended"]
 
 
 def torch_with_weights(module, x, mask):
@@ -89,11 +89,11 @@ FOUND = {
     "PyG GATv2Conv": (
         lambda: GATv2Conv(DIM, 5, heads=4), on_complete_graph, [], OWN, True),
     "PyG PerformerAttention": (
-        lambda: PerformerAttention(DIM, 4), pyg_dense, UNMASKED_NORMALISER, BIAS, False),
+        lambda: PerformerAttention(DIM, 4), pyg_dense, UNMASKED_NORMALIZER, BIAS, False),
     "PyG SGFormerAttention": (
-        lambda: SGFormerAttention(DIM, 4), pyg_dense, UNMASKED_NORMALISER, "exactly 0", False),
+        lambda: SGFormerAttention(DIM, 4), pyg_dense, UNMASKED_NORMALIZER, "exactly 0", False),
     "PyG PolynormerAttention": (
-        lambda: PolynormerAttention(DIM, 4), pyg_dense, UNMASKED_NORMALISER, OWN, False),
+        lambda: PolynormerAttention(DIM, 4), pyg_dense, UNMASKED_NORMALIZER, OWN, False),
 }  # fmt: skip
 
 

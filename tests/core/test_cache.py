@@ -1,4 +1,4 @@
-"""Decoding with a cache: step by step is all at once; normalisers and gates of the block."""
+"""Decoding with a cache: step by step is all at once; normalizers and gates of the block."""
 
 import pytest
 import torch

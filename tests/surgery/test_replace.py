@@ -265,7 +265,7 @@ def test_another_score():
     assert ours.attention.score.log_temperature.grad.abs().min() > 0
 
 
-def test_each_layer_has_a_score_and_a_normaliser_of_its_own():
+def test_each_layer_has_a_score_and_a_normalizer_of_its_own():
     model = network("swin")
     replace_attention(model, score=attnkit.learned_scores.GaussianScore)
     scores = [m for m in model.modules() if isinstance(m, attnkit.learned_scores.GaussianScore)]

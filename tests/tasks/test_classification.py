@@ -20,7 +20,7 @@ from attnkit.tasks.image_classification import (
     ImageClassification,
 )
 
-NORMALISED = {"mean": [0.2, 0.4, 0.6], "std": [0.1, 0.2, 0.3]}
+NORMALIZED = {"mean": [0.2, 0.4, 0.6], "std": [0.1, 0.2, 0.3]}
 
 
 def linear(num_classes, side=3, channels=3):
@@ -29,7 +29,7 @@ def linear(num_classes, side=3, channels=3):
 
 def module(num_classes=7, **options):
     return ImageClassification(
-        linear(num_classes), num_classes=num_classes, **{**NORMALISED, **options}
+        linear(num_classes), num_classes=num_classes, **{**NORMALIZED, **options}
     )
 
 
@@ -51,10 +51,10 @@ def samples(count=53, num_classes=7):
     return TensorDataset(images, torch.randint(0, num_classes, (count,)))
 
 
-def test_normalises_inside():
+def test_normalizes_inside():
     task = module()
     images = torch.randint(0, 256, (5, 3, 3, 3), dtype=torch.uint8)
-    mean, std = (torch.tensor(NORMALISED[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
+    mean, std = (torch.tensor(NORMALIZED[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
     expected = (images / 255 - mean) / std
     torch.testing.assert_close(task.normalized(images), expected)
     torch.testing.assert_close(task(images), task.model(expected))
@@ -107,7 +107,7 @@ def test_means_are_over_samples_not_batches(tmp_path):
     data, task = samples(23), module()
     trainer = quiet(tmp_path, max_epochs=1)
     frozen = functools.partial(torch.optim.SGD, lr=0.0)
-    task = ImageClassification(task.model, frozen, num_classes=7, **NORMALISED)
+    task = ImageClassification(task.model, frozen, num_classes=7, **NORMALIZED)
     loader = DataLoader(data, batch_size=11)  # 11, 11, 1
     trainer.fit(task, loader, loader)
     images, labels = data.tensors
@@ -167,7 +167,7 @@ def test_mixup_mixes_images_and_targets_alike():
 def test_cutmix_pastes_a_rectangle():
     images = torch.randint(0, 256, (20, 3, 16, 16), dtype=torch.uint8)
     labels = torch.arange(20) % 7
-    task = ImageClassification(linear(7, 16), num_classes=7, cutmix=1.0, **NORMALISED)
+    task = ImageClassification(linear(7, 16), num_classes=7, cutmix=1.0, **NORMALIZED)
     plain = task.normalized(images)
     torch.manual_seed(2)
     seen = seen_by_model(task, images, labels)["images"]
@@ -182,8 +182,8 @@ def test_mixing_is_for_training_only(tmp_path):
         quiet(tmp_path).test(task, DataLoader(data, 53), verbose=False)[0]["test/loss"]
         for model in [linear(7)]
         for task in (
-            ImageClassification(model, num_classes=7, **NORMALISED),
-            ImageClassification(model, num_classes=7, mixup=1.0, cutmix=1.0, **NORMALISED),
+            ImageClassification(model, num_classes=7, **NORMALIZED),
+            ImageClassification(model, num_classes=7, mixup=1.0, cutmix=1.0, **NORMALIZED),
         )
     ]
     assert results[0] == results[1]
@@ -281,7 +281,7 @@ def test_a_class_without_images_has_no_recall():
 )
 def test_wrong_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        ImageClassification(linear(7), **{"num_classes": 7, **NORMALISED, **options})
+        ImageClassification(linear(7), **{"num_classes": 7, **NORMALIZED, **options})
 
 
 def test_works_with_any_datamodule(tmp_path):

@@ -81,7 +81,7 @@ def test_batches_cover_their_split():
     assert torch.equal(torch.cat(predicted), torch.arange(1797))
 
 
-def test_features_can_be_normalised_and_sparse():
+def test_features_can_be_normalized_and_sparse():
     plain = ready().graph.x
     expected = plain / plain.sum(dim=1, keepdim=True)
     torch.testing.assert_close(ready(normalize_features=True).graph.x, expected)

@@ -48,7 +48,7 @@ def test_without_isolated_nodes(graph_files, tmp_path):
     same_graphs(data.graph, Planetoid(shutil.copytree(tmp_path, f"{tmp_path}_"), "PubMed")[0])
 
 
-def test_rows_are_normalised_sparse_or_not(graph_files, tmp_path):
+def test_rows_are_normalized_sparse_or_not(graph_files, tmp_path):
     graph_files.write_planetoid(tmp_path / "raw")
     plain, dense, sparse = (
         PlanetoidData(tmp_path, "CiteSeer", **options)

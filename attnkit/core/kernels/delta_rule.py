@@ -37,7 +37,7 @@ def delta_rule(
 
         S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ,   output_t = S_tᵀ q_t
 
-    The plain recurrence: queries and keys are taken as they are, neither scaled nor normalised
+    The plain recurrence: queries and keys are taken as they are, neither scaled nor normalized
     (Yang et al. 2024 scale queries by 1/√head_dim). After a write with β_t = 1 and |k_t| = 1,
     reading at k_t gives v_t. The memory stays bounded where 0 ≤ β_t |k_t|² ≤ 2. `attend` with
     `DeltaRule(beta)` is this on silu(query) and silu(key) at unit length.

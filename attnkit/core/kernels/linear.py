@@ -95,7 +95,7 @@ def _read(features: Features, state: Tensor, query: Tensor) -> tuple[Tensor, Ten
     tokens = query.shape[2]
     rows = _featured(features, state, query).unflatten(1, (state.shape[1], -1))
     sums = rows.flatten(2, 3) @ state
-    return _normalised(sums.unflatten(2, (-1, tokens)).flatten(1, 2), query.dtype), state
+    return _normalized(sums.unflatten(2, (-1, tokens)).flatten(1, 2), query.dtype), state
 
 
 def _read_and_write(
@@ -118,7 +118,7 @@ def _read_and_write(
     states = torch.cat([state[:, :, None], k.transpose(-2, -1) @ v], dim=2).cumsum(dim=2)
     sums = weights @ v + q @ states[:, :, :-1]
     sums = sums.unflatten(3, (groups, size)).transpose(2, 3).flatten(1, 2).flatten(2, 3)
-    return _normalised(sums[:, :, :tokens], query.dtype), states[:, :, -1]
+    return _normalized(sums[:, :, :tokens], query.dtype), states[:, :, -1]
 
 
 def _featured(features: Features, state: Tensor, tokens: Tensor, *real: Tensor) -> Tensor:
@@ -131,6 +131,6 @@ def _with_ones(value: Tensor, state: Tensor) -> Tensor:
     return F.pad(value.to(state.dtype), (0, 1), value=1.0)
 
 
-def _normalised(sums: Tensor, dtype: torch.dtype) -> Tensor:
+def _normalized(sums: Tensor, dtype: torch.dtype) -> Tensor:
     total = sums[..., -1:]
     return (sums[..., :-1] / total.masked_fill(total == 0, 1.0)).to(dtype)

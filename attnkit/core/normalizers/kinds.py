@@ -1,6 +1,6 @@
-"""Normalisers: how the scores of a query become the weights of its keys, and the one dict of names.
+"""Normalizers: how the scores of a query become the weights of its keys, and the one dict of names.
 
-A normaliser knows its definition, `weights(inputs, allowed)`; the kernels compute the same without
+A normalizer knows its definition, `weights(inputs, allowed)`; the kernels compute the same without
 holding all weights.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from attnkit.core.arguments import positive
+from attnkit.core.arguments import choice, positive
 from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.scores.kinds import ScaledDot
@@ -56,11 +56,7 @@ class Hard(Normalizer):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.estimator not in (*get_args(Estimator), None):
-            raise ValueError(
-                "estimator: expected 'straight_through', 'score_function' or None, "
-                f"got {self.estimator!r}"
-            )
+        choice((*get_args(Estimator), None), estimator=self.estimator)
         positive(temperature=self.temperature)
         if self.temperature != 1 and self.estimator != "straight_through":
             raise ValueError(
@@ -99,22 +95,18 @@ class Linear(Normalizer):
     feature_map: FeatureMap = "elu"
 
     def __post_init__(self) -> None:
-        if self.feature_map not in get_args(FeatureMap):
-            raise ValueError(
-                f"feature_map: expected one of {', '.join(get_args(FeatureMap))}, "
-                f"got {self.feature_map!r}"
-            )
+        choice(get_args(FeatureMap), feature_map=self.feature_map)
 
     def check(self, inputs: Inputs) -> None:
         _check_plain(inputs, "linear attention weighs by φ(q)·φ(k)")
 
     def features(self, tokens: Tensor) -> Tensor:
         """φ, nowhere negative."""
-        positive = F.relu(tokens)
+        above_zero = F.relu(tokens)
         if self.feature_map == "relu":
-            return positive
+            return above_zero
         # e^x below 0, where (e^x − 1) + 1 rounds to 0 for all x < −17 in float32
-        return positive + (tokens - positive).exp()
+        return above_zero + (tokens - above_zero).exp()
 
     def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
         products = self.features(inputs.query) @ self.features(inputs.key).transpose(-2, -1)
@@ -209,7 +201,7 @@ NORMALIZERS: dict[str, Normalizer] = {"softmax": Softmax(), "hard": Hard(), "lin
 
 
 def as_normalizer(normalizer: str | Normalizer) -> Normalizer:
-    """The normaliser of that name; ValueError lists the names there are."""
+    """The normalizer of that name; ValueError lists the names there are."""
     if isinstance(normalizer, Normalizer):
         return normalizer
     if normalizer == "delta_rule":
@@ -255,7 +247,7 @@ def _check_plain(inputs: Inputs, why: str) -> None:
         raise ValueError(f"bias: {why} and has no scores to add one to")
 
 
-# As pytrees, normalisers pass through torch.export and torch.func.
+# As pytrees, normalizers pass through torch.export and torch.func.
 pytree.register_constant(Softmax)
 pytree.register_constant(Hard)
 pytree.register_constant(Linear)

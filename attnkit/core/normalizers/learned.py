@@ -1,4 +1,4 @@
-"""Normalisers with parameters of their own: modules from the keys' tokens to the Normalizer."""
+"""Normalizers with parameters of their own: modules from the keys' tokens to the Normalizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LearnedDeltaRule(nn.Module):
         nn.init.zeros_(self.beta_proj.bias)
 
     def forward(self, tokens: Tensor) -> DeltaRule:
-        """The normaliser for the keys of `tokens` [batch, keys, key_dim]."""
+        """The normalizer for the keys of `tokens` [batch, keys, key_dim]."""
         return DeltaRule(self.beta_proj(tokens).sigmoid().transpose(1, 2))
 
 

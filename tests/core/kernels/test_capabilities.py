@@ -64,7 +64,7 @@ def serving(inputs: Inputs) -> list:
 
 
 def cells():
-    """Names of the page's cells: every score with every mask, every normaliser with every mask."""
+    """Names of the page's cells: every score with every mask, every normalizer with every mask."""
     scores = ("scaled_dot", "dot", "general", "cosine", "gaussian", "additive", "any, softcap")
     masks = (
         "none", "Causal", "Padding", "Window", "Window2d", "Packed", "Packed & Causal", "Blocks",

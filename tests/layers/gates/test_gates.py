@@ -77,7 +77,7 @@ def has_batch_norm(module):
 
 
 def plain_norm(x, norm):
-    """Batch normalisation in evaluation."""
+    """Batch normalization in evaluation."""
     mean, variance = norm.running_mean[:, None, None], norm.running_var[:, None, None]
     scaled = (x - mean) / (variance + norm.eps).sqrt()
     return scaled * norm.weight[:, None, None] + norm.bias[:, None, None]

@@ -2,7 +2,7 @@
 
 The scores of the edges alone are computed, by products sampled at the edges, and weighted sums of
 values by bags of rows: nothing of edges × heads × channels is ever made. Weights are not
-normalised edge by edge; with u_e = exp(score_e − shift) and z_i = Σ_e u_e,
+normalized edge by edge; with u_e = exp(score_e − shift) and z_i = Σ_e u_e,
 
     output_i = Σ_e u_e v_e / z_i,   d score_e = u_e (g′_i · v_e − g′_i · output_i),   g′ = g / z
 """
