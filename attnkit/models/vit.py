@@ -69,21 +69,15 @@ class ViT(nn.Module):
         num_registers: learned extra tokens (Darcet et al. 2024), not pooled.
         qkv_bias, qk_norm: of the attention in the blocks (attention pooling always has a bias and
             no such norm, nor dropout, as timm's).
-        score: how well queries match keys, in every attention, pooling included: "scaled_dot",
-            "dot", or learned per head "general", "additive", "cosine" or "gaussian"; or a `Score`
-            without tensors, for a softcap.
-        layer_scale: start value of learned scales on the branches (Touvron et al. 2021); None: no
-            scales.
+        score: of every attention, pooling included: a name or a `Score` without tensors, as in
+            `MultiHeadAttention`.
         dropout_p: after embedding, attention and in the MLPs.
-        attention_dropout_p: of the attention weights.
         drop_path: chance that a sample skips a branch, rising linearly from 0 at the first block
             to this at the last; with one block it is 0.
         patch_dropout: share of patches left out in training (Li et al. 2023), after positions.
         embed_norm: layer norm before the first block, and no bias in the patches (CLIP).
         norm_after_pooling: None: for mean pooling (as timm and BEiT), else before.
-        activation: "gelu" or its approximation "gelu_tanh".
-        norm_eps: of every layer norm.
-        backend: the attention kernel, as in `attnkit.attend`.
+        layer_scale, attention_dropout_p, activation, norm_eps, backend: as in `TransformerBlock`.
 
     Raises:
         ValueError: sizes that do not divide, unknown choices, images of another size.

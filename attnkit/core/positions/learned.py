@@ -10,7 +10,23 @@ from attnkit.core.arguments import at_least
 from attnkit.core.precision import wide
 
 
-class LearnedPositions1d(nn.Module):
+class _Tables(nn.Module):
+    """Learned vectors that are added up; every parameter is a table of them."""
+
+    std: float
+
+    def reset_parameters(self) -> None:
+        """Truncated normal; the sum of the tables has the spread `std`."""
+        tables = list(self.parameters())
+        for table in tables:
+            nn.init.trunc_normal_(table, std=self.std / len(tables) ** 0.5)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters an optimiser should not shrink."""
+        return {name for name, _ in self.named_parameters()}
+
+
+class LearnedPositions1d(_Tables):
     """A learned vector per position of a line: `tokens + table[start : start + num_tokens]`.
 
     Gehring et al. 2017; BERT (Devlin et al. 2019). Tokens `[batch, tokens, dim]` in and out; there
@@ -32,10 +48,6 @@ class LearnedPositions1d(nn.Module):
         self.table = nn.Parameter(torch.empty(num_positions, dim))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Truncated normal."""
-        nn.init.trunc_normal_(self.table, std=self.std)
-
     def forward(self, tokens: Tensor, *, start: int = 0) -> Tensor:
         """The tokens, the first of which stands at `start`, with their positions added."""
         _check_width(tokens, self.table)
@@ -56,15 +68,11 @@ class LearnedPositions1d(nn.Module):
         self.table = _resized(self.table, (len(self.table), 1), (num_positions, 1))
         return self
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters an optimiser should not shrink."""
-        return {"table"}
-
     def extra_repr(self) -> str:
         return f"num_positions={self.table.shape[0]}, dim={self.table.shape[1]}"
 
 
-class _GridPositions(nn.Module):
+class _GridPositions(_Tables):
     """What is added to the patches of a grid; `num_prefix_tokens` before it are left as they are.
 
     A learned token before the grid needs no position: it would be a part of the token.
@@ -125,12 +133,7 @@ class LearnedPositions2d(_GridPositions):
         self.table = nn.Parameter(torch.empty(grid[0] * grid[1], dim))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Truncated normal."""
-        nn.init.trunc_normal_(self.table, std=self.std)
-
     def positions(self) -> Tensor:
-        """The vectors of all patches, `[rows * columns, dim]`, row by row."""
         return self.table
 
     def resize(self, grid: tuple[int, int]) -> LearnedPositions2d:
@@ -143,10 +146,6 @@ class LearnedPositions2d(_GridPositions):
         self.grid = grid
         return self
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters an optimiser should not shrink."""
-        return {"table"}
-
 
 class FactorizedPositions2d(_GridPositions):
     """A learned vector per row and one per column, added (Dehghani et al., NaViT, 2023).
@@ -154,20 +153,12 @@ class FactorizedPositions2d(_GridPositions):
         patch (y, x) + row_table[y] + column_table[x]
 
     so that p(y, x) − p(y′, x) is the same in every column; (rows + columns) · dim parameters.
-    Tokens `[batch, num_prefix_tokens + rows · columns, dim]` in and out; those before the grid
-    (class, registers) are left as they are.
-
     NaViT's factorised absolute positions, the form that adds and counts in patches (it also tries
     products, concatenation and fractions of the picture).
 
     Args:
-        grid: rows and columns of patches.
-        dim: channels.
-        num_prefix_tokens: tokens before the grid.
         std: spread of the sum at the start; of each table it is std / √2.
-
-    Raises:
-        ValueError: a size is not positive; another number of tokens, or of another width.
+        the others, tokens and errors: as in `LearnedPositions2d`.
     """
 
     def __init__(
@@ -178,13 +169,7 @@ class FactorizedPositions2d(_GridPositions):
         self.column_table = nn.Parameter(torch.empty(grid[1], dim))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Truncated normal."""
-        for table in (self.row_table, self.column_table):
-            nn.init.trunc_normal_(table, std=self.std / 2**0.5)
-
     def positions(self) -> Tensor:
-        """The vectors of all patches, `[rows * columns, dim]`, row by row."""
         return (self.row_table[:, None] + self.column_table).flatten(0, 1)
 
     def resize(self, grid: tuple[int, int]) -> FactorizedPositions2d:
@@ -197,10 +182,6 @@ class FactorizedPositions2d(_GridPositions):
         self.column_table = _resized(self.column_table, (self.grid[1], 1), (grid[1], 1))
         self.grid = grid
         return self
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters an optimiser should not shrink."""
-        return {"row_table", "column_table"}
 
 
 def resize_positions(

@@ -48,7 +48,7 @@ class GraphAttention(nn.Module):
     keys and values are one projection; in these two edges change the weights and not the values.
     `attnkit.interop.from_pyg` takes over PyG's layers.
 
-    A node without edges gives W_r x_i + b. Cost and memory are those of edges × heads, but with
+    A node without edges gives W_r x_i + b. Cost and memory are those of edges × heads, except with
     edge features and "cosine" or "gaussian", which only the reference kernel computes.
 
     Args:
@@ -60,8 +60,8 @@ class GraphAttention(nn.Module):
             in `MultiHeadAttention`.
         concat: heads side by side, heads · out_channels; False: their mean, out_channels.
         edge_dim: channels of the edges; None: they carry nothing.
-        add_self_loops: each node sees itself: self-loops of the graph are replaced by one for every
-            node, with features after `fill_value`.
+        add_self_loops: each node sees itself: one self-loop for every node replaces those of the
+            graph, with features after `fill_value`.
         fill_value: of self-loops: a number, a tensor [edge_dim], or "mean", "add", "min", "max" or
             "mul" of the features of the node's other edges.
         residual: whether to add W_r x_i, the root weight.
@@ -70,12 +70,11 @@ class GraphAttention(nn.Module):
         separate_self: put the node's own value before what it gathered, [W_v x_i, head_i], which
             doubles the channels (GAT-sep; Platonov et al., A Critical Look at the Evaluation of
             GNNs under Heterophily, 2023). The layer that follows mixes them.
-        dropout_p: the share of weights dropped in training; none in evaluation.
+        dropout_p, backend: as in `MultiHeadAttention`.
         negative_slope: of the LeakyReLU of "gat" and "gatv2".
         share_weights: of "gatv2": one projection for queries and keys.
         bias: whether the projections add a bias; None: all but GAT's do.
         out_bias: whether the output does.
-        backend: the kernel, as in `attnkit.attend`.
 
     Raises:
         ValueError, TypeError: options that are wrong or that the score has no use for.
@@ -183,10 +182,9 @@ class GraphAttention(nn.Module):
         Args:
             x: [nodes, in_channels], dense or sparse CSR; or a pair, of sources and of targets.
             edge_index: integers [2, edges], sources in row 0 and targets in row 1 (PyG's, its
-                `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. The first
-                are sorted at every call, which can take longer than the rest of it: where a graph
-                is used again, in other layers or epochs, build `Edges(edge_index, num_nodes)` once
-                and pass that.
+                `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. Tensors
+                are sorted at every call, which can take longer than the rest of it: for a graph
+                that is used again, build `Edges(edge_index, num_nodes)` once.
             edge_attr: [edges, edge_dim], or [edges] for one channel.
 
         Returns:

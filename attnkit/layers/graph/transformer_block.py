@@ -40,11 +40,8 @@ class GraphTransformerBlock(nn.Module):
         global_attention: "softmax"; "linear", in time linear in the nodes, for large graphs; None:
             there is none.
         edge_dim: channels of the edges, which local attention reads; None: they carry nothing.
-        mlp_ratio: the MLP's width over `dim`.
-        dropout_p: after the attentions and in the MLP.
-        attention_dropout_p: of the attention weights; of "linear" there are none to drop.
-        activation: of the MLP, "gelu" or "gelu_tanh".
-        backend: the kernel, as in `attnkit.attend`.
+        attention_dropout_p: of the attention weights, which "linear" does not have.
+        mlp_ratio, dropout_p, activation, backend: as in `TransformerBlock`.
 
     Raises:
         ValueError: sizes that do not divide, or neither attention.

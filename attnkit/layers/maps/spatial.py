@@ -77,10 +77,8 @@ class SpatialAttention(nn.Module):
         pooling: how, "max" or "average"; None: "max".
         residual: "gamma", with γ learned and 0 at first, so that the layer begins as the identity;
             "add", with γ = 1; None, without "x_i +" and γ.
-        score: how well pixels match, as in `MultiHeadAttention`.
         bias: whether the projections add a bias.
-        dropout_p: the share of weights dropped in training.
-        backend: the kernel, as in `attnkit.attend`.
+        score, dropout_p, backend: as in `MultiHeadAttention`.
 
     Raises:
         ValueError: sizes that do not divide or are not positive, an option that the pattern does

@@ -6,6 +6,7 @@ import torch
 from timm.layers import trunc_normal_tf_
 from torch import Tensor, nn
 
+from attnkit.core.arguments import at_least
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Padding
 from attnkit.core.multihead import MultiHeadAttention
@@ -60,8 +61,7 @@ class AttentionPool(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if num_queries is not None and num_queries < 1:
-            raise ValueError(f"num_queries: expected at least 1 or None, got {num_queries}")
+        at_least(1, num_queries=num_queries)
         self.num_queries = num_queries
         self.query = nn.Parameter(torch.empty(1, num_queries or 1, dim))
         self.attention = MultiHeadAttention(

@@ -60,12 +60,7 @@ class Captioner(nn.Module):
         """What to minimize, "loss", and its terms; sentences [batch, words] with START."""
         return self.decoder.loss(self.encoder(images), words)
 
-    def generate(
-        self,
-        images: Tensor,
-        method: Method = "greedy",
-        **options: Any,
-    ) -> Sentences:
+    def generate(self, images: Tensor, method: Method = "greedy", **options: Any) -> Sentences:
         """Sentences for the images, with the options of `attnkit.generate`; the encoder, too, is in
         evaluation mode."""
         with evaluating(self), torch.no_grad():

@@ -49,7 +49,7 @@ class TransformerDecoder(WordDecoder):
             as in T5), or None, where the causal mask alone tells the order.
         tie_embeddings: whether the words' embedding is the output layer too (Press and Wolf 2017).
         qkv_bias, qk_norm, score, dropout_p, attention_dropout_p, activation, norm_eps, backend: as
-            in `DecoderBlock`.
+            in `TransformerBlock`.
     """
 
     def __init__(

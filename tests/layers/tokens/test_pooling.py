@@ -163,7 +163,7 @@ def test_compiled(masked):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_queries": 0}, "num_queries: expected at least 1 or None, got 0"),
+        ({"num_queries": 0}, "num_queries: expected at least 1, got 0"),
         ({"num_heads": 3}, "num_heads: 3 does not divide dim 20"),
         ({"mlp_ratio": 0.01}, "mlp_ratio: expected at least one channel, got 0.01 of dim 20"),
         ({"mlp_ratio": 2.0, "activation": "relu"}, "activation: expected 'gelu' or"),
