@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnkit.models.loading import load_matching
 
-__all__ = ["State", "check_class", "has_hooks", "loaded", "refuse", "renamed", "strangers"]
+__all__ = ["State", "check_class", "has_hooks", "loaded", "refuse", "renamed", "unknown_parts"]
 
 State = dict[str, Tensor]
 
@@ -28,8 +28,8 @@ def refuse(module: nn.Module, reasons: Mapping[str, bool]) -> None:
         raise ValueError(f"{type(module).__name__} cannot be carried over: {'; '.join(found)}")
 
 
-def strangers(model: nn.Module, known: set[Any]) -> dict[str, bool]:
-    """What of the model is of no known type or has hooks, that is, computes who knows what."""
+def unknown_parts(model: nn.Module, known: set[Any]) -> dict[str, bool]:
+    """The modules of no known type or with hooks, whose computation is therefore unknown."""
     places: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if type(module) not in known:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.interop.carry import check_class, has_hooks, loaded, refuse, renamed, strangers
+from attnkit.interop.carry import check_class, has_hooks, loaded, refuse, renamed, unknown_parts
 from attnkit.interop.gates import gates_of_timm, gates_of_torchvision
 from attnkit.models.vit import ViT
 
@@ -131,7 +131,7 @@ def from_timm(model: Any) -> nn.Module:
         return gates[type(model)](model)
     known = {VisionTransformer, PatchEmbed, PatchDropout, Block, Attention, Mlp, LayerNorm}
     known |= {LayerScale, DropPath, AttentionPoolLatent, GELU, GELUTanh, *_PLAIN}
-    refuse(model, strangers(model, known))
+    refuse(model, unknown_parts(model, known))
 
     blocks: list[Any] = list(model.blocks)
     pool: Any = model.attn_pool
@@ -233,7 +233,7 @@ def from_torchvision(model: Any) -> Any:
         return gates[type(model)](model)
     known = {VisionTransformer, Encoder, EncoderBlock, MLPBlock, nn.MultiheadAttention}
     known |= {type(nn.MultiheadAttention(1, 1).out_proj), *_PLAIN}
-    refuse(model, strangers(model, known))
+    refuse(model, unknown_parts(model, known))
     heads: list[Any] = [m for m in model.heads.modules() if not isinstance(m, nn.Sequential)]
     refuse(
         model,

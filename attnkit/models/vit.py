@@ -153,11 +153,9 @@ class ViT(nn.Module):
         else:
             table = sincos_2d(grid, dim)[None] if positions == "sincos2d" else None
             self.register_buffer("position_table", table, persistent=False)
-        self.factorized_positions = (
-            FactorizedPositions2d(grid, dim, std=self.position_std)
-            if positions == "factorized2d"
-            else None
-        )
+        self.factorized_positions: FactorizedPositions2d | None = None
+        if positions == "factorized2d":
+            self.factorized_positions = FactorizedPositions2d(grid, dim, std=self.position_std)
         self.rotary = self._rotary(grid) if positions == "rotary2d" else None
         self.dropout = nn.Dropout(dropout_p)
         self.patch_dropout = PatchDropoutWithIndices(patch_dropout, num_prefix_tokens=0)
@@ -182,8 +180,9 @@ class ViT(nn.Module):
         )
         norms = [nn.Identity(), nn.LayerNorm(dim, eps=norm_eps)]
         self.norm, self.pooled_norm = norms if norm_after_pooling else reversed(norms)
-        self.pool = (
-            AttentionPool(
+        self.pool: AttentionPool | None = None
+        if pooling == "attention":
+            self.pool = AttentionPool(
                 dim,
                 num_heads,
                 mlp_ratio=mlp_ratio,
@@ -192,9 +191,6 @@ class ViT(nn.Module):
                 norm_eps=norm_eps,
                 backend=backend,
             )
-            if pooling == "attention"
-            else None
-        )
         self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
         self.reset_parameters()
 

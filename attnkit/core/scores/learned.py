@@ -1,4 +1,4 @@
-"""Scores with parameters of their own: modules whose `forward()` gives the Score of the moment."""
+"""Scores with parameters of their own: modules whose `forward()` gives the current Score."""
 
 from __future__ import annotations
 
