@@ -122,10 +122,8 @@ def _with_unfinished(
     length = live_words.shape[2]
     words = torch.cat([ended_words[..., :length], live_words], dim=1)
     scores = torch.cat([ended, live], dim=1)
-    has_ended = torch.zeros_like(scores)
-    has_ended[:, : ended.shape[1]] = 1.0
-    rank = has_ended.masked_fill(scores == -torch.inf, -1.0)
-    order = rank.sort(dim=1, descending=True, stable=True).indices[:, :num_return]
+    # both are in order already; only what is missing goes behind the rest
+    order = (scores == -torch.inf).int().sort(dim=1, stable=True).indices[:, :num_return]
     item = torch.arange(len(words), device=words.device)[:, None]
     words, scores = words[item, order], scores[item, order]
     return words.masked_fill(scores[..., None] == -torch.inf, PAD), scores
