@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from timm.layers import DropPath, LayerScale, Mlp
 from torch import Tensor, nn
 
+from attnkit.core.arguments import choice
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.scores.base import Score
 
@@ -17,8 +18,7 @@ def make_mlp(
     dim: int, mlp_ratio: float, *, activation: Activation = "gelu", dropout_p: float = 0.0
 ) -> nn.Module:
     """linear, GELU (exact or its tanh approximation), linear, with dropout after both."""
-    if activation not in get_args(Activation):
-        raise ValueError(f"activation: expected 'gelu' or 'gelu_tanh', got {activation!r}")
+    choice(get_args(Activation), activation=activation)
     if round(dim * mlp_ratio) < 1:
         raise ValueError(f"mlp_ratio: expected at least one channel, got {mlp_ratio} of dim {dim}")
     approximate = "tanh" if activation == "gelu_tanh" else "none"
