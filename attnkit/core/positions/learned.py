@@ -13,7 +13,9 @@ from attnkit.core.precision import wide
 class _Tables(nn.Module):
     """Learned vectors that are added up; every parameter is a table of them."""
 
-    std: float
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.std = std
 
     def reset_parameters(self) -> None:
         """Truncated normal; the sum of the tables has the spread `std`."""
@@ -42,9 +44,8 @@ class LearnedPositions1d(_Tables):
     """
 
     def __init__(self, num_positions: int, dim: int, *, std: float = 0.02) -> None:
-        super().__init__()
+        super().__init__(std)
         at_least(1, num_positions=num_positions, dim=dim)
-        self.std = std
         self.table = nn.Parameter(torch.empty(num_positions, dim))
         self.reset_parameters()
 
@@ -81,13 +82,12 @@ class _GridPositions(_Tables):
     def __init__(
         self, grid: tuple[int, int], dim: int, *, num_prefix_tokens: int = 0, std: float = 0.02
     ) -> None:
-        super().__init__()
+        super().__init__(std)
         at_least(1, rows=grid[0], columns=grid[1], dim=dim)
         at_least(0, num_prefix_tokens=num_prefix_tokens)
         self.grid = grid
         self.dim = dim
         self.num_prefix_tokens = num_prefix_tokens
-        self.std = std
 
     def positions(self) -> Tensor:
         """The vectors of all patches, `[rows * columns, dim]`, row by row."""

@@ -15,10 +15,11 @@ ResidualKind = Literal["gamma", "add"]
 def check_features(features: Tensor, channels: int | None, name: str = "features") -> None:
     """ValueError unless these are feature maps of so many channels; None: of any number."""
     shape = list(features.shape)
-    if len(shape) != 4 or shape[1] != (channels or shape[1]) or 0 in shape[1:]:
+    if len(shape) != 4 or 0 in shape[1:] or (channels is not None and shape[1] != channels):
+        expected = "channels" if channels is None else str(channels)
         raise ValueError(
-            f"{name}: expected [batch, {channels or 'channels'}, height, width] with at least one "
-            f"pixel, got {shape}"
+            f"{name}: expected [batch, {expected}, height, width] with at least one pixel, "
+            f"got {shape}"
         )
 
 
