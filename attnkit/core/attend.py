@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,19 +23,19 @@ _PLAIN_NORMALIZER = ("softmax", NORMALIZERS["softmax"])
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Annotated[Tensor, "*batch heads queries head_dim"],
+    key: Annotated[Tensor, "*batch kv_heads keys head_dim"],
+    value: Annotated[Tensor, "*batch kv_heads keys value_dim"],
     *,
     score: str | Score = "scaled_dot",
-    mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
+    mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool] | None = None,
+    bias: Annotated[Tensor, "#batch #heads #queries #keys"] | None = None,
     normalizer: str | Normalizer = "softmax",
     edge_features: EdgeFeatures | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
-) -> Tensor:
+) -> Annotated[Tensor, "*batch heads queries value_dim"]:
     """Attention: each query's average of the values, weighted by how well their keys match it.
 
         output_i = Σ_j softmax_j(score(query_i, key_j) + bias_ij) · value_j,   j where mask allows
@@ -42,19 +44,16 @@ def attend(
     are its gradients.
 
     Args:
-        query: [batch, heads, queries, head_dim]; query, key and value may all lack the batch.
-        key: [batch, kv_heads, keys, head_dim]; kv_heads divides heads (grouped-query attention:
+        query, key, value: all may lack the batch. kv_heads divides heads (grouped-query attention:
             query head h reads key/value head h // (heads // kv_heads)).
-        value: [batch, kv_heads, keys, value_dim].
         score: how well a query matches a key: a score of `attnkit.scores`, `General(weight)`,
             `Cosine(temperature)`, `Gaussian(bandwidth)`, `Additive(vector)`, any of them with a
             `softcap`; or a name: "scaled_dot", query·key · scale (Vaswani et al. 2017), "dot",
             query·key (Luong et al. 2015), "cosine" and "gaussian" with temperature and bandwidth 1.
         mask: where to look, True = may look: `Causal`, `Padding`, `Window`, `Window2d`, `Packed`,
-            `Blocks`, `Edges`, `Dense`, what `&`, `|` and `~` make of them, or a boolean tensor that
-            broadcasts to [batch, heads, queries, keys]. None is everywhere.
-        bias: added to the scores; broadcasts to [batch, heads, queries, keys]. `ALiBi`,
-            `RelativeBias1d` and `RelativeBias2d` make such tensors.
+            `Blocks`, `Edges`, `Dense`, what `&`, `|` and `~` make of them, or a boolean tensor.
+            None is everywhere.
+        bias: added to the scores. `ALiBi`, `RelativeBias1d` and `RelativeBias2d` make such tensors.
         normalizer: how scores become weights: "softmax"; "hard", one key, drawn or the best
             (`Hard(estimator)`); "linear", φ(q)·φ(k) over its sum (`Linear(feature_map)`); or
             `DeltaRule(beta)`, fast weights.
@@ -68,8 +67,7 @@ def attend(
             `attnkit.explain_backends` tells which can, and why the others cannot.
 
     Returns:
-        [batch, heads, queries, value_dim], in the dtype of the inputs (under autocast, in
-        autocast's).
+        The averages, in the dtype of the inputs (under autocast, in autocast's).
 
     Raises:
         ValueError, TypeError: an argument has a wrong value, shape or type, or is not served.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -40,20 +42,24 @@ class KeyValueCache:
         self.num_tokens = 0
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> KeyValueCache:
+    def of(
+        cls,
+        key: Annotated[Tensor, "batch kv_heads tokens head_dim"],
+        value: Annotated[Tensor, "batch kv_heads tokens value_dim"],
+    ) -> KeyValueCache:
         """A cache that is full: a memory, such as an encoder's output, that every step reads."""
         cache = cls.__new__(cls)
         cache._key, cache._value, cache.num_tokens = key, value, key.shape[2]
         return cache
 
     @property
-    def key(self) -> Tensor:
-        """[batch, kv_heads, num_tokens, head_dim]"""
+    def key(self) -> Annotated[Tensor, "batch kv_heads tokens head_dim"]:
+        """The keys so far."""
         return self._key[:, :, : self.num_tokens]
 
     @property
-    def value(self) -> Tensor:
-        """[batch, kv_heads, num_tokens, value_dim]"""
+    def value(self) -> Annotated[Tensor, "batch kv_heads tokens value_dim"]:
+        """The values so far."""
         return self._value[:, :, : self.num_tokens]
 
     @property
@@ -61,7 +67,11 @@ class KeyValueCache:
         """How many tokens there is memory for."""
         return self._key.shape[2]
 
-    def append(self, key: Tensor, value: Tensor) -> None:
+    def append(
+        self,
+        key: Annotated[Tensor, "batch kv_heads tokens head_dim"],
+        value: Annotated[Tensor, "batch kv_heads tokens value_dim"],
+    ) -> None:
         """Write the tokens of a step behind those before.
 
         Raises:
@@ -88,9 +98,9 @@ class KeyValueCache:
             kept[:, :, self.num_tokens : self.num_tokens + num_new] = new
         self.num_tokens += num_new
 
-    def select(self, items: Tensor) -> KeyValueCache:
+    def select(self, items: Annotated[Tensor, "items", int]) -> KeyValueCache:
         """The cache of some batch items, in the order given, each as often as it is named: what
-        beam search needs when hypotheses survive. `items`: integers [new batch]."""
+        beam search needs when hypotheses survive."""
         chosen = KeyValueCache.of(self._key[items], self._value[items])
         chosen.num_tokens = self.num_tokens
         return chosen

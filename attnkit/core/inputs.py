@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,14 @@ class Normalizer:
     def check(self, inputs: Inputs) -> None:
         """ValueError or TypeError where it does not go with the other arguments of `attend`."""
 
-    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
-        """The definition: the weights [batch, heads, rows, keys] of the query rows in `inputs`.
+    def weights(
+        self,
+        inputs: Inputs,
+        allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool] | None,
+        *,
+        lean: bool = False,
+    ) -> Annotated[Tensor, "batch heads queries keys"]:
+        """The definition: the weights of the query rows in `inputs`.
 
         Args:
             inputs: in high precision, with as many key as query heads; the bias is of those rows.
@@ -45,7 +51,7 @@ class Normalizer:
         """The normalizer that a module uses in evaluation."""
         return self
 
-    def select(self, heads: Tensor) -> Normalizer:
+    def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> Normalizer:
         """The normalizer of some query heads only."""
         return self
 
@@ -61,17 +67,16 @@ class Normalizer:
 class Inputs:
     """What `attend` was asked for, checked: shapes agree, names are resolved.
 
-    query [batch, heads, queries, head_dim], key [batch, kv_heads, keys, head_dim],
-    value [batch, kv_heads, keys, value_dim]; bias is None or four-dimensional.
+    The bias has four dimensions.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Annotated[Tensor, "batch heads queries head_dim"]
+    key: Annotated[Tensor, "batch kv_heads keys head_dim"]
+    value: Annotated[Tensor, "batch kv_heads keys value_dim"]
     score: Score
     normalizer: Normalizer  # no default: torch 2.11 cannot compile one
     mask: Mask | None = None
-    bias: Tensor | None = None
+    bias: Annotated[Tensor, "#batch #heads #queries #keys"] | None = None
     edge_features: EdgeFeatures | None = None
     dropout_p: float = 0.0
 
@@ -98,8 +103,8 @@ class Inputs:
             self, query=query, key=key, score=ScaledDot(scale=scale, softcap=score.softcap)
         )
 
-    def real_keys(self) -> Tensor | None:
-        """Which keys are no padding, [batch, 1, keys, 1]; None where no `Padding` says so."""
+    def real_keys(self) -> Annotated[Tensor, "batch 1 keys 1", bool] | None:
+        """Which keys are no padding; None where no `Padding` says so."""
         real = [
             part.dense(1, self.num_keys, self.key.device).transpose(2, 3)
             for part in self.masks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -124,31 +124,26 @@ class MultiHeadAttention(Projections):
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor | KeyValueCache | None = None,
-        value: Tensor | None = None,
+        query: Annotated[Tensor, "batch queries dim"],
+        key: Annotated[Tensor, "batch keys key_dim"] | KeyValueCache | None = None,
+        value: Annotated[Tensor, "batch keys value_dim"] | None = None,
         *,
-        mask: Mask | Tensor | None = None,
-        bias: Tensor | None = None,
+        mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool] | None = None,
+        bias: Annotated[Tensor, "#batch #heads #queries #keys"] | None = None,
         positions: Positions | None = None,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
+    ) -> Annotated[Tensor, "batch queries dim"]:
         """Attend from the tokens of `query` to those of `key`.
 
         Args:
-            query: [batch, queries, dim].
-            key: [batch, keys, key_dim], or what `remember` made of them; None: `query`,
-                self-attention.
-            value: [batch, keys, value_dim]; None: `key`.
+            key: tokens, or what `remember` made of them; None: `query`, self-attention.
+            value: None: `key`.
             mask, bias: as in `attend`, of the new queries and all keys in the cache.
             positions: applied to queries and keys as heads, [batch, heads, tokens, head_dim],
                 before keys go into the cache.
             cache: of self-attention: the keys and values of these tokens are written behind those
                 of the steps before, and all are read. Several tokens at once need
                 `mask=Causal("bottom_right")` to be causal.
-
-        Returns:
-            [batch, queries, dim].
         """
         heads, options = self._prepare(query, key, value, positions, cache, is_new=True)
         output = attend(
@@ -166,23 +161,21 @@ class MultiHeadAttention(Projections):
 
     def attention_weights(
         self,
-        query: Tensor,
-        key: Tensor | KeyValueCache | None = None,
-        value: Tensor | None = None,
+        query: Annotated[Tensor, "batch queries dim"],
+        key: Annotated[Tensor, "batch keys key_dim"] | KeyValueCache | None = None,
+        value: Annotated[Tensor, "batch keys value_dim"] | None = None,
         *,
-        mask: Mask | Tensor | None = None,
-        bias: Tensor | None = None,
+        mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool] | None = None,
+        bias: Annotated[Tensor, "#batch #heads #queries #keys"] | None = None,
         positions: Positions | None = None,
         cache: KeyValueCache | None = None,
         rows: Indices = None,
         heads: Indices = None,
-    ) -> Tensor:
+    ) -> Annotated[Tensor, "batch chosen_heads rows keys"]:
         """The weights that `forward` uses on the same arguments, before dropout.
 
-        With a cache, those of the step that `forward` took last: nothing is written.
-
-        Returns:
-            [batch, len(heads), len(rows), keys]; see `attnkit.attention_weights`.
+        With a cache, those of the step that `forward` took last: nothing is written. Rows and heads
+        are as in `attnkit.attention_weights`.
         """
         projected, options = self._prepare(query, key, value, positions, cache, is_new=False)
         return attention_weights(
@@ -214,9 +207,13 @@ class MultiHeadAttention(Projections):
             device=device,
         )
 
-    def remember(self, key: Tensor, value: Tensor | None = None) -> KeyValueCache:
+    def remember(
+        self,
+        key: Annotated[Tensor, "batch keys key_dim"],
+        value: Annotated[Tensor, "batch keys value_dim"] | None = None,
+    ) -> KeyValueCache:
         """Keys and values of a memory that many steps will read: `block(x, block.remember(y))` is
-        `block(x, y)`. Tokens [batch, keys, key_dim] and [batch, keys, value_dim]."""
+        `block(x, y)`."""
         return KeyValueCache.of(*self.project_memory(key, key if value is None else value))
 
     def _prepare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -16,24 +17,24 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.base import Score
 
-Indices = int | slice | Sequence[int] | Tensor | None
+Indices = int | slice | Sequence[int] | Annotated[Tensor, "_", int] | None
 """Which rows or heads: one, a slice, several, or None for all. Negative ones count from the end."""
 
 BLOCK_ELEMENTS = 2**24  # scores computed at once: 64 MB in float32
 
 
 def attention_weights(
-    query: Tensor,
-    key: Tensor,
+    query: Annotated[Tensor, "batch heads queries head_dim"],
+    key: Annotated[Tensor, "batch kv_heads keys head_dim"],
     *,
     score: str | Score = "scaled_dot",
-    mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
+    mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool] | None = None,
+    bias: Annotated[Tensor, "#batch #heads #queries #keys"] | None = None,
     normalizer: str | Normalizer = "softmax",
     scale: float | None = None,
     rows: Indices = None,
     heads: Indices = None,
-) -> Tensor:
+) -> Annotated[Tensor, "batch chosen_heads rows keys"]:
     """The weights `attend` averages the values with: softmax_j(score(query_i, key_j) + bias_ij).
 
     Before dropout, for the query rows and heads asked for and no others. Computed in float32
@@ -46,8 +47,7 @@ def attention_weights(
         heads: which query heads, None for all.
 
     Returns:
-        [batch, len(heads), len(rows), keys], in the dtype of the inputs; a row that may look
-        nowhere is 0.
+        The weights, in the dtype of the inputs; a row that may look nowhere is 0.
 
     Raises:
         IndexError: a row or head that is not there. Else as `attend`.

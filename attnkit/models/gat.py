@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
 from torch import Tensor, nn
 
@@ -154,15 +155,17 @@ class GAT(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, edge_index: Tensor | Edges, edge_attr: Tensor | None = None
-    ) -> Tensor:
-        """Logits [nodes, num_classes].
+        self,
+        x: Annotated[Tensor, "nodes channels"],
+        edge_index: Annotated[Tensor, "2 edges", int] | Edges,
+        edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
+    ) -> Annotated[Tensor, "nodes classes"]:
+        """Logits of the nodes.
 
         Args:
-            x: [nodes, in_channels], dense or sparse CSR, of which the values are dropped.
+            x: dense or sparse CSR, of which the values are dropped.
             edge_index: as in `GraphAttention`; given as a tensor it is sorted once for all layers,
                 at every call; given as `attnkit.Edges`, never again.
-            edge_attr: [edges, edge_dim].
         """
         edges = as_edges(edge_index, x.shape[0])
         x = self.stem(x)

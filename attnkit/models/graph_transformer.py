@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -111,25 +111,23 @@ class GraphTransformer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        edge_index: Tensor | Edges,
-        edge_attr: Tensor | None = None,
+        x: Annotated[Tensor, "nodes channels"],
+        edge_index: Annotated[Tensor, "2 edges", int] | Edges,
+        edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
         *,
-        batch: Tensor | None = None,
+        batch: Annotated[Tensor, "nodes", int] | None = None,
         num_graphs: int | None = None,
-        positions: Tensor | None = None,
-        pairs: Tensor | None = None,
-    ) -> Tensor:
-        """Logits [nodes, num_classes], or of graphs or pairs, by the readout.
+        positions: Annotated[Tensor, "nodes position_dim"] | None = None,
+        pairs: Annotated[Tensor, "2 pairs", int] | None = None,
+    ) -> Annotated[Tensor, "rows classes"]:
+        """Logits of nodes, graphs or pairs, by the readout.
 
         Args:
-            x: [nodes, in_channels], dense or sparse CSR.
+            x: dense or sparse CSR.
             edge_index: as in `GraphAttention`; given as a tensor it is sorted at every call.
-            edge_attr: [edges, edge_dim].
-            batch: the graph of each node, in their order, [nodes]; None: all are of one.
+            batch: the graph of each node, in their order; None: all are of one.
             num_graphs: how many there are, where the last of them have no nodes.
-            positions: [nodes, position_dim].
-            pairs: of the readout "edge": the two nodes of each pair, [2, pairs].
+            pairs: of the readout "edge": the two nodes of each pair.
         """
         if (positions is None) != (self.position_embed is None):
             wanted = "none" if self.position_embed is None else "[nodes, position_dim]"

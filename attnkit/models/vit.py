@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from timm.layers import PatchDropoutWithIndices, trunc_normal_
@@ -21,6 +21,7 @@ from attnkit.layers.tokens.block import Activation, TransformerBlock
 from attnkit.layers.tokens.patch import PatchEmbedding
 from attnkit.layers.tokens.pooling import AttentionPool
 
+Images = Annotated[Tensor, "batch channels height width"]
 PositionKind = Literal["learned", "factorized2d", "sincos2d", "rotary2d"]
 LEARNED_POSITIONS = ("learned", "factorized2d")
 Pooling = Literal["class", "mean", "attention"]
@@ -216,12 +217,12 @@ class ViT(nn.Module):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits `[batch, num_classes]` of images `[batch, channels, height, width]`."""
+    def forward(self, images: Images) -> Annotated[Tensor, "batch classes"]:
+        """Logits."""
         return self.head(self.features(images))
 
-    def features(self, images: Tensor) -> Tensor:
-        """What the head reads: the pooled, normalized vector, `[batch, dim]`."""
+    def features(self, images: Images) -> Annotated[Tensor, "batch dim"]:
+        """What the head reads: the pooled, normalized vector."""
         tokens = self._encode(images, only_class_token=self.pooling == "class")
         tokens = self.norm(tokens)
         if self.pooling == "class":
@@ -229,8 +230,8 @@ class ViT(nn.Module):
         patches = tokens[:, self.num_prefix_tokens :]
         return self.pooled_norm(patches.mean(dim=1) if self.pool is None else self.pool(patches))
 
-    def tokens(self, images: Tensor) -> Tensor:
-        """All tokens after the last block and norm, `[batch, prefix + patches, dim]`.
+    def tokens(self, images: Images) -> Annotated[Tensor, "batch tokens dim"]:
+        """All tokens, prefix and patches, after the last block and norm.
 
         Where the norm comes after pooling (`norm_after_pooling`), they are not normalized.
         The first `num_prefix_tokens` are the class token and the registers, in this order.

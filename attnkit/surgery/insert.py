@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ def insert_attention(
     where: str = "blocks",
     *,
     start_as_identity: bool = False,
-    example: Tensor | None = None,
+    example: Annotated[Tensor, "batch channels height width"] | None = None,
     **options: Any,
 ) -> Insertion:
     """Put attention of feature maps into a network, in place.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Annotated
 
 from torch import Tensor, nn
 
@@ -55,7 +56,7 @@ def replace_attention(
     model: nn.Module,
     where: str = "*",
     *,
-    mask: Mask | Tensor | None = None,
+    mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool] | None = None,
     score: ScoreChange | None = None,
     normalizer: str | Normalizer | None = None,
     backend: str = "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
@@ -97,7 +98,12 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_backends(query: Tensor, key: Tensor, value: Tensor, **options) -> Explanation:
+def explain_backends(
+    query: Annotated[Tensor, "batch heads queries head_dim"],
+    key: Annotated[Tensor, "batch kv_heads keys head_dim"],
+    value: Annotated[Tensor, "batch kv_heads keys value_dim"],
+    **options,
+) -> Explanation:
     """Which kernels can serve `attend(query, key, value, **options)`, and why the others cannot.
 
     Takes `attend`'s options but `backend`; computes nothing.

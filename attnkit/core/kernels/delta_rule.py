@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -26,13 +27,16 @@ CHUNK = 64
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
+    query: Annotated[Tensor, "batch heads tokens head_dim"],
+    key: Annotated[Tensor, "batch kv_heads tokens head_dim"],
+    value: Annotated[Tensor, "batch kv_heads tokens value_dim"],
+    beta: Annotated[Tensor, "#batch #heads tokens"],
+    state: Annotated[Tensor, "batch heads head_dim value_dim"] | None = None,
     chunk_size: int = CHUNK,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[
+    Annotated[Tensor, "batch heads tokens value_dim"],
+    Annotated[Tensor, "batch heads head_dim value_dim"],
+]:
     """Write values into a memory by the delta rule, and read it after each (Schlag et al., 2021).
 
         S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ,   output_t = S_tᵀ q_t
@@ -51,17 +55,14 @@ def delta_rule(
     each chunk. Computed in float32 (float64 if the inputs are).
 
     Args:
-        query: [batch, heads, tokens, head_dim].
-        key: [batch, kv_heads, tokens, head_dim]; kv_heads divides heads, as in `attend`.
-        value: [batch, kv_heads, tokens, value_dim].
-        beta: how much of what was there each token replaces, [batch, heads, tokens]; batch and
-            heads may be 1.
-        state: the memory S_0, [batch, heads, head_dim, value_dim]; zeros if None.
+        query, key, value: kv_heads divides heads, as in `attend`.
+        beta: how much of what was there each token replaces.
+        state: the memory S_0; zeros if None.
         chunk_size: the tokens of one triangular system; changes speed, not the result.
 
     Returns:
-        The output, [batch, heads, tokens, value_dim], in the dtype of the query; and the last
-        memory, [batch, heads, head_dim, value_dim], in float32 (float64 if the inputs are).
+        The output, in the dtype of the query; and the last memory, in float32 (float64 if the
+        inputs are).
 
     Raises:
         ValueError, TypeError: an argument has a wrong value, shape or type.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -21,16 +22,16 @@ from attnkit.core.normalizers.kinds import Hard, masked_scores
 
 @dataclass(frozen=True)
 class Draw:
-    """What one call drew: tensors [batch, heads, queries]; 0 for a row that may look nowhere.
+    """What one call drew; 0 for a row that may look nowhere.
 
     index: the key that each query looks at; −1 for a row that may look nowhere.
     log_probability: the logarithm of the probability it was drawn with, differentiable.
     entropy: −Σ_j p_j log p_j of the distribution it was drawn from, in nats, differentiable.
     """
 
-    index: Tensor
-    log_probability: Tensor
-    entropy: Tensor
+    index: Annotated[Tensor, "batch heads queries", int]
+    log_probability: Annotated[Tensor, "batch heads queries"]
+    entropy: Annotated[Tensor, "batch heads queries"]
 
 
 _OPEN: list[list[Draw]] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -60,20 +60,24 @@ class Mask:
         """(lower, upper): query i sees none but the keys i + lower … i + upper; None: no limit."""
         return None, None
 
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """The boolean tensor, broadcastable to [batch, heads, queries, keys], True = may look."""
+    def dense(
+        self, num_queries: int, num_keys: int, device: torch.device
+    ) -> Annotated[Tensor, "#batch #heads #queries #keys", bool]:
+        """The mask as booleans, True = may look."""
         items, heads, rows = (
             torch.arange(size, device=device) for size in (*self.leading, num_queries)
         )
         return self.select(items, heads, rows, num_queries, num_keys)
 
     def select(
-        self, items: Tensor, heads: Tensor, rows: Tensor, num_queries: int, num_keys: int
-    ) -> Tensor:
-        """The dense mask of some batch items, heads and query rows; nothing else is computed.
-
-        It broadcasts to [items, heads, rows, keys].
-        """
+        self,
+        items: Annotated[Tensor, "items", int],
+        heads: Annotated[Tensor, "chosen_heads", int],
+        rows: Annotated[Tensor, "rows", int],
+        num_queries: int,
+        num_keys: int,
+    ) -> Annotated[Tensor, "#items #chosen_heads #rows #keys", bool]:
+        """The dense mask of some batch items, heads and query rows; nothing else is computed."""
         keys = torch.arange(num_keys, device=rows.device)
         if self.leading[0] == 1:
             items = items[:1]
@@ -109,9 +113,9 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """Any boolean tensor broadcastable to [batch, heads, queries, keys], True = may look."""
+    """Any boolean tensor, True = may look."""
 
-    allowed: Tensor
+    allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool]
 
     def __post_init__(self) -> None:
         if isinstance(self.allowed, Tensor):
@@ -254,7 +258,7 @@ class Not(Mask):
         return ~self.mask.allows(batch, head, query, key, num_queries, num_keys)
 
 
-def as_mask(mask: Mask | Tensor) -> Mask:
+def as_mask(mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool]) -> Mask:
     """A mask from what users pass: masks as they are, boolean tensors as `Dense`."""
     if isinstance(mask, Mask):
         return mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Edges(Mask):
             that is not there.
     """
 
-    edge_index: Tensor
+    edge_index: Annotated[Tensor, "2 edges", int]
     num_nodes: int | None = None
     num_sources: int | None = None
 
@@ -105,8 +106,8 @@ class Edges(Mask):
         return len((target * self.sizes[1] + source).unique()) < self.num_edges
 
     @cached_property
-    def without_loops(self) -> Tensor:
-        """The places of the edges that are no self-loops, [proper edges]."""
+    def without_loops(self) -> Annotated[Tensor, "_", int]:
+        """The places of the edges that are no self-loops."""
         with torch.inference_mode(False):
             source, target = self.edge_index
             return (source != target).nonzero().squeeze(1)
@@ -148,14 +149,14 @@ class EdgeFeatures:
 
         score_ij = score(q_i, k_j + W_k e_ij),   value_ij = v_j + W_v e_ij
 
-    features: e, [edges, edge_dim], in the order of `Edges.edge_index`.
-    key_weight: W_k, [heads, head_dim, edge_dim]; None: scores read no features.
-    value_weight: W_v, [heads, value_dim, edge_dim]; None: values read none.
+    features: e, in the order of `Edges.edge_index`.
+    key_weight: W_k; None: scores read no features.
+    value_weight: W_v; None: values read none.
     """
 
-    features: Tensor
-    key_weight: Tensor | None = None
-    value_weight: Tensor | None = None
+    features: Annotated[Tensor, "edges edge_dim"]
+    key_weight: Annotated[Tensor, "heads head_dim edge_dim"] | None = None
+    value_weight: Annotated[Tensor, "heads value_dim edge_dim"] | None = None
 
     def check(self, edges: Edges, num_heads: int, head_dim: int, value_dim: int) -> None:
         """Raise ValueError where sizes do not fit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -63,11 +64,10 @@ class Window2d(Mask):
 class Blocks(Mask):
     """Block-sparse attention: block a of queries sees block b of keys where grid[a, b] is True.
 
-    grid: booleans [query blocks, key blocks] or [heads, query blocks, key blocks].
     block_size: tokens of a block, for queries and keys or (queries, keys); the last may be cut.
     """
 
-    grid: Tensor
+    grid: Annotated[Tensor, "*heads query_blocks key_blocks", bool]
     block_size: int | tuple[int, int]
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,10 +50,10 @@ class Causal(Mask):
 class Padding(Mask):
     """Every query of item b sees the keys of item b that are no padding.
 
-    `lengths`: how many keys are real, integers [batch]; or which are, booleans [batch, keys].
+    `lengths`: how many keys are real, or which are.
     """
 
-    lengths: Tensor
+    lengths: Annotated[Tensor, "batch", int] | Annotated[Tensor, "batch keys", bool]
 
     def __post_init__(self) -> None:
         # pytree maps rebuild masks with leaves that are no tensors; only tensors can be checked
@@ -132,14 +132,14 @@ class Window(Mask):
 class Packed(Mask):
     """Many sequences one after the other in one row; none sees another.
 
-    lengths: the queries of each sequence, integers [sequences]; their sum is the number of queries.
+    lengths: the queries of each sequence; their sum is the number of queries.
     key_lengths: the keys of each; None: as many as queries.
 
     Beside `&`, `Causal` and `Window` count within each sequence.
     """
 
-    lengths: Tensor
-    key_lengths: Tensor | None = None
+    lengths: Annotated[Tensor, "sequences", int]
+    key_lengths: Annotated[Tensor, "sequences", int] | None = None
     packs_sequences = True
 
     def __post_init__(self) -> None:
@@ -161,7 +161,9 @@ class Packed(Mask):
                 raise ValueError(f"key_lengths: {keys} sequences, but lengths has {queries}")
 
     @property
-    def both_lengths(self) -> tuple[Tensor, Tensor]:
+    def both_lengths(
+        self,
+    ) -> tuple[Annotated[Tensor, "sequences", int], Annotated[Tensor, "sequences", int]]:
         """The lengths in queries and in keys."""
         return self.lengths, self.lengths if self.key_lengths is None else self.key_lengths
 

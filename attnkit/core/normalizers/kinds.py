@@ -7,7 +7,7 @@ holding all weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -100,7 +100,9 @@ class Linear(Normalizer):
     def check(self, inputs: Inputs) -> None:
         _check_plain(inputs, "linear attention weighs by φ(q)·φ(k)")
 
-    def features(self, tokens: Tensor) -> Tensor:
+    def features(
+        self, tokens: Annotated[Tensor, "batch heads tokens head_dim"]
+    ) -> Annotated[Tensor, "batch heads tokens head_dim"]:
         """φ, nowhere negative."""
         above_zero = F.relu(tokens)
         if self.feature_map == "relu":
@@ -132,10 +134,10 @@ class DeltaRule(Normalizer):
 
     which may be negative and do not sum to 1.
 
-    beta: how much of what was there each key replaces, [batch, heads, keys]; both may be 1.
+    beta: how much of what was there each key replaces.
     """
 
-    beta: Tensor
+    beta: Annotated[Tensor, "#batch #heads keys"]
 
     def check(self, inputs: Inputs) -> None:
         _check_plain(inputs, "the delta rule reads its memory by q̂")
@@ -166,7 +168,9 @@ class DeltaRule(Normalizer):
             )
 
     @staticmethod
-    def features(tokens: Tensor) -> Tensor:
+    def features(
+        tokens: Annotated[Tensor, "batch heads tokens head_dim"],
+    ) -> Annotated[Tensor, "batch heads tokens head_dim"]:
         """q̂ or k̂: silu, at unit length."""
         active = F.silu(tokens)
         # the norm, whose gradient is finite where that of 1 / √(sum of squares) is not: of vectors
@@ -174,8 +178,8 @@ class DeltaRule(Normalizer):
         norm = torch.linalg.vector_norm(active, dim=-1, keepdim=True)
         return active / norm.masked_fill(norm == 0, torch.inf)
 
-    def written(self, inputs: Inputs) -> Tensor:
-        """β [batch, heads, keys], 0 where a key is padding."""
+    def written(self, inputs: Inputs) -> Annotated[Tensor, "batch heads keys"]:
+        """β, 0 where a key is padding."""
         beta = self.beta.expand(*inputs.query.shape[:2], -1)
         is_real = inputs.real_keys()
         return beta if is_real is None else beta.masked_fill(~is_real[..., 0], 0.0)
@@ -216,7 +220,12 @@ def as_normalizer(normalizer: str | Normalizer) -> Normalizer:
     return NORMALIZERS[normalizer]
 
 
-def masked_scores(inputs: Inputs, allowed: Tensor | None, *, lean: bool) -> Tensor:
+def masked_scores(
+    inputs: Inputs,
+    allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool] | None,
+    *,
+    lean: bool,
+) -> Annotated[Tensor, "batch heads queries keys"]:
     """score(q_i, k_j) + bias_ij, −∞ where i may not look at j."""
     score = inputs.score.lean_scores if lean else inputs.score.scores
     scores = score(inputs.query, inputs.key)
@@ -225,7 +234,7 @@ def masked_scores(inputs: Inputs, allowed: Tensor | None, *, lean: bool) -> Tens
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 
-def softmax(scores: Tensor) -> Tensor:
+def softmax(scores: Annotated[Tensor, "*rows keys"]) -> Annotated[Tensor, "*rows keys"]:
     """softmax over the last dimension, where a row of nothing but −∞ is exactly 0, and so is its
     gradient."""
     if scores.shape[-1] == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 from torch import Tensor, nn
 
@@ -26,8 +27,8 @@ class LearnedDeltaRule(nn.Module):
         nn.init.xavier_uniform_(self.beta_proj.weight)
         nn.init.zeros_(self.beta_proj.bias)
 
-    def forward(self, tokens: Tensor) -> DeltaRule:
-        """The normalizer for the keys of `tokens` [batch, keys, key_dim]."""
+    def forward(self, tokens: Annotated[Tensor, "batch keys key_dim"]) -> DeltaRule:
+        """The normalizer for the keys of `tokens`."""
         return DeltaRule(self.beta_proj(tokens).sigmoid().transpose(1, 2))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,10 @@ class ALiBi(nn.Module):
         slopes = _geometric(closest) + _geometric(2 * closest)[::2][: num_heads - closest]
         self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
 
-    def forward(self, num_queries: int, num_keys: int | None = None, *, offset: int = 0) -> Tensor:
-        """The bias, [1, heads, queries, keys]; query i stands at key i + offset."""
+    def forward(
+        self, num_queries: int, num_keys: int | None = None, *, offset: int = 0
+    ) -> Annotated[Tensor, "1 heads queries keys"]:
+        """The bias; query i stands at key i + offset."""
         distance = _distances(num_queries, num_keys, offset, self.slopes.device)
         return -self.slopes[:, None, None] * distance.abs().to(self.slopes.dtype)[None, None]
 
@@ -60,8 +63,10 @@ class RelativeBias1d(nn.Module):
         self.table = nn.Parameter(torch.empty(2 * max_distance + 1, num_heads))
         nn.init.trunc_normal_(self.table, std=0.02)
 
-    def forward(self, num_queries: int, num_keys: int | None = None, *, offset: int = 0) -> Tensor:
-        """The bias, [1, heads, queries, keys]; query i stands at key i + offset."""
+    def forward(
+        self, num_queries: int, num_keys: int | None = None, *, offset: int = 0
+    ) -> Annotated[Tensor, "1 heads queries keys"]:
+        """The bias; query i stands at key i + offset."""
         distance = _distances(num_queries, num_keys, offset, self.table.device)
         rows = distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
         return _look_up(self.table, rows)
@@ -98,8 +103,8 @@ class RelativeBias2d(nn.Module):
         right = x[:, None] - x + width - 1
         self.register_buffer("rows", down * (2 * width - 1) + right, persistent=False)
 
-    def forward(self) -> Tensor:
-        """The bias, [1, heads, tokens, tokens]."""
+    def forward(self) -> Annotated[Tensor, "1 heads tokens tokens"]:
+        """The bias of all tokens, prefix and grid."""
         prefix = self.num_prefix_tokens
         return F.pad(_look_up(self.table, self.rows), (prefix, 0, prefix, 0))
 

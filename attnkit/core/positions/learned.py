@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,7 +51,9 @@ class LearnedPositions1d(_Tables):
         self.table = nn.Parameter(torch.empty(num_positions, dim))
         self.reset_parameters()
 
-    def forward(self, tokens: Tensor, *, start: int = 0) -> Tensor:
+    def forward(
+        self, tokens: Annotated[Tensor, "batch tokens dim"], *, start: int = 0
+    ) -> Annotated[Tensor, "batch tokens dim"]:
         """The tokens, the first of which stands at `start`, with their positions added."""
         _check_width(tokens, self.table)
         num_positions, end = len(self.table), start + tokens.shape[-2]

@@ -7,6 +7,8 @@ fixed permutation of channels.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,12 +16,14 @@ from torch.nn import functional as F
 from attnkit.core.arguments import at_least
 from attnkit.core.positions.sinusoidal import band_angles, grid_points
 
+Query = Annotated[Tensor, "batch heads queries head_dim"]
+Key = Annotated[Tensor, "batch kv_heads keys head_dim"]
+
 
 class Rotation:
     """One rotation per token, ready to apply: `(query, key) -> (query, key)`.
 
-    query `[batch, heads, queries, head_dim]` and key `[batch, heads, keys, head_dim]` are turned
-    by the angles of their tokens and come back in their own dtype.
+    Both are turned by the angles of their tokens and come back in their own dtype.
 
     Args:
         cos, sin: of the angles, `[tokens, head_dim / 2]` or `[batch, 1, tokens, head_dim / 2]`.
@@ -28,16 +32,16 @@ class Rotation:
 
     def __init__(
         self,
-        cos: Tensor,
-        sin: Tensor,
-        query_cos: Tensor | None = None,
-        query_sin: Tensor | None = None,
+        cos: Annotated[Tensor, "*batch keys bands"],
+        sin: Annotated[Tensor, "*batch keys bands"],
+        query_cos: Annotated[Tensor, "*batch queries bands"] | None = None,
+        query_sin: Annotated[Tensor, "*batch queries bands"] | None = None,
     ) -> None:
         self.cos, self.sin = cos, sin
         self.query_cos = cos if query_cos is None else query_cos
         self.query_sin = sin if query_sin is None else query_sin
 
-    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, query: Query, key: Key) -> tuple[Query, Key]:
         return (
             _rotate("query", query, self.query_cos, self.query_sin),
             _rotate("key", key, self.cos, self.sin),
@@ -106,8 +110,8 @@ class Rotary1d(_Rotary):
         super().__init__(band_angles(torch.arange(max_tokens), head_dim // 2, temperature), dtype)
         self.max_tokens = max_tokens
 
-    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Both turned as tokens 0, 1, …; `[batch, heads, tokens, head_dim]`."""
+    def forward(self, query: Query, key: Key) -> tuple[Query, Key]:
+        """Both turned as tokens 0, 1, …"""
         return self.rotation(key.shape[-2])(query, key)
 
     def rotation(self, num_tokens: int, start: int = 0) -> Rotation:
@@ -120,8 +124,8 @@ class Rotary1d(_Rotary):
             )
         return Rotation(self.cos[start:end], self.sin[start:end])
 
-    def rotation_at(self, positions: Tensor) -> Rotation:
-        """The rotation of tokens at any positions, integers `[batch, tokens]`.
+    def rotation_at(self, positions: Annotated[Tensor, "batch tokens", int]) -> Rotation:
+        """The rotation of tokens at any positions.
 
         For packed sequences, whose positions begin anew with each, and for padding on the left.
         Not checked inside torch.compile, where reading the tensor would break the graph.
@@ -178,12 +182,12 @@ class Rotary2d(_Rotary):
         super().__init__(F.pad(torch.cat([y, x], dim=-1), (0, 0, num_prefix_tokens, 0)), dtype)
         self.num_prefix_tokens = num_prefix_tokens
 
-    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Both turned, prefix and patches; `[batch, heads, tokens, head_dim]`."""
+    def forward(self, query: Query, key: Key) -> tuple[Query, Key]:
+        """Both turned, prefix and patches."""
         return self.rotation()(query, key)
 
-    def rotation(self, kept: Tensor | None = None) -> Rotation:
-        """The rotation of all tokens, or of prefix and patches `kept` `[batch, patches]` alone."""
+    def rotation(self, kept: Annotated[Tensor, "batch patches", int] | None = None) -> Rotation:
+        """The rotation of all tokens, or of the prefix and the patches `kept` alone."""
         if kept is None:
             return Rotation(self.cos, self.sin)
         prefix = torch.arange(self.num_prefix_tokens, device=kept.device)

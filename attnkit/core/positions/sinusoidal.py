@@ -5,14 +5,18 @@ A grid is (rows, columns) of patches, numbered row by row as a picture is read.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from attnkit.core.arguments import at_least
 
 
-def sincos_1d(num_positions: int, dim: int, *, temperature: float = 10000.0) -> Tensor:
-    """Fixed sinusoidal positions, `[num_positions, dim]`; add row p to the token at p.
+def sincos_1d(
+    num_positions: int, dim: int, *, temperature: float = 10000.0
+) -> Annotated[Tensor, "positions dim"]:
+    """Fixed sinusoidal positions; add row p to the token at p.
 
         row p = [sin(p w), cos(p w)],   w_i = temperature ** (-i / (dim / 2)), i = 0 … dim / 2 - 1
 
@@ -31,8 +35,10 @@ def sincos_1d(num_positions: int, dim: int, *, temperature: float = 10000.0) -> 
     return torch.cat([angles.sin(), angles.cos()], dim=-1).to(torch.get_default_dtype())
 
 
-def sincos_2d(grid: tuple[int, int], dim: int, *, temperature: float = 10000.0) -> Tensor:
-    """Fixed 2-D sinusoidal positions, `[rows * columns, dim]`.
+def sincos_2d(
+    grid: tuple[int, int], dim: int, *, temperature: float = 10000.0
+) -> Annotated[Tensor, "patches dim"]:
+    """Fixed 2-D sinusoidal positions, row by row.
 
     A patch at (row y, column x) gets `[sin(x w), cos(x w), sin(y w), cos(y w)]` with dim / 4
     frequencies `w_i = temperature ** (-i / (dim / 4))` and x, y counted in patches.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from torch import Tensor
 
 from attnkit.core.arguments import positive
 
 Owner = TypeVar("Owner", bound=Any)
+Query = Annotated[Tensor, "batch heads queries head_dim"]
+Key = Annotated[Tensor, "batch kv_heads keys head_dim"]
+Scores = Annotated[Tensor, "batch heads queries keys"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,25 +31,25 @@ class Score:
     def __post_init__(self) -> None:
         positive(softcap=self.softcap)
 
-    def check(self, query: Tensor, key: Tensor) -> None:
+    def check(self, query: Query, key: Key) -> None:
         """ValueError where query and key do not fit each other or the score's tensors."""
         if key.shape[3] != query.shape[3]:
             raise ValueError(f"key: expected query's head_dim {query.shape[3]}, got {key.shape[3]}")
 
-    def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """The definition: [batch, heads, queries, keys] of as many query as key heads."""
+    def scores(self, query: Query, key: Key) -> Scores:
+        """The definition, of as many query as key heads."""
         return self.cap(self.uncapped(query, key))
 
-    def lean_scores(self, query: Tensor, key: Tensor) -> Tensor:
+    def lean_scores(self, query: Query, key: Key) -> Scores:
         """The same numbers, where need be by other means than the definition's: no tensor larger
         than they are is held."""
         return self.scores(query, key)
 
-    def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
+    def uncapped(self, query: Query, key: Key) -> Scores:
         """The definition without softcap."""
         raise NotImplementedError(f"{type(self).__name__} defines no uncapped()")
 
-    def cap(self, scores: Tensor) -> Tensor:
+    def cap(self, scores: Scores) -> Scores:
         """The scores within ±softcap."""
         if self.softcap is None:
             return scores
@@ -57,8 +60,15 @@ class Score:
         return None
 
     def as_dot(
-        self, query: Tensor, key: Tensor, is_real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, float]:
+        self,
+        query: Query,
+        key: Key,
+        is_real: Annotated[Tensor, "batch 1 keys 1", bool] | None = None,
+    ) -> tuple[
+        Annotated[Tensor, "batch heads queries dot_dim"],
+        Annotated[Tensor, "batch kv_heads keys dot_dim"],
+        float,
+    ]:
         """Query, key and scale whose scaled dot product is this score before its softcap.
 
         Without softcap it may lack what depends on the query alone, which softmax does not see.
@@ -67,7 +77,7 @@ class Score:
         """
         raise NotImplementedError(f"{type(self).__name__} is no dot product")
 
-    def select(self, heads: Tensor) -> Score:
+    def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> Score:
         """The score of some query heads only."""
         return self
 

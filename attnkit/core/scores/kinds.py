@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -32,11 +32,11 @@ from attnkit.core.scores.base import (
 class ScaledDot(Score):
     """score(q, k) = scale · q·k (Vaswani et al., Attention Is All You Need, 2017).
 
-    scale: a finite number, or a tensor [], [1] or [heads], which may require a gradient; None is
+    scale: a finite number, one or one for each head, which may require a gradient; None is
         1/√head_dim.
     """
 
-    scale: float | Tensor | None = None
+    scale: float | Annotated[Tensor, "#heads"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,11 +86,10 @@ def Dot(*, softcap: float | None = None) -> ScaledDot:
 class General(Score):
     """score(q, k) = qᵀ W k, the general or bilinear score (Luong et al. 2015).
 
-    weight: W, [query's head_dim, key's head_dim] or one for each head,
-        [heads, query's head_dim, key's head_dim]; the two head_dim may differ.
+    weight: W, one or one for each head; query and key may differ in head_dim.
     """
 
-    weight: Tensor
+    weight: Annotated[Tensor, "*heads head_dim key_head_dim"]
 
     def check(self, query: Tensor, key: Tensor) -> None:
         check_fit("weight", self.weight, (query.shape[1], query.shape[3], key.shape[3]), query)
@@ -117,10 +116,10 @@ class Cosine(Score):
 
     A vector of zeros has the cosine 0 with every other, and no gradient.
 
-    temperature: a positive number, or a tensor [] or [heads] of them.
+    temperature: a positive number, one or one for each head.
     """
 
-    temperature: float | Tensor = 1.0
+    temperature: float | Annotated[Tensor, "*heads"] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,10 +152,10 @@ class Gaussian(Score):
     """score(q, k) = −‖q − k‖² / (2 bandwidth²): softmax then weights by a Gaussian kernel
     (Nadaraya 1964; Watson 1964).
 
-    bandwidth: σ, a positive number, or a tensor [] or [heads] of them.
+    bandwidth: σ, a positive number, one or one for each head.
     """
 
-    bandwidth: float | Tensor = 1.0
+    bandwidth: float | Annotated[Tensor, "*heads"] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,12 +225,12 @@ class Additive(Score):
     (Brody et al. 2022). The projections W_q and W_k are those of the block that gives the queries
     and keys.
 
-    vector: v, [head_dim], or one for each head, [heads, head_dim].
+    vector: v, one or one for each head.
     activation: "tanh" or "leaky_relu".
     negative_slope: of "leaky_relu" alone, not negative; None: 0.2.
     """
 
-    vector: Tensor
+    vector: Annotated[Tensor, "*heads head_dim"]
     activation: Literal["tanh", "leaky_relu"] = "tanh"
     negative_slope: float | None = None
 
@@ -288,7 +287,7 @@ SCORES: dict[str, Score] = {
 _WITH_TENSORS = {"general": "General(weight)", "additive": "Additive(vector)"}
 
 
-def as_score(score: str | Score, scale: float | Tensor | None = None) -> Score:
+def as_score(score: str | Score, scale: float | Annotated[Tensor, "#heads"] | None = None) -> Score:
     """The score of that name, with the caller's scale; ValueError lists the names there are."""
     if not isinstance(score, Score):
         if score in _WITH_TENSORS:

@@ -50,6 +50,8 @@ def _written_out(node: ast.expr, module: Module, hops: int = 0) -> ast.expr:
 
         def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
             self.generic_visit(node)
+            if ast.unparse(node.value) == "Annotated":  # a tensor and its shape
+                return node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node
             if _is_literal(node) and isinstance(node.slice, ast.Tuple):  # Literal[Name, "other"]
                 node.slice.elts = [
                     choice for inner in node.slice.elts for choice in _literal_choices(inner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -175,21 +175,24 @@ class GraphAttention(nn.Module):
             nn.init.zeros_(self.out_bias)
 
     def forward(
-        self, x: Nodes, edge_index: Tensor | Edges, edge_attr: Tensor | None = None
-    ) -> Tensor:
+        self,
+        x: Nodes,
+        edge_index: Annotated[Tensor, "2 edges", int] | Edges,
+        edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
+    ) -> Annotated[Tensor, "targets out_channels"]:
         """What each node gathers from its neighbours.
 
         Args:
-            x: [nodes, in_channels], dense or sparse CSR; or a pair, of sources and of targets.
-            edge_index: integers [2, edges], sources in row 0 and targets in row 1 (PyG's, its
+            x: dense or sparse CSR; or a pair, of sources and of targets.
+            edge_index: sources in row 0 and targets in row 1 (PyG's, its
                 `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. Tensors
                 are sorted at every call, which can take longer than the rest of it: for a graph
                 that is used again, build `Edges(edge_index, num_nodes)` once.
-            edge_attr: [edges, edge_dim], or [edges] for one channel.
+            edge_attr: features of the edges; one channel may lack its dimension.
 
         Returns:
-            [targets, heads · out_channels], or without `concat` [targets, out_channels]; twice as
-            many channels with `separate_self`.
+            heads · out_channels, or without `concat` out_channels; twice as many channels with
+            `separate_self`.
 
         Raises:
             ValueError, TypeError, IndexError: features or edges of another shape or type.
@@ -213,12 +216,12 @@ class GraphAttention(nn.Module):
     def attention_weights(
         self,
         x: Nodes,
-        edge_index: Tensor | Edges,
-        edge_attr: Tensor | None = None,
+        edge_index: Annotated[Tensor, "2 edges", int] | Edges,
+        edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
         *,
         rows: Indices = None,
         heads: Indices = None,
-    ) -> Tensor:
+    ) -> Annotated[Tensor, "rows chosen_heads"]:
         """The weights that `forward` uses on the same arguments, before dropout.
 
         Args:
@@ -226,7 +229,7 @@ class GraphAttention(nn.Module):
             heads: which heads, None for all.
 
         Returns:
-            [edges, heads], row e for edge e of `edge_index`. With `add_self_loops` the loops of
+            Row e for edge e of `edge_index`. With `add_self_loops` the loops of
             nodes 0, 1, … follow, and the row of a self-loop in `edge_index`, which they replace, is
             0. The rows of the edges into one node sum to 1.
         """

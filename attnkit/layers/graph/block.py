@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -77,5 +77,10 @@ class GraphBlock(nn.Module):
             nn.Dropout(dropout_p),
         )
 
-    def forward(self, x: Tensor, edges: Edges, edge_attr: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Annotated[Tensor, "nodes channels"],
+        edges: Edges,
+        edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
+    ) -> Annotated[Tensor, "nodes channels"]:
         return x + self.mlp(self.attention(self.norm(x), edges, edge_attr))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 
 from attnkit.core.masks.edges import Edges
 
-Nodes = Tensor | tuple[Tensor, Tensor]
-"""Features of the nodes, [nodes, channels]; or those of sources and of targets."""
+Nodes = (
+    Annotated[Tensor, "nodes channels"]
+    | tuple[
+        Annotated[Tensor, "sources source_channels"], Annotated[Tensor, "targets target_channels"]
+    ]
+)
+"""Features of the nodes; or those of sources and of targets."""
 
 
 def check_graph(

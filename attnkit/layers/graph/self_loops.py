@@ -5,14 +5,14 @@ The graph itself is `Edges.with_loops`: the caller's edges but self-loops, then 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from attnkit.core.masks.edges import Edges
 
-FillValue = float | Tensor | Literal["mean", "add", "min", "max", "mul"]
+FillValue = float | Annotated[Tensor, "#edge_dim"] | Literal["mean", "add", "min", "max", "mul"]
 """Features of a self-loop: a number, one for each channel, or what is made of the features of the
 other edges into its node."""
 

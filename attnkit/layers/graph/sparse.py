@@ -6,6 +6,8 @@ most of a dense training step.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 
@@ -63,7 +65,9 @@ class SparseDropout(nn.Dropout):
     matrix's dropout, since a zero stays one. The pattern of the non-zeros is kept.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(
+        self, input: Annotated[Tensor, "*nodes channels"]
+    ) -> Annotated[Tensor, "*nodes channels"]:
         if input.layout != torch.sparse_csr:
             return super().forward(input)
         if not self.training or not self.p:
@@ -78,7 +82,9 @@ class SparseLinear(nn.Linear):
         ValueError: a sparse input requires a gradient, which would be dense.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(
+        self, input: Annotated[Tensor, "*nodes in_channels"]
+    ) -> Annotated[Tensor, "*nodes out_channels"]:
         if input.layout == torch.sparse_csr and input.requires_grad:
             raise ValueError("x: expected features without a gradient; x.to_dense() can have one")
         return linear(input, self.weight, self.bias)

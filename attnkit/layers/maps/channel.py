@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from attnkit.core.scores.base import Score
 from attnkit.core.scores.kinds import as_score
 from attnkit.core.scores.learned import CosineScore, learned_score
 from attnkit.core.weights import Indices, attention_weights
-from attnkit.layers.maps.residual import Residual, ResidualKind, check_features
+from attnkit.layers.maps.residual import Maps, Residual, ResidualKind, check_features
 
 
 class _OverChannels(nn.Module):
@@ -38,7 +38,7 @@ class _OverChannels(nn.Module):
         """Query, key and value, [batch, heads, channels / heads, height · width]."""
         raise NotImplementedError
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Maps) -> Maps:
         query, key, value = self.project(features)
         output = attend(
             query,
@@ -53,8 +53,8 @@ class _OverChannels(nn.Module):
         return self.residual(features, self.out_proj(output))
 
     def attention_weights(
-        self, features: Tensor, *, rows: Indices = None, heads: Indices = None
-    ) -> Tensor:
+        self, features: Maps, *, rows: Indices = None, heads: Indices = None
+    ) -> Annotated[Tensor, "batch chosen_heads rows head_channels"]:
         """The weights that `forward` uses on the same features, before dropout.
 
         Returns:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, choice
+from attnkit.layers.maps.residual import Maps
 
 Mode = Literal["sequence", "sum", "max", "product", "gated_sum"]
 
@@ -96,7 +97,7 @@ class Combined(nn.Module):
         if channels is not None:
             self.fusion = GatedSum(channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Maps) -> Annotated[Tensor, "batch _ _ _"]:
         first, second = getattr(self, self.names[0]), getattr(self, self.names[1])
         if self.mode == "sequence":
             return second(first(x))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from attnkit.core.arguments import choice
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.weights import Indices, attention_weights
-from attnkit.layers.maps.residual import check_features, to_tokens
+from attnkit.layers.maps.residual import Maps, check_features, to_tokens
 
 Fusion = Literal["add", "scale"]
 
@@ -87,15 +87,15 @@ class ContextAttention(nn.Module):
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Maps) -> Maps:
         query, tokens = self._project(features)
         context = attend(query, tokens, tokens, score="dot", backend=self.backend)
         update = self.transform(context.flatten(1))[..., None, None]
         return features + update if self.fusion == "add" else features * update.sigmoid()
 
     def attention_weights(
-        self, features: Tensor, *, rows: Indices = None, heads: Indices = None
-    ) -> Tensor:
+        self, features: Maps, *, rows: Indices = None, heads: Indices = None
+    ) -> Annotated[Tensor, "batch chosen_heads rows height*width"]:
         """How much the context takes from each pixel, [batch, len(heads), len(rows),
         height · width]; there is one row, of one head."""
         query, tokens = self._project(features)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import choice
 
+Maps = Annotated[Tensor, "batch channels height width"]
 ResidualKind = Literal["gamma", "add"]
 
 

@@ -16,6 +16,7 @@ from attnkit.core.masks.grids import Window2d
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.scores.base import Score
 from attnkit.layers.maps.residual import (
+    Maps,
     Residual,
     ResidualKind,
     check_features,
@@ -136,7 +137,7 @@ class SpatialAttention(nn.Module):
             self.column_attention = attention()
             self.column_residual = Residual(residual)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Maps) -> Maps:
         check_features(features, self.channels)
         if self.pattern == "axial":
             features = self.residual(features, _along_rows(self.attention, features))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from timm.layers import DropPath, LayerScale, Mlp
 from torch import Tensor, nn
@@ -83,12 +83,12 @@ class TransformerBlock(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Annotated[Tensor, "batch tokens dim"],
         *,
         query_tokens: int | None = None,
         mask: Any = None,
         positions: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:
+    ) -> Annotated[Tensor, "batch queries dim"]:
         """The block's output for all tokens, or for the first `query_tokens` only.
 
         With `query_tokens` every token still gives a key and a value, but only the first ones are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import log
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -42,23 +43,24 @@ class NadarayaWatson(nn.Module):
         self.backend = backend
 
     @property
-    def bandwidth(self) -> Tensor:
+    def bandwidth(self) -> Annotated[Tensor, ""]:
         """The kernel's standard deviation, in units of x."""
         return self.log_bandwidth.exp()
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | Tensor | None = None
-    ) -> Tensor:
+        self,
+        query: Annotated[Tensor, "*batch queries dim"],
+        key: Annotated[Tensor, "*batch keys dim"],
+        value: Annotated[Tensor, "*batch keys value_dim"],
+        *,
+        mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool] | None = None,
+    ) -> Annotated[Tensor, "*batch queries value_dim"]:
         """The estimates at `query` from samples `value` at `key`.
 
         Args:
-            query: [queries, dim] or [batch, queries, dim].
-            key: [keys, dim] or [batch, keys, dim].
-            value: [keys, value_dim] or [batch, keys, value_dim].
-            mask: which samples an estimate may use, as in `attend`; without one it is 0.
-
-        Returns:
-            [queries, value_dim] or [batch, queries, value_dim].
+            query, key, value: all may lack the batch.
+            mask: which samples an estimate may use, as in `attend`, of one head; without a sample
+                the estimate is 0.
         """
         if query.ndim not in (2, 3):
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from timm.layers import trunc_normal_tf_
 from torch import Tensor, nn
@@ -85,13 +87,16 @@ class AttentionPool(nn.Module):
                     )
         trunc_normal_tf_(self.query, std=dim**-0.5)
 
-    def forward(self, tokens: Tensor, mask: Mask | Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Annotated[Tensor, "batch tokens dim"],
+        mask: Mask | Annotated[Tensor, "batch tokens", bool] | None = None,
+    ) -> Annotated[Tensor, "batch dim"] | Annotated[Tensor, "batch queries dim"]:
         """The pooled vector, or vectors, of each item.
 
         Args:
-            tokens: [batch, tokens, dim].
-            mask: which tokens count: booleans [batch, tokens], True = real, or an attnkit mask,
-                such as `Padding(lengths)`, from the queries to the tokens.
+            mask: which tokens count: booleans, True = real, or an attnkit mask, such as
+                `Padding(lengths)`, from the queries to the tokens.
         """
         if tokens.ndim != 3 or tokens.shape[2] != self.query.shape[2]:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from attnkit.core.watch.undisturbed import evaluating
 from attnkit.models.captioning.generate import Method, Sentences, generate
 from attnkit.models.captioning.image_encoders import ImageEncoder
-from attnkit.models.captioning.word_decoder import WordDecoder
+from attnkit.models.captioning.word_decoder import Logits, Memory, WordDecoder, Words
+from attnkit.models.vit import Images
 
 
 class Captioner(nn.Module):
@@ -48,19 +49,19 @@ class Captioner(nn.Module):
         """Height and width of the encoder's grid of positions."""
         return self.encoder.grid
 
-    def encode(self, images: Tensor) -> Tensor:
-        """The memory [batch, positions, dim] of images [batch, channels, height, width]."""
+    def encode(self, images: Images) -> Memory:
+        """The memory of the images."""
         return self.encoder(images)
 
-    def forward(self, images: Tensor, words: Tensor) -> Tensor:
-        """The logits of the word after each, [batch, words, vocabulary_size]."""
+    def forward(self, images: Images, words: Words) -> Logits:
+        """The logits of the word after each."""
         return self.decoder(self.encoder(images), words)
 
-    def loss(self, images: Tensor, words: Tensor) -> dict[str, Tensor]:
-        """What to minimize, "loss", and its terms; sentences [batch, words] with START."""
+    def loss(self, images: Images, words: Words) -> dict[str, Annotated[Tensor, ""]]:
+        """What to minimize, "loss", and its terms; sentences with START."""
         return self.decoder.loss(self.encoder(images), words)
 
-    def generate(self, images: Tensor, method: Method = "greedy", **options: Any) -> Sentences:
+    def generate(self, images: Images, method: Method = "greedy", **options: Any) -> Sentences:
         """Sentences for the images, with the options of `attnkit.generate`; the encoder, too, is in
         evaluation mode."""
         with evaluating(self), torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from attnkit.models.captioning.word_decoder import (
     END,
     PAD,
     START,
+    Memory,
+    MemoryMask,
     WordDecoder,
     without_pad_and_start,
 )
@@ -27,25 +29,24 @@ class Sentences:
     """The sentences that `generate` returns. With `num_return`, n of each item, the best first;
     without, one, and the dimension n is missing.
 
-    words: integers [batch, (n,) words]: w1, …, END, then PAD; no START. A sentence that had to
-        stop at `max_words` has no END.
-    scores: [batch, (n)], the log-probability of the sentence. Beam search divides it by the length
-        penalty. Of drawn sentences it is at their temperature, before `top_k` and `top_p`.
-    weights: [batch, (n,) layers, heads, words, positions], the attention to the memory at each
-        word, 0 at PAD; None if not asked for. A recurrent decoder has one layer and one head.
-        `weights.unflatten(-1, grid)` are maps, of the encoder's grid (height, width).
+    words: w1, …, END, then PAD; no START. A sentence that had to stop at `max_words` has no END.
+    scores: the log-probability of the sentence. Beam search divides it by the length penalty. Of
+        drawn sentences it is at their temperature, before `top_k` and `top_p`.
+    weights: the attention to the memory at each word, 0 at PAD; None if not asked for. A recurrent
+        decoder has one layer and one head. `weights.unflatten(-1, grid)` are maps, of the encoder's
+        grid (height, width).
     """
 
-    words: Tensor
-    scores: Tensor
-    weights: Tensor | None = None
+    words: Annotated[Tensor, "batch *returned words", int]
+    scores: Annotated[Tensor, "batch *returned"]
+    weights: Annotated[Tensor, "batch *returned layers heads words positions"] | None = None
 
 
 def generate(
     decoder: WordDecoder,
-    memory: Tensor,
+    memory: Memory,
     *,
-    memory_mask: Tensor | None = None,
+    memory_mask: MemoryMask = None,
     method: Method = "greedy",
     max_words: int | None = None,
     num_beams: int | None = None,
@@ -71,8 +72,7 @@ def generate(
 
     Args:
         decoder: a `WordDecoder`.
-        memory: [batch, positions, memory_dim].
-        memory_mask: booleans [batch, positions], True = there; None: all are.
+        memory_mask: True = there; None: all are.
         max_words: the longest sentence, END included; None: the decoder's.
         num_beams: hypotheses of beam search; None: 5.
         length_penalty: α of GNMT (Wu et al. 2016): beam search looks for the largest

@@ -13,7 +13,7 @@ from attnkit.core.kernels.hard import record_draws
 from attnkit.core.normalizers.kinds import Hard
 from attnkit.models.captioning.memory_attention import MemoryScore
 from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
-from attnkit.models.captioning.word_decoder import PAD, num_words
+from attnkit.models.captioning.word_decoder import PAD, Memory, MemoryMask, Words, num_words
 
 
 class HardRecurrentDecoder(RecurrentDecoder):
@@ -82,7 +82,7 @@ class HardRecurrentDecoder(RecurrentDecoder):
         return Hard("score_function")
 
     def loss(
-        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
+        self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> dict[str, Tensor]:
         """What to minimize, "loss" = cross_entropy + reinforce − λ · entropy, and these;
         in evaluation, where nothing is drawn, the cross-entropy alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from attnkit.core.positions.sinusoidal import sincos_2d
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.watch.undisturbed import evaluating
 from attnkit.models.backbones import timm_backbone
-from attnkit.models.vit import PositionKind, ViT
+from attnkit.models.vit import Images, PositionKind, ViT
 
 
 class ImageEncoder(nn.Module):
@@ -34,7 +34,7 @@ class ImageEncoder(nn.Module):
         super().__init__()
         self.image_size = pair("image_size", image_size)
 
-    def check(self, images: Tensor) -> None:
+    def check(self, images: Images) -> None:
         """ValueError at images of another size."""
         if tuple(images.shape[-2:]) != self.image_size:
             raise ValueError(
@@ -108,7 +108,7 @@ class CNNEncoder(ImageEncoder):
         table = position_scale * sincos_2d(self.grid, dim)
         self.register_buffer("positions", table, persistent=False)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Images) -> Annotated[Tensor, "batch positions dim"]:
         self.check(images)
         # channels last: a third less time on a CPU
         maps = self.network(images.contiguous(memory_format=torch.channels_last))
@@ -164,7 +164,7 @@ class ViTEncoder(ImageEncoder):
         self.grid = (self.image_size[0] // patch[0], self.image_size[1] // patch[1])
         self.dim = dim
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Images) -> Annotated[Tensor, "batch positions dim"]:
         return self.vit.tokens(images)[:, self.vit.num_prefix_tokens :]
 
     def no_weight_decay(self) -> set[str]:
@@ -213,7 +213,7 @@ class TimmEncoder(ImageEncoder):
         self.dim = maps.shape[1] if dim is None else dim
         self.proj = nn.Identity() if dim is None else nn.Linear(maps.shape[1], dim)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Images) -> Annotated[Tensor, "batch positions dim"]:
         self.check(images)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             maps = self._maps(images)

@@ -9,7 +9,15 @@ from attnkit.core.arguments import at_least
 from attnkit.core.inputs import Normalizer
 from attnkit.core.masks.sequences import Padding
 from attnkit.models.captioning.memory_attention import MemoryAttention, MemoryScore
-from attnkit.models.captioning.word_decoder import PAD, WordDecoder, num_words
+from attnkit.models.captioning.word_decoder import (
+    PAD,
+    Logits,
+    Memory,
+    MemoryMask,
+    WordDecoder,
+    Words,
+    num_words,
+)
 
 
 class RecurrentDecoder(WordDecoder):
@@ -90,16 +98,14 @@ class RecurrentDecoder(WordDecoder):
         """How scores become weights."""
         return "softmax"
 
-    def forward(self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None) -> Tensor:
+    def forward(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Logits:
         return self._run(memory, words, memory_mask, with_weights=False)[0]
 
-    def word_weights(
-        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
-    ) -> Tensor:
+    def word_weights(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Tensor:
         return self._run(memory, words, memory_mask, with_weights=True)[1][:, None, None]
 
     def loss(
-        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
+        self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> dict[str, Tensor]:
         """What to minimize, "loss" = cross_entropy + λ · doubly_stochastic, and these."""
         if not self.doubly_stochastic:
@@ -120,8 +126,8 @@ class RecurrentDecoder(WordDecoder):
 
     def start(
         self,
-        memory: Tensor,
-        memory_mask: Tensor | None = None,
+        memory: Memory,
+        memory_mask: MemoryMask = None,
         *,
         max_words: int | None = None,
         num_beams: int = 1,

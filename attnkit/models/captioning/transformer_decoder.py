@@ -21,7 +21,7 @@ from attnkit.core.watch.capture import capture_attention
 from attnkit.layers.tokens.block import Activation
 from attnkit.layers.tokens.decoder_block import DecoderBlock
 from attnkit.models.captioning.beam_cache import BeamCache, as_bias
-from attnkit.models.captioning.word_decoder import WordDecoder
+from attnkit.models.captioning.word_decoder import Logits, Memory, MemoryMask, WordDecoder, Words
 
 WordPositions = Literal["learned", "sincos", "rotary", "alibi", "relative"]
 
@@ -116,7 +116,7 @@ class TransformerDecoder(WordDecoder):
         else:
             nn.init.normal_(self.head.weight, std=0.02)
 
-    def forward(self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None) -> Tensor:
+    def forward(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Logits:
         self.check(memory, words, memory_mask)
         mask = None if memory_mask is None else Padding(memory_mask)
         bias = None if self.distance_bias is None else self.distance_bias(words.shape[1])
@@ -127,8 +127,8 @@ class TransformerDecoder(WordDecoder):
 
     def start(
         self,
-        memory: Tensor,
-        memory_mask: Tensor | None = None,
+        memory: Memory,
+        memory_mask: MemoryMask = None,
         *,
         max_words: int | None = None,
         num_beams: int = 1,
@@ -166,9 +166,7 @@ class TransformerDecoder(WordDecoder):
             )
         return run_linear(self.head, self.norm(tokens)).flatten(0, 1)
 
-    def word_weights(
-        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
-    ) -> Tensor:
+    def word_weights(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Tensor:
         with capture_attention(self, layers="blocks.*.cross_attention") as captured:
             self(memory, words, memory_mask)
         return torch.stack([weights for (weights,) in captured.values()], dim=1)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, share
+
+Memory = Annotated[Tensor, "batch positions memory_dim"]
+MemoryMask = Annotated[Tensor, "batch positions", bool] | None
+Words = Annotated[Tensor, "batch words", int]
+Logits = Annotated[Tensor, "batch words vocabulary_size"]
 
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
 """The special words; the tokenizers give them the same numbers."""
@@ -60,20 +65,19 @@ class WordDecoder(nn.Module):
         self.memory_dim = memory_dim
         self.label_smoothing = label_smoothing
 
-    def forward(self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None) -> Tensor:
-        """Of each word the logits of the next, [batch, words, vocabulary_size].
+    def forward(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Logits:
+        """Of each word the logits of the next.
 
         Args:
-            memory: [batch, positions, memory_dim].
-            words: integers [batch, words], beginning with START.
-            memory_mask: booleans [batch, positions], True = there; None: all are.
+            words: beginning with START.
+            memory_mask: True = there; None: all are.
         """
         raise NotImplementedError
 
     def start(
         self,
-        memory: Tensor,
-        memory_mask: Tensor | None = None,
+        memory: Memory,
+        memory_mask: MemoryMask = None,
         *,
         max_words: int | None = None,
         num_beams: int = 1,
@@ -86,35 +90,38 @@ class WordDecoder(nn.Module):
         """
         raise NotImplementedError
 
-    def step(self, words: Tensor, state: Any) -> Tensor:
-        """The logits [batch · num_beams, vocabulary_size] after one more word of each hypothesis,
-        integers [batch · num_beams]; the state advances."""
+    def step(
+        self, words: Annotated[Tensor, "hypotheses", int], state: Any
+    ) -> Annotated[Tensor, "hypotheses vocabulary_size"]:
+        """The logits after one more word of each hypothesis; the state advances."""
         raise NotImplementedError
 
     def word_weights(
-        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
-    ) -> Tensor:
+        self, memory: Memory, words: Words, memory_mask: MemoryMask = None
+    ) -> Annotated[Tensor, "batch layers heads words positions"]:
         """The attention to the memory at the word after each of `words`: [batch, layers, heads,
         words, positions]. Arguments as of `forward`."""
         raise NotImplementedError
 
     def loss(
-        self, memory: Tensor, words: Tensor, memory_mask: Tensor | None = None
-    ) -> dict[str, Tensor]:
+        self, memory: Memory, words: Words, memory_mask: MemoryMask = None
+    ) -> dict[str, Annotated[Tensor, ""]]:
         """What to minimize, "loss", and its terms by name, unweighted.
 
         "cross_entropy" is −log p(word | words before), mean over all words of the batch that are
         not PAD, smoothed in training only.
 
         Args:
-            words: integers [batch, words + 1], sentences with START.
+            words: sentences with START.
         """
         logits = self(memory, words[:, :-1], memory_mask)
         cross_entropy = self.word_losses(logits, words).sum() / num_words(words)
         return {"loss": cross_entropy, "cross_entropy": cross_entropy}
 
-    def word_losses(self, logits: Tensor, words: Tensor) -> Tensor:
-        """The cross-entropy of each word but START, [batch, words]; 0 where it is PAD."""
+    def word_losses(
+        self, logits: Logits, words: Annotated[Tensor, "batch words+1", int]
+    ) -> Annotated[Tensor, "batch words"]:
+        """The cross-entropy of each word but START; 0 where it is PAD."""
         losses = F.cross_entropy(
             logits.flatten(0, 1),
             words[:, 1:].flatten(),
@@ -124,7 +131,7 @@ class WordDecoder(nn.Module):
         )
         return losses.view(logits.shape[:2])
 
-    def check(self, memory: Tensor, words: Tensor | None, memory_mask: Tensor | None) -> None:
+    def check(self, memory: Memory, words: Words | None, memory_mask: MemoryMask) -> None:
         """ValueError where arguments do not fit."""
         if memory.ndim != 3 or memory.shape[2] != self.memory_dim:
             raise ValueError(

@@ -42,6 +42,11 @@ SHIPPED = [
     ("model.positions=learnt", "did you mean learned?"),
     ("model.score=cosin", "'cosin' (str); did you mean cosine?"),
     ("model.score=3", "model.score: expected Literal['scaled_dot', 'dot', 'cosine', "),
+    (
+        "+callbacks.x={_target_:attnkit.GraphAttention,in_channels:3,out_channels:5,fill_value:maen}",
+        "callbacks.x.fill_value: expected float | Tensor | Literal['mean', 'add', 'min', 'max', "
+        "'mul'], got 'maen' (str); did you mean mean?",
+    ),
     ("trainer.max_epochs=1.5", "trainer.max_epochs: expected Optional[int], got 1.5 (float)"),
     ("trainer.limit_batches=few", "trainer.limit_batches: expected int | float | None, got 'few'"),
     ("trainer.limit_batches=0", "trainer.limit_batches: expected more than 0, got 0"),

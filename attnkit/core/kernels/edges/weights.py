@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -27,14 +28,14 @@ from attnkit.core.scores.base import Score
 
 
 def edge_weights(
-    query: Tensor,
-    key: Tensor,
+    query: Annotated[Tensor, "*batch heads targets head_dim"],
+    key: Annotated[Tensor, "*batch kv_heads sources head_dim"],
     edges: Edges,
     *,
     score: str | Score = "scaled_dot",
     edge_features: EdgeFeatures | None = None,
     scale: float | None = None,
-) -> Tensor:
+) -> Annotated[Tensor, "*batch heads edges"]:
     """The weights with which `attend(…, mask=edges)` averages the values, before dropout.
 
         weight_e = softmax over the edges e of a target i of score(query_i, key_j + W_k e_ij)
@@ -45,15 +46,13 @@ def edge_weights(
     definition.
 
     Args:
-        query: [batch, heads, targets, head_dim]; query and key may both lack the batch.
-        key: [batch, kv_heads, sources, head_dim]; kv_heads divides heads.
+        query, key: both may lack the batch; kv_heads divides heads.
         edges: the graph.
         score, scale: as in `attnkit.attend`.
         edge_features: what edges add to the keys; what they add to the values changes no weight.
 
     Returns:
-        [batch, heads, edges], in the dtype of the inputs, the edges in the order of
-        `edges.edge_index`.
+        The weights, in the dtype of the inputs, the edges in the order of `edges.edge_index`.
 
     Raises:
         ValueError, TypeError: as `attnkit.attend`.
