@@ -5,7 +5,7 @@ import torch
 
 import attnkit
 from attnkit import Causal, MultiHeadAttention, Padding, attend
-from attnkit.core.kernels import blocks
+from attnkit.core.kernels import recompute
 
 CASES = {
     "plain": {},
@@ -112,7 +112,7 @@ class Attention(torch.nn.Module):
 
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_compiled_and_exported_equal_eager(name, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_SCORES", {"cpu": 6 * 11 * 3})
+    monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": 6 * 11 * 3})
     score = SCORES[name]()
     query, key, value = (
         torch.randn(2, heads, tokens, 8, requires_grad=True)
@@ -147,7 +147,7 @@ def test_scores_under_autocast(name):
 
 
 def test_dropout_in_compiled_blocks_is_that_of_the_backward(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_SCORES", {"cpu": 6 * 11 * 3})
+    monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": 6 * 11 * 3})
     query, key, value = (torch.randn(2, 6, tokens, 8) for tokens in (5, 11, 11))
     value.requires_grad_()
 

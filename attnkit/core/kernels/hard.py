@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
-from attnkit.core.kernels.blocks import in_blocks
 from attnkit.core.kernels.blockwise import revived
+from attnkit.core.kernels.recompute import in_blocks
 from attnkit.core.masks.base import Dense
 from attnkit.core.normalizers.kinds import Hard, masked_scores
 

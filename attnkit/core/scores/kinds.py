@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import positive
 from attnkit.core.precision import wide
-from attnkit.core.scores.additive import additive_scores
+from attnkit.core.scores.additive_operator import additive_scores
 from attnkit.core.scores.base import (
     Score,
     check_fit,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import attnkit.core.scores.additive  # noqa: F401  registers its operator
+import attnkit.core.scores.additive_operator  # noqa: F401  registers its operator
 from attnkit.core.decode_step import ONEDNN
 from attnkit.core.kernels.edges.triton import without_triton
 from attnkit.core.watch.undisturbed import undisturbed

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 import attnkit
 from attnkit import Additive, Causal, Dense, Padding, ScaledDot, attend
-from attnkit.core.kernels import blocks
+from attnkit.core.kernels import recompute
 from attnkit.core.scores.base import Score
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = 5, 6, 2, 7, 11, 3
@@ -26,7 +26,7 @@ BIASES = {"none": None, "rows": (QUERIES, KEYS), "items": (BATCH, 1, 1, KEYS)}
 @pytest.fixture(params=[40, 200, 2000], ids=lambda size: f"{size} scores")
 def block_size(request, monkeypatch):
     """Rows of one item, an item, and several items in a block."""
-    monkeypatch.setitem(blocks.BLOCK_SCORES, "cpu", request.param)
+    monkeypatch.setitem(recompute.BLOCK_SCORES, "cpu", request.param)
 
 
 def make(dtype=torch.float64, heads=KV_HEADS):
@@ -148,9 +148,9 @@ MEASURE = """
 import resource, sys, torch
 import attnkit
 from attnkit import Causal, Padding, attend
-from attnkit.core.kernels import blocks
+from attnkit.core.kernels import recompute
 torch.set_num_threads(1)
-blocks.BLOCK_SCORES["cpu"] = 2**19
+recompute.BLOCK_SCORES["cpu"] = 2**19
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
     1 if sys.platform == "darwin" else 1024)
 
@@ -187,7 +187,7 @@ def test_a_block_asks_for_the_mask_of_its_own_items():
     tensors = [torch.randn(64, 2, 128, 3, requires_grad=True) for _ in "qkv"]
     mask = Causal() & Counted(torch.arange(64) % 128)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(blocks.BLOCK_SCORES, "cpu", 2 * 128 * 32)
+        patch.setitem(recompute.BLOCK_SCORES, "cpu", 2 * 128 * 32)
         attnkit.attend(*tensors, mask=mask, backend="blockwise").sum().backward()
     assert len(sizes) == 2 * 64 * 4
     assert max(sizes) == 128

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import attnkit
 from attnkit import Causal, Hard, Padding, attend
-from attnkit.core.kernels import blocks
+from attnkit.core.kernels import recompute
 
 ESTIMATORS = ["straight_through", "score_function", None]
 
@@ -27,7 +27,7 @@ def make(num_queries=5, num_keys=7, head_dim=3, value_dim=11, batch=2, heads=4, 
 @pytest.fixture(params=[False, True], ids=["one block", "blocks"])
 def in_small_blocks(request, monkeypatch):
     if request.param:
-        monkeypatch.setitem(blocks.BLOCK_SCORES, "cpu", 50)
+        monkeypatch.setitem(recompute.BLOCK_SCORES, "cpu", 50)
 
 
 @pytest.mark.parametrize("mask", [None, Causal("top_left"), Padding(torch.tensor([7, 3]))])
@@ -66,7 +66,7 @@ def test_the_backward_in_blocks_is_of_the_same_draw(estimator, monkeypatch):
     tensors = make()
     generator = torch.Generator().manual_seed(5)
     towards = torch.randn(2, 4, 5, 11, generator=generator, dtype=torch.float64)
-    monkeypatch.setitem(blocks.BLOCK_SCORES, "cpu", 50)
+    monkeypatch.setitem(recompute.BLOCK_SCORES, "cpu", 50)
     torch.manual_seed(7)
     with attnkit.record_draws() as draws:
         output = attend(*tensors, normalizer=Hard(estimator))

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 import attnkit
 from attnkit import Additive, Causal, Cosine, Gaussian, General, Padding, ScaledDot, attend
-from attnkit.core.kernels import blocks
+from attnkit.core.kernels import recompute
 from attnkit.core.kernels.choose import BACKENDS, UnsupportedError
-from attnkit.core.scores import additive
+from attnkit.core.scores import additive_operator
 from attnkit.core.scores.base import Score
 
 # A gradient in half precision goes through a rounded product more where the score has one; torch
@@ -147,8 +147,8 @@ def masks_for(num_keys):
 def block_sizes(request, monkeypatch):
     if request.param == "small blocks":
         # rows of one item at a time, and tiles of a few queries or keys
-        monkeypatch.setattr(blocks, "BLOCK_SCORES", {"cpu": HEADS * 11 * 2, "other": HEADS * 11})
-        monkeypatch.setattr(additive, "TILE_ELEMENTS", {"cpu": 7 * 11 * 2, "other": 47})
+        monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": HEADS * 11 * 2, "other": HEADS * 11})
+        monkeypatch.setattr(additive_operator, "TILE_ELEMENTS", {"cpu": 7 * 11 * 2, "other": 47})
 
 
 @pytest.mark.parametrize("softcap", [None, 1.3])
@@ -169,7 +169,7 @@ def test_reference_is_the_formula(name, size, softcap):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_every_kernel_equals_the_reference(name, size, mask, softcap, dtype, device, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_SCORES", {"cpu": HEADS * 11 * 2, "other": HEADS * 11 * 2})
+    monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": HEADS * 11 * 2, "other": HEADS * 11 * 2})
     mask = masks_for(size[1])[mask]
     tensors = make(name, size, dtype, device)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
@@ -343,8 +343,8 @@ class Largest(support.Largest):
 def test_no_large_tensor_is_held(name, monkeypatch):
     """Neither queries × keys × dim nor queries × keys, forward and backward."""
     tokens, dim = 211, 13
-    monkeypatch.setattr(blocks, "BLOCK_SCORES", {"cpu": 2**13, "other": 2**13})
-    monkeypatch.setattr(additive, "TILE_ELEMENTS", {"cpu": 2**13, "other": 2**13})
+    monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": 2**13, "other": 2**13})
+    monkeypatch.setattr(additive_operator, "TILE_ELEMENTS", {"cpu": 2**13, "other": 2**13})
     tensors = make(name, (tokens, tokens, dim, dim, HEADS), torch.float32)
     with Largest() as plain:
         with_gradients(ours(name, 3.0, mask=Causal(), backend="reference"), tensors)
@@ -362,7 +362,7 @@ def test_no_mask_of_other_items_is_made(name, monkeypatch):
     """Of 32 items, a block of one item has the mask of one."""
     tokens, dim, items = 211, 13, 32
     block = HEADS * tokens * 7
-    monkeypatch.setattr(blocks, "BLOCK_SCORES", {"cpu": block})
+    monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": block})
     query, key, value, *others = make(name, (tokens, tokens, dim, dim, HEADS), torch.float32)
     tensors = [
         t.detach().repeat(items // BATCH, 1, 1, 1).requires_grad_() for t in (query, key, value)

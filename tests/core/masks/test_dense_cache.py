@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from attnkit import Causal, Edges, MultiHeadAttention, Packed, Padding, attend
 from attnkit.core.masks.base import Mask
-from attnkit.core.masks.kept import kept_mask
+from attnkit.core.masks.dense_cache import kept_mask
 from attnkit.layers import TransformerBlock
 
 BATCH, TOKENS, DIM = 3, 7, 16
