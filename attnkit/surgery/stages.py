@@ -67,7 +67,10 @@ def _joins(run: DryRun, paths: Paths, index: dict[Node, int]) -> dict[int, set[S
             nearest = next(index[found] for found in paths.dominators(node) if found in index)
             joins[nearest + 1] = set()
     for join, sizes in joins.items():
-        for node in paths.before[paths.main[join]]:
+        nodes = list(paths.before[paths.main[join]])
+        for node in nodes:  # which grows: what no module gave is of the size of what it came from
+            if node not in run.givers:
+                nodes += [n for n in paths.before.get(node, ()) if n not in {*nodes, *index}]
             shapes = [run.shape_of(name) for name in run.givers.get(node, ())]
             sizes |= {(s[2], s[3]) for s in shapes if s is not None and len(s) == 4}
     return joins
