@@ -162,7 +162,7 @@ def altered(module, change):
         (lambda: CoordAttn(8, norm_layer=None), "bn1 is Identity"),
         (lambda: CoordAttn(8, act_layer=nn.ReLU), "act is ReLU"),
         (lambda: CoordAttn(8, norm_layer=partial(nn.BatchNorm2d, affine=False)),
-         r"norm.weight: missing in CoordAttn, \(8,\) here"),
+         r"norm.weight is missing in CoordAttn and \(8,\) here"),
     ],
 )  # fmt: skip
 def test_what_ours_lack_is_refused(make, reason):

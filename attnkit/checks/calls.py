@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from attnkit.core.masks.sequences import Padding
 from attnkit.core.multihead import MultiHeadAttention
 
-__all__ = ["Call", "default_call", "on_complete_graph", "takes_mask"]
-
 Call = Callable[..., Tensor]
 """(module, tokens) or (module, tokens, mask) -> output.
 

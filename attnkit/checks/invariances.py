@@ -8,8 +8,6 @@ from torch import Tensor
 from attnkit.checks.report import Outcome, share, within
 from attnkit.checks.subject import MODES, Mode, Subject, difference, own, within_items
 
-__all__ = ["batch", "batch_training", "causality", "mixing", "output", "permutation"]
-
 
 def output(subject: Subject) -> Outcome:
     """Finite, in the dtype and on the device of the tokens, which stay as they were."""

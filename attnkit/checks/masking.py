@@ -8,8 +8,6 @@ from torch import Tensor
 from attnkit.checks.report import Outcome, Verdict, share, within
 from attnkit.checks.subject import MODES, Mode, Subject, difference, own, within_items
 
-__all__ = ["dead_rows", "mask", "padding", "padding_appended", "padding_nonfinite"]
-
 DEAD = 1  # between two living items, so that what spreads meets one on each side
 NOT_FINITE: Outcome = ("fail", "NaN or infinite")
 

@@ -8,8 +8,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from attnkit.checks.report import Outcome, share, within
 from attnkit.checks.subject import MODES, Subject, difference
 
-__all__ = ["determinism", "dropout"]
-
 SEEDS = 16  # calls in training that must all be equal before we say that nothing is random
 RUNS = 3
 

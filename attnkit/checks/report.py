@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Outcome", "Report", "Verdict", "share", "within"]
-
 Verdict = Literal["pass", "fail", "note", "skipped"]
 """fail: wrong for any attention. note: found, and right or wrong by what the module is for.
 skipped: could not be checked, `seen` says why."""

@@ -12,8 +12,6 @@ from attnkit.checks.calls import Call, default_call
 from attnkit.checks.report import Finding, Outcome, Report, Verdict
 from attnkit.checks.subject import Subject
 
-__all__ = ["CHECKS", "assert_attention", "check_attention"]
-
 Check = Callable[[Subject], Outcome]
 
 _NEED_NO_MASK: tuple[Check, ...] = (

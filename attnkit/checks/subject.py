@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from attnkit.checks.calls import Call, takes_mask
-from attnkit.core.watch.undisturbed import buffers_of
-
-__all__ = ["MODES", "Mode", "OutputError", "Subject", "difference", "own", "within_items"]
+from attnkit.core.watch.undisturbed import buffers_of, undisturbed
 
 BATCH = 3
 
@@ -158,18 +156,8 @@ class Subject:
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """In the block the module may be run; after it all is as before: modes, buffers, seeds."""
-        training = [(child, child.training) for child in self.module.modules()]
-        devices = [self.device] if self.device.type == "cuda" else []
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.callback(self._restore_buffers)
-            try:
-                yield
-            finally:
-                for child, mode in training:
-                    child.training = mode
+        with torch.inference_mode(False), undisturbed(self.module), torch.enable_grad():
+            yield
 
     def _run(self, tokens: Tensor, mask: Tensor | None, mode: Mode, seed: int = 0) -> Tensor:
         self.module.train(mode == "training")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-
-from attnkit.models.loading import load_matching
-
-__all__ = ["State", "check_class", "has_hooks", "loaded", "refuse", "renamed", "unknown_parts"]
 
 State = dict[str, Tensor]
 
@@ -36,11 +32,13 @@ def unknown_parts(model: nn.Module, known: set[Any]) -> dict[str, bool]:
             places.setdefault(type(module).__name__, []).append(name)
         elif has_hooks(module):
             places.setdefault("hooks", []).append(name or "the model itself")
-    return {f"{what} at {_shortened(names)}": True for what, names in places.items()}
+    return {f"{what} at {shortened(names)}": True for what, names in places.items()}
 
 
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+def shortened(names: Collection[str]) -> str:
+    """The first two of many names."""
+    first, rest = list(names)[:2], len(names) - 2
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -59,7 +57,21 @@ def renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> State:
 
 
 def loaded(ours: Any, state: State, theirs: nn.Module) -> Any:
-    """Our module with the state, in the mode, dtype and place of the original."""
+    """Our module with the state, in the mode, dtype and place of the original.
+
+    Raises:
+        ValueError: names or shapes are not exactly the module's; nothing is loaded.
+    """
+    source = type(theirs).__name__
+    here = {name: tuple(tensor.shape) for name, tensor in ours.state_dict().items()}
+    there = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    differ = [
+        f"{name} is {there.get(name, 'missing')} in {source} and {here.get(name, 'missing')} here"
+        for name in dict.fromkeys([*there, *here])
+        if here.get(name) != there.get(name)
+    ]
+    if differ:
+        raise ValueError(f"{source} does not fit {type(ours).__name__}: {shortened(differ)}")
     ours = ours.to(next(theirs.parameters()))  # first, lest float64 passes through float32
-    load_matching(ours, state, type(theirs).__name__)
+    ours.load_state_dict(state)
     return ours.train(theirs.training)

@@ -15,8 +15,6 @@ from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.heads import NodeHeads
 from attnkit.layers.graph.self_loops import in_callers_order, looped_features
 
-__all__ = ["explainable"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -13,8 +13,6 @@ from attnkit.layers.gates.coordinate import CoordinateAttention
 from attnkit.layers.gates.efficient_channel import EfficientChannelAttention
 from attnkit.layers.gates.squeeze_excitation import SqueezeExcitation
 
-__all__ = ["gates_of_timm", "gates_of_torchvision"]
-
 Converters = dict[type, Callable[[Any], nn.Module]]
 
 _CHANNEL_GATE = {"fc1.": "mlp.0.", "fc2.": "mlp.2."}

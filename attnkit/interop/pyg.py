@@ -13,8 +13,6 @@ from attnkit.layers.graph.attention import GraphAttention
 if TYPE_CHECKING:
     from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
-__all__ = ["from_pyg"]
-
 
 def from_pyg(conv: TransformerConv | GATv2Conv | GATConv) -> GraphAttention:
     """attnkit's layer with the weights of PyG's; equal outputs and gradients.

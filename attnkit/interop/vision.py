@@ -15,7 +15,6 @@ from attnkit.models.vit import ViT
 if TYPE_CHECKING:
     import timm.models.vision_transformer
 
-__all__ = ["from_timm", "from_torch", "from_torchvision"]
 
 _PLAIN = {nn.Conv2d, nn.Dropout, nn.GELU, nn.Identity, nn.LayerNorm, nn.Linear, nn.Sequential}
 
@@ -156,6 +155,11 @@ def from_timm(model: Any) -> nn.Module:
             }
             != {(num_heads, dim // num_heads, (dim // num_heads) ** -0.5)},
             "gated attention": any(block.attn.gate is not None for block in blocks),
+            "norms before the output projections": any(
+                isinstance(part.norm, nn.LayerNorm)
+                for block in blocks
+                for part in (block.attn, block.mlp)
+            ),
             "drop_rate: dropout before the head": model.head_drop.p > 0,
             "dropout rates that differ": len(dropouts) > 1 or len(attention_dropouts) > 1,
             "gradient checkpointing": model.grad_checkpointing,

@@ -9,8 +9,6 @@ from attnkit.metrics.captions import CaptionMetric, Tokens
 from attnkit.metrics.ngrams import check_n_gram, count_ngrams
 from attnkit.metrics.tokenizers import Tokenizer
 
-__all__ = ["BLEU"]
-
 TINY, SMALL = 1e-15, 1e-9
 
 

@@ -13,8 +13,6 @@ from torchmetrics import Metric
 
 from attnkit.metrics.tokenizers import Tokenizer, check_tokenizer, tokenize
 
-__all__ = ["CaptionMetric", "ScoredCaption", "Tokens"]
-
 Tokens = list[str]
 
 

@@ -12,8 +12,6 @@ from attnkit.metrics.captions import CaptionMetric, Tokens
 from attnkit.metrics.ngrams import NGram, check_n_gram, count_ngrams
 from attnkit.metrics.tokenizers import Tokenizer
 
-__all__ = ["CIDEr", "CIDErD"]
-
 
 class _Vector(NamedTuple):
     """A caption: the weights of its n-grams, and for each length of n-grams the norm of these."""

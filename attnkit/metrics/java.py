@@ -3,8 +3,6 @@
 import shutil
 from importlib.util import find_spec
 
-__all__ = ["require_java"]
-
 
 def require_java(what: str) -> None:
     """Raise where pycocoevalcap, which brings the programs, or the Java to run them is missing.

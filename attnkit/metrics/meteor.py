@@ -9,8 +9,6 @@ from attnkit.metrics.captions import CaptionMetric, Tokens
 from attnkit.metrics.java import require_java
 from attnkit.metrics.tokenizers import Tokenizer
 
-__all__ = ["METEOR"]
-
 
 class METEOR(CaptionMetric):
     """METEOR 1.5 for English, from 0 to 1, through pycocoevalcap and Java.

@@ -5,8 +5,6 @@ from itertools import chain
 
 from attnkit.metrics.captions import Tokens
 
-__all__ = ["NGram", "check_n_gram", "count_ngrams"]
-
 NGram = tuple[str, ...]
 
 

@@ -7,8 +7,6 @@ from statistics import fmean
 
 from attnkit.metrics.captions import CaptionMetric, Tokens
 
-__all__ = ["ROUGEL"]
-
 BETA = 1.2
 
 
@@ -25,7 +23,8 @@ class ROUGEL(CaptionMetric):
     Lin 2004 (ROUGE: a package for automatic evaluation of summaries) has β as a parameter and
     takes the reference with the best F, as does torchmetrics' `ROUGEScore`, with β = 1. As in
     pycocoevalcap, a caption without tokens is one empty token: it is like an empty reference, and
-    like nothing else.
+    like nothing else. Where theirs is given captions with two spaces side by side, it has an empty
+    token between them; here, as in all metrics, white space of any length parts two tokens.
 
     Args:
         tokenizer, **kwargs: as in `CaptionMetric`, as are the errors.

@@ -11,8 +11,6 @@ from typing import Literal
 
 from attnkit.metrics.java import require_java
 
-__all__ = ["Tokenizer", "check_tokenizer", "tokenize"]
-
 Tokenizer = Literal["whitespace", "words", "ptb"] | Callable[[str], list[str]]
 
 

@@ -16,14 +16,6 @@ from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.multihead import MultiHeadAttention, Positions
 
-__all__ = [
-    "Adapter",
-    "QueryKeyValue",
-    "Tokens",
-    "TokensWithBias",
-    "TokensWithRotary",
-]
-
 Given = Mask | Tensor | None
 
 
@@ -83,6 +75,11 @@ class Adapter(nn.Module):
         if self.mask is None or mask is None:
             return self.mask if mask is None else mask
         return as_mask(mask) & self.mask
+
+    def set_window_size(self, window_size: Any) -> None:
+        """For timm's `set_input_size`: another window, or grid of tokens, of the own bias."""
+        if self.bias is not None:
+            self.bias.set_window_size(window_size)  # type: ignore[operator]
 
     def extra_repr(self) -> str:
         return "" if self.mask is None else f"mask={self.mask}"
@@ -198,9 +195,17 @@ class QueryKeyValue(Adapter):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's, but for the weights: those before dropout."""
+        """As torch's, but for the weights, which are those before dropout.
+
+        Raises:
+            RuntimeError: `is_causal=True`, torch's hint about `attn_mask`, without an `attn_mask`;
+                as torch.
+            ValueError: tokens without a batch.
+        """
         if query.ndim != 3:
             raise ValueError(f"query: expected a batch of tokens, got {list(query.shape)}")
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal: expected an attn_mask with it, of which it is a hint")
         is_self = key is query and value is query
         if not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))

@@ -1,7 +1,4 @@
-"""Where the residual blocks of timm and torchvision add, by class.
-
-The table is explicit because no rule finds the addition: it is written in each block's forward.
-"""
+"""Residual branches, found by running: a path that leaves another and is added to it again."""
 
 from __future__ import annotations
 
@@ -9,79 +6,101 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Branch", "adding_child", "branch_of"]
+from attnkit.surgery.dry_run import DryRun
+from attnkit.surgery.paths import Node, Paths
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The end of a block's residual branch: the child whose output, or input, is its last map.
+    """The end of a branch.
 
-    The input where the child is stochastic depth: attention belongs to the branch that is dropped,
-    as timm's own does, and should never see the zeros of a dropped one.
-
-    children: attributes of the block, the first that is not None.
-    is_input: whether it is the child's input.
-    adds_if: an attribute without which (None or False) the block adds nothing; None: it always
-        adds.
+    block: the name of the innermost module around the branch and its addition.
+    module: of the module that gives the branch's last map.
+    is_input: whether that map is the module's input and not its output: of stochastic depth, and of
+        what else gives its input on in evaluation. Attention belongs to what is dropped.
     """
 
-    children: tuple[str, ...]
-    is_input: bool = False
-    adds_if: str | None = None
+    block: str
+    module: str
+    is_input: bool
 
 
-_DROP_PATH = Branch(("drop_path",), is_input=True)
-_SKIP = Branch(("drop_path",), is_input=True, adds_if="has_skip")
-_SE_BN2, _SE_BN3 = Branch(("se", "bn2")), Branch(("se", "bn3"))
-_REGNET = Branch(("drop_path",), is_input=True, adds_if="downsample")
-_DEPTH = Branch(("stochastic_depth",), is_input=True, adds_if="use_res_connect")
+def branches(run: DryRun) -> list[Branch]:
+    """Those that end in maps, in the order in which they end.
 
-BRANCHES: dict[str, Branch] = {
-    "timm.models.resnet:BasicBlock": _SE_BN2,
-    "timm.models.resnet:Bottleneck": _SE_BN3,
-    "timm.models.res2net:Bottle2neck": _SE_BN3,
-    "timm.models.resnetv2:PreActBasic": _DROP_PATH,
-    "timm.models.resnetv2:PreActBottleneck": _DROP_PATH,
-    "timm.models.resnetv2:Bottleneck": _DROP_PATH,
-    "timm.models.convnext:ConvNeXtBlock": _DROP_PATH,
-    "timm.models._efficientnet_blocks:ConvBnAct": _SKIP,
-    "timm.models._efficientnet_blocks:DepthwiseSeparableConv": _SKIP,
-    "timm.models._efficientnet_blocks:InvertedResidual": _SKIP,
-    "timm.models._efficientnet_blocks:UniversalInvertedResidual": _SKIP,
-    "timm.models._efficientnet_blocks:MobileAttention": _SKIP,
-    "timm.models._efficientnet_blocks:EdgeResidual": _SKIP,
-    "timm.models.regnet:Bottleneck": _REGNET,
-    "timm.models.regnet:PreBottleneck": _REGNET,
-    "torchvision.models.resnet:BasicBlock": Branch(("bn2",)),
-    "torchvision.models.resnet:Bottleneck": Branch(("bn3",)),
-    "torchvision.models.convnext:CNBlock": Branch(("stochastic_depth",), is_input=True),
-    "torchvision.models.efficientnet:MBConv": _DEPTH,
-    "torchvision.models.efficientnet:FusedMBConv": _DEPTH,
-    "torchvision.models.mobilenetv2:InvertedResidual": Branch(("conv",), adds_if="use_res_connect"),
-    "torchvision.models.mobilenetv3:InvertedResidual": Branch(
-        ("block",), adds_if="use_res_connect"
-    ),
-    "torchvision.models.regnet:ResBottleneckBlock": Branch(("f",)),
-}
+    Two tensors are added of which one is what both were computed from, or a projection of it: a
+    chain with a module in it, shorter than the branch. The branch ends at its last module; what
+    no module computes, such as the product with a layer scale, comes after the attention.
+    """
+    paths = run.paths
+    if paths is None:
+        return []
+    found: dict[Branch, None] = {}
+    for total, summands in paths.before.items():
+        if total[0].name() == "AddBackward0" and len(summands) == 2:
+            start = paths.dominator[total]
+            node = _branch(run, paths, start, summands)
+            module, node = _last_module(run, paths, node, start)
+            if module and run.map_of(module) is not None:
+                branch = _ending(run, paths, module, node, total)
+                if not _is_broadcast(run, branch):
+                    found[branch] = None
+    order = {name: index for index, name in enumerate(run.calls)}
+    return sorted(found, key=lambda branch: order[branch.module])
 
 
-def branch_of(module: nn.Module) -> Branch | None:
-    """The branch of a residual block of a class in the table or derived from one."""
-    for kind in type(module).__mro__:
-        branch = BRANCHES.get(f"{kind.__module__}:{kind.__qualname__}")
-        if branch is not None:
+def _branch(run: DryRun, paths: Paths, start: Node, summands: list[Node]) -> Node:
+    """Which of the summands is the branch; the start: neither is a shortcut."""
+    for shortcut, branch in (summands, summands[::-1]):
+        if shortcut == start:
             return branch
-    return None
+        node, length, is_projection = shortcut, 0, False
+        while node != start and len(before := paths.before[node]) == 1:
+            length, is_projection = length + 1, is_projection or node in run.givers
+            (node,) = before
+        if node == start and is_projection and length < paths.depth[branch] - paths.depth[start]:
+            return branch
+    return start
 
 
-def adding_child(block: nn.Module, branch: Branch) -> str | None:
-    """The name of the child at the end of the branch; None of a block that adds nothing."""
-    if branch.adds_if is not None and getattr(block, branch.adds_if) in (None, False):
-        return None
-    for name in branch.children:
-        if getattr(block, name, None) is not None:
-            return name
-    raise ValueError(
-        f"model: {type(block).__name__} has none of the children {', '.join(branch.children)}, "
-        "after which its residual branch ends; name a place by a glob over module names"
-    )
+def _last_module(run: DryRun, paths: Paths, node: Node, start: Node) -> tuple[str, Node]:
+    """The first module that gave the node, or the last node before it that a module gave. One that
+    runs several times, or never does anything, only if there is no other."""
+    last = "", node
+    while node != start:
+        names = run.givers.get(node, [])
+        once = [name for name in names if run.calls[name] == 1]
+        acting = [name for name in once if not isinstance(run.named[name], nn.Identity)]
+        if acting or once:
+            return (acting or once)[0], node
+        if names and not last[0]:
+            last = names[0], node
+        if len(before := paths.before[node]) != 1:
+            break
+        (node,) = before
+    return last
+
+
+def _ending(run: DryRun, paths: Paths, module: str, node: Node, total: Node) -> Branch:
+    """With the outermost module that gave the node before another handed it on, and the innermost
+    that gave the sum, or what came of it."""
+    is_input = run.starts.get(module) == node
+    givers = run.givers[node]
+    for name in givers[givers.index(module) + 1 :] if not is_input else ():
+        if module.startswith(f"{name}.") and run.calls[name] == 1:
+            module = name
+        elif not isinstance(run.named[name], nn.Identity):
+            break
+    block = module
+    while block:
+        block = block.rpartition(".")[0]
+        end = run.ends.get(block)
+        if end in paths.depth and paths.dominates(total, end):
+            break
+    return Branch(block, module, is_input)
+
+
+def _is_broadcast(run: DryRun, branch: Branch) -> bool:
+    """Whether what is added is one pixel for all, such as a global context."""
+    added, block = run.map_of(branch.module), run.map_of(branch.block)
+    return added is not None and block is not None and added.shape[2:] == (1, 1) != block.shape[2:]

@@ -19,8 +19,6 @@ from attnkit.interop import from_torch
 from attnkit.interop.carry import has_hooks, refuse
 from attnkit.surgery import adapters, relative, windows
 
-__all__ = ["Changes", "ScoreChange", "changed", "convert"]
-
 ScoreChange = str | Score | Callable[[int, int], nn.Module]
 
 
@@ -40,12 +38,19 @@ def convert(module: nn.Module, changes: Changes) -> adapters.Adapter:
     Raises:
         ValueError: the module is of no class known here, or has what the block has not.
     """
-    name = f"{type(module).__module__}:{type(module).__qualname__}"
-    if name not in _CONVERTERS:
-        raise ValueError(f"{name.replace(':', '.')} is no class that is known here")
+    if not is_known(module):
+        raise ValueError(f"{_class_of(module).replace(':', '.')} is no class that is known here")
     refuse(module, {"hooks": any(map(has_hooks, module.modules()))})
-    adapter = _CONVERTERS[name](module, changes)
+    adapter = _CONVERTERS[_class_of(module)](module, changes)
     return adapter.train(module.training)
+
+
+def is_known(module: nn.Module) -> bool:
+    return _class_of(module) in _CONVERTERS
+
+
+def _class_of(module: nn.Module) -> str:
+    return f"{type(module).__module__}:{type(module).__qualname__}"
 
 
 def _block(
@@ -159,12 +164,16 @@ def _from_rotary(module: Any, changes: Changes) -> adapters.Adapter:
     )
 
 
+def _table(module: Any) -> relative.TableBias:
+    return relative.TableBias(
+        module.relative_position_bias_table, module.relative_position_index, module
+    )
+
+
 def _from_beit(module: Any, changes: Changes) -> adapters.Adapter:
     own = None
     if module.relative_position_bias_table is not None:
-        own = relative.TableBias(
-            module.relative_position_bias_table, module.relative_position_index
-        )
+        own = _table(module)
     block = _block(module, changes, bias=_whole_bias(module), dropout_p=module.attn_drop.p)
     return adapters.TokensWithBias(
         block, module.proj_drop, own, adds_shared=True, mask=changes.mask
@@ -180,14 +189,14 @@ def _from_relative(module: Any, changes: Changes) -> adapters.Adapter:
 
 
 def _from_swin(module: Any, changes: Changes) -> adapters.Adapter:
-    own = relative.TableBias(module.relative_position_bias_table, module.relative_position_index)
+    own = _table(module)
     block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
     return windows.Windows(block, module.proj_drop, own, changes.mask)
 
 
 def _from_swin_v2(module: Any, changes: Changes) -> adapters.Adapter:
     own = relative.CoordinateBias(
-        module.cpb_mlp, module.relative_coords_table, module.relative_position_index
+        module.cpb_mlp, module.relative_coords_table, module.relative_position_index, module
     )
     block = _block(
         module,

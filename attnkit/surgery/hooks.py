@@ -12,25 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AttendInput", "AttendOutput", "Guard", "attach", "detach_all", "hooks_of"]
-
 
 class AttendOutput:
-    """A forward hook: the module's output goes through `owner.<name>`."""
+    """A forward hook: the module's output goes through `owner.<name>`.
 
-    def __init__(self, owner: nn.Module, name: str) -> None:
+    channels_last: whether the output is [batch, height, width, channels].
+    """
+
+    channels_last = False  # of networks pickled before there was a choice
+
+    def __init__(self, owner: nn.Module, name: str, *, channels_last: bool = False) -> None:
         self.owner = owner
         self.name = name
+        self.channels_last = channels_last
 
     def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return getattr(self.owner, self.name)(output)
+        return self.attend(output)
+
+    def attend(self, maps: Tensor) -> Tensor:
+        attention = getattr(self.owner, self.name)
+        if not self.channels_last:
+            return attention(maps)
+        output = attention(maps.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        # the network may go on with a view
+        return output.contiguous() if maps.is_contiguous() else output
 
 
 class AttendInput(AttendOutput):
     """A forward pre-hook: the module's input goes through `owner.<name>`."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Any = None) -> Any:
-        return getattr(self.owner, self.name)(args[0]), *args[1:]
+        return self.attend(args[0]), *args[1:]
 
 
 class Guard:

@@ -11,17 +11,9 @@ from torch import Tensor, nn
 
 from attnkit.core.watch.multiply_adds import count_multiply_adds
 from attnkit.core.watch.undisturbed import undisturbed
-from attnkit.layers.feature_maps import make_feature_attention
 from attnkit.surgery.hooks import AttendInput, AttendOutput, Guard, attach, detach_all, hooks_of
+from attnkit.surgery.names import make_feature_attention
 from attnkit.surgery.places import Place, find_places
-
-__all__ = [
-    "IdentityStart",
-    "InsertedAttention",
-    "Insertion",
-    "insert_attention",
-    "remove_attention",
-]
 
 
 class IdentityStart(nn.Module):
@@ -125,20 +117,22 @@ def insert_attention(
 
     | where      | attention acts                                                                |
     |------------|-------------------------------------------------------------------------------|
-    | `"blocks"` | in every residual block, on the last map of the branch, before the addition   |
-    |            | and before stochastic depth; a block that adds nothing (strided, in           |
-    |            | EfficientNets and MobileNets) gets none                                       |
-    | `"stages"` | after the last residual block of each run of blocks of one height × width     |
+    | `"blocks"` | wherever a branch is added to what it came from, on the last map of the       |
+    |            | branch, before a layer scale, stochastic depth and the addition               |
+    | `"stages"` | after the last block of each height × width, where nothing goes on beside it  |
     | a glob     | after each module of a matching name (`*` matches dots too) that gives a map  |
-    |            | [batch, channels, height, width]                                              |
 
-    Residual blocks are known of the ResNets, ResNetV2s, Res2Nets, ConvNeXts, EfficientNets,
-    MobileNets and RegNets of timm and of torchvision, subclasses included. In an `nn.Sequential`
-    without any, a block is a child with a convolution inside and what follows it up to the next
-    that changes the map's shape, such as a norm and an activation.
+    Branches and stages are found by running, in any network whose modules give maps
+    [batch, channels, height, width], or [batch, height, width, channels], which are turned for the
+    attention. A block is a module in which the path from input to output divides and joins again
+    (residual, inception, dense, …), or one of the same class or with another number in its name; in
+    a network without any, a module of several with weights, or the last layer of the size. In an
+    `nn.Sequential` without residual blocks, `"blocks"` are the children with a convolution inside
+    and what follows them up to the next that changes the map's shape, such as a norm and an
+    activation.
 
-    Sizes are found by a dry run in evaluation, after which modes, buffers and random state are as
-    they were.
+    The dry run is in evaluation; modes, buffers and random state are then as they were. `"blocks"`
+    and `"stages"` take the memory of a training step for it.
 
     Args:
         model: the network.
@@ -148,8 +142,9 @@ def insert_attention(
         start_as_identity: whether each module begins as x + γ (attention(x) − x) with γ = 0, a
             learned number: the network's output is exactly what it was, to be fine-tuned. Attention
             that begins as the identity by itself, as `SpatialAttention` does, is left as it is.
-        example: a batch for the dry run; None: one image of zeros, of the size in the model's
-            `pretrained_cfg`, else 224 × 224, and with the channels of its first convolution.
+        example: a batch for the dry run; None: one image of zeros, of the size that the model or
+            its `pretrained_cfg` names, else 224 × 224, with the channels of its first convolution,
+            else those of its `pretrained_cfg`, else 3.
         options: keyword arguments of the attention.
 
     Returns:
@@ -157,9 +152,10 @@ def insert_attention(
         multiply-adds it adds to an image (see `count_multiply_adds`), and the totals.
 
     Raises:
-        ValueError: an unknown name or glob, with those near it; no known block; a module that runs
-            several times in one pass; a place that has attention already; an attention that
-            changes the map's shape; a dry run that failed. The network is then unchanged.
+        ValueError: an unknown name or glob, with those near it; no block or stage; a module that
+            runs several times in one pass; a place that has attention already; a map whose channels
+            cannot be told from its height and width; an attention that changes the map's shape; a
+            dry run that failed. The network is then unchanged.
         TypeError: options that the attention does not take.
     """
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
@@ -252,7 +248,8 @@ def _insert(place: Place, module: nn.Module) -> str:
         number += 1
         name = f"attention_{number}"
     place.owner.add_module(name, module)
-    attach(place.module, (AttendInput if place.is_input else AttendOutput)(place.owner, name))
+    kind = AttendInput if place.is_input else AttendOutput
+    attach(place.module, kind(place.owner, name, channels_last=place.map.channels_last))
     children = {id(child): child_name for child_name, child in place.owner.named_children()}
     if id(place.module) in children:
         place.owner.register_forward_pre_hook(Guard(children[id(place.module)], name))

@@ -2,42 +2,81 @@
 
 from __future__ import annotations
 
+import copy
 from math import log
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from attnkit.core.scores.kinds import Cosine
 
-__all__ = ["ClampedCosine", "CoordinateBias", "GivenBias", "TableBias"]
 
+class WindowBias(nn.Module):
+    """A bias of the positions in a window, whose size may change.
 
-class TableBias(nn.Module):
-    """bias[h, i, j] = table[index[i, j], h], with a network's own table and index."""
+    theirs: the attention of timm that the bias was of, which makes the tables of another window;
+        None: of a network whose windows keep their size.
+    """
 
+    tables: ClassVar[dict[str, str]]
+    """What theirs calls our parameters and buffers that depend on the window."""
     index: Tensor
 
-    def __init__(self, table: nn.Parameter, index: Tensor) -> None:
+    def __init__(self, index: Tensor, theirs: nn.Module | None) -> None:
         super().__init__()
-        self.table = table
         self.register_buffer("index", index, persistent=False)
+        # in a list, and so no child of this module
+        self.theirs = [] if theirs is None else [_shell(theirs)]
+
+    def set_window_size(self, window_size: Any) -> None:
+        """For timm's `set_input_size`: the tables of another window, as theirs makes them."""
+        (theirs,) = self.theirs
+        for ours, name in self.tables.items():
+            setattr(theirs, name, getattr(self, ours))
+        theirs.set_window_size(window_size)
+        for ours, name in self.tables.items():
+            setattr(self, ours, getattr(theirs, name))
+
+
+def _shell(module: nn.Module) -> Any:
+    """A copy of a module without its parameters and children."""
+    shell = copy.copy(module)
+    parameters = dict.fromkeys(module._parameters)
+    vars(shell).update(_parameters=parameters, _buffers=dict(module._buffers), _modules={})
+    return shell
+
+
+class TableBias(WindowBias):
+    """bias[h, i, j] = table[index[i, j], h], with a network's own table and index."""
+
+    tables: ClassVar = {"table": "relative_position_bias_table", "index": "relative_position_index"}
+
+    def __init__(self, table: nn.Parameter, index: Tensor, theirs: nn.Module | None = None) -> None:
+        super().__init__(index, theirs)
+        self.table = table
 
     def forward(self) -> Tensor:
         """[1, heads, tokens, tokens]."""
         return self.table[self.index].permute(2, 0, 1)[None]
 
 
-class CoordinateBias(nn.Module):
+class CoordinateBias(WindowBias):
     """bias[h, i, j] = 16 · sigmoid(mlp(coordinates))[index[i, j], h] (Liu et al., Swin Transformer
     V2, 2022)."""
 
+    tables: ClassVar = {"coordinates": "relative_coords_table", "index": "relative_position_index"}
     coordinates: Tensor
-    index: Tensor
 
-    def __init__(self, mlp: nn.Module, coordinates: Tensor, index: Tensor) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        mlp: nn.Module,
+        coordinates: Tensor,
+        index: Tensor,
+        theirs: nn.Module | None = None,
+    ) -> None:
+        super().__init__(index, theirs)
         self.mlp = mlp
         self.register_buffer("coordinates", coordinates, persistent=False)
-        self.register_buffer("index", index, persistent=False)
 
     def forward(self) -> Tensor:
         """[1, heads, tokens, tokens]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated
@@ -14,10 +14,10 @@ from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.multihead import MultiHeadAttention
+from attnkit.interop.carry import shortened
 from attnkit.surgery.adapters import Adapter
-from attnkit.surgery.convert import Changes, ScoreChange, changed, convert
-
-__all__ = ["ReplacedAttention", "Replacement", "replace_attention"]
+from attnkit.surgery.convert import Changes, ScoreChange, changed, convert, is_known
+from attnkit.surgery.softmaxes import softmaxes
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def replace_attention(
     that was made before keeps its place), its norms, gate, dropout and relative bias. Without
     changes outputs and gradients are equal to rounding; weights are captured, kernels recorded,
     compiled and chosen as in any network of attnkit. State-dict keys change: load a pretrained
-    network's weights, and set its input size, first.
+    network's weights first.
 
     Served are timm's `Attention` (ViT, DeiT, DeiT III, CLIP, SigLIP and DINOv2 towers and more),
     `AttentionRope` and `EvaAttention` (ViTs with rotary positions, EVA-02), BEiT's and the
@@ -113,7 +113,7 @@ def replace_attention(
     named = dict(_attention_modules(model))
     chosen = {name: module for name, module in named.items() if fnmatchcase(name, where)}
     if not chosen:
-        there_are = f"none of {', '.join(named)}" if named else "there is none"
+        there_are = f"none of {shortened(named)}" if named else _why_there_is_none(model)
         raise ValueError(
             f"where: expected a glob over the attention modules of {type(model).__name__}, "
             f"got {where!r}: {there_are}"
@@ -126,9 +126,10 @@ def replace_attention(
         except ValueError as error:
             reasons.setdefault(str(error), []).append(name)
     if reasons:
-        told = "; ".join(f"{_shortened(names)}: {reason}" for reason, names in reasons.items())
+        told = "; ".join(f"{shortened(names)}: {reason}" for reason, names in reasons.items())
         raise ValueError(
             f"model: attention that cannot be replaced: {told}; where= can leave it out"
+            f"{_unknown(model, named)}"
         )
     # a module may stand at several places
     for parent in list(model.modules()):
@@ -143,22 +144,46 @@ def replace_attention(
 
 
 def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is attention by the name of its class, or of one it derives from, and not attnkit's."""
+    """What is attention by the name of its class, or of one it derives from, and not attnkit's. A
+    block or pooling around attention, which may be named so too, is not."""
     ours: set[nn.Module] = set()
+    named = {}
     for name, module in model.named_modules():
         if module in ours or type(module).__module__.split(".")[0] == "attnkit":
             ours.update(module.modules())
-        elif name and any(
-            re.search("Attention|Attn", kind.__name__) for kind in type(module).__mro__
-        ):
+        elif name and _is_named_so(module):
+            named[name] = module
+    for name, module in named.items():
+        if is_known(module) or not any(other.startswith(f"{name}.") for other in named):
             yield name, module
+
+
+def _is_named_so(module: nn.Module) -> bool:
+    return any(re.search("Attention|Attn", kind.__name__) for kind in type(module).__mro__)
+
+
+def _why_there_is_none(model: nn.Module) -> str:
+    if is_known(model):
+        return (
+            "it is one itself, and only modules inside the model are replaced; put it into one, "
+            "such as torch.nn.ModuleList([attention])"
+        )
+    return "there is none by name of its class" + _unknown(model, ())
+
+
+def _unknown(model: nn.Module, named: Iterable[str]) -> str:
+    """What takes a softmax and is not, or is not in, one of the named modules."""
+    known = tuple(f"{name}." for name in named)
+    found: dict[str, list[str]] = {}
+    for name in softmaxes(model):
+        if not f"{name}.".startswith(known):
+            kind = type(model.get_submodule(name)).__name__
+            found.setdefault(kind, []).append(name or "the model")
+    told = "; ".join(f"{kind} ({shortened(names)})" for kind, names in found.items())
+    return f"; a softmax is taken in {told}, not known here" if told else ""
 
 
 def _row(name: str, module: nn.Module, adapter: Adapter) -> ReplacedAttention:
     block = adapter.attention
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     return ReplacedAttention(name, kind, block.num_heads, block.head_dim)
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

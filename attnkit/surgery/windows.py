@@ -10,8 +10,6 @@ from attnkit.core.masks.base import Mask
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.surgery.adapters import Adapter
 
-__all__ = ["MapWindows", "Windows"]
-
 
 class Windows(Adapter):
     """In the place of timm's `WindowAttention` of Swin, tokens [batch · windows, tokens, dim]."""

@@ -46,6 +46,19 @@ PUBLISHED = [
 ]
 
 
+@pytest.mark.parametrize("name", METRICS)
+def test_white_space_of_any_length_parts_two_tokens(name):
+    """pycocoevalcap's ROUGE-L alone has an empty token between two spaces."""
+    scores = []
+    for gap in (" ", "  ", " \t\n"):
+        metric = METRICS[name]()
+        captions = ["a man rides a horse".replace(" ", gap), "two dogs in the snow"]
+        metric.update(captions, [["the man rides a brown horse"], ["dogs play  in snow"]])
+        scores.append(metric.compute().item())
+    assert scores[0] == scores[1] == scores[2]
+    assert scores[0] > 0 or name in ("bleu3", "bleu4")
+
+
 @pytest.mark.parametrize(("predictions", "references", "expected"), PUBLISHED)
 def test_published_cases(predictions, references, expected):
     names = "bleu1", "bleu2", "bleu3", "bleu4", "rougel", "ciderd"

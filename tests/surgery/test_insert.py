@@ -2,6 +2,9 @@
 
 import copy
 import io
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import timm
@@ -12,7 +15,7 @@ from torch import nn
 
 import attnkit
 from attnkit import count_multiply_adds, insert_attention, remove_attention
-from attnkit.layers import feature_maps
+from attnkit.surgery import names
 
 NETWORKS = [
     "timm/resnet18",
@@ -378,8 +381,187 @@ def test_subclasses_of_a_known_block():
             return self.act1(self.bn1(self.conv1(x)))
 
     model = timm.models.resnet.ResNet(Otherwise, (1, 1, 1, 1), num_classes=5).eval()
-    with pytest.raises(ValueError, match=r"layer1.0.bn2 did not run in the dry run"):
+    with pytest.raises(ValueError, match=r"no block of ResNet adds a map to its input; where='sta"):
         insert_attention(model, SEModule, example=IMAGES[:1])
+
+
+class Shared(nn.Module):
+    """Its layer runs twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return x + self.layer(self.layer(x))
+
+
+class Sums(nn.Module):
+    """What is added to the input, one after the other, by name."""
+
+    def __init__(self, downsample=None, **branches):
+        super().__init__()
+        self.branches = nn.ModuleDict(branches)
+        self.downsample = downsample
+
+    def forward(self, x):
+        for branch in self.branches.values():
+            shortcut = x if self.downsample is None else self.downsample(x)
+            x = shortcut + 0.5 * branch(x)
+        return x
+
+
+def conv(*channels, **options):
+    """As many convolutions as there are channels after the first."""
+    return nn.Sequential(*(nn.Conv2d(a, b, 3, padding=1, **options) for a, b in pairwise(channels)))
+
+
+@pytest.mark.parametrize(
+    ("model", "places"),
+    [
+        (Sums(one=conv(3, 5, 3), two=conv(3, 3)), ["after branches.one", "after branches.two"]),
+        # the shortcut may be a projection, which is the shorter of the two
+        (Sums(nn.Conv2d(3, 7, 1), one=conv(3, 5, 7)), ["after branches.one"]),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), Sums(one=conv(3, 3))), ["after 1.branches.one"]),
+        (Sums(one=nn.Sequential(conv(3, 3), nn.Dropout2d())), ["after branches.one.0"]),
+        (Sums(one=nn.Dropout2d()), None),  # nothing is computed
+        (Sums(conv(3, 5, 7), one=conv(3, 7)), None),  # which of the two is the branch
+        (Sums(one=nn.Sequential(conv(3, 3), nn.AdaptiveAvgPool2d(1))), None),  # one pixel
+        (nn.Sequential(Sums(one=conv(3, 3)), nn.AdaptiveAvgPool2d(1), Sums(two=conv(3, 3))),
+         ["after 0.branches.one", "after 2.branches.two"]),
+        (Shared(), "layer runs 2 times in one pass"),
+    ],
+)  # fmt: skip
+def test_branches_are_found_by_running(model, places):
+    given = {"attention": lambda channels: nn.Conv2d(channels, channels, 1),
+             "example": torch.randn(1, 3, 8, 12)}  # fmt: skip
+    if not isinstance(places, list):
+        with pytest.raises(ValueError, match=places or "adds a map to its input|no child of this"):
+            insert_attention(model, **given)
+        return
+    report = insert_attention(model, **given)
+    assert [row.place for row in report] == places
+    assert all(row.name.rpartition(".")[0] in ("", "0", "1", "2") for row in report)
+
+
+def test_a_branch_that_a_container_runs_is_dropped_with_its_attention():
+    """Attention is before what drops the branch wherever that is written."""
+    branch = nn.Sequential(nn.Conv2d(3, 3, 1), torchvision.ops.StochasticDepth(0.5, "row"))
+    model = Sums(one=branch)
+    insert_attention(model, lambda channels: Zeros(), example=IMAGES[:1])
+    assert torch.equal(model(IMAGES), IMAGES)
+    hooked = [module for module in model.modules() if module._forward_hooks]
+    assert hooked == [branch[0]]
+
+
+def runs_of(model, report, images):
+    """How often each attention runs, and the shapes that it is given."""
+    seen = {row.name: [] for row in report}
+    for name, shapes in seen.items():
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, shapes=shapes: shapes.append(list(args[0].shape))
+        )
+    model.eval()(images)
+    return list(seen.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "owners"),
+    [
+        ("regnetx_002", "s?", ["s1.b1", "s2.b1", "s3.b4", "s4.b7"]),
+        ("regnety_002", "s2", ["s2.b1"]),
+        ("resnet18", "layer?", ["layer1.1", "layer2.1", "layer3.1", "layer4.1"]),
+        ("convnext_atto", "stages.1", ["stages.1"]),
+    ],
+)
+def test_what_iterates_over_its_children_owns_nothing(name, where, owners):
+    """A stage of RegNet's calls whatever children it has."""
+    model = timm.create_model(name, num_classes=5)
+    report = insert_attention(model, "se", where, example=IMAGES[:1])
+    assert [row.name for row in report] == [f"{owner}.attention" for owner in owners]
+    assert [row.place for row in report] == [
+        f"after {name}" for name, _ in model.named_modules() if fnmatchcase(name, where)
+    ]
+    channels = [[row.channels, row.height, row.width] for row in report]
+    assert runs_of(model, report, IMAGES) == [[[2, *shape]] for shape in channels]
+
+
+def test_what_calls_any_child_and_has_none_is_refused():
+    class Iterates(nn.Module):
+        def forward(self, x):
+            for child in self.children():
+                x = child(x)
+            return x
+
+    model = nn.Sequential(nn.Conv2d(3, 5, 1), Iterates())
+    message = "model: 1 would call attention as a child, and has no child that could own it"
+    with pytest.raises(ValueError, match=message):
+        insert_attention(model, "se", "1", example=IMAGES[:1])
+    assert not list(model[1].children())
+
+
+def test_maps_with_the_channels_last():
+    options = {"img_size": 64, "depths": (2, 2), "embed_dim": 24, "num_heads": (3, 6)}
+    model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **options).eval()
+    plain = copy.deepcopy(model)
+    report = insert_attention(model, nn.BatchNorm2d, "layers.?")
+    sizes = [(row.channels, row.height, row.width) for row in report]
+    assert sizes == [(24, 16, 16), (48, 8, 8)]
+    for row in report:
+        norm = model.get_submodule(row.name)
+        nn.init.normal_(norm.weight)
+        norm.running_mean.normal_()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.no_grad():
+        maps = plain.patch_embed(IMAGES)
+        for layer, row in zip(plain.layers, report, strict=True):
+            maps = model.get_submodule(row.name)(layer(maps).permute(0, 3, 1, 2))
+            maps = maps.permute(0, 2, 3, 1)
+        expected = plain.head(plain.norm(maps))
+        for other in (model, copy.deepcopy(model), torch.load(file, weights_only=False)):
+            torch.testing.assert_close(other(IMAGES), expected)
+    remove_attention(model)
+    assert torch.equal(model(IMAGES), plain(IMAGES))
+
+
+class Cube(nn.Module):
+    """Maps of as many channels as rows and columns, the channels last or first."""
+
+    def __init__(self, channels_last, fixed):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 1)
+        self.cube = nn.Identity()
+        self.channels_last = channels_last
+        self.fixed = fixed
+
+    def forward(self, x):
+        if self.fixed and x.shape[2:] != (8, 8):
+            raise ValueError("expected 8 × 8")
+        x = self.layer(x)
+        return self.cube(x.permute(0, 2, 3, 1) if self.channels_last else x)
+
+
+def test_where_shapes_do_not_tell_the_layout():
+    """Then larger images do, or it is refused; a guess would go unseen."""
+    images, wide = torch.randn(1, 3, 8, 8), torch.randn(2, 3, 5, 7)
+    for channels_last in (False, True):
+        model = Cube(channels_last, fixed=False)
+        (row,) = insert_attention(model, nn.BatchNorm2d, "cube", example=images)
+        assert runs_of(model, [row], wide) == [[[2, 8, 5, 7]]]
+    message = r"cannot tell height and width from channels in \[1, 8, 8, 8\], the output of cube;"
+    with pytest.raises(ValueError, match=message):
+        insert_attention(Cube(False, fixed=True), "se", "cube", example=images)
+
+
+def test_the_input_is_what_the_network_is_made_for():
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=96, depth=1)
+    (row,) = insert_attention(vit, "se", "patch_embed.proj")
+    assert (row.height, row.width) == (6, 6)
+    unshuffled = nn.Sequential(nn.PixelUnshuffle(4), nn.Conv2d(48, 16, 1))
+    (row,) = insert_attention(unshuffled, "se", "1")
+    assert (row.channels, row.height) == (16, 56)
 
 
 def test_report():
@@ -395,11 +577,8 @@ def test_report():
 
 
 def test_names_and_options(monkeypatch):
-    table = {
-        "squeeze": ("timm.layers:SEModule", {}),
-        "narrow": ("timm.layers:SEModule", {"rd_ratio": 1 / 32}),
-    }
-    monkeypatch.setattr(feature_maps, "FEATURE_ATTENTION", table)
+    table = {"squeeze": SEModule, "narrow": partial(SEModule, rd_ratio=1 / 32)}
+    monkeypatch.setattr(names, "FEATURE_ATTENTION", table)
     for attention, options, width in (
         ("squeeze", {}, 8),
         ("narrow", {}, 8),
@@ -430,14 +609,15 @@ def test_names_and_options(monkeypatch):
         ({"where": "layer1.0.relu"}, ValueError, "layer1.0.relu runs 2 times in one pass"),
         ({"example": torch.zeros(1, 4, 64, 64)}, ValueError,
          r"the dry run with the input of the shape \[1, 4, 64, 64\] failed with RuntimeError"),
-        ({"model": nn.Linear(3, 5)}, ValueError, "no residual block of Linear is known; name"),
+        ({"model": nn.Linear(64, 5)}, ValueError, "no block of Linear adds a map to its input;"),
+        ({"model": nn.Linear(64, 5), "where": "stages"}, ValueError, "Linear has no stage: none"),
         ({"model": nn.Sequential(nn.Linear(64, 3))}, ValueError, "no child .* has a convolution"),
         ({"model": torch.compile(nn.Linear(3, 5))}, ValueError, "model: is compiled"),
     ],
 )  # fmt: skip
 def test_what_is_refused(change, error, message, monkeypatch):
-    table = {name: ("timm.layers:SEModule", {}) for name in ("squeeze", "narrow")}
-    monkeypatch.setattr(feature_maps, "FEATURE_ATTENTION", table)
+    table = {"squeeze": SEModule, "narrow": SEModule}
+    monkeypatch.setattr(names, "FEATURE_ATTENTION", table)
     model = torchvision.models.resnet18(weights=None, num_classes=5)
     given = {"model": model, "attention": SEModule, "example": IMAGES[:1], **change}
     before = state_of(given["model"])

@@ -329,6 +329,38 @@ def test_torchs_arguments(batch_first, kdim):
         ours(*(tensor[0] for tensor in tokens))
 
 
+def test_torchs_hint_without_a_mask_is_refused():
+    """It was not heeded: every token saw all others."""
+    theirs = nn.MultiheadAttention(8, 2, batch_first=True)
+    model = nn.ModuleList([theirs])
+    replace_attention(model)
+    tokens = torch.randn(1, 4, 8)
+    for attention in (theirs, model[0]):
+        with pytest.raises(RuntimeError, match="attn_mask"):
+            attention(tokens, tokens, tokens, is_causal=True)
+    later = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    expected, _ = theirs(tokens, tokens, tokens, attn_mask=later, is_causal=True)
+    output, _ = model[0](tokens, tokens, tokens, attn_mask=later, is_causal=True)
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("swin", {"window_size": (8, 6)}), ("swin v2", {}), ("beit", {}), ("beit, shared bias", {}),
+     ("vit", {}), ("eva02", {})],
+)  # fmt: skip
+def test_the_input_size_may_change_afterwards(name, options):
+    """As theirs changes: a bias of positions is made for another window."""
+    theirs = network(name)
+    ours = copy.deepcopy(theirs)
+    replace_attention(ours)
+    ours = copy.deepcopy(ours)
+    for model in (theirs, ours):
+        model.set_input_size(img_size=(128, 96), **options)
+    larger = torch.randn(1, 3, 128, 96, dtype=torch.float64)
+    torch.testing.assert_close(ours(larger), theirs(larger))
+
+
 def test_torchs_encoder_keeps_off_its_fast_path():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, 8, batch_first=True), 2)
     encoder = encoder.double().eval()
@@ -379,7 +411,13 @@ def low_rank(model):
         (lambda: nn.ModuleList([nn.MultiheadAttention(4, 2, add_zero_attn=True)]), {}, ValueError,
          "0: .* add_zero_attn"),
         (lambda: torchvision.models.resnet18(), {}, ValueError,
-         r"attention modules of ResNet, got '\*': there is none"),
+         r"attention modules of ResNet, got '\*': there is none by name of its class$"),
+        (lambda: nn.MultiheadAttention(4, 2), {}, ValueError,
+         r"got '\*': it is one itself, .* such as torch.nn.ModuleList\(\[attention\]\)"),
+        (lambda: timm.create_model("convit_tiny", img_size=32), {}, ValueError,
+         r"softmax is taken in GPSA \(blocks.0.attn, blocks.1.attn and 8 more\); MHSA \(blocks.10"),
+        (lambda: timm.create_model("xcit_nano_12_p8_224"), {}, ValueError,
+         r"no class .*; a softmax is taken in XCA \(blocks.0.attn, blocks.1.attn and 10 more"),
         (lambda: alter(id), {"where": "block.0"}, ValueError,
          "got 'block.0': none of blocks.0.attn, blocks.1.attn"),
         (lambda: alter(id), {"score": "cosin"}, ValueError, "score: expected one of scaled_dot"),
@@ -397,6 +435,25 @@ def test_what_is_refused(make, options, error, message):
     with pytest.raises(error, match=message):
         replace_attention(model, **options)
     assert [(name, id(module)) for name, module in model.named_modules()] == before
+
+
+class ResidualAttentionBlock(nn.Module):
+    """A block around attention that is named so too, as in open_clip."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attn(x, x, x, need_weights=False)[0]
+
+
+def test_a_block_that_is_named_after_its_attention():
+    model = nn.Sequential(ResidualAttentionBlock(), ResidualAttentionBlock())
+    tokens = torch.randn(2, 5, 8)
+    expected = model(tokens)
+    assert [row.name for row in replace_attention(model)] == ["0.attn", "1.attn"]
+    torch.testing.assert_close(model(tokens), expected)
 
 
 def test_report_and_what_where_leaves_out():

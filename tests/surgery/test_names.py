@@ -1,5 +1,6 @@
 """Every attention of feature maps by its name, and DANet's."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from attnkit import (
     SpatialAttention,
     insert_attention,
 )
-from attnkit.layers.feature_maps import FEATURE_ATTENTION, make_feature_attention
+from attnkit.surgery.names import FEATURE_ATTENTION, make_feature_attention
 
-CONF = Path(__file__).resolve().parents[3] / "conf" / "attention"
+CONF = Path(__file__).resolve().parents[2] / "conf" / "attention"
 
 
 @pytest.mark.parametrize("name", FEATURE_ATTENTION)
@@ -38,10 +39,11 @@ def test_maps_keep_their_shape_and_every_parameter_learns(name):
 @pytest.mark.parametrize("name", FEATURE_ATTENTION)
 def test_the_command_line_has_the_same(name):
     node = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    home, fixed = FEATURE_ATTENTION[name]
-    assert node.pop("_target_") == f"attnkit.layers.{home.partition(':')[2]}"
+    attention = FEATURE_ATTENTION[name]
+    attention = attention if isinstance(attention, partial) else partial(attention)
+    assert node.pop("_target_") == f"attnkit.layers.{attention.func.__name__}"
     assert node.pop("_partial_") is True
-    assert fixed.items() <= node.items()
+    assert attention.keywords.items() <= node.items()
     make_feature_attention(name, 32, **node)
 
 

@@ -5,29 +5,30 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-FEATURE_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
-    "se": ("attnkit.layers.gates.squeeze_excitation:SqueezeExcitation", {}),
-    "eca": ("attnkit.layers.gates.efficient_channel:EfficientChannelAttention", {}),
-    "cbam": ("attnkit.layers.gates.cbam:CBAM", {}),
-    "bam": ("attnkit.layers.gates.bam:BAM", {}),
-    "scse": ("attnkit.layers.gates.squeeze_excitation:SCSE", {}),
-    "coordinate": ("attnkit.layers.gates.coordinate:CoordinateAttention", {}),
-    "spatial": ("attnkit.layers.maps.spatial:SpatialAttention", {}),
-    "window": ("attnkit.layers.maps.spatial:SpatialAttention", {"pattern": "window"}),
-    "axial": ("attnkit.layers.maps.spatial:SpatialAttention", {"pattern": "axial"}),
-    "criss_cross": ("attnkit.layers.maps.spatial:SpatialAttention", {"pattern": "criss_cross"}),
-    "channel": ("attnkit.layers.maps.channel:ChannelAttention", {}),
-    "xca": ("attnkit.layers.maps.channel:CrossCovarianceAttention", {}),
-    "transposed": ("attnkit.layers.maps.channel:TransposedAttention", {}),
-    "context": ("attnkit.layers.maps.context:ContextAttention", {}),
-    "danet": ("attnkit.layers.maps.dual:DualAttention", {}),
+from attnkit import layers
+
+FEATURE_ATTENTION: dict[str, Callable[..., nn.Module]] = {
+    "se": layers.SqueezeExcitation,
+    "eca": layers.EfficientChannelAttention,
+    "cbam": layers.CBAM,
+    "bam": layers.BAM,
+    "scse": layers.SCSE,
+    "coordinate": layers.CoordinateAttention,
+    "spatial": layers.SpatialAttention,
+    "window": partial(layers.SpatialAttention, pattern="window"),
+    "axial": partial(layers.SpatialAttention, pattern="axial"),
+    "criss_cross": partial(layers.SpatialAttention, pattern="criss_cross"),
+    "channel": layers.ChannelAttention,
+    "xca": layers.CrossCovarianceAttention,
+    "transposed": layers.TransposedAttention,
+    "context": layers.ContextAttention,
+    "danet": layers.DualAttention,
 }
-"""By name, where the class is, "module:Class", and the options that the name stands for."""
 
 
 def make_feature_attention(
@@ -46,10 +47,7 @@ def make_feature_attention(
         TypeError: an option that the class does not have, or anything else than the above.
     """
     if isinstance(attention, str):
-        target, defaults = _find(attention)
-        options = {**defaults, **options}
-        module, _, name = target.partition(":")
-        attention = getattr(import_module(module), name)
+        attention = _named(attention)
     if isinstance(attention, nn.Module):
         raise TypeError(
             "attention: expected a name, a class or a function from channels to a module, got the "
@@ -64,13 +62,13 @@ def make_feature_attention(
     made = attention(channels, **options)
     if not isinstance(made, nn.Module):
         raise TypeError(
-            f"attention: expected a module from {_name(attention)}({channels}), "
+            f"attention: expected a module from {_name_of(attention)}({channels}), "
             f"got {type(made).__name__}"
         )
     return made
 
 
-def _find(name: str) -> tuple[str, dict[str, Any]]:
+def _named(name: str) -> Callable[..., nn.Module]:
     if name in FEATURE_ATTENTION:
         return FEATURE_ATTENTION[name]
     near = get_close_matches(name, FEATURE_ATTENTION, n=1)
@@ -94,8 +92,9 @@ def _check_options(attention: Callable[..., Any], channels: int, options: dict[s
             if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
         takes = f"takes {', '.join(known)}" if known else "takes no options"
-        raise TypeError(f"{_name(attention)}: {error}; it {takes}") from None
+        raise TypeError(f"{_name_of(attention)}: {error}; it {takes}") from None
 
 
-def _name(attention: Callable[..., Any]) -> str:
-    return getattr(attention, "__name__", type(attention).__name__)
+def _name_of(attention: Callable[..., Any]) -> str:
+    function = attention.func if isinstance(attention, partial) else attention
+    return getattr(function, "__name__", type(function).__name__)
