@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, empty_reasons
 from attnkit.core.kernels.recompute import in_blocks
-from attnkit.core.normalizers.kinds import masked_scores
+from attnkit.core.normalizers.kinds import masked_scores, revived
 
 
 class Blockwise(Backend):
@@ -34,10 +33,3 @@ def _attend(block: Inputs, allowed: Tensor | None) -> tuple[Tensor]:
     scores, dead = revived(masked_scores(block, allowed, lean=True))
     weights = F.dropout(scores.softmax(dim=-1), block.dropout_p)
     return ((weights @ block.value).masked_fill(dead, 0.0),)
-
-
-def revived(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores where rows that may look nowhere look everywhere, so that their gradients are
-    finite; and which rows these are, [batch, heads, rows, 1], for their output to become 0."""
-    dead = scores.detach().amax(dim=-1, keepdim=True) == -torch.inf
-    return scores.masked_fill(dead, 0.0), dead

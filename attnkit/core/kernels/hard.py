@@ -14,10 +14,9 @@ from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
-from attnkit.core.kernels.blockwise import revived
 from attnkit.core.kernels.recompute import in_blocks
 from attnkit.core.masks.base import Dense
-from attnkit.core.normalizers.kinds import Hard, masked_scores
+from attnkit.core.normalizers.kinds import Hard, masked_scores, revived
 
 
 @dataclass(frozen=True)

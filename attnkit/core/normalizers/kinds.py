@@ -234,16 +234,20 @@ def masked_scores(
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 
-def softmax(scores: Annotated[Tensor, "*rows keys"]) -> Annotated[Tensor, "*rows keys"]:
+def softmax(scores: Tensor) -> Tensor:
     """softmax over the last dimension, where a row of nothing but −∞ is exactly 0, and so is its
     gradient."""
     if scores.shape[-1] == 0:
         return scores
-    largest = scores.detach().amax(dim=-1, keepdim=True)
-    # any finite number does for a row of −∞: its exponentials are 0 all the same
-    exponentials = (scores - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
-    total = exponentials.sum(dim=-1, keepdim=True)
-    return exponentials / total.masked_fill(total == 0, 1.0)
+    scores, dead = revived(scores)
+    return scores.softmax(dim=-1).masked_fill(dead, 0.0)
+
+
+def revived(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores where rows that may look nowhere look everywhere, so that their gradients are
+    finite; and which rows these are, [batch, heads, rows, 1], for their output to become 0."""
+    dead = scores.detach().amax(dim=-1, keepdim=True) == -torch.inf
+    return scores.masked_fill(dead, 0.0), dead
 
 
 def _check_plain(inputs: Inputs, why: str) -> None:
