@@ -234,7 +234,7 @@ def masked_scores(
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 
-def softmax(scores: Tensor) -> Tensor:
+def softmax(scores: Annotated[Tensor, "*rows keys"]) -> Annotated[Tensor, "*rows keys"]:
     """softmax over the last dimension, where a row of nothing but −∞ is exactly 0, and so is its
     gradient."""
     if scores.shape[-1] == 0:
