@@ -50,7 +50,7 @@ class VarlenKernel(Backend):
         yield from dropout_reasons(inputs)
         if inside and packed[0].key_lengths is not None:
             yield "aligns Causal and Window at the end of sequences, got key_lengths"
-        if not torch.compiler.is_compiling() and int(packed[0].both_lengths[1].min()) < 1:
+        if not torch.compiler.is_compiling() and bool((packed[0].both_lengths[1] < 1).any()):
             yield "promises nothing for sequences without keys, got one"
 
     def pays(self, inputs: Inputs) -> bool:

@@ -55,7 +55,9 @@ class TritonEdgesKernel(EdgesKernel):
         yield from super().reasons(inputs)
         if not isinstance(inputs.mask, Edges):
             return
-        if not _runs_on(inputs.query.device):
+        if torch.compiler.is_compiling():
+            yield "cannot be traced by torch.compile"
+        elif not _runs_on(inputs.query.device):
             yield "needs Triton and a GPU of compute capability 8.0 or newer"
         if inputs.edge_features is not None:
             yield "cannot read edge features"
@@ -64,8 +66,6 @@ class TritonEdgesKernel(EdgesKernel):
         dim = max(inputs.dot_dim or inputs.query.shape[3], inputs.value.shape[3])
         if dim > LARGEST_DIM:
             yield f"needs a head_dim of at most {LARGEST_DIM}, got {dim}"
-        if torch.compiler.is_compiling():
-            yield "cannot be traced by torch.compile"
 
     def compute(self, inputs: Inputs) -> Tensor:
         if _IS_COUNTED.get():
