@@ -13,6 +13,7 @@ from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.choose import named_backend
+from attnkit.core.linear import run_linear
 from attnkit.core.masks.base import Mask
 from attnkit.core.normalizers.learned import learned_normalizer
 from attnkit.core.projections import Projections
@@ -157,7 +158,7 @@ class MultiHeadAttention(Projections):
         output = output.transpose(1, 2)
         if self.gate_proj is not None:
             output = output * self.gate_proj(query).sigmoid().unflatten(-1, (self.num_heads, -1))
-        return self.out_proj(output.flatten(2))
+        return run_linear(self.out_proj, output.flatten(2))
 
     def attention_weights(
         self,

@@ -5,28 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, divides
-from attnkit.core.precision import no_autocast
-
-
-def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`torch.nn.functional.linear`, also of sparse CSR tokens under autocast: torch multiplies them
-    in full precision only."""
-    if tokens.layout is torch.strided:
-        return F.linear(tokens, weight, bias)
-    with no_autocast(tokens):
-        return F.linear(tokens, weight.to(tokens.dtype), bias)
-
-
-def reset_linear(layer: nn.Linear) -> None:
-    """Xavier-uniform matrix, bias 0."""
-    nn.init.xavier_uniform_(layer.weight)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
+from attnkit.core.linear import linear
 
 
 class Projections(nn.Module):

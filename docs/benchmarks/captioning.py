@@ -17,7 +17,7 @@ from measure import alternate, machine, table
 from torch.utils.benchmark import Timer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from attnkit.core.decode_step import plain_linear
+from attnkit.core.linear import linear
 from attnkit.core.watch.multiply_adds import count_multiply_adds
 from attnkit.models.captioning.generate import generate
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
@@ -128,7 +128,7 @@ def never_ending(model: TransformerDecoder) -> None:
 def peak_multiply_adds(size: int = 1536) -> float:
     """Multiply-adds per second of the best of some products of square matrices, in float32: by
     torch's `@`, or by the library that attnkit's layers take in prediction."""
-    names = {"a": torch.randn(size, size), "b": torch.randn(size, size), "linear": plain_linear}
+    names = {"a": torch.randn(size, size), "b": torch.randn(size, size), "linear": linear}
     threads = torch.get_num_threads()
     with torch.no_grad():
         timers = [

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import attnkit
 from attnkit import MultiHeadAttention, Rotary1d, ScaledDot
-from attnkit.core import decode_step
-from attnkit.core.decode_step import attention_step, memory_step, plain_linear, remembered
+from attnkit.core.decode_step import attention_step, memory_step, remembered
 
 BATCH, BEAMS, KEYS, DIM, HEADS = 3, 2, 7, 20, 5
 
@@ -98,24 +96,3 @@ def test_gradients_go_through_the_block():
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("shape", [(32, 256), (5, 7, 256), (0, 256)])
-@pytest.mark.parametrize("bias", [False, True])
-@torch.no_grad()
-def test_plain_linear_is_linear(shape, bias, monkeypatch):
-    monkeypatch.setattr(decode_step, "LARGE", 0)
-    layer = nn.Linear(256, 131, bias=bias)
-    tokens = torch.randn(*shape)
-    expected = F.linear(tokens.double(), layer.weight.double(),
-                        layer.bias.double() if bias else None)  # fmt: skip
-    given = plain_linear(tokens, layer.weight, layer.bias)
-    torch.testing.assert_close(given, expected.float(), rtol=1e-5, atol=1e-5)
-    strided = torch.randn(*shape[:-1], 512)[..., ::2]
-    torch.testing.assert_close(plain_linear(strided, layer.weight, layer.bias), layer(strided))
-
-
-@torch.no_grad()
-def test_plain_linear_is_counted():
-    tokens, weight = torch.randn(64, 256), torch.randn(128, 256)
-    assert attnkit.count_multiply_adds(plain_linear, tokens, weight, None) == 64 * 256 * 128

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit.core.scores.additive_operator  # noqa: F401  registers its operator
-from attnkit.core.decode_step import ONEDNN
 from attnkit.core.kernels.edges.triton import without_triton
 from attnkit.core.watch.undisturbed import undisturbed
 
@@ -58,9 +57,7 @@ def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any
 def _formulas() -> dict[Any, Any]:
     """FLOPs, two for each multiply-add, of the operators that torch's counter passes over."""
     aten = torch.ops.aten
-    linear = _raw(lambda a, b, *_, **__: 2 * a.numel() * b.shape[0])
     return {
-        **({} if ONEDNN is None else {ONEDNN.overloadpacket: linear}),
         aten.mm: _raw(lambda a, b, **_: _product(a, b)),
         aten.addmm: _raw(lambda _, a, b, **__: _product(a, b)),
         aten._sparse_addmm: _raw(lambda _, a, b, **__: _product(a, b)),

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.linear import linear, reset_linear
 from attnkit.core.masks.edges import EdgeFeatures
-from attnkit.core.projections import Projections, linear, reset_linear
+from attnkit.core.projections import Projections
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.kinds import Additive
 from attnkit.core.scores.learned import AdditiveScore, learned_score

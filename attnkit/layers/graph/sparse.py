@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.projections import linear
+from attnkit.core.linear import linear
 
 
 def sparse_rows(x: Tensor, rows: Tensor) -> Tensor:

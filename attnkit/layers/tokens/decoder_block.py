@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnkit.core.cache import KeyValueCache
-from attnkit.core.decode_step import attention_step, memory_step, run_linear
+from attnkit.core.decode_step import attention_step, memory_step
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.scores.base import Score
@@ -113,7 +113,4 @@ class DecoderBlock(nn.Module):
         words = words + self.dropout(update)
         update = memory_step(self.cross_attention, self.cross_norm(words), memory, bias=memory_bias)
         words = words + self.dropout(update)
-        normed = self.mlp_norm(words)
-        if self.training:  # with its dropout
-            return words + self.mlp(normed)
-        return words + run_linear(self.mlp.fc2, self.mlp.act(run_linear(self.mlp.fc1, normed)))
+        return words + self.mlp(self.mlp_norm(words))

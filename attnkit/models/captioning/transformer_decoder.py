@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.cache import KeyValueCache
-from attnkit.core.decode_step import remembered, run_linear
+from attnkit.core.decode_step import remembered
+from attnkit.core.linear import run_linear
 from attnkit.core.masks.sequences import Padding
 from attnkit.core.positions.biases import ALiBi, RelativeBias1d
 from attnkit.core.positions.learned import LearnedPositions1d
@@ -123,7 +124,7 @@ class TransformerDecoder(WordDecoder):
         tokens = self._embed(words, 0)
         for block in self.blocks:
             tokens = block(tokens, memory, bias=bias, positions=self.rotary, memory_mask=mask)
-        return self.head(self.norm(tokens))
+        return run_linear(self.head, self.norm(tokens))
 
     def start(
         self,
