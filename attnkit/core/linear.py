@@ -102,12 +102,12 @@ def _is_onednns(tokens: Tensor, weight: Tensor) -> bool:
         ONEDNN is not None
         and tokens.dtype == weight.dtype == torch.float32
         and tokens.is_cpu
-        and tokens.numel() * len(weight) >= LARGE
         and type(tokens) in PLAIN
         and type(weight) in PLAIN
-        and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
+        and tokens.numel() * len(weight) >= LARGE  # a guard on a size, were it traced
+        and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
     )
