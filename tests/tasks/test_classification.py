@@ -259,6 +259,12 @@ def test_many_classes_show_the_worst(capsys):
     assert "class 39" in shown
     assert "class 40" not in shown
 
+    stats = torch.cat([torch.tensor([[0, 9, 90, 0, 0]] * 30), stats[:45]])  # 30 have no samples
+    show_class_scores(class_scores(stats, [f"class {number - 30}" for number in range(75)]))
+    shown = capsys.readouterr().out
+    assert "class 39" in shown
+    assert "class -1" not in shown
+
 
 def test_a_class_without_images_has_no_recall():
     scores = class_scores(torch.tensor([[3, 1, 4, 0, 3], [0, 0, 8, 0, 0]]), ["a", "b"])

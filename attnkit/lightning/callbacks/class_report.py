@@ -64,11 +64,11 @@ def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
 
 
 def show_class_scores(scores: Sequence[ClassScore], console: Console | None = None) -> None:
-    """A table on screen; of many classes, those with the lowest F1."""
+    """A table on screen; of many classes, those with the lowest F1 of all that have samples."""
     shown = list(scores)
     title = "test, per class"
     if len(scores) > _MAX_SHOWN:
-        worst = sorted(scores, key=lambda score: -1.0 if score.f1 is None else score.f1)
+        worst = sorted(scores, key=lambda s: (not s.support, -1.0 if s.f1 is None else s.f1))
         shown = worst[:_MAX_SHOWN]
         title += f": the {_MAX_SHOWN} of {len(scores)} with the lowest F1"
     table = Table(title=title)
