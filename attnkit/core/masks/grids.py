@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from attnkit.core.masks.base import Mask
 
+_MAX_PREFIX_TOKENS = 16  # class and register tokens that an error may think of
+
 
 @dataclass(frozen=True)
 class Window2d(Mask):
@@ -48,9 +50,13 @@ class Window2d(Mask):
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if not num_queries == num_keys == self.num_tokens:
+            more = num_keys - self.height * self.width
+            fits = num_queries == num_keys and 0 < more <= _MAX_PREFIX_TOKENS
+            hint = f"; for a class token and registers: num_prefix_tokens={more}" if fits else ""
             raise ValueError(
                 f"mask: Window2d is for {self.num_tokens} tokens ({self.num_prefix_tokens} and "
                 f"{self.height} × {self.width}), got {num_queries} queries and {num_keys} keys"
+                + hint
             )
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:

@@ -217,6 +217,14 @@ def test_auto_takes_them_where_they_pay():
     assert chosen(6, Packed([1, 2, 3])) == "flash"
 
 
+def test_a_window_that_forgot_the_class_token_says_so():
+    tensors = [torch.zeros(1, 2, 26, 4)] * 3
+    with pytest.raises(ValueError, match=r"got 26 queries .*: num_prefix_tokens=1$"):
+        attend(*tensors, mask=Window2d(5, 5, 1, 1))
+    with pytest.raises(ValueError, match=r"and 26 keys$"):
+        attend(*tensors, mask=Window2d(5, 6, 1, 1))
+
+
 def test_refusals():
     tensors = make(11, 11, torch.float32)
     learned = torch.zeros(11, 11, requires_grad=True)
