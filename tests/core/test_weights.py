@@ -129,6 +129,9 @@ def test_capture_selects_layers(layers, names):
         model(torch.randn(1, 3, 14))
     assert list(captured) == names
     assert [weights.shape[-1] for weights in captured[names[0]]] == [5, 3]
+    table = str(captured).splitlines()
+    assert table[0].split() == ["layer", "calls", "weights"]
+    assert table[1:] == [f"{name}      2  [2, 2, 5, 5], [1, 2, 3, 3]" for name in names]
 
 
 def test_capture_refuses_what_is_not_there():
@@ -139,7 +142,7 @@ def test_capture_refuses_what_is_not_there():
         ):
             pass
     with (
-        pytest.raises(ValueError, match="model: Linear has no module with attention weights"),
+        pytest.raises(ValueError, match=r"model: Linear has no .*replace_attention\(model\) first"),
         attnkit.capture_attention(torch.nn.Linear(3, 3)),
     ):
         pass

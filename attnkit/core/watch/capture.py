@@ -13,18 +13,33 @@ from attnkit.core.kernels.record import module_name
 from attnkit.core.weights import Indices
 
 
+class AttentionWeights(dict[str, list[Tensor]]):
+    """`weights[layer][call]`: a dict of lists of tensors, which is printed as a table of shapes."""
+
+    def __repr__(self) -> str:
+        rows = [("layer", "calls", "weights")]
+        for name, calls in self.items():
+            shapes = dict.fromkeys(str(list(weights.shape)) for weights in calls)
+            rows.append((name or "(itself)", str(len(calls)), ", ".join(shapes)))
+        if len(rows) == 1:
+            return "no attention weights: the model has not run in the block"
+        wide, most = (max(len(row[place]) for row in rows) for place in (0, 1))
+        return "\n".join(f"{name:<{wide}}  {calls:>{most}}  {end}" for name, calls, end in rows)
+
+
 @contextmanager
 def capture_attention(
     model: nn.Module,
     layers: int | str | Sequence[int | str] | None = None,
     rows: Indices = None,
     heads: Indices = None,
-) -> Iterator[dict[str, list[Tensor]]]:
+) -> Iterator[AttentionWeights]:
     """Collect the attention weights of a model's layers while it runs.
 
         with attnkit.capture_attention(vit, layers=-1, rows=0) as weights:
             logits = vit(images)
         weights["blocks.11.attention"][0]    # [batch, heads, 1, tokens]
+        print(weights)                       # layers, calls, shapes
 
     The kernels that compute the output stay what they were: the weights asked for are computed
     beside them, without gradients, by the modules' own `attention_weights`, for every call of
@@ -43,7 +58,7 @@ def capture_attention(
         ValueError: the model has no such layers.
         IndexError: a layer has no such row or head; the layer is named.
     """
-    captured: dict[str, list[Tensor]] = {}
+    captured = AttentionWeights()
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in _select_layers(model, layers).items():
@@ -70,7 +85,10 @@ def _select_layers(
         if callable(getattr(module, "attention_weights", None))
     }
     if not found:
-        raise ValueError(f"model: {type(model).__name__} has no module with attention weights")
+        raise ValueError(
+            f"model: {type(model).__name__} has no module with attention weights; "
+            "one of timm or torchvision: attnkit.replace_attention(model) first"
+        )
     if layers is None:
         return found
     names = list(found)
