@@ -102,6 +102,19 @@ def note_kernel(kernel: str) -> None:
             recorder.add(kernel)
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """In the block no open record counts: of a pass that is made only to look at a model."""
+    recorders = list(_RECORDERS)
+    for recorder in recorders:
+        recorder.paused += 1
+    try:
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.paused -= 1
+
+
 def module_name(name: str) -> str:
     """A name of `named_modules()` as it was before torch.compile wrapped the model."""
     return name.removeprefix("_orig_mod").removeprefix(".")
@@ -119,6 +132,7 @@ class _Recorder:
         self.modules: list[nn.Module] = []
         self.names: dict[nn.Module, str] = {}
         self.seen: str | None = None
+        self.paused = 0
 
     def enter_module(self, module: nn.Module, args: object) -> None:
         if not self.modules:
@@ -131,8 +145,9 @@ class _Recorder:
             self.modules.pop()
 
     def add(self, kernel: str) -> None:
-        name = self.names.get(self.modules[-1], "") if self.modules else ""
-        self.record.add(name, kernel)
+        if not self.paused:
+            name = self.names.get(self.modules[-1], "") if self.modules else ""
+            self.record.add(name, kernel)
 
 
 class _CallMode(TorchFunctionMode):

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnkit.core.kernels.record import unrecorded
 from attnkit.core.watch.capture import capture_attention
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.files import in_log_folder, replacing
@@ -95,7 +96,7 @@ class AttentionMaps(Callback):
         if not (due and batch_idx == dataloader_idx == 0 and trainer.is_global_zero):
             return
         images = self.images(batch)[: self.num_images]
-        with trainer.precision_plugin.forward_context():
+        with trainer.precision_plugin.forward_context(), unrecorded():
             maps = [self.attention_map(pl_module, image) for image in images]
         if trainer.sanity_checking:  # only to learn before training that it works
             return

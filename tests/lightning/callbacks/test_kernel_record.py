@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from attnkit.lightning import KernelRecord, ResultsFile
+from attnkit.lightning import AttentionMaps, KernelRecord, ResultsFile
 
 
 @pytest.mark.parametrize(("backend", "kernel"), [("auto", "flash"), ("math", "math")])
@@ -39,6 +39,15 @@ def test_names_are_those_of_the_module_in_every_stage(small_net, loader, make_tr
     assert {stage: dict(r.counts) for stage, r in record.records.items()} == {
         stage: {"attention": {"flash": 1}} for stage in ("train", "val")
     }
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_passes_that_only_look_are_not_counted(small_net, loader, make_trainer, first, tmp_path):
+    record, maps = KernelRecord(), AttentionMaps(folder=tmp_path)
+    trainer = make_trainer(callbacks=[maps, record] if first else [record, maps], max_epochs=1)
+    trainer.fit(small_net(), loader, loader)
+    assert list(tmp_path.glob("*.png"))
+    assert record.records["val"].counts == {"attention": {"flash": 1}}
 
 
 def test_tells_on_screen_and_in_the_results(
