@@ -12,6 +12,7 @@ from attnkit.core.precision import no_autocast
 
 LARGE = 2**20  # multiply-adds from which oneDNN's 30 µs of preparation are won back,
 LARGE_WITH_GRADIENT = 2**22  # and those of the backward
+EVERY_ROW = slice(None)
 
 
 def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,12 +38,22 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _Linear.apply(tokens, weight, bias)
 
 
-def run_linear(layer: nn.Module, tokens: Tensor) -> Tensor:
-    """`layer(tokens)`, by `linear` if it is torch's linear layer and nothing besides."""
+def run_linear(layer: nn.Module, tokens: Tensor, rows: slice = EVERY_ROW) -> Tensor:
+    """`layer(tokens)[..., rows]`, by `linear` if it is torch's linear layer and nothing besides.
+
+    Of other layers, such as those of `attnkit.finetune.lora`, by their method `run_rows`.
+    """
     if not is_linear(layer):
-        return layer(tokens)
+        if rows == EVERY_ROW:
+            return layer(tokens)
+        run_rows: Any = getattr(layer, "run_rows", None)
+        if run_rows is not None:
+            return run_rows(tokens, rows)
     assert isinstance(layer, nn.Linear)
-    return linear(tokens, layer.weight, layer.bias)
+    if rows == EVERY_ROW:
+        return linear(tokens, layer.weight, layer.bias)
+    bias = None if layer.bias is None else layer.bias[rows]
+    return linear(tokens, layer.weight[rows], bias)
 
 
 def is_linear(layer: object) -> bool:
@@ -65,14 +76,16 @@ def reset_linear(layer: nn.Linear) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(tokens, weight)
+        # Of a frozen weight the tokens are not kept, nor the weight where no token was computed.
+        needs_tokens, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(tokens if needs_weight else None, weight if needs_tokens else None)
         ctx.save_for_forward(tokens, weight)
         return _onednn(tokens, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         tokens, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, len(weight))
+        rows = gradient.reshape(-1, gradient.shape[-1])
         return (
             linear(gradient, weight.mT, None) if ctx.needs_input_grad[0] else None,
             _product(rows, tokens.reshape(len(rows), -1)) if ctx.needs_input_grad[1] else None,

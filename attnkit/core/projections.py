@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, divides
-from attnkit.core.linear import linear
+from attnkit.core.linear import run_linear
 
 
 class Projections(nn.Module):
@@ -101,9 +101,12 @@ class Projections(nn.Module):
         if not self.is_fused:
             projections = (self.query_proj, self.key_proj, self.value_proj)
             return [
-                None if tokens is None else linear(tokens, projection.weight, projection.bias)
+                None if tokens is None else run_linear(projection, tokens)
                 for projection, tokens in zip(projections, inputs, strict=True)
             ]
+        query, key, value = inputs
+        if query is not None and query is key is value:
+            return list(run_linear(self.in_proj, query).split(self.sizes, dim=-1))
         # One product for neighbours that read the same tokens. They are split on the last
         # dimension: the backward of that is one concatenation, in the layout the product wants.
         runs: list[list[int]] = [[0]]
@@ -112,16 +115,14 @@ class Projections(nn.Module):
                 runs[-1].append(i)
             else:
                 runs.append([i])
-        run_sizes = [[self.sizes[i] for i in run] for run in runs]
-        totals = [sum(sizes) for sizes in run_sizes]
-        weights = self.in_proj.weight.split(totals)
-        offset = self.in_proj.bias
-        biases = [None] * len(runs) if offset is None else offset.split(totals)
         projected: list[Tensor | None] = []
-        for run, sizes, weight, bias in zip(runs, run_sizes, weights, biases, strict=True):
+        start = 0
+        for run in runs:
+            sizes = [self.sizes[i] for i in run]
+            rows = slice(start, start := start + sum(sizes))
             tokens = inputs[run[0]]
             if tokens is None:
                 projected += [None] * len(run)
             else:
-                projected += linear(tokens, weight, bias).split(sizes, dim=-1)
+                projected += run_linear(self.in_proj, tokens, rows).split(sizes, dim=-1)
         return projected

@@ -1,5 +1,7 @@
 """The linear layer of our blocks: oneDNN's products against torch's own."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +84,33 @@ def test_only_the_gradients_that_are_asked_for_are_computed():
         (gradient,) = torch.autograd.grad(output.sum(), wanted)
         assert gradient.shape == wanted.shape
     assert not linear(tokens, weight, bias.requires_grad_(False)).requires_grad
+
+
+@pytest.mark.parametrize("trained", [["tokens"], ["weight"], ["bias"], ["tokens", "bias"]])
+def test_a_frozen_weight_keeps_no_tokens_for_the_backward(trained):
+    tensors = dict(zip(("tokens", "weight", "bias"), given((4, 16), bias=True), strict=True))
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in trained)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        output = linear(*tensors.values())
+    needed = {"tokens": "weight", "weight": "tokens", "bias": "none"}
+    assert {t.data_ptr() for t in kept if t is not None} == {
+        tensors[needed[name]].data_ptr() for name in trained if needed[name] in tensors
+    }
+    held = weakref.ref(tokens := tensors.pop("tokens") * 1)
+    output = linear(tokens, *tensors.values())
+    del tokens
+    assert (held() is None) == ("weight" not in trained)
+    assert output.requires_grad  # and is alive, with what it keeps
+
+
+def test_some_rows_of_a_layer():
+    layer, tokens = nn.Linear(16, 12), torch.randn(5, 16)
+    torch.testing.assert_close(run_linear(layer, tokens, slice(3, 7)), layer(tokens)[:, 3:7])
+    handle = layer.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(run_linear(layer, tokens, slice(3, 7)), layer(tokens)[:, 3:7])
+    handle.remove()
 
 
 def test_strided_tokens():
