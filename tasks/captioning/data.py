@@ -19,7 +19,8 @@ from attnkit.tasks.captioning.tokenizer import (
     WordTokenizer,
     load_tokenizer,
 )
-from attnkit.tasks.images.data import SplitImages, check_fits_module
+from attnkit.tasks.images.data import SplitImages, check_fits_module, follow_module
+from attnkit.tasks.images.sizes import checked_size
 
 MAX_DEFAULT_WORDS = 32
 
@@ -62,6 +63,8 @@ class CaptionDataModule(SplitImages):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if isinstance(self.image_size, list):
+            raise ValueError(f"image_size: expected one number, a square, got {self.image_size}")
         at_least(3, max_words=max_words)
         at_least(1, min_count=min_count)
         at_least(260, bpe_size=bpe_size)
@@ -86,9 +89,9 @@ class CaptionDataModule(SplitImages):
         """
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not self.sets:
-            self.image_size = self.image_size or getattr(module, "image_size", None)
+            follow_module(self)
             self.sets = self.with_missing_splits(self.load())
-            self.image_size = self.sets["train"].images.size
+            self.image_size = checked_size(self.sets["train"].images.size)
         check_fits_module(self)
         vocabulary = getattr(module, "vocabulary", None)
         if vocabulary is not None:
@@ -116,6 +119,8 @@ class CaptionDataModule(SplitImages):
         mean, std = self.sets["train"].images.mean_and_std() if self.sets else ([], [])
         return {
             "image_size": self.image_size,
+            "interpolation": self.interpolation,
+            "crop_pct": self.crop_pct,
             "in_channels": self.in_channels,
             "vocabulary": self.tokenizer.to_dict(),
             "vocabulary_size": len(self.tokenizer),

@@ -41,6 +41,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         vocabulary: the tokenizer as plain data, of `Tokenizer.to_dict`.
         max_words: the longest sentence, START and END included, as in a batch's `words`.
         image_size: side of the images in pixels.
+        interpolation, crop_pct: how pictures were brought to it, see `Fit`.
         in_channels: 1 (grey) or 3 (RGB).
         mean, std: of the training pixels on the scale from 0 to 1, per channel.
         method: how sentences are found in test and prediction, "greedy", "beam" or "sample";
@@ -63,6 +64,8 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         image_size: int,
         mean: Sequence[float],
         std: Sequence[float],
+        interpolation: str | None = None,
+        crop_pct: float | None = None,
         in_channels: int = 3,
         method: str = "greedy",
         num_beams: int | None = None,
@@ -78,7 +81,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         self._check_fits_model(max_words, image_size)
         self.vocabulary = vocabulary
         self.max_words = max_words
-        self.expect_images(image_size, in_channels, mean, std)
+        self.expect_images(image_size, in_channels, mean, std, interpolation, crop_pct)
         self.decoding: dict[str, Any] = {
             "method": method,
             "num_beams": num_beams,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from attnkit.tasks.images.data import fit_of
 from attnkit.tasks.images.predict import ImagePaths, PredictData
 
 
@@ -21,4 +22,4 @@ class CaptionPredictData(PredictData):
     """
 
     def images_at(self, paths: Sequence[str]) -> CaptionPaths:
-        return CaptionPaths(paths, self.image_size, self.in_channels)
+        return CaptionPaths(paths, fit_of(self), self.in_channels)

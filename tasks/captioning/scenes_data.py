@@ -15,6 +15,7 @@ from attnkit.tasks.captioning.grammar import captions_of
 from attnkit.tasks.captioning.scenes import DIGITS, draw_scene
 from attnkit.tasks.captioning.sets import CaptionSet
 from attnkit.tasks.images.sets import MemoryImages
+from attnkit.tasks.images.sizes import sides
 
 _DIGIT_FRACTIONS = [0.1, 0.2]  # of the handwriting, for val and for both test splits
 
@@ -56,6 +57,9 @@ class ScenesData(CaptionDataModule):
         for name in ("val_fraction", "test_fraction"):
             if name in options:
                 raise TypeError(f"{name}: scenes are made, not split; see num_val and num_test")
+        for name in ("interpolation", "crop_pct"):
+            if options.get(name) is not None:
+                raise TypeError(f"{name}: scenes are drawn at image_size, not resized")
         super().__init__(image_size=image_size, min_count=min_count, **options)
         at_least(1, num_train=num_train, num_val=num_val, num_test=num_test)
         at_least(24, image_size=image_size)
@@ -63,7 +67,7 @@ class ScenesData(CaptionDataModule):
         self.counts = dict(zip(("train", "val", *self.test_splits), numbers, strict=True))
 
     def load(self) -> Mapping[str, CaptionSet]:
-        side = self.image_size or 48
+        side, _ = sides(self.image_size or 48)
         train, val, test = self._handwriting()
         parts = zip(self.counts.items(), (train, val, test, test), strict=True)
         return {

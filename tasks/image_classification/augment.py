@@ -84,7 +84,9 @@ class Augment(nn.Module):
             images = self._affine(images)
         transforms: list[nn.Module] = []
         if self.crop_min_area is not None:
-            transforms.append(v2.RandomResizedCrop(images.shape[-1], (self.crop_min_area, 1.0)))
+            transforms.append(
+                v2.RandomResizedCrop(list(images.shape[-2:]), (self.crop_min_area, 1.0))
+            )
         if self.randaugment is not None:
             transforms.append(self.randaugment)
         if self.erase_probability:

@@ -13,10 +13,15 @@ from torchvision.transforms.v2 import functional as F
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.image_classification.augment import Augment
-from attnkit.tasks.images.data import SplitImages, check_fits_module
+from attnkit.tasks.images.data import SplitImages, check_fits_module, fit_of, follow_module
 from attnkit.tasks.images.decode import to_channels
 from attnkit.tasks.images.sets import ImageSet, MemoryImages
-from attnkit.tasks.images.sizes import default_image_size, default_patch_size
+from attnkit.tasks.images.sizes import (
+    Fit,
+    default_image_size,
+    default_patch_size,
+    sides,
+)
 
 AugmentArgument = nn.Module | Mapping[str, Any] | Literal["default"] | None
 
@@ -25,7 +30,7 @@ class ImageDataModule(SplitImages):
     """Labelled images in up to three splits; a subclass says in `load()` where they come from.
 
     Splits that `load()` does not give are taken from train, stratified by class. A batch is uint8
-    images [batch, channels, image_size, image_size] and int64 labels [batch]; images are brought to
+    images [batch, channels, height, width] and int64 labels [batch]; images are brought to
     `image_size` and `in_channels`, and in training augmented, after the transfer to the device.
     What the augmentation draws depends on the seed, the step and the process, and on nothing else.
 
@@ -34,8 +39,8 @@ class ImageDataModule(SplitImages):
         augment: `Augment` or any module on uint8 batches; a mapping is what `Augment` takes; None
             for none; "default" for what suits these images.
         drop_last: leave out the last training batch of an epoch if it is smaller.
-        **options: `image_size`, `batch_size`, `num_workers`, `val_fraction`, `test_fraction` and
-            `seed`, as in `SplitImages`.
+        **options: `image_size`, `interpolation`, `crop_pct`, `batch_size`, `num_workers`,
+            `val_fraction`, `test_fraction` and `seed`, as in `SplitImages`.
 
     Example:
         >>> class Cells(ImageDataModule):
@@ -85,7 +90,8 @@ class ImageDataModule(SplitImages):
                 raise UserError(f"data: {split} has labels outside 0 to {len(class_names) - 1}")
         train = self.sets["train"]
         self.in_channels = self.in_channels or train.channels
-        self.image_size = self.image_size or default_image_size(train.size)
+        if self.image_size is None:
+            self.image_size = default_image_size(min(sides(train.size)))
         check_fits_module(self)
 
     def describe(self) -> dict[str, Any]:
@@ -99,6 +105,8 @@ class ImageDataModule(SplitImages):
             mean, std = self._grey_train().mean_and_std()
         return {
             "image_size": self.image_size,
+            "interpolation": self.interpolation,
+            "crop_pct": self.crop_pct,
             "patch_size": default_patch_size(self.image_size),
             "in_channels": self.in_channels,
             "num_classes": len(self.class_names),
@@ -109,7 +117,9 @@ class ImageDataModule(SplitImages):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         images, *rest = batch
-        images = fit_images(images, self.image_size, self.in_channels)
+        images = fit_images(
+            images, fit_of(self), self.in_channels, fitted=self.sets["train"].fitted
+        )
         if self.augment is not None and self.trainer is not None and self.trainer.training:
             # Its own seed per step and process: what is drawn depends on nothing else, and the
             # model's random numbers do not depend on the augmentation.
@@ -122,8 +132,8 @@ class ImageDataModule(SplitImages):
 
     def _follow_module(self) -> None:
         """What was not asked for is what the module in the trainer was made for."""
+        follow_module(self)
         module = self.trainer.lightning_module if self.trainer is not None else None
-        self.image_size = self.image_size or getattr(module, "image_size", None)
         self.in_channels = self.in_channels or getattr(module, "in_channels", None)
 
     def _make_augment(self, given: AugmentArgument) -> nn.Module | None:
@@ -148,13 +158,24 @@ class ImageDataModule(SplitImages):
         return MemoryImages(grey, train.labels)
 
 
-def fit_images(images: Tensor, size: int | None, channels: int | None) -> Tensor:
-    """A uint8 batch at another side and number of channels; None or equal leaves it."""
+def fit_images(images: Tensor, fit: Fit, channels: int | None, *, fitted: bool) -> Tensor:
+    """A uint8 batch at another size and number of channels.
+
+    Args:
+        images: [batch, channels, height, width].
+        fit: the size, and how it is reached.
+        channels: 1 or 3; None leaves those that there are.
+        fitted: whether images of that size are ready.
+    """
     if channels is not None and images.shape[1] != channels:
         if images.shape[1] == 1:
             images = images.expand(-1, channels, -1, -1)
         else:
             images = to_channels(images, channels)
-    if size is not None and images.shape[-1] != size:
-        images = F.resize(images, [size, size], InterpolationMode.BICUBIC, antialias=True)
+    height, width = images.shape[-2:]
+    size, resized = sides(fit.size), fit.resized(height, width)
+    if (height, width) != size or not (fitted or resized == size):
+        how = InterpolationMode(fit.interpolation)
+        images = F.resize(images, list(resized), how, antialias=fit.interpolation != "nearest")
+        images = F.center_crop(images, list(size))
     return images

@@ -16,9 +16,10 @@ from attnkit.tasks.images.sets import ImageSet
 class ImageFolderData(ImageDataModule):
     """Images under `root`: `train/`, and if given `val/` and `test/`, with a folder per class.
 
-    `root` may also hold the class folders themselves. Images may have any size and mode: the centre
-    square is used, resized to `image_size` (default: the median short side of the training images,
-    at most 224, rounded down to whole patches). `root` is never written to.
+    `root` may also hold the class folders themselves. Images may have any size and mode: the
+    largest centred part of the shape of `image_size` is used (default: a square of the median short
+    side of the training images, at most 224, rounded down to whole patches). `root` is never
+    written to.
 
     Each file is decoded once, before training; the pixels stay in memory if all splits fit in
     `memory_gb`. Else each file is decoded once to see that it can be (what was found is remembered

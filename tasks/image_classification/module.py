@@ -17,6 +17,7 @@ from attnkit.lightning.arguments import at_least, shares_below_1
 from attnkit.lightning.export.program import Program
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
+from attnkit.tasks.images.sizes import Size, sides
 
 
 class ImageClassification(NormalizesImages, ClassificationModule):
@@ -33,7 +34,9 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         optimizer, scheduler: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables and pictures; "0", "1", … unless given.
-        image_size: side of the images in pixels, for those who prepare images to predict.
+        image_size: side of the images in pixels, or [height, width], for those who prepare images
+            to predict.
+        interpolation, crop_pct: how pictures were brought to that size (see `ImageDataModule`).
         in_channels: 1 (grey) or 3 (RGB).
         mean: of the training pixels on the scale from 0 to 1, per channel.
         std: their standard deviation.
@@ -52,7 +55,9 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         mean: Sequence[float],
         std: Sequence[float],
         class_names: Sequence[str] | None = None,
-        image_size: int | None = None,
+        image_size: Size | None = None,
+        interpolation: str | None = None,
+        crop_pct: float | None = None,
         in_channels: int = 3,
         label_smoothing: float = 0.0,
         mixup: float = 0.0,
@@ -61,11 +66,11 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         super().__init__(
             model, optimizer, scheduler, num_classes=num_classes, class_names=class_names
         )
-        self.expect_images(image_size, in_channels, mean, std)
+        self.expect_images(image_size, in_channels, mean, std, interpolation, crop_pct)
         shares_below_1(label_smoothing=label_smoothing)
         at_least(0, mixup=mixup, cutmix=cutmix)
         if image_size is not None:
-            self.example_input_array = torch.zeros(1, in_channels, image_size, image_size)
+            self.example_input_array = torch.zeros(1, in_channels, *sides(image_size))
         self.label_smoothing = label_smoothing
         alphas = {v2.MixUp: mixup, v2.CutMix: cutmix}
         mixers = [mix(alpha=a, num_classes=num_classes) for mix, a in alphas.items() if a]
@@ -101,7 +106,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         """`model`: uint8 images to logits, the normalisation inside."""
         if self.image_size is None:
             return {}
-        shape = (self.in_channels, self.image_size, self.image_size)
+        shape = (self.in_channels, *sides(self.image_size))
         return {
             "model": Program(
                 self,

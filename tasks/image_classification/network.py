@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from attnkit.surgery import insert_attention
+from attnkit.tasks.images.sizes import Size, sides
 
 
 def attention_network(
@@ -14,7 +15,7 @@ def attention_network(
     *,
     where: str = "blocks",
     start_as_identity: bool = False,
-    image_size: int,
+    image_size: Size,
     in_channels: int,
     num_classes: int,
 ) -> nn.Module:
@@ -25,13 +26,13 @@ def attention_network(
         attention: called with the channels of a feature map; a module map → map. None: as it is.
         where: "blocks", "stages" or a pattern of module names: see `attnkit.insert_attention`.
         start_as_identity: whether the network first computes what it did without attention.
-        image_size: side in pixels of the images that channels are found with.
+        image_size: side, or [height, width], in pixels of the images that channels are found with.
         in_channels: of the images.
         num_classes: how many logits.
     """
     network = backbone(in_channels=in_channels, num_classes=num_classes)
     if attention is not None:
-        images = torch.zeros(1, in_channels, image_size, image_size)
+        images = torch.zeros(1, in_channels, *sides(image_size))
         insert_attention(
             network, attention, where, start_as_identity=start_as_identity, example=images
         )

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from attnkit.lightning.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import ResumableSampler
+from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size
 from attnkit.tasks.loaders import SplitData, make_loader
 
 
@@ -22,8 +23,12 @@ class SplitImages(SplitData):
     equal, validation and test images never are, so that metrics are exact.
 
     Args:
-        image_size: side in pixels; None: the `image_size` of the module in the trainer if it has
-            one, else what fits the images.
+        image_size: side in pixels, or [height, width]; None: the `image_size` of the module in
+            the trainer if it has one, else what fits the images.
+        interpolation: how pictures are resized, "bicubic", "bilinear" or "nearest"; None: as the
+            module's in the trainer, else bicubic.
+        crop_pct: share of the sides that is kept when pictures of another size are brought to
+            `image_size`, as timm's; None: as the module's in the trainer, else 1, which is all.
         batch_size: images per step and process.
         num_workers: processes that load; None: none for images in memory, else one per core up
             to 8 and shared between the processes of this machine.
@@ -44,7 +49,9 @@ class SplitImages(SplitData):
     def __init__(
         self,
         *,
-        image_size: int | None = None,
+        image_size: Size | None = None,
+        interpolation: str | None = None,
+        crop_pct: float | None = None,
         batch_size: int = 64,
         num_workers: int | None = None,
         val_fraction: float = 0.1,
@@ -52,11 +59,13 @@ class SplitImages(SplitData):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        at_least(2, image_size=image_size)
+        self.image_size = checked_size(image_size)
+        check_fit(interpolation, crop_pct)
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers, seed=seed)
         held_out(val_fraction=val_fraction, test_fraction=test_fraction)
-        self.image_size = image_size
+        self.interpolation = interpolation
+        self.crop_pct = crop_pct
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.val_fraction = val_fraction
@@ -124,11 +133,27 @@ class SplitImages(SplitData):
         return max(1, min(8, (os.cpu_count() or 1) // local))
 
 
+def fit_of(data: Any) -> Fit:
+    """How pictures become images, of a data module that is set up."""
+    return Fit(data.image_size, data.interpolation or "bicubic", data.crop_pct or 1.0)
+
+
+def follow_module(data: Any) -> None:
+    """What a data module was not given is as the module in its trainer was made for."""
+    module = data.trainer.lightning_module if data.trainer is not None else None
+    if data.image_size is None:
+        data.image_size = checked_size(getattr(module, "image_size", None))
+    data.interpolation = data.interpolation or getattr(module, "interpolation", None) or "bicubic"
+    data.crop_pct = data.crop_pct or getattr(module, "crop_pct", None) or 1.0
+
+
 def check_fits_module(data: LightningDataModule) -> None:
     """UserError if the module in the trainer was made for another image_size or in_channels."""
     module = data.trainer.lightning_module if data.trainer is not None else None
     for name in ("image_size", "in_channels"):
         asked, made_for = getattr(data, name), getattr(module, name, None)
+        if isinstance(made_for, Sequence):
+            made_for = checked_size(made_for)
         if made_for is not None and asked != made_for:
             raise UserError(
                 f"data.{name}: got {asked}, but the module was made for {made_for}; "

@@ -14,10 +14,9 @@ from PIL import Image, ImageOps
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning.errors import first_line
+from attnkit.tasks.images.sizes import Fit, Size, sides
 
 # Small files are read faster than a thread is woken: threads take them by the handful.
 _CHUNK = 32
@@ -25,8 +24,8 @@ _SHOW_PROGRESS_FROM = 2000
 _LUMA = torch.tensor([299, 587, 114], dtype=torch.int32).view(3, 1, 1)  # ITU-R BT.601, in 1/1000
 # What `read_image` does, for users of exported programs.
 PREPARED = (
-    "pixels from 0 to 255, RGB or grey; of a picture of another size, its largest centred square, "
-    "resized with antialiasing (bicubic)"
+    "pixels from 0 to 255, RGB or grey; a picture of another size is resized with antialiasing by "
+    "`interpolation` until both sides are at least image_size / crop_pct, and its centre is cut out"
 )
 
 
@@ -34,12 +33,14 @@ class UndecodableImageError(Exception):
     """A file is not an image, or is broken. The message is the reason."""
 
 
-def read_image(path: str | Path, size: int) -> Tensor:
-    """The centre square of an image file as uint8 RGB [3, size, size].
+def read_image(
+    path: str | Path, size: Size, interpolation: str = "bicubic", crop_pct: float = 1.0
+) -> Tensor:
+    """The centre of an image file as uint8 RGB [3, height, width].
 
-    The largest centred square is resized with antialiasing (bicubic), which is what resizing the
-    short side and cropping the centre gives, without ever holding the part that is cut away.
-    The orientation of EXIF is applied. Palettes and CMYK become RGB, grey becomes three equal
+    It is resized with antialiasing, as by timm's transform for evaluation: until both sides are
+    at least size / crop_pct; then the centre is cut out. The parts that are cut away are never
+    held. The orientation of EXIF is applied. Palettes and CMYK become RGB, grey becomes three equal
     channels, 16 bits a channel become 8 (the upper ones), floats are taken to be in [0, 1], and
     transparency is laid on white.
 
@@ -49,7 +50,8 @@ def read_image(path: str | Path, size: int) -> Tensor:
     try:
         with Image.open(path) as image:
             # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size; twice the target loses nothing.
-            image.draft(None, (2 * size, 2 * size))
+            twice = round(2 * max(sides(size)) / crop_pct)
+            image.draft(None, (twice, twice))
             image.load()
             with contextlib.suppress(Exception):  # a broken EXIF block leaves the pixels usable
                 ImageOps.exif_transpose(image, in_place=True)
@@ -58,13 +60,22 @@ def read_image(path: str | Path, size: int) -> Tensor:
         raise UndecodableImageError("no such file") from error
     except Exception as error:  # Pillow's plugins raise about anything on broken files
         raise UndecodableImageError(_reason(path, error)) from error
-    side = min(rgb.size)
-    if rgb.size != (size, size):
-        left, top = (rgb.width - side) // 2, (rgb.height - side) // 2
-        rgb = F.resized_crop(
-            rgb, top, left, side, side, [size, size], InterpolationMode.BICUBIC, antialias=True
-        )
+    rgb = fit_picture(rgb, Fit(size, interpolation, crop_pct))
     return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
+
+
+def fit_picture(picture: Image.Image, fit: Fit) -> Image.Image:
+    """The picture at the size of `fit`."""
+    high, wide = sides(fit.size)
+    height, width = fit.resized(picture.height, picture.width)
+    if (width, height) == picture.size == (wide, high):
+        return picture
+    # Pillow's box says which part of the picture fills the image, in fractions of pixels.
+    left, top = round((width - wide) / 2), round((height - high) / 2)
+    x, y = picture.width / width, picture.height / height
+    right, bottom = min((left + wide) * x, picture.width), min((top + high) * y, picture.height)
+    how = Image.Resampling[fit.interpolation.upper()]
+    return picture.resize((wide, high), how, (left * x, top * y, right, bottom))
 
 
 def short_side(path: str | Path) -> int | None:
@@ -92,7 +103,7 @@ class Pixels:
     """What decoding files found: exact sums for mean and deviation, and the failures.
 
     Attributes:
-        images: uint8 [files, channels, size, size], or None if the pixels were not kept.
+        images: uint8 [files, channels, height, width], or None if the pixels were not kept.
         sums: int64 [files, 2, channels], the sum of the pixels and of their squares per channel.
         grey: bool [files], whether the channels are equal.
         failures: file number to the reason for which it cannot be decoded.
@@ -105,10 +116,10 @@ class Pixels:
 
 
 def decode_files(
-    paths: Sequence[str], size: int, channels: int, *, keep: bool, title: str
+    paths: Sequence[str], fit: Fit, channels: int, *, keep: bool, title: str
 ) -> Pixels:
     """Decode every file once, in threads (Pillow releases the interpreter's lock)."""
-    shape = (len(paths), channels, size, size)
+    shape = (len(paths), channels, *sides(fit.size))
     images = torch.empty(shape, dtype=torch.uint8) if keep else None
     sums = torch.zeros((len(paths), 2, channels), dtype=torch.int64)
     grey = torch.zeros(len(paths), dtype=torch.bool)
@@ -119,7 +130,7 @@ def decode_files(
         stop = min(start + _CHUNK, len(paths))
         for number in range(start, stop):
             try:
-                decoded[number] = read_image(paths[number], size)
+                decoded[number] = read_image(paths[number], *fit)
             except UndecodableImageError as error:
                 failures[number] = str(error)
         if decoded:

@@ -11,22 +11,23 @@ from torch.utils.data import Dataset
 
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.images.data import check_fits_module
+from attnkit.tasks.images.data import check_fits_module, fit_of, follow_module
 from attnkit.tasks.images.decode import UndecodableImageError, read_image, to_channels
 from attnkit.tasks.images.folder import list_images, say
+from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size, sides
 from attnkit.tasks.loaders import make_loader
 
 
 class ImagePaths(Dataset):
     """Image files, fetched by the batch; a file that cannot be decoded is named and left out.
 
-    A batch is uint8 images [batch, channels, size, size] and the list of their paths; shorter than
-    asked for by the files left out, and empty if there is nothing else.
+    A batch is uint8 images [batch, channels, height, width] and the list of their paths; shorter
+    than asked for by the files left out, and empty if there is nothing else.
     """
 
-    def __init__(self, paths: Sequence[str], image_size: int, in_channels: int) -> None:
+    def __init__(self, paths: Sequence[str], fit: Fit | int, in_channels: int) -> None:
         self.paths = list(paths)
-        self.image_size = image_size
+        self.fit = Fit(fit) if isinstance(fit, int) else fit
         self.in_channels = in_channels
 
     def __len__(self) -> int:
@@ -37,13 +38,13 @@ class ImagePaths(Dataset):
         for number in numbers:
             path = self.paths[number]
             try:
-                images.append(read_image(path, self.image_size))
+                images.append(read_image(path, *self.fit))
                 paths.append(path)
             except UndecodableImageError as error:
                 say(f"left out: {path} ({error})")
         if not images:
-            side = self.image_size
-            return torch.empty((0, self.in_channels, side, side), dtype=torch.uint8), []
+            shape = (0, self.in_channels, *sides(self.fit.size))
+            return torch.empty(shape, dtype=torch.uint8), []
         return to_channels(torch.stack(images), self.in_channels), paths
 
     def __getitem__(self, number: int) -> tuple[Tensor, list[str]]:
@@ -55,8 +56,10 @@ class PredictData(LightningDataModule):
 
     Args:
         images: the folder or file.
-        image_size: side in pixels; `module.image_size` of the trained module.
+        image_size: side in pixels, or [height, width]; `module.image_size` of the trained module.
         in_channels: 1 (grey) or 3 (RGB); `module.in_channels`.
+        interpolation, crop_pct: how pictures become images: see `Fit`; None: as the module's in
+            the trainer, else bicubic, and 1.
         batch_size: images per step and process.
         num_workers: processes that decode.
 
@@ -70,8 +73,10 @@ class PredictData(LightningDataModule):
         self,
         images: str | Path,
         *,
-        image_size: int,
+        image_size: Size,
         in_channels: int = 3,
+        interpolation: str | None = None,
+        crop_pct: float | None = None,
         batch_size: int = 64,
         num_workers: int = 0,
     ) -> None:
@@ -81,21 +86,23 @@ class PredictData(LightningDataModule):
         self.images = Path(images).expanduser().absolute()
         if not self.images.exists():
             raise ValueError(f"images: no such file or folder: {images}")
-        if image_size is None or image_size < 2:
-            raise ValueError(
-                f"image_size: expected the side the model was trained on, got {image_size}"
-            )
+        if image_size is None:
+            raise ValueError("image_size: expected the side the model was trained on, got None")
+        self.image_size = checked_size(image_size)
+        check_fit(interpolation, crop_pct)
         if in_channels not in (1, 3):
             raise ValueError(f"in_channels: expected 1 or 3, got {in_channels}")
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers)
-        self.image_size = image_size
+        self.interpolation = interpolation
+        self.crop_pct = crop_pct
         self.in_channels = in_channels
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.paths: list[str] = []
 
     def setup(self, stage: str | None = None) -> None:
+        follow_module(self)
         check_fits_module(self)
         self.paths = list_images(self.images) if self.images.is_dir() else [str(self.images)]
         if not self.paths:
@@ -103,7 +110,7 @@ class PredictData(LightningDataModule):
 
     def images_at(self, paths: Sequence[str]) -> ImagePaths:
         """The set that batches come from; for subclasses whose batches have another form."""
-        return ImagePaths(paths, self.image_size, self.in_channels)
+        return ImagePaths(paths, fit_of(self), self.in_channels)
 
     def predict_dataloader(self) -> EVAL_DATALOADERS:
         return make_loader(self, self.images_at(self.paths), "predict", "images")

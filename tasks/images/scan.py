@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from attnkit.lightning.files import cache_folder, replacing
 from attnkit.tasks.images.decode import Pixels, decode_files, short_side
 from attnkit.tasks.images.folder import Files, report_failures
 from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
-from attnkit.tasks.images.sizes import default_image_size
+from attnkit.tasks.images.sizes import Fit, default_image_size, sides
 
 _HEADERS_READ = 1024
 
@@ -27,8 +28,8 @@ def read_splits(
     """Of each split its images, and the numbers of those that can be decoded.
 
     Args:
-        data: the data module: its `image_size` (None: what fits the images of train), `memory_gb`
-            and `skip_corrupt`.
+        data: the data module: its `image_size` (None: what fits the images of train),
+            `interpolation`, `crop_pct`, `memory_gb` and `skip_corrupt`.
         splits: their files, train first. Those of val and test are the user's own choice, and none
             may be broken.
         channels: 1 or 3; None: 1 if all images of train are grey.
@@ -37,13 +38,14 @@ def read_splits(
         UserError: see `report_failures`.
     """
     size = data.image_size or default_image_size(median_side(splits["train"].paths))
+    fit = Fit(size, data.interpolation or "bicubic", data.crop_pct or 1.0)
     count = sum(len(files.paths) for files in splits.values())
-    keep = count * 3 * size**2 <= memory_bytes(data.memory_gb, data.trainer)
+    keep = count * 3 * math.prod(sides(size)) <= memory_bytes(data.memory_gb, data.trainer)
     decode = decode_files if keep else check_files
     found: dict[str, tuple[ImageSet, Tensor]] = {}
     for split, files in splits.items():
         paths, labels = files.paths, torch.tensor(files.labels, dtype=torch.int64)
-        pixels = decode(paths, size, channels or 3, keep=keep, title=f"{split} images")
+        pixels = decode(paths, fit, channels or 3, keep=keep, title=f"{split} images")
         failures = {paths[number]: reason for number, reason in pixels.failures.items()}
         skip, given = data.skip_corrupt, split != "train"
         report_failures(failures, split, len(paths), given=given, skip_corrupt=skip)
@@ -54,9 +56,10 @@ def read_splits(
         images: ImageSet
         if pixels.images is None:
             sums = pixels.sums[:, :, :channels].clone()
-            images = FileImages(paths, labels, size, channels, sums)
+            images = FileImages(paths, labels, fit, channels, sums)
         else:
             images = MemoryImages(pixels.images[:, :channels].contiguous(), labels)
+            images.fitted = True
         found[split] = images, good.nonzero().flatten()
     return found
 
@@ -93,13 +96,13 @@ def median_side(paths: Sequence[str]) -> int:
     return sorted(sides)[len(sides) // 2] if sides else 1
 
 
-def check_files(paths: list[str], size: int, channels: int, *, keep: bool, title: str) -> Pixels:
+def check_files(paths: list[str], fit: Fit, channels: int, *, keep: bool, title: str) -> Pixels:
     """`decode_files` without keeping the pixels, remembered in the user's cache folder.
 
     A scan of a large folder takes minutes, and every process of a run and every next run needs its
     result; it holds until a file's name, size or time of change differs.
     """
-    key = hashlib.sha256(f"1 {size} {channels}".encode())
+    key = hashlib.sha256(f"2 {tuple(fit)} {channels}".encode())
     for path in paths:
         with contextlib.suppress(OSError):
             stat = os.stat(path)
@@ -107,7 +110,7 @@ def check_files(paths: list[str], size: int, channels: int, *, keep: bool, title
     file = cache_folder() / "scans" / f"{key.hexdigest()[:32]}.pt"
     with contextlib.suppress(Exception):  # absent or damaged: scan again
         return Pixels(None, **torch.load(file, weights_only=True))
-    pixels = decode_files(paths, size, channels, keep=False, title=title)
+    pixels = decode_files(paths, fit, channels, keep=False, title=title)
     found = {"sums": pixels.sums, "grey": pixels.grey, "failures": pixels.failures}
     # A cache folder that cannot be written only costs time.
     with contextlib.suppress(OSError, RuntimeError), replacing(file) as part:

@@ -1,5 +1,6 @@
 """Sets of labelled images."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
@@ -15,6 +16,7 @@ from attnkit.tasks.images.decode import (
     read_image,
     to_channels,
 )
+from attnkit.tasks.images.sizes import Fit, Size, sides
 
 _CHUNK = 4096
 
@@ -23,13 +25,18 @@ class ImageSet(Dataset, ABC):
     """Images and labels that are fetched by the batch.
 
     A DataLoader calls `__getitems__` with all the numbers of a batch; it returns the
-    batch: uint8 images [batch, channels, size, size] and int64 labels [batch].
+    batch: uint8 images [batch, channels, height, width] and int64 labels [batch].
+
+    Attributes:
+        size: side of the images in pixels, or [height, width].
+        fitted: whether the images are as the data module's `interpolation` and `crop_pct` say.
     """
 
     labels: Tensor
-    size: int
+    size: Size
     channels: int
     reads_files = False
+    fitted = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -44,7 +51,7 @@ class ImageSet(Dataset, ABC):
 
     @abstractmethod
     def fetch(self, rows: Tensor) -> Tensor:
-        """The images with these numbers, uint8 [batch, channels, size, size]."""
+        """The images with these numbers, uint8 [batch, channels, height, width]."""
 
     @abstractmethod
     def select(self, rows: Tensor) -> "ImageSet":
@@ -56,7 +63,7 @@ class ImageSet(Dataset, ABC):
 
     def mean_and_std(self) -> tuple[list[float], list[float]]:
         """Per channel, of pixels scaled to [0, 1]; exact."""
-        first, second = self.sums().double() / (len(self) * self.size**2)
+        first, second = self.sums().double() / (len(self) * math.prod(sides(self.size)))
         std = (second - first.square()).clamp_min(0).sqrt()
         # A constant channel must not be divided by zero.
         std = std.clamp_min(1.0)
@@ -67,23 +74,25 @@ class MemoryImages(ImageSet):
     """Images held as one uint8 tensor; a batch is one `index_select`.
 
     Args:
-        images: uint8 [images, channels, size, size].
+        images: uint8 [images, channels, height, width].
         labels: integers [images].
     """
 
     def __init__(self, images: Tensor, labels: Tensor | Sequence[int]) -> None:
         self.images = images
         self.labels = torch.as_tensor(labels, dtype=torch.int64)
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[-1] != images.shape[-2]:
+        if images.dtype != torch.uint8 or images.ndim != 4:
             raise ValueError(
-                "images: expected square uint8 images [images, channels, size, size], "
+                "images: expected uint8 images [images, channels, height, width], "
                 f"got {images.dtype} {list(images.shape)}"
             )
         if self.labels.shape != images.shape[:1]:
             raise ValueError(
                 f"labels: expected {len(images)} of them, got shape {list(self.labels.shape)}"
             )
-        self.channels, self.size = images.shape[1], images.shape[2]
+        self.channels = images.shape[1]
+        height, width = images.shape[2:]
+        self.size = height if height == width else [height, width]
         self.rows = torch.arange(len(images))
 
     def fetch(self, rows: Tensor) -> Tensor:
@@ -108,19 +117,26 @@ class FileImages(ImageSet):
     Args:
         paths: the files, known to be decodable.
         labels: integers [images].
-        size: side of the images in pixels.
+        fit: how they are brought to their size, or the size alone.
         channels: 1 (grey) or 3.
         pixel_sums: int64 [images, 2, channels], from `decode_files`.
     """
 
     reads_files = True
+    fitted = True
 
     def __init__(
-        self, paths: Sequence[str], labels: Tensor, size: int, channels: int, pixel_sums: Tensor
+        self,
+        paths: Sequence[str],
+        labels: Tensor,
+        fit: Fit | int,
+        channels: int,
+        pixel_sums: Tensor,
     ) -> None:
         self.paths = list(paths)
         self.labels = labels
-        self.size = size
+        self.fit = Fit(fit) if isinstance(fit, int) else fit
+        self.size = self.fit.size
         self.channels = channels
         self.pixel_sums = pixel_sums
 
@@ -129,13 +145,13 @@ class FileImages(ImageSet):
 
     def _read(self, row: int) -> Tensor:
         try:
-            return read_image(self.paths[row], self.size)
+            return read_image(self.paths[row], *self.fit)
         except UndecodableImageError as error:
             raise RunError(f"{self.paths[row]} changed while in use: {error}") from error
 
     def select(self, rows: Tensor) -> "FileImages":
         paths = [self.paths[row] for row in rows.tolist()]
-        return FileImages(paths, self.labels[rows], self.size, self.channels, self.pixel_sums[rows])
+        return FileImages(paths, self.labels[rows], self.fit, self.channels, self.pixel_sums[rows])
 
     def sums(self) -> Tensor:
         return self.pixel_sums.sum(dim=0)

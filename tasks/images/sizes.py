@@ -1,11 +1,63 @@
-"""Which image and patch size fits the images."""
+"""Which image and patch size fits the images, and how pictures are brought to it."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from attnkit.core.arguments import pair
+from attnkit.lightning.arguments import at_least, one_of, shares
 from attnkit.lightning.errors import UserError
 
 MAX_DEFAULT_SIDE = 224
 MIN_GRID = 8
 MAX_GRID = 16  # 256 tokens
 _POWERS = (16, 8, 4, 2)
+Size = int | Sequence[int]
+INTERPOLATIONS = ("bicubic", "bilinear", "nearest")
+
+
+class Fit(NamedTuple):
+    """How a picture of any size becomes an image: its largest centred part of the same shape.
+
+    Attributes:
+        size: side in pixels, or [height, width].
+        interpolation: "bicubic", "bilinear" or "nearest"; the first two with antialiasing.
+        crop_pct: share of that part's sides that is kept; less leaves out more of the border.
+    """
+
+    size: Size
+    interpolation: str = "bicubic"
+    crop_pct: float = 1.0
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The size that a picture is brought to before the centre of it is cut out, as timm's."""
+        high, wide = (int(side / self.crop_pct) for side in sides(self.size))
+        whole = int if high == wide else round
+        if height * wide <= width * high:
+            return high, max(wide, whole(width * high / height))
+        return max(high, whole(height * wide / width)), wide
+
+
+def sides(size: Size) -> tuple[int, int]:
+    """Height and width."""
+    return pair("image_size", list(size) if isinstance(size, Sequence) else size)
+
+
+def checked_size(size: Size | None) -> int | list[int] | None:
+    """The size as it is written: one number for a square, else [height, width]."""
+    if size is None:
+        return None
+    height, width = sides(size)
+    at_least(2, image_size=min(height, width))
+    return height if height == width else [height, width]
+
+
+def check_fit(interpolation: str | None, crop_pct: float | None) -> None:
+    """ValueError if either is out of range; None is left to others."""
+    if interpolation is not None:
+        one_of(INTERPOLATIONS, interpolation=interpolation)
+    shares(crop_pct=crop_pct)
+    if crop_pct == 0:
+        raise ValueError("crop_pct: expected a number above 0, got 0")
 
 
 def default_image_size(short_side: int) -> int:
@@ -15,28 +67,34 @@ def default_image_size(short_side: int) -> int:
     return side // patch * patch
 
 
-def default_patch_size(image_size: int) -> int:
+def default_patch_size(image_size: Size) -> int:
     """The patch side that fits images of this side: 8 → 2, 32 → 4, 64 → 8, 224 → 16, 384 → 24.
 
     The largest power of two from 2 to 16 that divides the image into 8 to 16 patches a side, so
     256 tokens at most. Where there is none, the divisor nearest to 16 that does; and images too
-    small for 8 patches a side get the smallest divisor above 1.
+    small for 8 patches a side get the smallest divisor above 1. Of images that are no squares,
+    8 to 16 is the square root of the number of patches.
 
     Raises:
         UserError: no divisor gives 2 to 16 patches a side (primes, mostly).
     """
-    divisors = [p for p in range(2, image_size) if image_size % p == 0]
-    fitting = [p for p in divisors if MIN_GRID <= image_size // p <= MAX_GRID]
+    height, width = sides(image_size)
+    grids = {
+        p: (height // p) * (width // p)
+        for p in range(2, min(height, width))
+        if height % p == width % p == 0
+    }
+    fitting = [p for p, tokens in grids.items() if MIN_GRID**2 <= tokens <= MAX_GRID**2]
     powers = [p for p in fitting if p in _POWERS]
-    small = [p for p in divisors if image_size // p < MIN_GRID]
+    small = [p for p, tokens in grids.items() if tokens < MIN_GRID**2]
     if powers:
         return max(powers)
     if fitting:
         return min(fitting, key=lambda patch: abs(patch - _POWERS[0]))
     if small:
         return min(small)
-    near = image_size // 16 * 16 if image_size >= 32 else image_size + 1
+    near = [side // 16 * 16 if side >= 32 else side + 1 for side in (height, width)]
     raise UserError(
         f"data.image_size: no patch size divides {image_size} into 2 to {MAX_GRID} patches a side; "
-        f"{near} would do"
+        f"{near[0] if height == width else near} would do"
     )

@@ -13,6 +13,7 @@ from attnkit.tasks.images.decode import (
     short_side,
     to_channels,
 )
+from attnkit.tasks.images.sizes import Fit
 
 
 def gradient(width, height):
@@ -45,6 +46,22 @@ def test_the_centre_square_is_kept(tmp_path):
     assert torch.equal(read_image(path, 5), as_tensor(pixels[:, 4:9]))
     path = saved(Image.fromarray(gradient(5, 13)), tmp_path / "high.png")
     assert torch.equal(read_image(path, 5), as_tensor(gradient(5, 13)[4:9]))
+
+
+@pytest.mark.parametrize("size", [16, (12, 25)])
+@pytest.mark.parametrize(("interpolation", "crop_pct"), [("bicubic", 1.0), ("bilinear", 0.875)])
+@pytest.mark.parametrize("shape", [(50, 31), (31, 50), (97, 64)])
+def test_images_are_those_of_timms_transform(tmp_path, shape, size, interpolation, crop_pct):
+    create_transform = pytest.importorskip("timm.data").create_transform
+    noise = np.random.default_rng(0).integers(0, 256, (9, 8, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).resize(shape, Image.Resampling.BICUBIC)
+    sides = (size, size) if isinstance(size, int) else size
+    expected = create_transform(
+        (3, *sides), interpolation=interpolation, crop_pct=crop_pct, normalize=False
+    )(image)
+    read = read_image(saved(image, tmp_path / "a.png"), size, interpolation, crop_pct)
+    # Pillow computes the weights of a box in another order.
+    assert (read.int() - expected.int()).abs().max() <= 1
 
 
 def test_shrinking_is_antialiased(tmp_path):
@@ -142,14 +159,14 @@ def test_decode_files_numbers_what_failed_and_sums_the_rest(tmp_path):
     broken_files(tmp_path)
     names = ["whole.jpg", "empty.png", "whole.jpg", "truncated.jpg"] + ["whole.jpg"] * 67
     paths = [str(tmp_path / name) for name in names]
-    pixels = decode_files(paths, 11, 3, keep=True, title="")
+    pixels = decode_files(paths, Fit(11), 3, keep=True, title="")
     assert list(pixels.failures) == [1, 3]
     expected = read_image(paths[0], 11)
     good = [number for number in range(71) if number not in (1, 3)]
     assert all(torch.equal(pixels.images[number], expected) for number in good)
     flat = expected.long().flatten(1)
     assert torch.equal(pixels.sums[70], torch.stack([flat.sum(1), (flat * flat).sum(1)]))
-    again = decode_files(paths, 11, 3, keep=False, title="")
+    again = decode_files(paths, Fit(11), 3, keep=False, title="")
     assert again.images is None
     assert torch.equal(again.sums, pixels.sums)
 
@@ -161,7 +178,7 @@ def test_grey_is_told_by_the_pixels(tmp_path):
         saved(grey.convert("RGB"), tmp_path / "rgb.png"),
         saved(Image.fromarray(gradient(7, 7)), tmp_path / "colour.png"),
     ]
-    pixels = decode_files(list(map(str, paths)), 7, 3, keep=False, title="")
+    pixels = decode_files(list(map(str, paths)), Fit(7), 3, keep=False, title="")
     assert pixels.grey.tolist() == [True, True, False]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning import LightningModule, Trainer
 from torch import nn
+from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning import UserError
 from attnkit.lightning.resume.sampler import UnpaddedSampler, stratified_split
@@ -193,6 +194,31 @@ def test_images_are_fitted_on_the_way(tmp_path):
     assert facts["mean"] == [facts["mean"][0]] * 3
 
 
+def test_sizes_that_are_no_squares_keep_the_shape_of_things(tmp_path):
+    module = Recorder()
+    options = {"image_size": (12, 8), "interpolation": "bilinear", "augment": None}
+    data = OwnData({"train": some_images(30)}, **options)
+    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    images, _ = module.batches["val"][0]
+    assert images.shape == (4, 1, 12, 8)
+    # The middle columns of the square, not the square made narrow.
+    wide = F.resize(data.sets["val"].images, [12, 12], F.InterpolationMode.BILINEAR)
+    assert torch.equal(images, wide[data.sets["val"].rows][..., 2:10])
+    facts = data.describe()
+    assert (facts["image_size"], facts["patch_size"]) == ([12, 8], 2)
+    assert (facts["interpolation"], facts["crop_pct"]) == ("bilinear", 1.0)
+    assert default_patch_size([224, 96]) == 16
+
+
+def test_crop_pct_leaves_out_the_border(tmp_path):
+    module = Recorder()
+    data = OwnData({"train": some_images(30, side=8)}, image_size=8, crop_pct=0.5, augment=None)
+    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    images, _ = module.batches["val"][0]
+    large = F.resize(data.sets["val"].images, [16, 16], F.InterpolationMode.BICUBIC)
+    assert torch.equal(images, large[data.sets["val"].rows][..., 4:12, 4:12])
+
+
 def test_colour_made_grey_is_described_as_grey():
     colours = MemoryImages(torch.zeros(30, 3, 5, 5, dtype=torch.uint8), torch.arange(30) % 2)
     colours.images[:, 0] = 255
@@ -203,10 +229,11 @@ def test_colour_made_grey_is_described_as_grey():
 
 def test_what_was_not_asked_for_follows_the_module(tmp_path):
     module = Recorder()
-    module.image_size, module.in_channels = 7, 3
+    module.image_size, module.in_channels, module.interpolation = 7, 3, "nearest"
     data = OwnData({"train": some_images(30)}, augment=None)
     trainer(tmp_path).test(module, datamodule=data, verbose=False)
     assert module.batches["test"][0][0].shape[1:] == (3, 7, 7)
+    assert data.interpolation == "nearest"
 
 
 def test_drop_last():
@@ -250,6 +277,10 @@ def test_default_sizes():
     ("options", "message"),
     [
         ({"image_size": 1}, "image_size"),
+        ({"image_size": [8, 8, 8]}, "image_size"),
+        ({"image_size": [8, 1]}, "image_size"),
+        ({"interpolation": "cubic"}, "interpolation: expected bicubic, bilinear or nearest"),
+        ({"crop_pct": 0}, "crop_pct"),
         ({"in_channels": 2}, "in_channels"),
         ({"batch_size": 0}, "batch_size"),
         ({"num_workers": -1}, "num_workers"),
@@ -275,7 +306,7 @@ def test_bad_sets_are_refused():
     wrong = MemoryImages(some_images(4).images, [0, 1, 2, 3])
     with pytest.raises(UserError, match="test has labels outside 0 to 1"):
         OwnData({"train": some_images(), "test": wrong}).setup()
-    with pytest.raises(ValueError, match="square uint8"):
+    with pytest.raises(ValueError, match="expected uint8"):
         MemoryImages(torch.zeros(2, 1, 5, 5), [0, 1])
     with pytest.raises(ValueError, match="expected 4 of them"):
         MemoryImages(some_images(4).images, [0, 1])

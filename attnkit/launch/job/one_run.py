@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Collection
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ class Session:
             self.data.setup("fit")
             facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
             for node in nodes:
-                node.update({k: facts[k] for k, v in node.items() if v is None and k in facts})
+                node.update(
+                    {k: deepcopy(facts[k]) for k, v in node.items() if v is None and k in facts}
+                )
         return self.data
 
     def make_predict_data(self, module: LightningModule) -> LightningDataModule:
