@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.export.export import Export
     from attnkit.lightning.export.program import Program
     from attnkit.lightning.loggers.metrics_csv import MetricsCSV
+    from attnkit.lightning.loggers.tensorboard import TensorBoard
     from attnkit.lightning.loggers.wandb import WandbRun
     from attnkit.lightning.modules.classification import ClassificationModule
     from attnkit.lightning.modules.module import TaskModule
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from attnkit.lightning.resume.exact_resume import ExactResume
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
+    from attnkit.lightning.telling.epochs import EpochLines
+    from attnkit.lightning.telling.steps import StepMetrics
 
 # Where each name is, read from these imports, so that it is written once.
 _HOMES = {

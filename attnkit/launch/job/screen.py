@@ -19,6 +19,8 @@ from rich.table import Table
 
 from attnkit.launch.job.folder import RESULTS
 from attnkit.lightning.errors import RunError, UserError
+from attnkit.lightning.telling.say import log as _log
+from attnkit.lightning.telling.say import say
 
 if TYPE_CHECKING:
     from attnkit.launch.job.job import Job
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 LOG = "run.log"
 PREDICTIONS = "predictions.csv"
-_log = logging.getLogger("attnkit.run")
 _MAX_ROWS = 20
 
 # Warnings that no one can act on in a run that attnkit set up; run.log has them.
@@ -116,12 +117,6 @@ def print_table(table: Table) -> None:
     """To the screen only; not squeezed where there is no screen."""
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table)
-
-
-def say(text: str) -> None:
-    """A line on screen and in run.log."""
-    print_(escape(text))
-    _log.info("%s", text)
 
 
 def show(table: Table) -> None:

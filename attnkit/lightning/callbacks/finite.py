@@ -27,7 +27,7 @@ class FiniteLoss(Callback):
         self._check()
         where = (
             f"step {trainer.global_step}, batch {trainer.fit_loop.epoch_loop.batch_idx} "
-            f"of epoch {trainer.current_epoch}"
+            f"of epoch {trainer.current_epoch + 1}"
         )
         if trainer.world_size > 1:
             where += f", rank {trainer.global_rank}"

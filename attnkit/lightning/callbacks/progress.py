@@ -4,15 +4,108 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import (
+    BatchesProcessedColumn,
+    CustomTimeColumn,
+)
+from rich import get_console
+from rich.progress import BarColumn, TextColumn
+
+from attnkit.lightning.telling.say import on_terminal
+from attnkit.lightning.telling.steps import StepMetrics
+
+NARROW = 100  # columns
 
 
 class Progress(RichProgressBar):
-    """Lightning's rich progress bar without the version number of the log folder."""
+    """Lightning's rich progress bar on one line, which is gone when the stage is over.
+
+    Epochs count from 1. Behind the bar stand the last figures of `StepMetrics`, if it is there, and
+    those logged with `prog_bar=True`: as many as there is room for, brought up to date when
+    `StepMetrics` logs, so that no other step waits for the device. Where the output is no
+    terminal, there is no bar.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._shown: tuple[object, dict[str, Any]] = (None, {})
+        if not on_terminal():
+            self.disable()
+
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
+        """Description, bar, batches and time."""
+        return [
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=self._bar_width),
+            BatchesProcessedColumn(style=self.theme.batch_progress),
+            CustomTimeColumn(style=self.theme.time),
+        ]
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """What stands behind the bar: the metrics logged with `prog_bar=True`."""
+        """What stands behind the bar."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        steps = next((c.figures for c in callbacks if isinstance(c, StepMetrics)), None)
+        if trainer.training and steps is not None and steps is self._shown[0]:
+            return self._shown[1]
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        return metrics
+        self._shown = (steps, self._as_fits(trainer, {**(steps or {}), **metrics}))
+        return self._shown[1]
+
+    @property
+    def _bar_width(self) -> int:
+        return 8 if get_console().width < NARROW else 30
+
+    def _as_fits(self, trainer: Trainer, metrics: dict[str, Any]) -> dict[str, Any]:
+        """As texts, without those that the line has no room for."""
+        batches = 2 * len(str(trainer.num_training_batches)) + 1
+        epoch = len(f"Validation {trainer.max_epochs}")
+        room = get_console().width - (epoch + self._bar_width + batches + len("0:00:00 • 0:00:00"))
+        room -= 5  # columns are a space apart
+        fitting = {}
+        for name, value in metrics.items():
+            text = f"{value:.3g}" if isinstance(value, int | float) else str(value)
+            room -= len(f"{name}: {text} ")
+            if room < 0:
+                break
+            fitting[name] = text
+        return fitting
+
+    def _vanishing(self) -> None:
+        """When it stops, the bar goes: what there was to say has its own lines."""
+        if self.progress is not None:
+            self.progress.live.transient = True
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_sanity_check_start(trainer, pl_module)
+        self._vanishing()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._vanishing()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        if self.progress is not None and self.train_progress_bar_id is not None:
+            last = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
+            # as wide as "Validation", or the bar would jump
+            description = f"{f'Epoch {trainer.current_epoch + 1}{last}':10}"
+            self.progress.update(self.train_progress_bar_id, description=description)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        self._vanishing()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_test_start(trainer, pl_module)
+        self._vanishing()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_test_end(trainer, pl_module)
+        self.teardown(trainer, pl_module, "test")  # the module's table comes next
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_predict_start(trainer, pl_module)
+        self._vanishing()

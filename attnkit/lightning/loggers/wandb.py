@@ -1,7 +1,7 @@
 """Weights & Biases, in the run folder and with the run's life: one run there for one run here."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from attnkit.lightning._private import wandb_arguments
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import replacing
+from attnkit.lightning.loggers.counting import from_one
 
 ID = Path("wandb", "id")  # in the run folder
 
 
 class WandbRun(WandbLogger):
-    """Lightning's `WandbLogger`, with four differences.
+    """Lightning's `WandbLogger`, with five differences.
 
     - Its files are in `save_dir`/wandb, and what it logs as configuration is the config.yaml there.
     - A run that is resumed goes on in the same W&B run: its id lies in the folder.
     - It ends when the run does, with or without an error, so that runs that follow in the same
       process (seeds, sweeps) have their own.
+    - Epochs count from 1.
     - `offline` is this run's alone; Lightning's sets WANDB_MODE for the whole process.
 
     Args:
@@ -88,6 +90,11 @@ class WandbRun(WandbLogger):
                     "  without a network: logger.wandb.offline=true"
                 ) from error
         return self._experiment
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Lightning's, with epochs that count from 1."""
+        super().log_metrics(from_one(metrics), step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the whole configuration is logged at the start."""

@@ -45,7 +45,7 @@ def test_run_folder(mine):
     ):
         assert (folder / name).stat().st_size > 0, name
     assert list(folder.glob("tensorboard/events*"))
-    assert epochs_of(folder) == [0, 1]
+    assert epochs_of(folder) == [1, 2]
 
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["run_dir"] == str(folder)
@@ -148,7 +148,7 @@ def test_resume_goes_on_in_the_same_folder(mine):
     done = mine("resume=latest", "trainer.max_epochs=4")
     assert done.code == 0, done.err
     assert list(Path("outputs/mine").iterdir()) == [folder]
-    assert epochs_of(folder) == [0, 1, 2, 3]  # Lightning's own logger would have lost two
+    assert epochs_of(folder) == [1, 2, 3, 4]  # Lightning's own logger would have lost two
     assert results_of(folder)["epochs"] == 4
     assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 4
     assert "changed: trainer.max_epochs=4" in (folder / "run.log").read_text()
@@ -162,7 +162,7 @@ def test_resume_of_a_run_that_died(mine):
     Path("run/config.yaml").write_text(yaml.safe_dump(config))
     Path("run").rename("moved")
     assert mine("resume=moved").code == 0
-    assert epochs_of(Path("moved")) == [0, 1]
+    assert epochs_of(Path("moved")) == [1, 2]
     assert not Path("run").exists()
 
 
@@ -189,7 +189,7 @@ def test_ctrl_c_says_how_to_go_on(mine, hers):
     done = mine("run_dir=run", "module.interrupt_at=1", "seeds=2")
     assert done.code == 130
     assert f"to go on: attnkit resume={Path('run').absolute()} --config-dir {hers}" in done.err
-    assert epochs_of(Path("run/seed_0")) == [0]
+    assert epochs_of(Path("run/seed_0")) == [1]
     assert not Path("run/seed_1/checkpoints").exists()
 
     done = mine("-m", "module.interrupt_at=0,null", "run_dir=sweep")
@@ -315,4 +315,4 @@ def test_the_command_to_go_on_works_when_pasted(attnkit, hers):
     config["module"]["interrupt_at"] = None
     Path("a run/config.yaml").write_text(yaml.safe_dump(config))
     assert attnkit(*words[1:]).code == 0
-    assert epochs_of(Path("a run")) == [0, 1]
+    assert epochs_of(Path("a run")) == [1, 2]

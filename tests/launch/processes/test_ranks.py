@@ -107,10 +107,10 @@ def test_signal_in_training(attnkit, start, unruly, trainer, name, code):
     assert f"to go on: attnkit resume={Path('run').absolute()} --config-dir" in done.out
     assert "Traceback" not in done.out
     assert start.left() == {}
-    assert epochs_of(Path("run")) != [0, 1, 2, 3, 4]
+    assert epochs_of(Path("run")) != [1, 2, 3, 4, 5]
     done = attnkit(*unruly[:2], "resume=run")
     assert done.code == 0, done.err
-    assert epochs_of(Path("run")) == [0, 1, 2, 3, 4]
+    assert epochs_of(Path("run")) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_stray_variables_change_nothing(attnkit, unruly, monkeypatch):
         "run_dir=run",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert epochs_of(Path("run/seed_0")) == epochs_of(Path("run/seed_1")) == [0]
+    assert epochs_of(Path("run/seed_0")) == epochs_of(Path("run/seed_1")) == [1]
     assert "MEMBER: 2/2" in Path("run/run_rank1.log").read_text()
     assert "rank 1" not in Path("run/run.log").read_text()
     assert list(Path("run").glob("seed_*/run*.log")) == []

@@ -61,7 +61,7 @@ def test_torchrun(start, unruly):
     assert done.code == 0, done.out
     assert [path.name for path in Path.cwd().iterdir()] == ["run"]
     assert results_of(Path("run"))["num_seeds"] == 2
-    assert [epochs_of(Path(f"run/seed_{seed}")) for seed in (0, 1)] == [[0, 1], [0, 1]]
+    assert [epochs_of(Path(f"run/seed_{seed}")) for seed in (0, 1)] == [[1, 2], [1, 2]]
     assert start.left() == {}
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_comes_late_finds_the_folder_held(srun, start, unruly):
     more = (*unruly[:2], "resume=run", "trainer=cpu_ddp", "trainer.max_epochs=2")
     first, second = srun(*more, late=lambda: is_locked(Path("run/.lock")))
     assert (first.code, second.code) == (0, 0), first.out + second.out
-    assert epochs_of(Path("run")) == [0, 1]
+    assert epochs_of(Path("run")) == [1, 2]
 
 
 REFUSED = [
@@ -99,7 +99,7 @@ def test_srun(srun, unruly):
     assert (first.code, second.code) == (0, 0), first.out + second.out
     assert second.out == ""
     assert [path.name for path in Path.cwd().iterdir()] == ["run"]
-    assert epochs_of(Path("run")) == [0, 1]
+    assert epochs_of(Path("run")) == [1, 2]
     assert results_of(Path("run"))["steps"] == 8
 
 

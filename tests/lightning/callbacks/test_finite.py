@@ -28,7 +28,7 @@ def test_stops_at_the_step_and_names_it(
         accumulate_grad_batches=accumulate,
     )
     step = {1: 7, 2: 4}[accumulate]
-    with pytest.raises(RunError, match=f"the loss is .* at step {step}, batch 2 of epoch 1: stop"):
+    with pytest.raises(RunError, match=f"the loss is .* at step {step}, batch 2 of epoch 2: stop"):
         trainer.fit(module, loader)
     assert torch.equal(module.head.weight, module.before)
     (path,) = tmp_path.glob("*.ckpt")
@@ -53,7 +53,7 @@ def test_a_late_look_is_before_the_next_checkpoint(small_net, loader, make_train
         enable_checkpointing=True,
         max_epochs=9,
     )
-    with pytest.raises(RunError, match="at step 9, batch 4 of epoch 1"):
+    with pytest.raises(RunError, match="at step 9, batch 4 of epoch 2"):
         trainer.fit(Diverging(), loader)
     (path,) = tmp_path.glob("*.ckpt")
     assert load(path)["global_step"] == 5

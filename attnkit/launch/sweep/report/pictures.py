@@ -172,8 +172,9 @@ def history(path: Path, name: str) -> list[tuple[float, float]]:
                 continue
             if math.isfinite(value):
                 epochs.setdefault(epoch, []).append(value)
+    before = 0 if 0 in epochs else 1  # files of former versions count from 0
     return [
-        (epoch + (place + 1) / len(values), value)
+        (epoch - before + (place + 1) / len(values), value)
         for epoch, values in sorted(epochs.items())
         for place, value in enumerate(values)
     ]

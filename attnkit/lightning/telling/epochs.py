@@ -1,0 +1,141 @@
+"""One line for each epoch, and where nobody sees a progress bar, one every ten seconds."""
+
+import time
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from attnkit.lightning.telling.say import on_terminal, say
+from attnkit.lightning.telling.steps import StepMetrics
+
+MANY = 100  # epochs, of which not each gets its line
+
+
+class EpochLines(Callback):
+    """Says how each epoch went, on screen and in run.log:
+
+        epoch 3/40  loss 1.23  val/loss 1.31, accuracy 0.512  lr 0.00098  12 s  best
+
+    That is the training loss; of validation, the loss, the metric that the checkpoint follows, and
+    what is logged with `prog_bar=True`; the learning rate at the end, the seconds with validation,
+    and whether it is the best epoch so far (`best: 2` if not), by the metric of the checkpoint.
+    Runs of more than 100 epochs get at most one line a second.
+
+    Where the output is no terminal, it also says every few seconds how far it is.
+
+    Args:
+        every_seconds: the longest time without a line, where the output is no terminal.
+    """
+
+    def __init__(self, every_seconds: float = 10.0) -> None:
+        self.every_seconds = every_seconds
+        self.best: dict[str, float] = {}
+        """`value` and `epoch` of the best so far, of the metric that the checkpoint follows."""
+        self._watched = True
+        self._last = self._began = time.monotonic()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._watched = on_terminal() and trainer.progress_bar_callback is not None
+        self._last = time.monotonic()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        monitored, is_best = self._judge(trainer)
+        now = time.monotonic()
+        last = trainer.max_epochs or -1
+        is_last = trainer.current_epoch + 1 == last
+        if not is_last and not 0 < last <= MANY and now - self._last < 1:
+            return
+        parts = [_epoch(trainer), *_metrics(trainer, monitored)]
+        rates = [float(group["lr"]) for opt in trainer.optimizers for group in opt.param_groups]
+        steps = _steps(trainer)
+        if rates:
+            parts.append(f"lr {steps.get('lr', max(rates)):.2g}")
+        seconds = now - self._began
+        parts.append(f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s")
+        if is_best:
+            parts.append("best")
+        elif self.best:
+            parts.append(f"best: {self.best['epoch']:.0f}")
+        self._say(trainer, "  ".join(parts))
+
+    def _judge(self, trainer: Trainer) -> tuple[str, bool]:
+        """The metric that the checkpoint follows, and whether it is better than ever."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor:
+                value = trainer.callback_metrics.get(callback.monitor)
+                if value is None:
+                    return callback.monitor, False
+                found, sign = float(value), 1 if callback.mode == "min" else -1
+                better = not self.best or sign * found < sign * self.best["value"]
+                if better:
+                    self.best = {"value": found, "epoch": trainer.current_epoch + 1}
+                return callback.monitor, better
+        return "", False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._is_silent():
+            figures = "".join(f", {name} {value:.3g}" for name, value in _steps(trainer).items())
+            batches = trainer.num_training_batches
+            self._say(trainer, f"{_epoch(trainer)}, batch {batch_idx + 1}/{batches}{figures}")
+
+    def _evaluating(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._is_silent():
+            stages = {"validation": trainer.validating, "test": trainer.testing}
+            stage = next((name for name, now in stages.items() if now), "prediction")
+            epoch = f"{_epoch(trainer)}, " if trainer.state.fn == "fit" else ""
+            self._say(trainer, f"{epoch}{stage}, batch {batch_idx + 1}")
+
+    on_validation_batch_end: Any = _evaluating
+    on_test_batch_end: Any = _evaluating
+    on_predict_batch_end: Any = _evaluating
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = dict(state_dict["best"])
+
+    def _is_silent(self) -> bool:
+        return not self._watched and time.monotonic() - self._last >= self.every_seconds
+
+    def _say(self, trainer: Trainer, line: str) -> None:
+        self._last = time.monotonic()
+        if trainer.is_global_zero:
+            say(line)
+
+
+def _epoch(trainer: Trainer) -> str:
+    last = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
+    return f"epoch {trainer.current_epoch + 1}{last}"
+
+
+def _metrics(trainer: Trainer, monitored: str) -> list[str]:
+    """The loss of training, and the figures of validation that are shown."""
+    found = trainer.callback_metrics
+    parts = [f"loss {float(found['train/loss']):.3g}"] if "train/loss" in found else []
+    names = {"val/loss": 0, monitored: 0} | dict.fromkeys(trainer.progress_bar_metrics, 0)
+    shown = [name for name in names if name.startswith("val/") and name in found]
+    if shown:
+        figures = [f"{name.removeprefix('val/')} {float(found[name]):.3g}" for name in shown]
+        parts.append(f"val/{', '.join(figures)}")
+    return parts
+
+
+def _steps(trainer: Trainer) -> dict[str, float]:
+    """The last figures of `StepMetrics`, if it is there."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c.figures for c in callbacks if isinstance(c, StepMetrics)), {})
