@@ -88,6 +88,7 @@ _HOME = {
     "generate": "attnkit.models.captioning.generate",
     "GraphTransformer": "attnkit.models.graph_transformer",
     "GAT": "attnkit.models.gat",
+    "finetune": "attnkit.finetune",
     "checks": "attnkit.checks",
     "check_attention": "attnkit.checks.run",
     "assert_attention": "attnkit.checks.run",
@@ -117,7 +118,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from attnkit import checks, interop, lightning, metrics
+    from attnkit import checks, finetune, interop, lightning, metrics
     from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend

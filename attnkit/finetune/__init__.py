@@ -1,0 +1,32 @@
+"""attnkit.finetune: train a part of a pretrained network, or a small change of it.
+
+    attnkit.finetune.lora(network, rank=8)                   in place, before the optimizer is made
+    optimizer = AdamW(attnkit.lightning.parameter_groups(network), lr=1e-3)
+    …
+    attnkit.finetune.save_adapter(network, "adapter.safetensors")
+    attnkit.finetune.merge(network)                          plain layers, equal outputs
+
+This file is the public table and nothing else.
+"""
+
+from attnkit.finetune.adapter import load_adapter, save_adapter
+from attnkit.finetune.lora_linear import LoRALinear
+from attnkit.finetune.low_rank import lora, merge, merged, unmerge
+from attnkit.finetune.methods import bitfit, full, head_only, last_blocks
+from attnkit.finetune.record import FineTuned, finetuned
+
+__all__ = [
+    "FineTuned",
+    "LoRALinear",
+    "bitfit",
+    "finetuned",
+    "full",
+    "head_only",
+    "last_blocks",
+    "load_adapter",
+    "lora",
+    "merge",
+    "merged",
+    "save_adapter",
+    "unmerge",
+]

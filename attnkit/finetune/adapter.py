@@ -1,0 +1,132 @@
+"""What was trained, alone, in a small file: written and put onto the base again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnkit.finetune.low_rank import lora
+from attnkit.finetune.methods import bitfit, full, head_only, last_blocks
+from attnkit.finetune.record import finetuned
+
+METHODS: dict[str, Callable[..., nn.Module]] = {
+    "full": full,
+    "head": head_only,
+    "last_blocks": last_blocks,
+    "lora": lora,
+    "bitfit": bitfit,
+}
+_FORMAT = "attnkit.adapter.1"
+
+
+def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write what is trained of a fine-tuned network, and how it is, as a safetensors file.
+
+    That is LoRA's matrices, the head, and of other methods what they train, with the buffers of
+    those modules. The base is not in it: `load_adapter` needs the network as it was before.
+
+    Args:
+        model: a network that `lora` or another method was applied to, or any module that holds one.
+        path: the file, made or replaced.
+
+    Raises:
+        ValueError: it is not fine-tuned, or nothing of it is trained.
+    """
+    from safetensors.torch import save
+
+    _, network, record = _found(model, "save_adapter")
+    tensors = {
+        name: tensor.detach().cpu().contiguous().clone()
+        for name, tensor in _trained(network).items()
+    }
+    if not tensors:
+        raise ValueError(f"save_adapter: nothing of {type(network).__name__} is trained")
+    about = {"method": record.method, "network": type(network).__name__, **record.options}
+    data = save(tensors, {"format": _FORMAT, "finetune": json.dumps(about)})
+    path = Path(path)
+    path.write_bytes(data)
+    return path
+
+
+def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Put what `save_adapter` wrote onto the base, in place.
+
+    Args:
+        model: the network with the weights that were the base; it is given the method and options
+            of the file, unless it has them already. Any module that holds a fine-tuned one will do.
+        path: the file. Nothing in it is run.
+
+    Returns:
+        the model itself.
+
+    Raises:
+        ValueError: no such file, no adapter, or one of another network or method.
+    """
+    tensors, about = _read(path)
+    method, network_name = about.pop("method"), about.pop("network", "another network")
+    if finetuned(model) is None:
+        try:
+            METHODS[method](model, **about)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: made for another network: {error}") from error
+    _, network, record = _found(model, "load_adapter")
+    if record.method != method:
+        raise ValueError(f"{path}: made by {method}, but the network is set for {record.method}")
+    own = _trained(network)
+    for name in (*own, *tensors):
+        if name not in tensors or name not in own or own[name].shape != tensors[name].shape:
+            here, there = (_shape(side.get(name)) for side in (own, tensors))
+            raise ValueError(
+                f"{path}: made for another network, {network_name}: {name} is {there} in the file, "
+                f"{here} here"
+            )
+    for name, tensor in tensors.items():
+        own[name].data.copy_(tensor)
+    return model
+
+
+def _found(model: nn.Module, function: str) -> Any:
+    found = finetuned(model)
+    if found is None:
+        raise ValueError(f"{function}: {type(model).__name__} is not fine-tuned; lora(…) first")
+    return found
+
+
+def _trained(network: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters by name, and the buffers of the modules that have some."""
+    tensors: dict[str, Tensor] = {}
+    for prefix, module in network.named_modules():
+        own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        kept = {} if not own else dict(module.named_buffers(recurse=False))
+        for name, tensor in {**own, **kept}.items():
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}".lstrip(".")] = tensor
+    return tensors
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "not there" if tensor is None else str(list(tensor.shape))
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.fspath(path), "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"{path}: no adapter: save_adapter did not write it")
+            about = json.loads(metadata["finetune"])
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+        reason = "no such file" if not Path(path).exists() else "no safetensors file"
+        raise ValueError(f"{path}: no adapter: {reason}") from error
+    if not isinstance(about, dict) or about.get("method") not in METHODS:
+        raise ValueError(f"{path}: no adapter: it names no method of attnkit.finetune")
+    return tensors, about

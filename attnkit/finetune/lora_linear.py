@@ -1,0 +1,195 @@
+"""A linear layer with a low-rank change of its frozen weight: W + s·B·A, of LoRA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from attnkit.core.linear import EVERY_ROW, linear
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer that learns a change of rank r (Hu et al., LoRA, 2021).
+
+        y = x Wᵀ + b + scale · drop(x) Aᵀ Bᵀ
+
+    An existing layer becomes one by `adapt` and a plain one again by `merge`; it stays the same
+    object, and `weight` and `bias` stay where they are in its `state_dict()`. Read as an attribute,
+    `weight` is W + scale · B·A, with a gradient for A and B, so that code which takes a layer's
+    weight instead of calling it is right as well.
+
+    Without dropout, batches are multiplied by this sum, which costs one product instead of three;
+    backward never forms the gradient of W. Few rows take the three.
+
+    lora_A: [rank, in_features]
+    lora_B: [rows, rank], of the rows of W that are adapted
+    lora_scale, lora_dropout: numbers
+    lora_rows: those rows, as pairs of start and end; None: all
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_scale: float
+    lora_dropout: float
+    lora_rows: Sequence[tuple[int, int]] | None
+    _plain: type[nn.Linear]
+
+    @staticmethod
+    def adapt(
+        layer: nn.Linear,
+        rank: int,
+        scale: float,
+        dropout: float = 0.0,
+        rows: Sequence[tuple[int, int]] | None = None,
+    ) -> LoRALinear:
+        """Make a linear layer one of these, in place; A as the layers of torch begin, B zero."""
+        weight = layer.weight
+        weight.requires_grad_(False)
+        if layer.bias is not None:
+            layer.bias.requires_grad_(False)
+        num_rows = len(weight) if rows is None else sum(end - start for start, end in rows)
+        adapted: Any = layer
+        adapted._plain = type(layer)
+        adapted.__class__ = LoRALinear
+        adapted.lora_A = nn.Parameter(weight.new_empty(rank, layer.in_features))
+        adapted.lora_B = nn.Parameter(weight.new_zeros(num_rows, rank))
+        nn.init.kaiming_uniform_(adapted.lora_A, a=math.sqrt(5))
+        adapted.lora_scale, adapted.lora_dropout, adapted.lora_rows = scale, dropout, rows
+        return adapted
+
+    @property
+    def weight(self) -> Any:
+        """W + scale · B·A."""
+        base = self._parameters["weight"]
+        assert base is not None
+        return _merged(base, self.lora_A, self._full_b(), self.lora_scale)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        self._parameters["weight"] = value
+
+    @property
+    def frozen_weight(self) -> Tensor:
+        """W alone."""
+        base = self._parameters["weight"]
+        assert base is not None
+        return base
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.run_rows(input)
+
+    def run_rows(self, tokens: Tensor, rows: slice = EVERY_ROW) -> Tensor:
+        """Some channels of the output, `self(tokens)[..., rows]`."""
+        base, full_b = self.frozen_weight, self._full_b()
+        bias: Tensor | None = self.bias
+        if rows != EVERY_ROW:
+            base, full_b = base[rows], full_b[rows]
+            bias = None if bias is None else bias[rows]
+        down = self.lora_A
+        if tokens.layout != torch.strided:
+            return linear(tokens, _merged(base, down, full_b, self.lora_scale), bias)
+        drops = self.training and self.lora_dropout > 0
+        if not drops and _is_one_product(tokens, base):
+            if not torch.is_grad_enabled():
+                return linear(tokens, _merged(base, down, full_b, self.lora_scale), bias)
+            return _LowRank.apply(tokens, base, bias, down, full_b, self.lora_scale)
+        low = F.dropout(tokens, self.lora_dropout) if drops else tokens
+        change = F.linear(F.linear(low, down), full_b)
+        return linear(tokens, base, bias) + self.lora_scale * change
+
+    def merge(self) -> None:
+        """Become the plain layer of the same outputs; `unmerge` brings back what was."""
+        merged = nn.Parameter(self.weight.detach(), self.frozen_weight.requires_grad)
+        kept = {"weight": self._parameters["weight"]}
+        for name in ("lora_A", "lora_B"):
+            kept[name] = self._parameters.pop(name)
+        self._parameters["weight"] = merged
+        self.__class__ = self._plain  # type: ignore[assignment]
+        self._apart = kept
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={len(self.lora_A)}, scale={self.lora_scale:g}"
+
+    def _full_b(self) -> Tensor:
+        """B with a row of zeros for each of W that is not adapted."""
+        if self.lora_rows is None:
+            return self.lora_B
+        pieces, at, done = [], 0, 0
+        for start, end in self.lora_rows:
+            pieces += [self.lora_B.new_zeros(start - at, self.lora_B.shape[1])]
+            pieces += [self.lora_B[done : done + end - start]]
+            at, done = end, done + end - start
+        pieces += [self.lora_B.new_zeros(self.out_features - at, self.lora_B.shape[1])]
+        return torch.cat(pieces)
+
+
+def unmerge(layer: nn.Module) -> None:
+    """Undo `LoRALinear.merge`, exactly."""
+    kept = layer.__dict__.pop("_apart")
+    layer.__class__ = LoRALinear
+    layer._parameters.update(kept)
+
+
+def is_merged(layer: nn.Module) -> bool:
+    """Whether it was a `LoRALinear` that was merged."""
+    return "_apart" in layer.__dict__
+
+
+def _merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    return torch.addmm(base, up, down, alpha=scale)
+
+
+def _is_one_product(tokens: Tensor, base: Tensor) -> bool:
+    """Whether W + s·B·A is formed: not in low precision, which would round a small change away."""
+    num_rows = tokens.numel() // max(1, tokens.shape[-1])
+    return (
+        tokens.dtype == base.dtype
+        and tokens.dtype in (torch.float32, torch.float64)
+        and num_rows * sum(base.shape) >= base.numel()  # else forming it is most of the work
+        and not torch.is_autocast_enabled(tokens.device.type)
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+class _LowRank(torch.autograd.Function):
+    """x (W + s·B·A)ᵀ + b, with gradients for x, b, A and B, and none for W."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        base: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(tokens, base, down, up)
+        ctx.scale = scale
+        return linear(tokens, _merged(base, down, up, scale), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        tokens, base, down, up = ctx.saved_tensors
+        needs_tokens, _, needs_bias, needs_down, needs_up, _ = ctx.needs_input_grad
+        rows = gradient.reshape(-1, len(base))
+        inputs = tokens.reshape(len(rows), -1)
+        of_tokens = of_bias = of_down = of_up = None
+        if needs_tokens:
+            of_tokens = linear(gradient, _merged(base, down, up, ctx.scale).mT, None)
+        if needs_bias:
+            of_bias = rows.sum(dim=0)
+        if needs_down:
+            of_down = (rows @ (ctx.scale * up)).mT @ inputs
+        if needs_up:
+            of_up = rows.mT @ (inputs @ (ctx.scale * down).mT)
+        return of_tokens, None, of_bias, of_down, of_up, None

@@ -1,0 +1,142 @@
+"""LoRA: frozen weights with a low-rank change beside them, and such changes merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from attnkit.core.arguments import share
+from attnkit.finetune import lora_linear
+from attnkit.finetune.lora_linear import LoRALinear
+from attnkit.finetune.methods import check_rates, whole_number
+from attnkit.finetune.order import head_of
+from attnkit.finetune.record import (
+    FineTuned,
+    check_new,
+    is_below,
+    keep_batch_norms_in_evaluation,
+    note,
+    train_only,
+)
+from attnkit.finetune.targets import find_targets
+
+
+def lora(
+    model: nn.Module,
+    rank: int = 8,
+    *,
+    alpha: float = 16.0,
+    dropout: float = 0.0,
+    targets: str | Sequence[str] = "attention",
+    qkv: str = "qkv",
+    train_head: bool = True,
+    layer_decay: float | None = None,
+    head_lr: float | None = None,
+    head: str | None = None,
+) -> nn.Module:
+    """Train low-rank changes of frozen linear layers, W + (alpha / rank) · B·A, and the head.
+
+    Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021. A begins random and B zero,
+    so that the network first computes what it did. A layer that holds queries, keys and values in
+    one matrix has one A, as in Hugging Face's peft; loralib's has one for each of them.
+
+    Every `torch.nn.Linear` whose weight no other layer shares can be adapted, in timm's networks,
+    attnkit's and others. Dropout stays as in full training; batch norms keep their running
+    statistics. In evaluation the sum of both weights is what runs; `merge` makes it plain layers.
+
+    Args:
+        model: the network, changed in place.
+        rank: of B·A, for each layer.
+        alpha: the change is scaled by alpha / rank.
+        dropout: of the input of A, in training. With it a step takes longer: the change is then no
+            matrix that could be added to W.
+        targets: the layers: "attention", the projections of attention; "mlp"; "all", or globs of
+            module names ("*.qkv", ["blocks.*.attn.proj", "*.fc1"]). Those of the head are never.
+        qkv: which of queries, keys and values are adapted, "qv" for instance, in layers that hold
+            all three and in those that hold one.
+        train_head: whether the head is trained, whole.
+        layer_decay, head_lr, head: as in `full`.
+
+    Returns:
+        the model itself.
+
+    Raises:
+        ValueError: it is fine-tuned already, has no such layers, or a number is out of range.
+    """
+    check_new(model)
+    whole_number(rank=rank)
+    for name, value in {"alpha": alpha, "dropout": dropout}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name}: expected a number, got {value!r}")
+    if not 0 < alpha < float("inf"):
+        raise ValueError(f"alpha: expected a positive number, got {alpha}")
+    share(dropout=dropout)
+    check_rates(layer_decay, head_lr)
+    found = head_of(model, head)
+    layers = find_targets(model, targets, found, qkv)
+    for name, (layer, _) in layers.items():
+        if rank > min(layer.weight.shape):
+            wide = f"{layer.in_features} to {layer.out_features}"
+            raise ValueError(f"rank: {rank} is more than {name} has, a layer of {wide} channels")
+    train_only(model, lambda name: train_head and is_below(name, found))
+    for layer, rows in layers.values():
+        LoRALinear.adapt(layer, rank, alpha / rank, float(dropout), rows)
+    keep_batch_norms_in_evaluation(model)
+    options = {
+        "rank": rank,
+        "alpha": alpha,
+        "dropout": dropout,
+        "targets": targets if isinstance(targets, str) else list(targets),
+        "qkv": qkv,
+        "train_head": train_head,
+        "head": head,
+    }
+    note(model, FineTuned("lora", found, options, layer_decay, head_lr))
+    return model
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Make every adapted layer a plain one with the weight W + (alpha / rank) · B·A, in place.
+
+    The outputs are those in evaluation, to rounding. Such a network knows nothing of LoRA: its
+    `state_dict()` is that of the base. `unmerge` brings back what was, exactly; until then it is
+    kept aside.
+
+    Raises:
+        ValueError: there is nothing to merge.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, LoRALinear)]
+    if not layers:
+        raise ValueError(f"merge: {type(model).__name__} has no layer of LoRA's")
+    for layer in layers:
+        layer.merge()
+    return model
+
+
+def unmerge(model: nn.Module) -> nn.Module:
+    """Undo `merge`, in place and exactly.
+
+    Raises:
+        ValueError: nothing is merged.
+    """
+    layers = [layer for layer in model.modules() if lora_linear.is_merged(layer)]
+    if not layers:
+        raise ValueError(f"unmerge: {type(model).__name__} has no merged layer")
+    for layer in layers:
+        lora_linear.unmerge(layer)
+    return model
+
+
+@contextmanager
+def merged(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside this context its layers of LoRA's, if it has any, are merged."""
+    has_any = any(isinstance(layer, LoRALinear) for layer in model.modules())
+    if has_any:
+        merge(model)
+    try:
+        yield model
+    finally:
+        if has_any:
+            unmerge(model)

@@ -1,0 +1,155 @@
+"""Fine-tuning by training a part of the parameters that a network has."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from attnkit.core.arguments import at_least, positive
+from attnkit.finetune.order import head_of, layer_numbers
+from attnkit.finetune.record import (
+    FineTuned,
+    check_new,
+    is_below,
+    keep_batch_norms_in_evaluation,
+    keep_frozen_in_evaluation,
+    note,
+    train_only,
+)
+
+
+def full(
+    model: nn.Module,
+    *,
+    layer_decay: float | None = None,
+    head_lr: float | None = None,
+    head: str | None = None,
+) -> nn.Module:
+    """Train everything.
+
+    Args:
+        model: the network; what is said here is left on it for `parameter_groups`.
+        layer_decay: the learning rate of a layer over that of the next (Clark et al., ELECTRA,
+            2020; Bao et al., BEiT, 2021): the head has that of the optimizer, the last block
+            `layer_decay` times that, the one before `layer_decay`² …; None: all have the same.
+        head_lr: the head's own learning rate; None: that of the optimizer.
+        head: a glob of the names of the modules that are the head; None: found by their names, or
+            timm's classifier.
+
+    Returns:
+        the model itself.
+
+    Raises:
+        ValueError: it is fine-tuned already, a number is out of range, there is no such head.
+    """
+    check_new(model)
+    check_rates(layer_decay, head_lr)
+    found = head_of(model, head) if (layer_decay, head_lr, head) != (None, None, None) else ()
+    note(model, FineTuned("full", found, {"head": head}, layer_decay, head_lr))
+    return model
+
+
+def head_only(model: nn.Module, *, cache: bool = True, head: str | None = None) -> nn.Module:
+    """Train the head alone (linear probing); all before it is frozen and in evaluation mode.
+
+    Args:
+        model: the network.
+        cache: whether `CachedFeatures`, which every `attnkit.lightning.TaskModule` then brings,
+            computes the features of each sample once; see there.
+        head: as in `full`.
+
+    Raises:
+        ValueError: it is fine-tuned already, or there is no head to be found.
+    """
+    check_new(model)
+    found = head_of(model, head)
+    if not found:
+        raise ValueError(f"head: {type(model).__name__} has none that is known by its name; head=…")
+    train_only(model, lambda name: is_below(name, found))
+    keep_frozen_in_evaluation(model)
+    note(model, FineTuned("head", found, {"cache": cache, "head": head}))
+    return model
+
+
+def last_blocks(
+    model: nn.Module,
+    num_blocks: int = 2,
+    *,
+    layer_decay: float | None = None,
+    head_lr: float | None = None,
+    head: str | None = None,
+) -> nn.Module:
+    """Train the last blocks, what comes after them, and the head.
+
+    What comes before is frozen and in evaluation mode: no dropout, and norms by their running
+    statistics. No gradient is computed there.
+
+    Args:
+        model: a network of blocks: timm's by its `group_matcher`, else the lists in it.
+        num_blocks: how many blocks are trained.
+        layer_decay, head_lr, head: as in `full`.
+
+    Raises:
+        ValueError: it is fine-tuned already, has fewer blocks, or no blocks.
+    """
+    check_new(model)
+    whole_number(num_blocks=num_blocks)
+    check_rates(layer_decay, head_lr)
+    found = head_of(model, head)
+    numbers = layer_numbers(model, found)
+    total = max((n for name, n in numbers.items() if not is_below(name, found)), default=0)
+    if not total:
+        raise ValueError(f"num_blocks: {type(model).__name__} has no blocks that are known")
+    if num_blocks > total:
+        raise ValueError(f"num_blocks: expected at most {total}, its blocks, got {num_blocks}")
+    train_only(model, lambda name: numbers.get(name, 0) > total - num_blocks)
+    keep_frozen_in_evaluation(model)
+    options = {"num_blocks": num_blocks, "head": head}
+    note(model, FineTuned("last_blocks", found, options, layer_decay, head_lr))
+    return model
+
+
+def bitfit(
+    model: nn.Module,
+    *,
+    layer_decay: float | None = None,
+    head_lr: float | None = None,
+    head: str | None = None,
+) -> nn.Module:
+    """Train the biases and the head (Ben Zaken et al., BitFit, 2022).
+
+    The biases of norms are among them. Dropout stays as in full training; batch norms keep their
+    running statistics.
+
+    Args:
+        model: the network.
+        layer_decay, head_lr, head: as in `full`.
+
+    Raises:
+        ValueError: it is fine-tuned already, or has no bias.
+    """
+    check_new(model)
+    check_rates(layer_decay, head_lr)
+    found = head_of(model, head)
+    train_only(model, lambda name: name.endswith("bias") or is_below(name, found))
+    outside = (n for n, p in model.named_parameters() if p.requires_grad and not is_below(n, found))
+    if next(outside, None) is None:
+        raise ValueError(f"bitfit: {type(model).__name__} has no bias outside of its head")
+    keep_batch_norms_in_evaluation(model)
+    note(model, FineTuned("bitfit", found, {"head": head}, layer_decay, head_lr))
+    return model
+
+
+def check_rates(layer_decay: float | None, head_lr: float | None) -> None:
+    """ValueError unless they are learning rates."""
+    if layer_decay is not None and not 0 < layer_decay <= 1:
+        raise ValueError(f"layer_decay: expected above 0 and at most 1, got {layer_decay!r}")
+    if head_lr is not None:
+        positive(head_lr=head_lr)
+
+
+def whole_number(**arguments: object) -> None:
+    """ValueError unless each is an integer above 0."""
+    for name, value in arguments.items():
+        if type(value) is not int:
+            raise ValueError(f"{name}: expected an integer, got {value!r}")
+        at_least(1, **{name: value})
