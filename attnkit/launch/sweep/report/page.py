@@ -17,8 +17,11 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, read_sweep, to_go_on
 from attnkit.launch.sweep.report import ranking
+from attnkit.launch.sweep.report.numbers import three_digits
 from attnkit.launch.sweep.report.pictures import PICTURES
 from attnkit.launch.sweep.report.ranking import Metric, Row
+from attnkit.launch.sweep.report.table import FILE as MARKDOWN
+from attnkit.launch.sweep.report.table import Table
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import replacing
 
@@ -42,13 +45,14 @@ def finish(folder: Path) -> int:
     figures = ranking.figures_of(rows, metric)
     others = (*sweep.keys, "run_dir")
     shared = [o for o in sweep.command if key_of(o) not in others and o not in sweep.hydra]
-    said = ranking.in_words(rows, shared)
-    ranking.show(rows, figures)
+    drawn = Table.of(rows, figures)
+    said = drawn.in_words(shared)
+    drawn.show()
     print(said)
     ranking.save(folder / ranking.FILE, rows, figures)
-    table = f"{ranking.as_markdown(rows, figures)}\n\n{said}\n"
-    _save(folder / ranking.MARKDOWN, table)
-    print(f"  table  {folder / ranking.FILE}\n         {folder / ranking.MARKDOWN}")
+    table = f"{drawn.as_markdown()}\n\n{said}\n"
+    _save(folder / MARKDOWN, table)
+    print(f"  table  {folder / ranking.FILE}\n         {folder / MARKDOWN}")
     if any(len(row.trials) > 1 for row in rows):
         each = ranking.ranked(sweep.trials, metric, by_seed=True)
         ranking.save(folder / ranking.EACH, each, figures)
@@ -117,7 +121,7 @@ def _page(
     """report.md: all of it on one page."""
     parts = [f"# {sweep.folder.name}", table.strip()]
     if best:
-        value = f"{metric.name} {best.results[metric.name]:.6g}"
+        value = f"{metric.name} {three_digits(best.results[metric.name])}"
         again = f"## The best run\n\nTrial {best.number}, {value}, once more:"
         parts.append(f"{again}\n\n```bash\n{command_of(sweep, best)}\n```")
     if pictures:

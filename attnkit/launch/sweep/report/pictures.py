@@ -8,32 +8,44 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from attnkit.launch.sweep.report.axes import (
+    MARKERS,
+    NAMED,
+    colours_of,
+    in_legend,
+    name_places,
+    name_rows,
+    new_figure,
+    short,
+    spans,
+)
 from attnkit.launch.sweep.report.ranking import COSTS, SEED, Metric, Row
+from attnkit.launch.sweep.report.table import labels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ACCURACY = "test/accuracy"
 _MEANS = 8  # numbers that have a mean each; of more, trials in a mean
-_NAMED = 8  # rows that a legend still names
-_LONGEST = 24  # characters of a value that is written beside a plot
 Draw = Callable[[Sequence[Row], Metric], "Figure | None"]  # None: there is nothing to draw
 
 
 def draw_parameters(rows: Sequence[Row], metric: Metric) -> "Figure | None":
-    """The metric against each swept parameter: points are trials, the line is their mean.
+    """The metric against each swept parameter: points are trials, the line is their mean, a bar is
+    the standard deviation over the seeds of a row.
 
     Numbers lie at themselves, on a logarithmic axis if they span a decade (whole numbers: two);
     other values lie side by side.
     """
-    trials = [t for row in _ranked(rows) for t in row.trials if metric.name in t.results]
+    shown = _ranked(rows)
+    trials = [t for row in shown for t in row.trials if metric.name in t.results]
     swept = dict.fromkeys(key for trial in trials for key in trial.values)
     keys = [k for k in swept if k != SEED and len({t.values.get(k) for t in trials} - {None}) > 1]
     if not keys:
         return None
     columns = min(len(keys), 3)
     height = -(-len(keys) // columns)
-    figure = _new_figure(4.6 * columns, 3.6 * height)
+    figure = new_figure(4.6 * columns, 3.6 * height + 0.3)
     panels = figure.subplots(height, columns, squeeze=False, sharey=True).ravel()
     for panel, key in zip(panels, keys, strict=False):
         texts = dict.fromkeys(t.values[key] for t in trials if key in t.values)
@@ -50,38 +62,39 @@ def draw_parameters(rows: Sequence[Row], metric: Metric) -> "Figure | None":
         panel.plot(
             *zip(*line, strict=True), ls=style, color="C1", marker="_", ms=12, mew=2, label=label
         )
-        if _spans(numbers.values(), 100 if all(map(float.is_integer, numbers.values())) else 10):
+        for place in found:
+            those = [r for r in shown if places.get(r.trials[0].values.get(key, "")) == place]
+            _draw_spreads(panel, place, those, metric.name)
+        if spans(numbers.values(), 100 if all(map(float.is_integer, numbers.values())) else 10):
             panel.set_xscale("log")
-        if not numbers or len(texts) <= 7:
-            names = [_short(text) for text in places]
-            turned = {"rotation": 40, "ha": "right"} if sum(map(len, names)) > 40 else {}
-            panel.set_xticks(list(places.values()), names, **turned)
-            panel.set_xticks([], minor=True)
-        panel.legend(frameon=False, fontsize=8)
-        panel.set(xlabel=_short(key))
+        name_places(panel, places, numbers=bool(numbers))
+        panel.set(xlabel=short(key))
         panel.margins(x=0.1)
         panel.grid(visible=True, alpha=0.3)
     for panel in panels[len(keys) :]:
         panel.remove()
     for panel in panels[: len(keys) : columns]:
         panel.set_ylabel(metric.name)
-    if _spans([t.results[metric.name] for t in trials], 100):
+    if spans([t.results[metric.name] for t in trials], 100):
         panels[0].set_yscale("log")
+    found_labels = [panel.get_legend_handles_labels() for panel in panels[: len(keys)]]
+    legend = {n: h for hs, ns in found_labels for h, n in zip(hs, ns, strict=True)}
+    figure.legend(
+        legend.values(), legend, loc="outside upper right", ncols=3, frameon=False, fontsize=8
+    )
     return figure
 
 
 def draw_curves(rows: Sequence[Row], metric: Metric) -> "Figure | None":
     """The metric on validation over the epochs, a line for each run: dark for the best, light for
     the last, grey for what is not counted. A legend names few rows; of many, a bar the ranks."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
 
-    figure = _new_figure(7.5, 4.8)
+    figure = new_figure(7.5, 4.8)
     axes = figure.subplots()
     shown = _ranked(rows)
-    few = len(shown) <= _NAMED
-    # the lightest colours are too light for white paper
-    colours: Any = ScalarMappable(Normalize(1, 1 + 1.1 * len(shown)), "viridis")
+    few = len(shown) <= NAMED
+    colours, names = colours_of(shown), labels(shown)
     reached: list[float] = []
     for place, row in enumerate(shown):
         style: dict[str, Any] = {
@@ -89,7 +102,7 @@ def draw_curves(rows: Sequence[Row], metric: Metric) -> "Figure | None":
             "lw": 1.3 if place else 2.6,
             "alpha": 1.0 if few or not place else 0.6,
             "zorder": 3 - place / len(shown),  # the best on top of all
-            "label": _short(f"{row.rank}: {row.label}", 40) if few else None,
+            "label": in_legend(f"{row.rank}: {names[place]}") if few else None,
         }
         for points in _histories(row, metric.monitor):
             axes.plot(
@@ -106,48 +119,63 @@ def draw_curves(rows: Sequence[Row], metric: Metric) -> "Figure | None":
         return None
     if reached:  # what failed, perhaps of values beyond all others, does not set the scale
         axes.set(xlim=limits[0], ylim=limits[1])
-    if _spans(reached, 100):
+    if spans(reached, 100):
         axes.set_yscale("log")
         axes.set_ylim(min(reached) / 1.2, max(reached) * 1.2)
     axes.set(xlabel="epoch", ylabel=metric.monitor)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(visible=True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if few:
-        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
-    else:
-        axes.legend(fontsize=8, frameon=False)
-        figure.colorbar(colours, ax=axes, label="rank").ax.set_ylim(len(shown), 1)
+    name_rows(figure, axes, colours, few=few)
     return figure
 
 
 def draw_cost(rows: Sequence[Row], metric: Metric) -> "Figure | None":
     """What was reached against multiply-adds and the time of a step: a point for each row, with
-    the standard deviation over its seeds. Reached is the accuracy of the test, if there is one."""
-    from matplotlib.ticker import EngFormatter
+    the standard deviation over its seeds. Reached is the accuracy of the test, if there is one.
+    Colours and names are those of the curves."""
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
     name = ACCURACY if any(ACCURACY in row.results for row in rows) else metric.name
-    shown = [row for row in rows if name in row.results and COSTS[1] in row.results]
+    shown = [row for row in _ranked(rows) if name in row.results and COSTS[1] in row.results]
     if len({row.results[COSTS[1]] for row in shown}) < 2:
         return None
-    axis = {COSTS[1]: "multiply-adds of a sample", COSTS[2]: "seconds of a training step"}
+    axis = {
+        COSTS[1]: ("multiply-adds of a sample", 1.0),
+        COSTS[2]: ("milliseconds of a training step", 1e3),
+    }
     costs = [cost for cost in axis if all(cost in row.results for row in shown)]
-    figure = _new_figure(6.5 * len(costs), 4.5)
-    panels = figure.subplots(1, len(costs), squeeze=False)[0]
+    few = len(shown) <= NAMED
+    figure = new_figure(4.6 * len(costs) + 2.4, 4.2)
+    panels = figure.subplots(1, len(costs), squeeze=False, sharey=True)[0]
+    colours, names = colours_of(shown), labels(shown)
     for axes, cost in zip(panels, costs, strict=True):
-        for number, row in enumerate(shown):
-            point = (row.results[cost], row.results[name])
-            spread = row.results.get(f"{name}_std", 0.0)
-            axes.errorbar(*point, yerr=spread, fmt="o", capsize=3, color=f"C{number % 10}")
-            if len(shown) <= 12 or number < 3:  # of many, the best alone are named
-                label = _short(row.label, 40)
-                axes.annotate(label, point, xytext=(5, 4), textcoords="offset points")
-        axes.set(xlabel=axis[cost], ylabel=name)
-        if _spans([row.results[cost] for row in shown], 5):
+        label, scale = axis[cost]
+        found = [scale * row.results[cost] for row in shown]
+        for place, row in enumerate(shown):
+            several = row.results.get("num_seeds", 1) > 1
+            axes.errorbar(
+                found[place],
+                row.results[name],
+                yerr=row.results.get(f"{name}_std") if several else None,
+                fmt=MARKERS[place] if few else "o",
+                ms=8 if few else 5,
+                capsize=3,
+                color=colours.to_rgba(place + 1),
+                label=in_legend(f"{row.rank}: {names[place]}") if few else None,
+            )
+        axes.set(xlabel=label)
+        if spans(found, 5):
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_minor_formatter(NullFormatter())
         else:
-            axes.xaxis.set_major_formatter(EngFormatter())
-        axes.margins(x=0.15)  # room for the names
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(EngFormatter())
+        axes.margins(x=0.12)
         axes.grid(visible=True, alpha=0.3)
+    panels[0].set_ylabel(name)
+    name_rows(figure, panels[-1], colours, few=few)
     return figure
 
 
@@ -212,22 +240,21 @@ def _means(
     return [(median(places), fmean(values)) for places, values in parts], "mean of neighbours"
 
 
+def _draw_spreads(panel: Any, place: float, rows: Sequence[Row], name: str) -> None:
+    """The deviation over the seeds of each of these rows, side by side."""
+    from matplotlib.transforms import ScaledTranslation
+
+    spread = f"{name}_std"
+    several = [r for r in rows if r.results.get("num_seeds", 1) > 1 and spread in r.results]
+    for number, row in enumerate(several):
+        points = min(6.0, 40 / len(several)) * (number - (len(several) - 1) / 2)
+        moved = ScaledTranslation(points / 72, 0, panel.figure.dpi_scale_trans)
+        mean, deviation = row.results[name], row.results[spread]
+        ends = mean - deviation, mean + deviation
+        style = {"color": "C0", "lw": 1.2, "alpha": 0.6, "label": "± over seeds"}
+        panel.vlines(place, *ends, transform=panel.transData + moved, **style)
+        panel.update_datalim([(place, end) for end in ends])
+
+
 def _ranked(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.rank is not None]
-
-
-def _spans(values: Iterable[float], times: float) -> bool:
-    values = list(values)
-    return bool(values) and min(values) > 0 and max(values) >= times * min(values)
-
-
-def _short(text: str, longest: int = _LONGEST) -> str:
-    """Short enough to be written, and no formula of matplotlib's."""
-    text = text if len(text) <= longest else f"{text[: longest - 1]}…"
-    return text.replace("$", "\\$")
-
-
-def _new_figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")

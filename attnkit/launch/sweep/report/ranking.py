@@ -12,7 +12,6 @@ from attnkit.launch.sweep.record import Trial
 from attnkit.lightning.files import write_csv
 
 FILE = "table.csv"
-MARKDOWN = "table.md"
 EACH = "trials.csv"
 COSTS = ("parameters", "multiply_adds", "step_seconds")
 SEED = "seed"
@@ -83,12 +82,6 @@ class Row:
             values[SEED] = " ".join(seeds)
         return values
 
-    @property
-    def label(self) -> str:
-        """What sets it apart: its values."""
-        values = [value for key, value in self.values.items() if key != SEED]
-        return plain(" ".join(values)) or self.numbers
-
 
 def ranked(trials: Sequence[Trial], metric: Metric, *, by_seed: bool = False) -> list[Row]:
     """The rows, best first; what is not done comes last, by its state, and counts for nothing.
@@ -151,9 +144,10 @@ def pooled(parts: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
 
 
 def figures_of(rows: Sequence[Row], metric: Metric) -> list[str]:
-    """The figures to show: the metric, those of the test, the costs."""
+    """The figures to show, the most important first: the metric, those of the test, the costs."""
     present = {name for row in rows for name in row.results}
     tests = sorted(n for n in present if n.startswith("test/") and not n.endswith("_std"))
+    tests.sort(key=lambda name: name.endswith("/loss"))
     return [n for n in (metric.name, *tests, *COSTS, "seconds") if n in present]
 
 
@@ -179,53 +173,6 @@ def save(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
     write_csv(path, header, lines)
 
 
-def as_markdown(rows: Sequence[Row], figures: Sequence[str]) -> str:
-    """The table for people."""
-    keys = keys_of(rows)
-    lines = [
-        ["rank", "trial", *keys, "n", *figures],
-        ["---:", "---", *["---"] * len(keys), *["---:"] * (1 + len(figures))],
-    ]
-    lines += [_cells(row, keys, figures) for row in rows]
-    escaped = ([" ".join(c.split()).replace("|", "\\|") for c in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
-
-
-def in_words(rows: Sequence[Row], shared: Sequence[str]) -> str:
-    """What differs between the trials and what they share, so that a table says what was tuned."""
-    seeds = {int(row.results.get("num_seeds", 1)) for row in rows if row.state == "done"}
-    number = f"{min(seeds, default=1)}" + (f" to {max(seeds)}" if len(seeds) > 1 else "")
-    states = [row.state for row in rows if row.state != "done"]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    same = plain(" ".join(shared)) or "the defaults"
-    return (
-        f"What differs: {', '.join(keys_of(rows)) or 'nothing'}. Everything else is the same in "
-        f"all trials ({same}; seeds in each: {number}) and was not tuned for any of them. "
-        "Ranked by the best validation value; ± is the standard deviation "
-        f"over the n seeds.{f' Not counted: {counts}.' if counts else ''}"
-    )
-
-
-def show(rows: Sequence[Row], figures: Sequence[str]) -> None:
-    """The table on screen."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from attnkit.launch.job.screen import print_table
-
-    keys = keys_of(rows)
-    table = Table(title="trials, best first", title_justify="left")
-    columns = ["rank", "trial", *keys, "n", *(figures or ["state"])]
-    for name in columns:
-        table.add_column(
-            name, justify="left" if name in ("trial", *keys) else "right", overflow="fold"
-        )
-    for row in rows:
-        style = {"done": None, "failed": "red"}.get(row.state, "dim")
-        table.add_row(*map(escape, _cells(row, keys, figures or ["state"])), style=style)
-    print_table(table)
-
-
 def keys_of(rows: Sequence[Row]) -> list[str]:
     """The swept keys."""
     return list(dict.fromkeys(key for row in rows for key in row.trials[0].values))
@@ -236,33 +183,8 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _cells(row: Row, keys: Sequence[str], figures: Sequence[str]) -> list[str]:
-    """Rank, trial, values, n, and the figures; of a trial that is not done, its state."""
-    values = [plain(row.values.get(key, "")) for key in keys]
-    if row.state != "done":
-        return ["–", row.numbers, *values, "", row.state, *[""] * (len(figures) - 1)]
-    count = f"{row.results.get('num_seeds', 0):g}"
-    rank = "–" if row.rank is None else str(row.rank)
-    return [rank, row.numbers, *values, count, *(_number(row.results, n) for n in figures)]
-
-
 def _spread_of(figure: str, rows: Sequence[Row]) -> list[str]:
     """The name of its standard deviation, if a row has one that is to be shown."""
     name = f"{figure}_std"
     several = any(row.results.get("num_seeds", 1) > 1 and name in row.results for row in rows)
     return [name] if several and figure not in (*COSTS, "seconds") else []
-
-
-def _number(results: Mapping[str, float], name: str) -> str:
-    if name not in results:
-        return ""
-    if name in ("parameters", "multiply_adds"):
-        return f"{results[name]:,.0f}"
-    if name == "seconds":
-        return f"{results[name]:.1f}"
-    spread = results.get(f"{name}_std", 0.0)
-    value = results[name]
-    text = f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
-    several = results.get("num_seeds", 1) > 1 and name not in COSTS
-    deviation = f"{spread:.4f}" if "e" not in text else f"{spread:.1e}"
-    return f"{text} ± {deviation}" if several and f"{name}_std" in results else text
