@@ -1,7 +1,5 @@
 """Checks of arguments. A message names the argument, what was expected and what was given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

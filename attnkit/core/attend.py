@@ -1,7 +1,5 @@
 """`attend`: the one function all attention in attnkit goes through."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from torch import Tensor

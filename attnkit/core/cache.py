@@ -1,7 +1,5 @@
 """Keys and values of the past, kept for decoding one step at a time."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch
@@ -46,7 +44,7 @@ class KeyValueCache:
         cls,
         key: Annotated[Tensor, "batch kv_heads tokens head_dim"],
         value: Annotated[Tensor, "batch kv_heads tokens value_dim"],
-    ) -> KeyValueCache:
+    ) -> "KeyValueCache":
         """A cache that is full: a memory, such as an encoder's output, that every step reads."""
         cache = cls.__new__(cls)
         cache._key, cache._value, cache.num_tokens = key, value, key.shape[2]
@@ -98,7 +96,7 @@ class KeyValueCache:
             kept[:, :, self.num_tokens : self.num_tokens + num_new] = new
         self.num_tokens += num_new
 
-    def select(self, items: Annotated[Tensor, "items", int]) -> KeyValueCache:
+    def select(self, items: Annotated[Tensor, "items", int]) -> "KeyValueCache":
         """The cache of some batch items, in the order given, each as often as it is named: what
         beam search needs when hypotheses survive."""
         chosen = KeyValueCache.of(self._key[items], self._value[items])

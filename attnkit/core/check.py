@@ -1,7 +1,5 @@
 """Checks of `attend`'s arguments against each other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """One step of decoding: attention from a few new tokens to keys and values that were kept."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

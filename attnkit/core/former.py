@@ -1,7 +1,5 @@
 """Names of tensors in state dicts of before version 0.2, so that old checkpoints still load."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Multi-head attention: project, split into heads, attend, merge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 

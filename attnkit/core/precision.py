@@ -1,7 +1,5 @@
 """Regions that compute in the precision they are given."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

@@ -1,7 +1,5 @@
 """Tokens to heads: the projections of a multi-head block to queries, keys and values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

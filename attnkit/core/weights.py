@@ -1,7 +1,5 @@
 """Attention weights on demand, in blocks, whatever kernel computes the output."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index

@@ -1,7 +1,5 @@
 """Graph attention networks for node classification."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """A graph transformer: local attention along edges and global attention in each graph."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, get_args
 
 import torch

@@ -1,7 +1,5 @@
 """A residual network for small images, whose blocks attention can be put into."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

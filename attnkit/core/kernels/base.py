@@ -1,7 +1,5 @@
 """What a kernel is: it declares its limits, says where it pays, and computes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention by any score in blocks of queries, so that queries × keys memory is never taken."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The kernels: what each can do, in which order they are preferred, and how they are run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -5,8 +5,6 @@ triangular system (the UT transform of Yang et al., Parallelizing Linear Transfo
 Rule over Sequence Length, 2024), so that only chunks, not tokens, wait for each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Hard attention: one key for each query, drawn or the best, and the record of what was drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

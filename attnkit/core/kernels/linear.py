@@ -7,8 +7,6 @@ the vector is the sum for a value of 1. Causal attention has such a memory for e
 kept per chunk of tokens, and what the chunk itself adds is a small matrix of weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Packed sequences without padding: each is attended on its own, in slices of the packed row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce

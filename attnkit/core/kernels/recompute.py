@@ -5,8 +5,6 @@ calls the function again for each block (Chen et al., Training Deep Nets with Su
 2016), with the same random numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which kernel really ran, per module, read from the operator that torch dispatched."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -120,7 +118,7 @@ def module_name(name: str) -> str:
     return name.removeprefix("_orig_mod").removeprefix(".")
 
 
-_RECORDERS: list[_Recorder] = []
+_RECORDERS: "list[_Recorder]" = []
 
 
 class _Recorder:

@@ -4,8 +4,6 @@ What attention with a fixed-size memory is made of: the memory is the state, and
 chunks of tokens become batched matrix products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The definition of attention, written plainly; every kernel is held against it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

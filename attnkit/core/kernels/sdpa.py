@@ -6,8 +6,6 @@ Rows of attention do not depend on each other, so a part of the queries, with al
 batch item of its own; the gradients of keys and values are then sums over the parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

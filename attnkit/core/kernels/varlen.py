@@ -1,7 +1,5 @@
 """Packed sequences on CUDA, all at once, by torch's kernel for sequences of various lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import reduce
 from operator import and_

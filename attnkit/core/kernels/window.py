@@ -4,8 +4,6 @@ Each block goes through torch's flash kernel for CPUs, forward and backward, and
 overlapping runs of keys are added up; `strips` has the geometry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ it: views of the same memory, never copied. On a grid, strips of columns are suc
 blocks are tiles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The tensor of a mask, made once for all the layers that are given the same mask object."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree

@@ -1,7 +1,5 @@
 """The edges of a graph as a mask, and what edges may carry."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -113,7 +111,7 @@ class Edges(Mask):
             return (source != target).nonzero().squeeze(1)
 
     @cached_property
-    def with_loops(self) -> Edges:
+    def with_loops(self) -> "Edges":
         """The proper edges in their order, then one self-loop for each node that is both source
         and target; made once and kept, as the sorted edges are."""
         with torch.inference_mode(False):
@@ -188,7 +186,7 @@ class EdgeFeatures:
                     f"got {list(weight.shape)} (EdgeFeatures)"
                 )
 
-    def to(self, dtype: torch.dtype) -> EdgeFeatures:
+    def to(self, dtype: torch.dtype) -> "EdgeFeatures":
         """The same in another dtype."""
         return moved(self, dtype)
 

@@ -1,7 +1,5 @@
 """Masks over grids: 2-D windows, blocks of queries and keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Masks along sequences: causal, padding, windows, packed sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -4,8 +4,6 @@ A normalizer knows its definition, `weights(inputs, allowed)`; the kernels compu
 holding all weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
@@ -78,7 +76,7 @@ class Hard(Normalizer):
         weights = torch.zeros_like(scores).scatter(-1, index, 1.0)
         return weights.masked_fill(best == -torch.inf, 0.0)
 
-    def evaluated(self) -> Hard:
+    def evaluated(self) -> "Hard":
         return Hard(None)
 
 
@@ -197,7 +195,7 @@ class DeltaRule(Normalizer):
         )
         return weights * beta.transpose(-2, -1)
 
-    def select(self, heads: Tensor) -> DeltaRule:
+    def select(self, heads: Tensor) -> "DeltaRule":
         return self if self.beta.shape[1] == 1 else DeltaRule(self.beta[:, heads])
 
 

@@ -1,7 +1,5 @@
 """Normalizers with parameters of their own: modules from the keys' tokens to the Normalizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Biases that depend on positions alone; they go into `bias=`, beside any mask."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 
@@ -109,7 +107,7 @@ class RelativeBias2d(nn.Module):
         return F.pad(_look_up(self.table, self.rows), (prefix, 0, prefix, 0))
 
     @torch.no_grad()
-    def resized(self, height: int, width: int) -> RelativeBias2d:
+    def resized(self, height: int, width: int) -> "RelativeBias2d":
         """The same bias on another grid: the table resampled, bicubic, as Swin is fine-tuned."""
         num_heads = self.table.shape[1]
         new = RelativeBias2d(num_heads, height, width, num_prefix_tokens=self.num_prefix_tokens)

@@ -1,7 +1,5 @@
 """Learned positions, added to tokens: tables that can be resampled to another length or grid."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch
@@ -63,7 +61,7 @@ class LearnedPositions1d(_Tables):
             )
         return tokens + self.table[start:end]
 
-    def resize(self, num_positions: int) -> LearnedPositions1d:
+    def resize(self, num_positions: int) -> "LearnedPositions1d":
         """Resample the table to another length, in place; returns self.
 
         Bicubic with antialiasing, as the positions of pictures are. The parameter is a new one, so
@@ -140,7 +138,7 @@ class LearnedPositions2d(_GridPositions):
     def positions(self) -> Tensor:
         return self.table
 
-    def resize(self, grid: tuple[int, int]) -> LearnedPositions2d:
+    def resize(self, grid: tuple[int, int]) -> "LearnedPositions2d":
         """Resample the table to another grid, in place; returns self. See `resize_positions`.
 
         The parameter is a new one, so resize before you make an optimiser.
@@ -176,7 +174,7 @@ class FactorizedPositions2d(_GridPositions):
     def positions(self) -> Tensor:
         return (self.row_table[:, None] + self.column_table).flatten(0, 1)
 
-    def resize(self, grid: tuple[int, int]) -> FactorizedPositions2d:
+    def resize(self, grid: tuple[int, int]) -> "FactorizedPositions2d":
         """Resample both tables, in place; returns self. As `resize_positions` does to their sum.
 
         The parameters are new ones, so resize before you make an optimiser.

@@ -5,8 +5,6 @@ pair with channel i + head_dim / 2, as in GPT-NeoX and Llama; RoFormer pairs nei
 fixed permutation of channels.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch
@@ -47,7 +45,7 @@ class Rotation:
             _rotate("key", key, self.cos, self.sin),
         )
 
-    def first_queries(self, num_queries: int) -> Rotation:
+    def first_queries(self, num_queries: int) -> "Rotation":
         """The same rotation where only the first tokens ask and all answer."""
         cos, sin = self.cos[..., :num_queries, :], self.sin[..., :num_queries, :]
         return Rotation(self.cos, self.sin, cos, sin)

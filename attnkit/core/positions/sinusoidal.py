@@ -3,8 +3,6 @@
 A grid is (rows, columns) of patches, numbered row by row as a picture is read.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -5,8 +5,6 @@ for one tile at a time, in a buffer that stays in the processor's cache, and the
 again. It is registered as an operator so that torch.compile and torch.export need not look inside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

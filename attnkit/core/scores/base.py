@@ -1,7 +1,5 @@
 """What a score is, and the checks of its parameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar
 
@@ -77,11 +75,11 @@ class Score:
         """
         raise NotImplementedError(f"{type(self).__name__} is no dot product")
 
-    def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> Score:
+    def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> "Score":
         """The score of some query heads only."""
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Score:
+    def to(self, *args: Any, **kwargs: Any) -> "Score":
         """The same score with its tensors moved as by `Tensor.to`."""
         return moved(self, *args, **kwargs)
 

@@ -5,8 +5,6 @@ that equals it inside a softmax, `as_dot(query, key)`, which the fused kernels t
 Parameters are per query head and act on the query, so that key heads may be shared.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Annotated, Literal
@@ -73,7 +71,7 @@ class ScaledDot(Score):
             return float(self.scale)
         return float(head_dim**-0.5) if head_dim else 1.0
 
-    def select(self, heads: Tensor) -> ScaledDot:
+    def select(self, heads: Tensor) -> "ScaledDot":
         return replace(self, scale=select_heads(self.scale, heads))
 
 
@@ -105,7 +103,7 @@ class General(Score):
     ) -> tuple[Tensor, Tensor, float]:
         return query @ self.weight.to(query.dtype), key, 1.0
 
-    def select(self, heads: Tensor) -> General:
+    def select(self, heads: Tensor) -> "General":
         return self if self.weight.ndim == 2 else replace(self, weight=self.weight[heads])
 
 
@@ -143,7 +141,7 @@ class Cosine(Score):
             return unit_query.to(query.dtype), unit_key, 1 / self.temperature
         return (unit_query / per_head(self.temperature)).to(query.dtype), unit_key, 1.0
 
-    def select(self, heads: Tensor) -> Cosine:
+    def select(self, heads: Tensor) -> "Cosine":
         return replace(self, temperature=select_heads(self.temperature, heads))
 
 
@@ -212,7 +210,7 @@ class Gaussian(Score):
             key_parts.append(torch.ones_like(high))
         return torch.cat(query_parts, dim=-1), torch.cat(key_parts, dim=-1), 1.0
 
-    def select(self, heads: Tensor) -> Gaussian:
+    def select(self, heads: Tensor) -> "Gaussian":
         return replace(self, bandwidth=select_heads(self.bandwidth, heads))
 
 
@@ -274,7 +272,7 @@ class Additive(Score):
         )
         return self.cap(scores.unflatten(0, query.shape[:2]))
 
-    def select(self, heads: Tensor) -> Additive:
+    def select(self, heads: Tensor) -> "Additive":
         return self if self.vector.ndim == 1 else replace(self, vector=self.vector[heads])
 
 

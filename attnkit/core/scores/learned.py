@@ -1,7 +1,5 @@
 """Scores with parameters of their own: modules whose `forward()` gives the current Score."""
 
-from __future__ import annotations
-
 from math import log
 from typing import Literal, get_args
 

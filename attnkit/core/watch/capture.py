@@ -1,7 +1,5 @@
 """The attention weights of a model's layers, collected while it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """How much a module computes, in multiply-adds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from math import prod

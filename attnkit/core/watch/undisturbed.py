@@ -1,7 +1,5 @@
 """Running a module to learn something about it, and leaving it as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The bottleneck attention module."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least

@@ -1,7 +1,5 @@
 """The convolutional block attention module and its two gates."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

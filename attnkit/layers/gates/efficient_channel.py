@@ -1,7 +1,5 @@
 """Efficient channel attention."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, nn

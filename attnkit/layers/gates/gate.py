@@ -1,7 +1,5 @@
 """A gate over a feature map, and how gate maps are looked at."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

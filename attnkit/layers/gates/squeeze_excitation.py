@@ -1,7 +1,5 @@
 """Squeeze-and-excitation, by channel, by pixel, and both."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor, nn

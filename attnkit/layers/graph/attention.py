@@ -1,7 +1,5 @@
 """Attention of the nodes of a graph: node features and edges in, node features out."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import torch

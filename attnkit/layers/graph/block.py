@@ -1,7 +1,5 @@
 """Layers of graph models: attention with what comes before and after it."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, get_args
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@
 values. In `GATHeads` queries and keys are one number each, since GAT's score is a sum of two.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

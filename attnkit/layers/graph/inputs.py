@@ -1,7 +1,5 @@
 """What graph layers are given: nodes, edges and what edges carry, checked against each other."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 The graph itself is `Edges.with_loops`: the caller's edges but self-loops, then one for each node.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import torch

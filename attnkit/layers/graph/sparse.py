@@ -4,8 +4,6 @@ A bag of words is 1 % non-zero: on Cora's 2,708 × 1,433 features, dropout and t
 most of a dense training step.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

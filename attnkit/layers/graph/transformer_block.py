@@ -1,7 +1,5 @@
 """The block of a graph transformer, and what reads graphs or edges out of nodes."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

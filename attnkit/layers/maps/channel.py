@@ -1,7 +1,5 @@
 """Channel attention: the channels of a feature map look at each other."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Two modules over feature maps, one after the other or side by side."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, get_args
 
 import torch

@@ -1,7 +1,5 @@
 """Context attention: one learned query looks at all pixels, and tells each what it saw."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, get_args
 
 import torch

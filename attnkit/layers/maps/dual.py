@@ -1,7 +1,5 @@
 """Attention of pixels and of channels, side by side."""
 
-from __future__ import annotations
-
 from attnkit.core.arguments import at_least
 from attnkit.core.scores.base import Score
 from attnkit.layers.maps.channel import ChannelAttention

@@ -1,7 +1,5 @@
 """Feature maps [batch, channels, height, width] as tokens, and what a layer adds to them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, get_args
 
 import torch

@@ -1,7 +1,5 @@
 """Spatial attention: the pixels of a feature map look at each other."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """The pre-norm block of a Transformer decoder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

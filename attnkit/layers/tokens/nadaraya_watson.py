@@ -1,7 +1,5 @@
 """Nadaraya–Watson kernel regression, which is attention with the Gaussian score."""
 
-from __future__ import annotations
-
 from math import log
 from typing import Annotated
 

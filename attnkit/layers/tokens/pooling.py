@@ -1,7 +1,5 @@
 """From tokens to one vector, or a few, by attention."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -1,7 +1,5 @@
 """Hypotheses of one item that share one cache of keys and values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Beam search over a batch: the likeliest sentences, ended hypotheses kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From images to sentences: an encoder and a decoder of words."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import torch

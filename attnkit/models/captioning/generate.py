@@ -1,7 +1,5 @@
 """From a memory to sentences: greedy, by sampling, by beam search."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 

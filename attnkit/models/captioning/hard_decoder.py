@@ -1,7 +1,5 @@
 """The recurrent decoder with hard attention: one position a word, learned by REINFORCE."""
 
-from __future__ import annotations
-
 from math import log
 
 import torch

@@ -1,7 +1,5 @@
 """From images to memories: encoders whose positions are a grid over the image."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -219,7 +217,7 @@ class TimmEncoder(ImageEncoder):
             maps = self._maps(images)
         return self.proj(maps.flatten(2).transpose(1, 2))
 
-    def train(self, mode: bool = True) -> TimmEncoder:
+    def train(self, mode: bool = True) -> "TimmEncoder":
         super().train(mode)
         if self.frozen:
             self.network.eval()

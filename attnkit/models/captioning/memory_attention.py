@@ -1,7 +1,5 @@
 """One look at a memory from a recurrent state, by any score of Bahdanau and Luong."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import torch

@@ -1,7 +1,5 @@
 """The Transformer decoder of words, and its state while decoding."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 import torch
@@ -133,14 +131,14 @@ class TransformerDecoder(WordDecoder):
         *,
         max_words: int | None = None,
         num_beams: int = 1,
-    ) -> TransformerState:
+    ) -> "TransformerState":
         self.check(memory, None, memory_mask)
         max_words = self.max_words if max_words is None else max_words
         if not 1 <= max_words <= self.max_words:
             raise ValueError(f"max_words: expected 1 to {self.max_words}, got {max_words}")
         return TransformerState(self, memory, memory_mask, max_words, num_beams)
 
-    def step(self, words: Tensor, state: TransformerState) -> Tensor:
+    def step(self, words: Tensor, state: "TransformerState") -> Tensor:
         num_before = state.num_words
         bias = state.advance()
         if self.distance_bias is not None:

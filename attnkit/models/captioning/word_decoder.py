@@ -1,7 +1,5 @@
 """The base of all decoders of words: teacher forcing, decoding step by step, loss."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Protocol
 
 import torch

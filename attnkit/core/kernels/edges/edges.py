@@ -7,8 +7,6 @@ normalized edge by edge; with u_e = exp(score_e − shift) and z_i = Σ_e u_e,
     output_i = Σ_e u_e v_e / z_i,   d score_e = u_e (g′_i · v_e − g′_i · output_i),   g′ = g / z
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@ Lanes of a small graph are computed together, as one graph of copies side by sid
 one in turn, in memory that each hands to the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -96,7 +94,7 @@ NAMES = ("query", "key", "value", "vector", "edge_query", "edge_key", "features"
 def make_scorer(
     plan: Plan,
     graph: Adjacency,
-    workspace: Workspace,
+    workspace: "Workspace",
     lanes: slice,
     tensors: tuple[Tensor | None, ...],
 ) -> AdditiveEdges | DotEdges:

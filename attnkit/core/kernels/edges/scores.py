@@ -5,8 +5,6 @@ edges in the order of their targets. What edges carry, e, is a table too, [edges
 which each edge reads its own row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

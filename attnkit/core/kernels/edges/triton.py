@@ -6,8 +6,6 @@ in the order of sources for those of key and value. No two programs add to one n
 are the same to the bit from run to run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,7 +113,7 @@ class _Table(NamedTuple):
     node: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Table:
+    def of(cls, tensor: Tensor) -> "_Table":
         if tensor.shape[3] > 1 and tensor.stride(3) != 1:
             tensor = tensor.contiguous()
         return cls(tensor, *tensor.stride()[:3])
@@ -136,7 +134,7 @@ class _Sums(NamedTuple):
     parts: _Table
 
     @classmethod
-    def of(cls, tensor: Tensor, split: SplitNodes) -> _Sums:
+    def of(cls, tensor: Tensor, split: SplitNodes) -> "_Sums":
         batch, heads, _, channels = tensor.shape
         shape = (batch, heads, split.num_slots, channels)
         parts = tensor.new_empty(shape, dtype=torch.float32)

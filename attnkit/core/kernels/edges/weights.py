@@ -1,7 +1,5 @@
 """Attention weights of the edges of a graph, in memory of edges and heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated
 
