@@ -16,8 +16,8 @@ from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.interop.carry import shortened
 from attnkit.surgery.adapters import Adapter
+from attnkit.surgery.attending import attending
 from attnkit.surgery.convert import Changes, ScoreChange, changed, convert, is_known
-from attnkit.surgery.softmaxes import softmaxes
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,18 @@ def _why_there_is_none(model: nn.Module) -> str:
 
 
 def _unknown(model: nn.Module, named: Iterable[str]) -> str:
-    """What takes a softmax and is not, or is not in, one of the named modules."""
+    """What may attend and is not, or is not in, one of the named modules."""
     known = tuple(f"{name}." for name in named)
-    found: dict[str, list[str]] = {}
-    for name in softmaxes(model):
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, what in attending(model).items():
         if not f"{name}.".startswith(known):
             kind = type(model.get_submodule(name)).__name__
-            found.setdefault(kind, []).append(name or "the model")
-    told = "; ".join(f"{kind} ({shortened(names)})" for kind, names in found.items())
-    return f"; a softmax is taken in {told}, not known here" if told else ""
+            found.setdefault(what, {}).setdefault(kind, []).append(name or "the model")
+    told = ""
+    for what, kinds in found.items():
+        places = "; ".join(f"{kind} ({shortened(names)})" for kind, names in kinds.items())
+        told += f"; {what} in {places}, not known here"
+    return told
 
 
 def _row(name: str, module: nn.Module, adapter: Adapter) -> ReplacedAttention:

@@ -418,6 +418,8 @@ def low_rank(model):
          r"softmax is taken in GPSA \(blocks.0.attn, blocks.1.attn and 8 more\); MHSA \(blocks.10"),
         (lambda: timm.create_model("xcit_nano_12_p8_224"), {}, ValueError,
          r"no class .*; a softmax is taken in XCA \(blocks.0.attn, blocks.1.attn and 10 more"),
+        (lambda: timm.create_model("efficientvit_b0"), {}, ValueError,
+         r"class; activations are multiplied with each other in LiteMLA \(stages.2.blocks.1.c.*"),
         (lambda: alter(id), {"where": "block.0"}, ValueError,
          "got 'block.0': none of blocks.0.attn, blocks.1.attn"),
         (lambda: alter(id), {"score": "cosin"}, ValueError, "score: expected one of scaled_dot"),
