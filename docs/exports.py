@@ -37,6 +37,9 @@ def models() -> dict[str, tuple[str, ...]]:
         f"model={name}": ("task=vit", f"model={name}", *small)
         for name in ("vit", "vit_tiny", "vit_small", "vit_base")
     }
+    found["model=timm (test_vit)"] = (
+        "task=vit", "model=timm", "model.name=test_vit", "data.image_size=32",
+    )  # fmt: skip
     for change in ("positions=rotary2d", "score=additive", "pooling=attention"):
         found[f"model=vit model.{change}"] = ("task=vit", *small, f"model.{change}")
     for name in attentions:

@@ -35,6 +35,7 @@ WHOLE = [
 TRAINED = [
     "task=vit experiment=digits_quick logger=wandb trainer=cpu",
     *(f"task=vit trainer={trainer}" for trainer in ("gpu", "ddp", "fsdp")),
+    "task=vit model=timm trainer=cpu",
     "task=spatial backbone=timm attention=se data=cifar10 trainer=cpu",
     *(
         f"task=spatial attention={attention} trainer=cpu"
@@ -170,6 +171,8 @@ def _arranged(run, graph_files, tmp_path, monkeypatch):
     elif chosen["task"] in ("spatial", "channel"):
         timm = chosen.get("backbone") == "timm"
         command.append("backbone.name=test_resnet" if timm else "backbone.num_blocks=1")
+    elif chosen.get("model") == "timm":
+        command += ["model.name=test_vit", "data.image_size=32"]
     elif chosen["task"] == "vit" and "model" not in chosen:
         command += ["model.dim=24", "model.depth=1"]
     if data == "planetoid":

@@ -1,43 +1,193 @@
-"""timm's networks under the argument names of this toolkit."""
+"""timm's networks under the argument names of this toolkit, with weights of their own or others."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import timm
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.arguments import pair
+from attnkit.core.watch.undisturbed import evaluating
+from attnkit.models.weights import asking_hub, misfits, read_source, read_weights, reason
+
+_log = logging.getLogger(__name__)
+# What a network is made with here, whatever its weights were made with elsewhere.
+_OURS = {"in_chans", "num_classes", "img_size", "drop_rate", "drop_path_rate"}
 
 
 def timm_backbone(
-    name: str, in_channels: int, num_classes: int, *, pretrained: bool = False
+    name: str,
+    in_channels: int,
+    num_classes: int,
+    *,
+    image_size: int | Sequence[int] | None = None,
+    pretrained: bool = False,
+    weights: str | Path | None = None,
+    drop_path: float | None = None,
+    **options: Any,
 ) -> nn.Module:
     """`timm.create_model`, of a name in its registry.
 
+    Pretrained weights are fitted by timm: positions are resampled to another size, the first layer
+    is adapted to another number of channels. A head for another number of classes is left out,
+    which the log says (logger `attnkit.models.backbones`).
+
     Args:
-        name: as `timm.list_models()` has it: "resnet18", "convnext_tiny", …
-        in_channels: of the images; pretrained first layers are adapted, as timm does.
-        num_classes: how many logits; pretrained heads are replaced.
-        pretrained: with weights, which timm downloads or finds in its cache.
+        name: as `timm.list_models()` has it: "resnet18", "vit_small_patch16_224", …
+        in_channels: of the images.
+        num_classes: how many logits; 0: features.
+        image_size: of the images, in pixels; whether the network takes it is tried out. None: its
+            own, not tried.
+        pretrained: with timm's weights, which it downloads or finds in its cache.
+        weights: others for this network: a file (safetensors, `.pth`, a checkpoint), a Hugging Face
+            folder or `hf-hub:NAME`. No code is run.
+        drop_path: chance that a sample skips a block, at the last one (timm's `drop_path_rate`).
+        **options: further arguments of `timm.create_model`.
 
     Raises:
-        ValueError: no such name, or the weights cannot be had.
+        ValueError: no such name; weights that cannot be had, or are another network's; a size that
+            it cannot take; or it is no classifier.
     """
-    if not timm.is_model(name):
-        near = timm.list_models(f"*{name.split('.')[0][:6]}*")[:5]
+    if not isinstance(name, str) or not timm.is_model(name):
+        near = timm.list_models(f"*{str(name).split('.')[0][:6]}*")[:5] if name else []
         hint = f"; near: {', '.join(near)}" if near else ""
         raise ValueError(f"name: expected a name of timm's registry, got {name!r}{hint}")
-    log = logging.getLogger("huggingface_hub")
-    level = log.level
-    # its retries without a network are many lines, and the error below says it in one
-    log.setLevel(logging.ERROR)
+    options |= {"in_chans": in_channels, "num_classes": num_classes}
+    if drop_path is not None:
+        options["drop_path_rate"] = drop_path
+    size = None if image_size is None else pair("image_size", image_size)
+    config: Any = timm.get_pretrained_cfg(name)
+    if size is not None and config is not None and config.fixed_input_size:
+        options.setdefault("img_size", size)
+    if weights is not None:
+        if pretrained:
+            raise ValueError("pretrained: not together with weights, which are others")
+        network = _with_weights(name, str(weights), options)
+    elif pretrained:
+        network = _pretrained(name, config, options)
+    else:
+        network = timm.create_model(name, pretrained=False, **options)
+    if size is not None and num_classes:
+        _try_out(network, name, (1, in_channels, *size), num_classes)
+    return network
+
+
+def _pretrained(name: str, config: Any, options: dict[str, Any]) -> nn.Module:
+    if config is None or not config.has_weights:
+        known = timm.list_pretrained(f"{name.split('.')[0]}*")[:3]
+        hint = f"; it has some for {', '.join(known)}" if known else ""
+        raise ValueError(f"pretrained: timm has no weights for {name}{hint}")
+    with asking_hub():
+        try:
+            network = timm.create_model(name, pretrained=True, **options)
+        except (OSError, RuntimeError) as error:
+            why = misfits(error) if isinstance(error, RuntimeError) else None
+            if why:
+                raise ValueError(f"pretrained: the weights of {name} do not fit: {why}") from error
+            message = f"pretrained: the weights of {name} cannot be had: {reason(error)}"
+            raise ValueError(message) from error
+    here = options["num_classes"]
+    if here and config.num_classes != here:
+        _log.info(
+            "pretrained: the head of %s for %d classes is left out: %d here",
+            name, config.num_classes, here,
+        )  # fmt: skip
+    return network
+
+
+def _with_weights(name: str, weights: str, options: dict[str, Any]) -> nn.Module:
     try:
-        return timm.create_model(
-            name, pretrained=pretrained, in_chans=in_channels, num_classes=num_classes
+        source, state = read_source(weights), read_weights(weights)
+    except ValueError as error:
+        raise ValueError(f"weights: {error}") from error
+    if source.architecture not in (None, name.split(".")[0]):
+        raise ValueError(
+            f"weights: {weights} holds {source.architecture}, but name is {name}; "
+            f"model.name={source.architecture}"
         )
-    except (OSError, RuntimeError) as error:
-        if not pretrained:
-            raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"pretrained: the weights of {name} cannot be had: {reason}") from error
-    finally:
-        log.setLevel(level)
+    fresh = timm.create_model(name, pretrained=False, **options)
+    for key, value in source.arguments.items():
+        here = options.get(key, getattr(fresh, key, "not given"))
+        if key not in _OURS and here != value:
+            raise ValueError(
+                f"weights: {weights} was made with {key}={value}, here it is {here}; "
+                f"model.{key}={value}"
+            )
+    state, said = _with_head_of(fresh, state)
+    # timm's way of loading, with all its adaptations, but nothing may be missing or left over
+    overlay = {"state_dict": state, "num_classes": options["num_classes"], "label_offset": 0}
+    if channels := _channels(fresh, state):
+        config: Any = fresh.pretrained_cfg
+        overlay["input_size"] = (channels, *config["input_size"][1:])
+    try:
+        network: Any = timm.create_model(
+            name, pretrained=True, pretrained_cfg_overlay=overlay, **options
+        )
+    except Exception as error:  # what turns other formats into timm's fails in any way at others
+        why = misfits(error) if isinstance(error, RuntimeError) else None
+        raise ValueError(
+            f"weights: {weights} does not fit {name}: {why or reason(error)}"
+        ) from error
+    network.pretrained_cfg.pop("state_dict", None)  # they are in the network
+    if said:
+        _log.info("weights: %s: %s", weights, said)
+    return network
+
+
+def _with_head_of(
+    fresh: nn.Module, state: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], str | None]:
+    """The weights with the head of a new network where theirs does not fit, and what was said."""
+    config: Any = fresh.pretrained_cfg
+    heads = config.get("classifier") or ()
+    own, fitted, there = fresh.state_dict(), dict(state), None
+    for head in (heads,) if isinstance(heads, str) else heads:
+        names = [f"{head}.{kind}" for kind in ("weight", "bias")]
+        shapes = [[s[n].shape for n in names if n in s] for s in (state, own)]
+        if shapes[0] == shapes[1]:
+            continue
+        there = state[names[0]].shape[0] if names[0] in state else 0
+        fitted = {n: tensor for n, tensor in fitted.items() if n not in names}
+        fitted |= {n: own[n] for n in names if n in own}
+    if there is None:
+        return fitted, None
+    here = getattr(fresh, "num_classes", 0)
+    if not there:
+        return fitted, f"it has no head; that for {here} classes is new"
+    return fitted, f"its head for {there} classes is left out: {here} here"
+
+
+def _channels(fresh: nn.Module, state: dict[str, Tensor]) -> int | None:
+    """Of the images that the weights were made for."""
+    config: Any = fresh.pretrained_cfg
+    first = config.get("first_conv")
+    layer = f"{first}.weight" if isinstance(first, str) else ""
+    own = fresh.state_dict()
+    if layer not in state or layer not in own or state[layer].ndim != 4:
+        return None
+    return state[layer].shape[1] if own[layer].ndim == 4 else None
+
+
+def _try_out(network: Any, name: str, shape: tuple[int, ...], num_classes: int) -> None:
+    """ValueError if the network cannot take images of this shape, or gives no logits of them."""
+    images = torch.zeros(shape)
+    try:
+        with evaluating(network), torch.no_grad():
+            logits = network(images)
+    except Exception as error:  # assertions, shapes that do not match, empty maps, …
+        own = (getattr(network, "pretrained_cfg", None) or {}).get("input_size", ())
+        hint = f"; its own is {own[-2]} x {own[-1]}" if len(own) == 3 else ""
+        raise ValueError(
+            f"image_size: {name} cannot take {shape[2]} x {shape[3]} pixels ({reason(error)}){hint}"
+        ) from error
+    given = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if given != [1, num_classes]:
+        raise ValueError(
+            f"name: {name} is no classifier: it gives {given} of an image, "
+            f"expected [1, {num_classes}]"
+        )

@@ -1,5 +1,6 @@
 """A convolutional network with attention in it."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -22,7 +23,8 @@ def attention_network(
     """The backbone, with one attention module in each of its blocks or stages.
 
     Args:
-        backbone: called with `in_channels` and `num_classes`; images to logits.
+        backbone: called with `in_channels` and `num_classes`, and with `image_size` if it takes
+            that; images to logits.
         attention: called with the channels of a feature map; a module map → map. None: as it is.
         where: "blocks", "stages" or a pattern of module names: see `attnkit.insert_attention`.
         start_as_identity: whether the network first computes what it did without attention.
@@ -30,7 +32,9 @@ def attention_network(
         in_channels: of the images.
         num_classes: how many logits.
     """
-    network = backbone(in_channels=in_channels, num_classes=num_classes)
+    takes_size = "image_size" in inspect.signature(backbone).parameters
+    size = {"image_size": image_size} if takes_size else {}
+    network = backbone(in_channels=in_channels, num_classes=num_classes, **size)
     if attention is not None:
         images = torch.zeros(1, in_channels, *sides(image_size))
         insert_attention(

@@ -1,11 +1,9 @@
 import pytest
-import timm
 import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock
 from torchvision.models.resnet import ResNet as TorchvisionResNet
 
-from attnkit.models.backbones import timm_backbone
 from attnkit.models.resnet import ResNet
 
 
@@ -47,27 +45,3 @@ def test_resnet_20_has_the_published_size():
 def test_wrong_sizes_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         ResNet(3, 10, **options)
-
-
-def test_timms_by_name():
-    torch.manual_seed(0)
-    ours = timm_backbone("resnet10t", in_channels=1, num_classes=5).eval()
-    torch.manual_seed(0)
-    theirs = timm.create_model("resnet10t", in_chans=1, num_classes=5).eval()
-    images = torch.randn(2, 1, 32, 32)
-    assert torch.equal(ours(images), theirs(images))
-
-
-@pytest.mark.parametrize("name", ["resnet19", "hf-hub:someone/model", "local-dir:/tmp", ""])
-def test_only_names_of_the_registry(name):
-    with pytest.raises(ValueError, match="name: expected a name of timm's registry"):
-        timm_backbone(name, in_channels=3, num_classes=5)
-
-
-def test_weights_that_cannot_be_had(monkeypatch):
-    def offline(*args, **kwargs):
-        raise OSError("no network\nand more")
-
-    monkeypatch.setattr(timm, "create_model", offline)
-    with pytest.raises(ValueError, match="the weights of resnet18 cannot be had: no network"):
-        timm_backbone("resnet18", in_channels=3, num_classes=5, pretrained=True)

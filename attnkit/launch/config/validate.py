@@ -130,6 +130,7 @@ def check_node(key: str, node: dict[str, Any], origins: Origins, given: Iterable
     else:
         arguments = {k: v for k, v in node.items() if k not in _DIRECTIVES}
         check_arguments(key, arguments, signature, origins, what=target)
+        node.update(arguments)  # with absolute paths
         if not node.get("_partial_") and "_args_" not in node:
             missing = [
                 n
@@ -196,11 +197,15 @@ def check_arguments(
             hint = nearest(value, annotations.choices(parameter)) if isinstance(value, str) else ""
             message = f"expected {annotations.expected(parameter)}, got {_show(value)}{hint}"
             raise _problem(origins, f"{prefix}{name}", message)
-        is_path = (
-            isinstance(value, str) and "://" not in value and annotations.takes_path(parameter)
-        )
-        if is_path and (name, value) != ("resume", "latest"):
+        if isinstance(value, str) and annotations.takes_path(parameter) and _is_path(name, value):
             node[name] = str(absolute(value))
+
+
+def _is_path(name: str, value: str) -> bool:
+    """Whether a text given for a path is one: not a URL, a name on a hub or a model's name."""
+    if "://" in value or value.startswith("hf-hub:") or (name, value) == ("resume", "latest"):
+        return False
+    return name != "pretrained" or absolute(value).exists()
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import inspect
 import math
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers.wandb import WandbRun
 from attnkit.lightning.modules.module import TaskModule, untrained
 from attnkit.lightning.resume import checkpoints
+from attnkit.models.preprocessing import OF_DATA, expected_images
 
 
 class Session:
@@ -74,7 +75,11 @@ class Session:
     # --- building ---
 
     def make_data(self) -> LightningDataModule:
-        """The data; what it knows of itself (image_size, …) goes to nulls of the module."""
+        """The data; what it knows of itself (image_size, …) goes to nulls of the module.
+
+        Before it, what pretrained weights were trained on goes to nulls of the data and the module.
+        """
+        self._follow_weights()
         self.data = self._new_data()
         nodes = [self.config.get(key) or {} for key in schema.FILLED]
         describe = getattr(self.data, "describe", None)
@@ -83,9 +88,7 @@ class Session:
             self.data.setup("fit")
             facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
             for node in nodes:
-                node.update(
-                    {k: deepcopy(facts[k]) for k, v in node.items() if v is None and k in facts}
-                )
+                _fill(node, facts)
         return self.data
 
     def make_predict_data(self, module: LightningModule) -> LightningDataModule:
@@ -101,6 +104,26 @@ class Session:
             target = self.config["data"]["_target_"]
             raise UserError(f"run=predict: {target} has no predict_dataloader")
         return self.data
+
+    def _follow_weights(self) -> None:
+        if self.start or self.config["ckpt"]:  # a trained module knows it all
+            return
+        facts: dict[str, Any] = {}
+        for key in ("model", *schema.MODEL_PARTS):
+            node = self.config.get(key) or {}
+            try:
+                found = expected_images(node)
+            except ValueError as error:
+                raise UserError(f"{key}.{error}") from error
+            if node.get("name", "") is None:
+                node["name"] = found.get("name")
+            facts |= found
+        data, module = (self.config.get(key) or {} for key in ("data", "module"))
+        _fill(data, {key: facts[key] for key in OF_DATA if key in facts})
+        means: dict[str, Any] = {key: facts[key] for key in ("mean", "std") if key in facts}
+        if data.get("in_channels") == 1:  # of grey images the colours are equal
+            means = {key: [sum(values) / len(values)] for key, values in means.items()}
+        _fill(module, means)
 
     def _new_data(self) -> LightningDataModule:
         data = build(self.config["data"], at="data")
@@ -232,6 +255,11 @@ class Session:
             return 0.0
         states = checkpoints.load(self.start, mmap=True).get("callbacks", {})
         return float(states.get("ResultsFile", {}).get("seconds", 0.0))
+
+
+def _fill(node: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Put facts where a configuration has a null."""
+    node.update({k: deepcopy(facts[k]) for k, v in node.items() if v is None and k in facts})
 
 
 def loaded(

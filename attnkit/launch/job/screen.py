@@ -50,6 +50,17 @@ def quiet(rank: int = 0) -> None:
     warnings.showwarning = _keep_warning if rank else _show_warning
     _log.setLevel(logging.INFO)
     _log.propagate = False
+    notices = logging.getLogger("attnkit")
+    notices.setLevel(logging.WARNING if rank else logging.INFO)
+    if not notices.handlers:
+        notices.addHandler(_Notices())
+
+
+class _Notices(logging.Handler):
+    """What attnkit's parts say by Python's logging: a line of the run."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
 
 
 @contextmanager

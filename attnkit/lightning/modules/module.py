@@ -200,7 +200,7 @@ def _called(make: Callable[..., Any], at: str, *args: Any, **kwargs: Any) -> Any
 def untrained(node: Any) -> Any:
     """A configuration that asks for no pretrained weights, for what a checkpoint is loaded into.
 
-    Otherwise they would be downloaded again, to be overwritten at once.
+    Otherwise they would be read or downloaded again, to be overwritten at once, and could be gone.
     """
     if isinstance(node, list):
         return [untrained(value) for value in node]
@@ -208,7 +208,9 @@ def untrained(node: Any) -> Any:
         return node
     plain = {key: untrained(value) for key, value in node.items()}
     if "_target_" in plain and plain.get("pretrained"):
-        plain["pretrained"] = False
+        plain["pretrained"] = None if isinstance(plain["pretrained"], str) else False
+    if "_target_" in plain and isinstance(plain.get("weights"), str):
+        plain["weights"] = None
     return plain
 
 

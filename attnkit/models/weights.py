@@ -1,0 +1,195 @@
+"""Weights from a file, a Hugging Face folder or the hub, read without running code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import huggingface_hub.constants as hub
+import timm.models
+from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+HUB = "hf-hub:"
+_PREFIX = "model."  # of the network in a checkpoint of a LightningModule
+_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the `config.json` beside weights says of their network; empty where there is none."""
+
+    architecture: str | None = None
+    """The name in timm's registry."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Those of `timm.create_model` that the network was made with."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """timm's `pretrained_cfg`: mean, std, input_size, …"""
+
+
+def read_source(given: str | Path) -> Source:
+    """What is known of the network whose weights these are.
+
+    Args:
+        given: `hf-hub:NAME`, a folder or a file.
+
+    Raises:
+        ValueError: there is no such thing, or its config.json cannot be read.
+    """
+    if is_hub(given):
+        name, _, revision = str(given).removeprefix(HUB).partition("@")
+        with asking_hub():
+            try:
+                path = Path(hf_hub_download(name, "config.json", revision=revision or None))
+            except Exception as error:
+                raise ValueError(f"{given} cannot be had: {reason(error)}") from error
+    elif not (path := existing(given) / "config.json").is_file():
+        return Source()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        architecture, config = found.get("architecture"), found.get("pretrained_cfg", found)
+        return Source(architecture, dict(found.get("model_args") or {}), dict(config))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{given}: its config.json cannot be read: {error}") from error
+
+
+def read_weights(given: str | Path) -> dict[str, Tensor]:
+    """The tensors of a network by their names; code that a file holds is never run.
+
+    Args:
+        given: `hf-hub:NAME`; a folder with `model.safetensors` or `pytorch_model.bin`; or a file,
+            safetensors or what `torch.save` wrote: a state dict, alone or under "state_dict" or
+            "model", of averaged weights if there are some. Of a checkpoint of Lightning it is the
+            part under `model.`.
+
+    Raises:
+        ValueError: there is no such thing, it holds code, is damaged or has no weights.
+    """
+    if is_hub(given):
+        with asking_hub():
+            try:
+                state = timm.models.load_state_dict_from_hf(str(given).removeprefix(HUB))
+            except Exception as error:
+                raise ValueError(f"{given} cannot be had: {reason(error)}") from error
+    else:
+        path = existing(given)
+        if path.is_dir():
+            files = [path / name for name in _FILES if (path / name).is_file()]
+            if not files:
+                raise ValueError(
+                    f"{given}: no weights in this folder: no {' or '.join(_FILES[:2])}"
+                )
+            path = files[0]
+        state = _read_file(path)
+    if not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        kind = next((type(v).__name__ for v in state.values() if not isinstance(v, Tensor)), None)
+        raise ValueError(f"{given}: expected tensors by name, got {kind or 'nothing'}")
+    return state
+
+
+def is_hub(given: str | Path) -> bool:
+    """Whether it is a name on Hugging Face's hub."""
+    return str(given).startswith(HUB)
+
+
+def existing(given: str | Path) -> Path:
+    """A file or folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(given).expanduser()
+    if not path.exists():
+        raise ValueError(f"no file or folder {given}")
+    return path
+
+
+def misfits(error: RuntimeError, *, shown: int = 3) -> str | None:
+    """The names that did not fit when torch loaded a state dict, with both sides; else None."""
+    text = str(error)
+    if "loading state_dict" not in text:
+        return None
+    shapes = re.findall(
+        r"size mismatch for (\S+): copying a param with shape (?:torch\.Size\()?(\[[\d, ]*\])\)? "
+        r"from checkpoint, the shape in current model is (?:torch\.Size\()?(\[[\d, ]*\])",
+        text,
+    )
+    found = [f"{name} is {there} there, {here} here" for name, there, here in shapes]
+    for kind, side in (("Missing", "is only here"), ("Unexpected", "is only there")):
+        names = re.search(rf"{kind} key\(s\) in state_dict: (.*)", text)
+        found += [f"{name} {side}" for name in re.findall(r'"([^"]+)"', names[1] if names else "")]
+    rest = f"; and {len(found) - shown} more" if len(found) > shown else ""
+    return "; ".join(found[:shown]) + rest
+
+
+@contextmanager
+def asking_hub() -> Iterator[None]:
+    """Without the lines of its retries; and without those where the hub cannot be reached at all.
+
+    Then what is in its cache is found at once, and what is not there is an error at once.
+    """
+    log = logging.getLogger("huggingface_hub")
+    level, offline = log.level, hub.HF_HUB_OFFLINE
+    log.setLevel(logging.ERROR)
+    hub.HF_HUB_OFFLINE = offline or not _reachable()
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        hub.HF_HUB_OFFLINE = offline
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be had from the hub, in one line."""
+    known = {
+        "RepositoryNotFoundError": "no such repository, or a private one",
+        "RemoteEntryNotFoundError": "no such file in the repository",
+        "GatedRepoError": "its licence must be accepted first, and HF_TOKEN set",
+    }
+    for cls in type(error).__mro__:
+        if cls.__name__ in known:
+            return known[cls.__name__]
+    if type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+        return "no network connection to the hub, and not in its cache"
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return line[:200] or type(error).__name__
+
+
+def _reachable() -> bool:
+    host = urlparse(hub.ENDPOINT).hostname or ""
+    proxies = ("https_proxy", "http_proxy", "all_proxy")
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in proxies):
+        return True  # which finds the host itself
+    with suppress(OSError):
+        return bool(socket.getaddrinfo(host, 443))
+    return False
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = timm.models.load_state_dict(str(path), weights_only=True)
+    except Exception as error:  # pickle raises about anything
+        raise ValueError(f"{path}: {_wrong(path)}") from error
+    if any(name.startswith(_PREFIX) for name in state):
+        state = {n.removeprefix(_PREFIX): t for n, t in state.items() if n.startswith(_PREFIX)}
+    return state
+
+
+def _wrong(path: Path) -> str:
+    with suppress(Exception):
+        if unsafe := get_unsafe_globals_in_checkpoint(str(path)):
+            return f"it holds more than weights and would run code ({', '.join(unsafe[:3])})"
+    return "not a file of weights, or damaged"

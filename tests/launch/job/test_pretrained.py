@@ -1,0 +1,156 @@
+"""Fine-tuning by one command; random weights that timm saved stand in for pretrained ones."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import save_file
+
+QUICK = ("trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "data.batch_size=4",
+         "callbacks.curves=null", "logger.tensorboard=null")  # fmt: skip
+TIMM = ("task=vit", "model=timm")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("was_run",)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Weights of test_vit for 11 classes, in a folder with another mean; photos; bad files."""
+    folder = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    network = timm.create_model("test_vit", num_classes=11)
+    save_file(network.state_dict(), folder / "net.safetensors")
+    config = {**network.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "num_classes": 11}
+    timm.models.save_for_hf(
+        network, folder / "hf", model_config={"num_classes": 11, "pretrained_cfg": config},
+        safe_serialization=True,
+    )  # fmt: skip
+    torch.save({"state_dict": network.state_dict(), "more": Evil()}, folder / "evil.pth")
+    (folder / "junk.pth").write_bytes(b"junk")
+    (folder / "empty").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 9, 40, 50, 3), dtype=np.uint8)
+    for name, images in zip(("cat", "dog", "eel"), pixels, strict=True):
+        (folder / "photos" / "train" / name).mkdir(parents=True)
+        for number, image in enumerate(images):
+            Image.fromarray(image).save(folder / "photos" / "train" / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def photos(saved):
+    return ("data=image_folder", f"data.root={saved / 'photos'}")
+
+
+def config_of(run):
+    return yaml.safe_load(Path(run, "config.yaml").read_text())
+
+
+def results_of(run):
+    return json.loads(Path(run, "results.json").read_text())
+
+
+def test_a_run_needs_the_weights_only_once(attnkit, saved, photos):
+    """Their mean and size are the run's, and its checkpoint is enough for all that follows."""
+    weights = Path("net.safetensors").absolute()
+    weights.write_bytes((saved / "net.safetensors").read_bytes())
+    done = attnkit(*TIMM, *QUICK, *photos, "model.name=test_vit", "model.weights=net.safetensors",
+                   "run_dir=run")  # fmt: skip
+    assert done.code == 0, done.err
+    said = f"weights: {weights}: its head for 11 classes is left out: 3 here"
+    assert done.out.count(said) == 1
+    assert said in Path("run/run.log").read_text()
+    config = config_of("run")
+    assert config["model"]["weights"] == str(weights)
+    assert config["data"]["image_size"] == config["module"]["image_size"] == 160
+    assert config["module"]["mean"] == config["module"]["std"] == [0.5, 0.5, 0.5]
+    weights.unlink()
+    cat = saved / "photos" / "train" / "cat"
+    for kind in ("run=test trainer=cpu", f"run=predict trainer=cpu images={cat}",
+                 "run=export export.formats=[safetensors]"):  # fmt: skip
+        done = attnkit(*kind.split(" "), "ckpt=run", f"run_dir={kind[4:7]}")
+        assert done.code == 0, done.err
+    assert results_of("tes")["test/loss"] == results_of("run")["test/loss"]
+    Path("alone.ckpt").write_bytes(Path("run/checkpoints/best.ckpt").read_bytes())
+    done = attnkit("run=export", "ckpt=alone.ckpt", "task=vit", "export.formats=[safetensors]")
+    assert done.code == 0, done.err
+
+
+def test_what_is_set_is_not_taken_from_the_weights(attnkit, saved, photos):
+    """And a folder says which network it holds; grey images get the mean over the colours."""
+    done = attnkit(*TIMM, *QUICK, *photos, f"model.weights={saved / 'hf'}", "data.image_size=64",
+                   "data.in_channels=1", "module.std=[0.25]", "run_dir=run")  # fmt: skip
+    assert done.code == 0, done.err
+    config = config_of("run")
+    assert config["model"]["name"] == "test_vit"
+    assert config["model"]["image_size"] == 64
+    assert config["module"]["mean"] == pytest.approx([0.2])
+    assert config["module"]["std"] == [0.25]
+
+
+def test_backbones_are_normalised_as_they_were_trained(attnkit, saved, photos):
+    done = attnkit("task=spatial", "attention=none", "backbone=timm", "backbone.name=test_vit",
+                   f"backbone.weights={saved / 'hf'}", "data.image_size=64", *photos, *QUICK,
+                   "run_dir=run")  # fmt: skip
+    assert done.code == 0, done.err
+    assert config_of("run")["module"]["mean"] == [0.1, 0.2, 0.3]
+
+
+VIT = ("model.name=test_vit",)
+WRONG = {
+    "name": (("model.name=test_vitt",), "expected a name of timm's registry, got 'test_vitt'"),
+    "no name": ((), "name: expected a name of timm's registry, got None"),
+    "no weights for it": (
+        ("model.name=vit_small_patch16_18x2_224", "model.pretrained=true"),
+        "pretrained: timm has no weights for vit_small_patch16_18x2_224",
+    ),
+    "no network": (
+        ("model.name=vit_tiny_patch16_224", "model.pretrained=true"),
+        "the weights of vit_tiny_patch16_224 cannot be had: no network connection to the hub",
+    ),
+    "no network to a hub": (
+        ("model.weights=hf-hub:nobody/nothing",),
+        "model.weights: hf-hub:nobody/nothing cannot be had: no network connection to the hub",
+    ),
+    "code": ((*VIT, "model.weights={saved}/evil.pth"), "would run code"),
+    "junk": ((*VIT, "model.weights={saved}/junk.pth"), "junk.pth: not a file of weights"),
+    "no file": ((*VIT, "model.weights=nope.pth"), "nope.pth"),
+    "no weights in it": ((*VIT, "model.weights={saved}/empty"), "no weights in this folder"),
+    "another network": (
+        ("model.name=test_vit2", "model.weights={saved}/net.safetensors"),
+        "does not fit test_vit2: reg_token is only here; ",
+    ),
+    "another name": (
+        ("model.name=test_vit2", "model.weights={saved}/hf"),
+        "hf holds test_vit, but name is test_vit2; model.name=test_vit",
+    ),
+    "both": ((*VIT, "model.pretrained=true", "model.weights={saved}/hf"), "not together with weig"),
+    "size": ((*VIT, "data.image_size=50"), "image_size: test_vit cannot take 50 x 50 pixels"),
+    "size of a backbone": (
+        ("task=spatial", "attention=none", "backbone=timm", "backbone.name=test_vit",
+         "data.image_size=50"),
+        "image_size: test_vit cannot take 50 x 50 pixels",
+    ),
+    "no classifier": ((*VIT, "model.features_only=true", "data.image_size=32"), "no classifier"),
+    "argument": ((*VIT, "model.depht=3"), "unexpected keyword argument 'depht'"),
+    "file by another name": ((*VIT, "model.checkpoint_path=x"), "leads to a file or program"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_weights_and_sizes(attnkit, saved, case):
+    given, message = WRONG[case]
+    given = [text.replace("{saved}", str(saved)) for text in given]
+    done = attnkit(*(() if given and given[0].startswith("task") else TIMM), *given)
+    assert done.code == 2, done.out
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert os.listdir(".") == []
