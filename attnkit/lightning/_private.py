@@ -12,6 +12,7 @@ from typing import Any
 from lightning import Trainer
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.utils._pytree import tree_leaves
@@ -94,6 +95,15 @@ def epoch_sums(trainer: Trainer) -> Iterator[tuple[str, Any, Iterable[str]]]:
     """What `self.log` sums up over the epoch: name, the sum as a metric, its states' names."""
     for name, result in trainer.fit_loop.epoch_loop._results.items():
         yield name, result, result._defaults
+
+
+class BarFromOne(RichProgressBar):
+    """A progress bar whose first epoch is 1; its texts have no public place."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        last = f"/{self.trainer.max_epochs}" if (self.trainer.max_epochs or -1) > 0 else ""
+        # as wide as "Validation", or the bar would jump
+        return f"{f'Epoch {current_epoch + 1}{last}':{len(self.validation_description)}}"
 
 
 def wandb_arguments(logger: WandbLogger) -> dict[str, Any]:

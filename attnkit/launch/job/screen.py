@@ -13,6 +13,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import get_console
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -121,7 +122,7 @@ def _keep_warning(
 
 def print_(text: object) -> None:
     """To the screen only."""
-    Console(soft_wrap=True, highlight=False).print(text)
+    get_console().print(text, soft_wrap=True, highlight=False)  # above a progress bar, not into it
 
 
 def print_table(table: Table) -> None:

@@ -3,21 +3,19 @@
 from typing import Any
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.callbacks.progress.rich_progress import (
-    BatchesProcessedColumn,
-    CustomTimeColumn,
-)
+from lightning.pytorch.callbacks.progress.rich_progress import BatchesProcessedColumn
 from rich import get_console
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
+from attnkit.lightning._private import BarFromOne
 from attnkit.lightning.telling.say import on_terminal
 from attnkit.lightning.telling.steps import StepMetrics
 
 NARROW = 100  # columns
+SHORT = {"grad_norm": "grad", "samples_per_second": "per s"}
 
 
-class Progress(RichProgressBar):
+class Progress(BarFromOne):
     """Lightning's rich progress bar on one line, which is gone when the stage is over.
 
     Epochs count from 1. Behind the bar stand the last figures of `StepMetrics`, if it is there, and
@@ -33,12 +31,12 @@ class Progress(RichProgressBar):
             self.disable()
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Description, bar, batches and time."""
+        """Description, bar, batches and the time that is left."""
         return [
             TextColumn("{task.description}"),
             BarColumn(bar_width=self._bar_width),
             BatchesProcessedColumn(style=self.theme.batch_progress),
-            CustomTimeColumn(style=self.theme.time),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         ]
 
     def get_metrics(
@@ -51,7 +49,8 @@ class Progress(RichProgressBar):
             return self._shown[1]
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        self._shown = (steps, self._as_fits(trainer, {**(steps or {}), **metrics}))
+        short = {SHORT.get(name, name): value for name, value in (steps or {}).items()}
+        self._shown = (steps, self._as_fits(trainer, {**short, **metrics}))
         return self._shown[1]
 
     @property
@@ -62,7 +61,7 @@ class Progress(RichProgressBar):
         """As texts, without those that the line has no room for."""
         batches = 2 * len(str(trainer.num_training_batches)) + 1
         epoch = len(f"Validation {trainer.max_epochs}")
-        room = get_console().width - (epoch + self._bar_width + batches + len("0:00:00 • 0:00:00"))
+        room = get_console().width - (epoch + self._bar_width + batches + len("0:00:00"))
         room -= 5  # columns are a space apart
         fitting = {}
         for name, value in metrics.items():
@@ -85,14 +84,6 @@ class Progress(RichProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._vanishing()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_start(trainer, pl_module)
-        if self.progress is not None and self.train_progress_bar_id is not None:
-            last = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
-            # as wide as "Validation", or the bar would jump
-            description = f"{f'Epoch {trainer.current_epoch + 1}{last}':10}"
-            self.progress.update(self.train_progress_bar_id, description=description)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)

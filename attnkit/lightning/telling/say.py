@@ -3,8 +3,8 @@
 import logging
 import sys
 
+from rich import get_console
 from rich.console import Console
-from rich.markup import escape
 
 log = logging.getLogger("attnkit.run")
 """What run.log is written by; in a plain Trainer nobody listens."""
@@ -12,7 +12,9 @@ log = logging.getLogger("attnkit.run")
 
 def say(text: str, *, error: bool = False) -> None:
     """A line on the screen (`error`: stderr) and in run.log."""
-    Console(stderr=error, soft_wrap=True, highlight=False).print(escape(text))
+    # rich's own console puts the line above its progress bar; another would write into it
+    console = Console(stderr=True) if error else get_console()
+    console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
     (sys.stderr if error else sys.stdout).flush()
     log.info("%s", text)
 
