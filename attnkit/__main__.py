@@ -15,7 +15,7 @@ def main() -> int:
         end_on_signals()
         from attnkit.launch.main import main
 
-        return main(sys.argv[1:])
+        return main(sys.argv[1:], announce=True)
 
     code = guarded(launch)
     ignore_signals()

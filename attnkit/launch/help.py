@@ -4,6 +4,16 @@ from collections.abc import Mapping, Sequence
 
 from attnkit.launch.job.kinds import KINDS
 
+SHORT = """\
+attnkit: train, test and use attention models. For example
+
+  attnkit task=vit                                  train on scikit-learn's digits, in a minute
+  attnkit task=vit data=image_folder data.root=DIR  on your own images, one folder per class
+  attnkit run=check task=vit                        its cost, time and memory; leaves nothing
+  attnkit run=predict ckpt=RUN_DIR images=PATH      label a folder or a file; writes a CSV
+  attnkit --help                                    all that there is
+  attnkit --cfg job task=vit                        every key and its value"""
+
 TEMPLATE = """\
 attnkit: train, test and use attention models. Settings are key=value, parts are group=choice.
 

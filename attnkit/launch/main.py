@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from attnkit import __version__
 from attnkit.launch.command import nearest
 from attnkit.launch.errors import guarded
 from attnkit.launch.processes.torchrun import Launcher, launched
@@ -12,15 +13,19 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, announce: bool = False) -> int:
     """Run a command line; returns the exit code.
+
+    Args:
+        argv: None for that of the process.
+        announce: say at once that it starts; to read configurations and to load torch takes time.
 
     2: wrong input, 1: crashed, 130: stopped by Ctrl-C, 143: by SIGTERM or SIGUSR1.
     """
     launcher = launched()
 
     def command() -> int:
-        return _main(sys.argv[1:] if argv is None else list(argv), launcher)
+        return _main(sys.argv[1:] if argv is None else list(argv), launcher, announce)
 
     if launcher and launcher.rank:
         from attnkit.launch.processes.one_rank import follow
@@ -32,13 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _main(argv: list[str], launcher: Launcher | None) -> int:
+def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
     args = _parser().parse_intermixed_args(argv)
     if args.version:
-        from attnkit import __version__
-
         print(f"attnkit {__version__}")
         return 0
+    if not argv:
+        from attnkit.launch.help import SHORT
+
+        print(SHORT)
+        return 0
+    if announce and not (args.help or args.cfg or args.shell_completion):
+        print(f"attnkit {__version__}, starting", flush=True)
     from attnkit.launch.config.compose import CONFIG_NAME, Composer, readable
 
     args.overrides = [readable(override) for override in args.overrides]

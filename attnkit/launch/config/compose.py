@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
     GrammarParseError,
     InterpolationKeyError,
@@ -139,16 +139,28 @@ class Composer:
             path = f"task/{OmegaConf.select(config, 'hydra.runtime.choices.task')}.yaml"
             first = "a task's file begins with the line '# @package _global_' and names its task"
             raise UserError(f"{self._broken_file() or path}: {first}")
+        if OmegaConf.select(config, "experiment") is not None:
+            path = f"experiment/{OmegaConf.select(config, 'hydra.runtime.choices.experiment')}.yaml"
+            raise UserError(
+                f"{path}: its keys are below `experiment`, where nothing reads them\n"
+                "  an experiment's file begins with the line '# @package _global_'"
+            )
         return config
 
     def _accepted(self, overrides: Sequence[str]) -> DictConfig:
         texts = list(overrides)
+        nulls: list[str] = []
         for _ in range(len(texts) + 1):
             try:
                 with self._translated(texts):
-                    return self.hydra.compose_config(
+                    config = self.hydra.compose_config(
                         CONFIG_NAME, texts, run_mode=RunMode.RUN, with_log_configuration=False
                     )
+                return _without(config, nulls)
+            except _NothingToDelete as error:
+                # Hydra says the same of a key that is null as of one that is not there
+                nulls.append(error.key)
+                texts = [t for t in texts if t != f"~{error.key}"]
             except _NoSuchKey as error:
                 # Any argument of a constructor may be given, whether or not a file lists it;
                 # what is no argument is found by validate(), in one form with everything else.
@@ -245,6 +257,9 @@ class Composer:
             text = str(error) if str(error) != "None" else str(error.__cause__)
             if match := re.match(r"Could not override '([^']+)'", text):
                 raise _NoSuchKey(match[1].partition("@")[0]) from error
+            match = re.match(r"Could not delete from config. '([^']+)' does not exist", text)
+            if match and f"~{match[1]}" in overrides:
+                raise _NothingToDelete(match[1]) from error
             if text in ("str", "None") or ":" not in text:
                 text = f"{self._broken_file()}: {_one_line(error.__cause__ or error)}"
             raise UserError(self._in_file(text)) from error
@@ -306,6 +321,27 @@ class _NoSuchKey(Exception):
     def __init__(self, key: str) -> None:
         super().__init__(key)
         self.key = key
+
+
+class _NothingToDelete(_NoSuchKey):
+    pass
+
+
+def _without(config: DictConfig, keys: Sequence[str]) -> DictConfig:
+    """The configuration without these keys, which are null in it.
+
+    Raises:
+        UserError: one of them is not there.
+    """
+    for key in keys:
+        above, _, name = key.rpartition(".")
+        node = OmegaConf.select(config, above) if above else config
+        if not isinstance(node, DictConfig) or name not in node:
+            known = node if isinstance(node, DictConfig) else config
+            raise UserError(f"~{key}: there is no such key{nearest(name, map(str, known))}")
+        with open_dict(node):
+            del node[name]
+    return config
 
 
 def task_config(composed: DictConfig) -> DictConfig:

@@ -31,11 +31,13 @@ LOG = "run.log"
 PREDICTIONS = "predictions.csv"
 _MAX_ROWS = 20
 
-# Warnings that no one can act on in a run that attnkit set up; run.log has them.
+# What no one can act on in a run that attnkit set up.
 _UNHELPFUL = re.compile(
     r"does not have many workers|smaller than the logging interval|exists and is not empty"
     r"|LeafSpec|litlogger|when using `ckpt_path`|Checkpoint directory"
-    r"|destroy_process_group|lr_scheduler\.step|epoch parameter in `scheduler",
+    r"|destroy_process_group|lr_scheduler\.step|epoch parameter in `scheduler"
+    r"|[GTM]PU available|estimate number of stepping|Restor(ing|ed) (states|all states)"
+    r"|Loaded model weights",
     re.IGNORECASE,
 )
 
@@ -74,6 +76,7 @@ def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[No
         folder / (f"run_rank{rank}.log" if rank and own else LOG), encoding="utf-8", delay=True
     )
     prefix = f"rank {rank}: " if rank and not own else ""
+    file.addFilter(lambda record: not _UNHELPFUL.search(record.getMessage()))
     file.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%Y-%m-%d %H:%M:%S"))
     handler: logging.Handler = file
     if rank and not own:  # until an error comes, or for ever
@@ -105,19 +108,28 @@ def _lightnings() -> list[logging.Logger]:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
 ) -> None:
-    _keep_warning(message, category, filename, lineno)
-    text = " ".join(str(message).split())
-    old = issubclass(category, DeprecationWarning | FutureWarning) or "deprecat" in text.lower()
-    of_library = old and "site-packages" in filename  # the user's own she can act on
-    if not of_library and not _UNHELPFUL.search(text):
-        print_(f"[yellow]warning[/yellow] {escape(text[:400])}")
+    if _is_hers(message, category, filename):
+        _keep_warning(message, category, filename, lineno)
+        print_(f"[yellow]warning[/yellow] {escape(_one_line(message)[:400])}")
 
 
 def _keep_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
 ) -> None:
-    text = " ".join(str(message).split())
-    _log.warning("%s %s:%d: %s", category.__name__, Path(filename).name, lineno, text)
+    if _is_hers(message, category, filename):
+        name = Path(filename).name
+        _log.warning("%s %s:%d: %s", category.__name__, name, lineno, _one_line(message))
+
+
+def _is_hers(message: Warning | str, category: type[Warning], filename: str) -> bool:
+    """Whether the user can act on a warning: a deprecation, only in code of her own."""
+    text = _one_line(message)
+    old = issubclass(category, DeprecationWarning | FutureWarning) or "deprecat" in text.lower()
+    return not (old and "site-packages" in filename) and not _UNHELPFUL.search(text)
+
+
+def _one_line(message: Warning | str) -> str:
+    return " ".join(str(message).split())
 
 
 def print_(text: object) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar, WeightAveraging
 from lightning.pytorch.loggers import Logger
 
 from attnkit.launch.job.kinds import Kind
@@ -53,6 +53,11 @@ def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] =
         reason = f": it has no hook of {kind.stage}" if kind.stage else ""
         raise UserError(f"callbacks.{name}: {target} does nothing in run={kind.name}{reason}")
     callbacks = [callback for name, callback in named.items() if name not in idle]
+    shown = arguments.pop("enable_progress_bar", None)
+    if shown is False:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    elif shown is None:
+        shown = any(isinstance(callback, ProgressBar) for callback in callbacks)
     if "inspect" in kind.uses:
         callbacks += _built(Callback, "", {"inspect": config["inspect"]}).values()
     loggers = _built(Logger, "logger", config["logger"] if "logger" in kind.uses else {})
@@ -64,7 +69,7 @@ def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] =
             precision=config["precision"],
             default_root_dir=str(Path(config["run_dir"])),
             enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
-            enable_progress_bar="progress" in named and "progress" not in idle,
+            enable_progress_bar=shown,
         )
     except Exception as error:  # Lightning's of all kinds, all about these arguments
         raise UserError(f"trainer: {first_line(error)}") from error

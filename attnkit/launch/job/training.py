@@ -1,4 +1,4 @@
-"""`run=train`: data, module, trainer, fit and test, in this order."""
+"""`run=train`: trainer, data, module, fit and test, in this order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from attnkit.launch.job.one_run import Session
 
 def train(session: Session) -> dict[str, float] | None:
     """Train from the newest checkpoint or from the start, then test the best one."""
+    trainer = session.make_trainer()  # first: what is wrong there costs no look at the data
     data = session.make_data()
     module = session.make_module()
-    trainer = session.make_trainer()
     if not session.begin():
         return None
     _fit(session)

@@ -84,6 +84,7 @@ SHIPPED = [
     ("resume={folder}", "resume: no run in {folder} (it has no config.yaml)"),
     ("resume=latest", "resume=latest: no run under"),
     ("--config-dir /nope", "--config-dir: no folder /nope"),
+    ("~callbacks.emma", "~callbacks.emma: there is no such key; did you mean ema?"),
     # what contradicts itself
     ("run=test", "run=test: needs ckpt=PATH"),
     ("run=predict ckpt={file}", "run=predict: needs images=PATH"),
@@ -130,6 +131,8 @@ SHIPPED = [
 
 
 QUESTIONS = {
+    "": "attnkit --help",
+    "--cfg job ~callbacks.ema ~callbacks.curves": "results",
     "--help": "callbacks",
     "--version": "attnkit ",
     "--cfg job": "task: ",
@@ -157,7 +160,7 @@ def ends(full, tmp_path_factory):
     here = tmp_path_factory.mktemp("here")
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("without_torch.py")],
-        input=json.dumps([_filled(command, full).split(" ") for command in commands]),
+        input=json.dumps([_filled(command, full).split() for command in commands]),
         env={**os.environ, "COMP_LINE": "attnkit model="},
         cwd=here, capture_output=True, text=True,
     )  # fmt: skip

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from attnkit.launch.config import hydra_words
 from attnkit.launch.config.compose import Composer
@@ -109,3 +110,29 @@ def test_a_job_name_is_for_its_composer_alone():
     )  # fmt: skip
     assert (one.job_name, other.job_name) == ("x", None)
     assert re.fullmatch(r"\w+", one.job_name)
+
+
+def test_without_a_bar(mine):
+    """Each way to say it."""
+    for word in ("trainer.enable_progress_bar=false", "callbacks.progress=null"):
+        words = [quick for quick in QUICK if "progress" not in quick]
+        done = mine(*words, word, f"run_dir={word[:5]}")
+        assert done.code == 0, done.err
+        assert "epoch 1/1" in done.out
+
+
+def test_an_experiment_without_its_first_line(attnkit, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("trainer: {max_epochs: 3}\n")
+    done = attnkit("--config-dir", tmp_path, "experiment=mine")
+    assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 2)
+    assert "experiment/mine.yaml: its keys are below `experiment`" in done.err
+    assert "'# @package _global_'" in done.err
+
+
+@pytest.mark.parametrize("key", ["callbacks.ema", "callbacks.curves"])
+def test_a_key_is_left_out_null_or_not(attnkit, key):
+    done = attnkit("--cfg", "job", f"~{key}")
+    assert done.code == 0, done.err
+    callbacks = yaml.safe_load(done.out)["callbacks"]
+    assert {"ema", "curves", "results"} - {*callbacks} == {key.partition(".")[2]}

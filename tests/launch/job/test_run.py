@@ -283,14 +283,14 @@ def test_paths_are_quoted_where_they_must_be():
 )
 @pytest.mark.parametrize("category", [FutureWarning, DeprecationWarning, UserWarning])
 def test_deprecations_are_shown_if_they_are_her_own(tmp_path, capfd, file, shown, category):
-    """Those of libraries nobody here can act on; run.log has them all."""
+    """Those of libraries nobody here can act on."""
     report.quiet()
     with report.logging_to(tmp_path), warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn_explicit("this way is deprecated", category, file, 7)
-    assert (
-        f"{category.__name__} {Path(file).name}:7: this way" in (tmp_path / "run.log").read_text()
-    )
+    log = tmp_path / "run.log"
+    said = log.read_text() if log.exists() else ""
+    assert (f"{category.__name__} {Path(file).name}:7: this way" in said) is shown
     assert ("this way is deprecated" in capfd.readouterr().out) is shown
 
 

@@ -1,0 +1,30 @@
+"""What the command line says before it has loaded anything."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def test_the_first_line_comes_before_the_configuration_is_read(hers):
+    """And before Hydra is loaded: the file that is wrong is found after it."""
+    command = [sys.executable, "-X", "importtime", "-m", "attnkit", "--config-dir", hers, "task=no"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout.startswith("attnkit ")
+    assert done.stdout.endswith(", starting\n")
+
+    # it is written when it is said, into a pipe as well
+    ours, theirs = os.pipe()
+    began = time.monotonic()
+    with subprocess.Popen(command[:1] + command[3:], stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        first = os.read(ours, 100)
+        said = time.monotonic() - began
+        process.wait()
+    whole = time.monotonic() - began
+    os.close(ours)
+    assert first.decode().strip().endswith("starting")
+    assert said < whole / 2
+    assert list(Path.cwd().iterdir()) == []
