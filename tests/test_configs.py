@@ -21,7 +21,7 @@ ELSEWHERE = {Path("trainer/cpu_ddp.yaml")}  # takes its steps in launch/test_vit
 # Checked, trained, and predicted with: every task and model but the largest.
 WHOLE = [
     "task=vit model=vit data=digits trainer=cpu logger=default",
-    "task=vit model=vit_tiny optimizer=adamw callbacks=attention_maps trainer=cpu",
+    "task=vit model=vit_tiny optimizer=adamw callbacks=attention_maps finetune=full trainer=cpu",
     "task=vit model=vit_small optimizer=sgd scheduler=constant trainer=cpu",
     "task=spatial model=cnn backbone=resnet attention=spatial callbacks=ema trainer=auto",
     "task=channel attention=channel data=image_folder optimizer=adam trainer=cpu",
@@ -33,10 +33,10 @@ WHOLE = [
 ]
 # Trained, the rest of the groups: a file that needs no run of its own goes with another's.
 TRAINED = [
-    "task=vit experiment=digits_quick logger=wandb trainer=cpu",
+    "task=vit experiment=digits_quick logger=wandb finetune=last_blocks trainer=cpu",
     *(f"task=vit trainer={trainer}" for trainer in ("gpu", "ddp", "fsdp")),
     "task=vit model=timm trainer=cpu",
-    "task=spatial backbone=timm attention=se data=cifar10 trainer=cpu",
+    "task=spatial backbone=timm attention=se data=cifar10 finetune=head trainer=cpu",
     *(
         f"task=spatial attention={attention} trainer=cpu"
         for attention in (
@@ -55,9 +55,9 @@ TRAINED = [
             "xca",
         )
     ),
-    "task=captioning encoder=cnn decoder=transformer data=caption_csv trainer=cpu",
+    "task=captioning encoder=cnn decoder=transformer data=caption_csv finetune=bitfit trainer=cpu",
     "task=captioning encoder=timm decoder=lstm data=coco_captions trainer=cpu",
-    "task=captioning encoder=vit decoder=lstm_hard data=karpathy trainer=cpu",
+    "task=captioning encoder=vit decoder=lstm_hard data=karpathy finetune=lora trainer=cpu",
     "task=graph data=dictionary_lookup experiment=dictionary_lookup trainer=cpu",
     pytest.param("task=vit model=vit_base trainer=cpu", marks=pytest.mark.slow),
 ]

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from attnkit.lightning.loggers.wandb import WandbRun
     from attnkit.lightning.modules.classification import ClassificationModule
     from attnkit.lightning.modules.module import TaskModule
-    from attnkit.lightning.modules.optim import muon, parameter_groups, warmup_cosine
+    from attnkit.lightning.modules.optim import muon, warmup_cosine
+    from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
     from attnkit.lightning.resume.checkpoints import (
         CheckpointError,
         SafeCheckpoints,

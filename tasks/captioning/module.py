@@ -37,7 +37,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
     Args:
         model: a `Captioner` of images [batch, in_channels, height, width]; a module, or its
             configuration (see `TaskModule`).
-        optimizer, scheduler: see `TaskModule`.
+        optimizer, scheduler, finetune: see `TaskModule`.
         vocabulary: the tokenizer as plain data, of `Tokenizer.to_dict`.
         max_words: the longest sentence, START and END included, as in a batch's `words`.
         image_size: side of the images in pixels.
@@ -58,6 +58,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         model: nn.Module | Mapping[str, Any],
         optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
         scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        finetune: Callable[[nn.Module], Any] | Mapping[str, Any] | None = None,
         *,
         vocabulary: Mapping[str, Any],
         max_words: int,
@@ -74,7 +75,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> None:
-        super().__init__(model, optimizer, scheduler)
+        super().__init__(model, optimizer, scheduler, finetune)
         if not isinstance(self.model, Captioner):
             raise TypeError(f"model: expected a Captioner, got {type(self.model).__name__}")
         self.tokenizer = load_tokenizer(vocabulary)

@@ -31,7 +31,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
     Args:
         model: images [batch, in_channels, height, width] to logits [batch, num_classes]; a module,
             or its configuration (see `TaskModule`).
-        optimizer, scheduler: see `TaskModule`.
+        optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables and pictures; "0", "1", … unless given.
         image_size: side of the images in pixels, or [height, width], for those who prepare images
@@ -50,6 +50,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         model: nn.Module | Mapping[str, Any],
         optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
         scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        finetune: Callable[[nn.Module], Any] | Mapping[str, Any] | None = None,
         *,
         num_classes: int,
         mean: Sequence[float],
@@ -64,7 +65,12 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         cutmix: float = 0.0,
     ) -> None:
         super().__init__(
-            model, optimizer, scheduler, num_classes=num_classes, class_names=class_names
+            model,
+            optimizer,
+            scheduler,
+            finetune,
+            num_classes=num_classes,
+            class_names=class_names,
         )
         self.expect_images(image_size, in_channels, mean, std, interpolation, crop_pct)
         shares_below_1(label_smoothing=label_smoothing)

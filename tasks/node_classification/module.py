@@ -31,7 +31,7 @@ class NodeClassification(ClassificationModule):
     Args:
         model: (x [nodes, in_channels], edge_index [2, edges]) to logits [nodes, num_classes]; a
             module, or its configuration (see `TaskModule`).
-        optimizer, scheduler: see `TaskModule`.
+        optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables; "0", "1", … unless given.
         in_channels: features of a node; data with others is then refused.
@@ -42,13 +42,19 @@ class NodeClassification(ClassificationModule):
         model: nn.Module | Mapping[str, Any],
         optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
         scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        finetune: Callable[[nn.Module], Any] | Mapping[str, Any] | None = None,
         *,
         num_classes: int,
         class_names: Sequence[str] | None = None,
         in_channels: int | None = None,
     ) -> None:
         super().__init__(
-            model, optimizer, scheduler, num_classes=num_classes, class_names=class_names
+            model,
+            optimizer,
+            scheduler,
+            finetune,
+            num_classes=num_classes,
+            class_names=class_names,
         )
         self.in_channels = in_channels
         self._edges: Edges | None = None

@@ -22,7 +22,7 @@ class Config:
     """What to do: one of `KINDS` (launch/job/kinds.py)."""
 
     module: dict[str, Any] | None = None
-    """The LightningModule; gets `model`, `optimizer` and `scheduler` if it takes them."""
+    """The LightningModule; gets those of `PARTS` that it takes."""
     model: dict[str, Any] | None = None
     """The network. A null below it is filled in from the data."""
     backbone: dict[str, Any] | None = None
@@ -43,6 +43,8 @@ class Config:
     """What run=export gives the module to."""
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
+    finetune: dict[str, Any] | None = None
+    """What is trained of the model, and how fast: a function of the model."""
     trainer: dict[str, Any] | None = None
     """Arguments of lightning.Trainer, and those of `TrainerExtras`."""
     logger: dict[str, Any] | None = None
@@ -90,8 +92,15 @@ class TrainerExtras:
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
     "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
-    "export", "optimizer", "scheduler",
+    "export", "optimizer", "scheduler", "finetune",
 )  # fmt: skip
+
+# Keys that are looked for in the wrong place, and what to write instead.
+INSTEAD = {
+    "layer_decay": "finetune.layer_decay",
+    "head_lr": "finetune.head_lr",
+    "freeze": "finetune=head, last_blocks, lora or bitfit",
+}
 
 # Nodes that hold several objects by name.
 COLLECTIONS = ("logger", "callbacks")
@@ -123,7 +132,7 @@ FILLED = ("model", "module", "encoder", "decoder")
 NULLABLE = (*FILLED, "predict")
 
 # Parts the module's constructor is given, when it takes them.
-PARTS = ("model", "optimizer", "scheduler")
+PARTS = ("model", "optimizer", "scheduler", "finetune")
 
 # Parts the model's constructor is given, when it takes them.
 MODEL_PARTS = ("backbone", "attention", "encoder", "decoder")

@@ -137,8 +137,9 @@ def check_node(key: str, node: dict[str, Any], origins: Origins, given: Iterable
                 for n, p in signature.parameters.items()
                 if p.required and n not in node and n not in given
             ]
-            # The optimizer's parameters and the scheduler's optimizer come from the module.
-            if missing and key not in ("optimizer", "scheduler"):
+            # The optimizer's parameters, the scheduler's optimizer and the model to fine-tune
+            # come from the module.
+            if missing and key not in ("optimizer", "scheduler", "finetune"):
                 message = f"missing: {target} needs it"
                 raise _problem(origins, f"{key}.{missing[0]}", message, at=key)
     for name, value in node.items():
@@ -190,6 +191,8 @@ def check_arguments(
                 known.append("experiment")  # a group without a key of its own
             some = ", ".join(known[:12]) + (", …" if len(known) > 12 else "")
             hint = nearest(name, known) or (f"; it has {some}" if known else "")
+            if name in schema.INSTEAD and not key.startswith("finetune"):
+                hint = f"; {schema.INSTEAD[name]}"
             raise _problem(origins, f"{prefix}{name}", f"{what} has no such key{hint}")
         if value is None and key in schema.NULLABLE:
             continue

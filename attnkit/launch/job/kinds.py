@@ -12,7 +12,9 @@ from attnkit.launch.command import nearest
 from attnkit.lightning.errors import UserError
 
 _ALWAYS = frozenset({"run", "task", "experiment", "allow", "vars"})
-_MODEL = frozenset({"module", "model", "backbone", "attention", "encoder", "decoder"})
+_MODEL = frozenset({
+    "module", "model", "backbone", "attention", "encoder", "decoder", "finetune",
+})  # fmt: skip
 _OBJECTS = _MODEL | {"data", "trainer", "callbacks", "run_dir", "seed", "compile", "precision"}
 _TRAINING = _OBJECTS | {
     "optimizer", "scheduler", "logger", "seeds", "splits", "resume", "rank_logs",

@@ -28,6 +28,8 @@ from attnkit.lightning.modules.module import TaskModule, untrained
 from attnkit.lightning.resume import checkpoints
 from attnkit.models.preprocessing import OF_DATA, expected_images
 
+_FULL = {"_target_", "_partial_"}  # alone: finetune=full
+
 
 class Session:
     """A run in this process. `run` does the work of its kind, which builds the objects here.
@@ -152,6 +154,8 @@ class Session:
         node = self.config["module"]
         make = build({**node, "_partial_": True}, at="module")
         parts = {key: self.config[key] for key in schema.PARTS if self.config.get(key)}
+        if not {k for k, v in parts.get("finetune", {}).items() if v is not None} - _FULL:
+            parts.pop("finetune", None)  # everything is trained, as without it
         if "model" in parts:
             inner = {key: self.config[key] for key in schema.MODEL_PARTS if self.config.get(key)}
             parts["model"] = {**parts["model"], **inner}

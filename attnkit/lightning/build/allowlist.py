@@ -16,6 +16,7 @@ from attnkit.lightning.build.renamed import current
 # Modules, with all below them; on the way to them one may only pass (`lightning.Trainer`).
 HOMES = (
     "attnkit.core",
+    "attnkit.finetune",
     "attnkit.layers",
     "attnkit.lightning",
     "attnkit.metrics",
@@ -65,6 +66,11 @@ KINDS = (
 
 # Functions that return such objects.
 FUNCTIONS = (
+    "attnkit.finetune.bitfit",
+    "attnkit.finetune.full",
+    "attnkit.finetune.head_only",
+    "attnkit.finetune.last_blocks",
+    "attnkit.finetune.lora",
     "attnkit.lightning.muon",
     "attnkit.lightning.warmup_cosine",
     "attnkit.ViT.from_size",

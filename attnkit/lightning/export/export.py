@@ -9,10 +9,14 @@ from typing import Any, Literal, get_args
 import torch
 from lightning import LightningModule
 
+from attnkit.finetune.adapter import save_adapter
+from attnkit.finetune.low_rank import merged
+from attnkit.finetune.record import finetuned
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.export.exported import CONFIG, WEIGHTS, load, write_config, write_weights
 from attnkit.lightning.export.program import Program, write_onnx, write_torch_export
 
+ADAPTER = "adapter.safetensors"
 Format = Literal["safetensors", "torch_export", "onnx"]
 _WRITERS: dict[str, tuple[str, Callable[..., float]]] = {
     "torch_export": (".pt2", write_torch_export),
@@ -36,13 +40,15 @@ class Export:
     """Writes a trained module to a folder.
 
         weights.safetensors, config.json   for `attnkit.load`; always
+        adapter.safetensors                for `attnkit.finetune.load_adapter`; of a model that was
+                                           fine-tuned in part
         model.pt2                          for `torch.export.load`
         model.onnx                         for onnxruntime and others; needs the extra `onnx`
 
     The programs are those of the module's method `programs()`, each with its named sizes (the
     batch, the nodes of a graph) left open. What was written is read again and compared with the
     module: weights exactly, programs to 1e-5. In the file is the module as it is in evaluation, on
-    the CPU, in the precision of its weights.
+    the CPU, in the precision of its weights; LoRA's changes are merged into them.
 
     Args:
         folder: where to; made as needed.
@@ -87,6 +93,12 @@ class Export:
         return written
 
     def _write(self, module: LightningModule, folder: Path, written: Written) -> None:
+        if (found := finetuned(module)) is not None and found[2].method != "full":
+            written.files.append(save_adapter(module, folder / ADAPTER))
+        with merged(module):
+            self._write_module(module, folder, written)
+
+    def _write_module(self, module: LightningModule, folder: Path, written: Written) -> None:
         digest = write_weights(module, folder / WEIGHTS)
         written.files.append(folder / WEIGHTS)
         described = self._write_programs(module, folder, written)

@@ -31,7 +31,8 @@ WEIGHTS = "weights.safetensors"
 FORMAT = "attnkit.export"
 VERSION = 1
 _PACKAGES = ("attnkit", "torch", "torchvision", "lightning", "timm", "torch-geometric")
-_TRAINING = ("optimizer", "scheduler")  # arguments that a trained module has no use for
+_TRAINING = ("optimizer", "scheduler")  # arguments that a trained module has no use for;
+_MERGED = "finetune"  # this one is left out: what is written is merged
 
 
 def load(path: Any, device: torch.device | str = "cpu") -> LightningModule:
@@ -122,7 +123,9 @@ def _arguments(module: LightningModule) -> dict[str, Any]:
             "as a configuration"
         )
     return {
-        name: value if name in _TRAINING else _with_defaults(value) for name, value in given.items()
+        name: value if name in _TRAINING else _with_defaults(value)
+        for name, value in given.items()
+        if name != _MERGED
     }
 
 

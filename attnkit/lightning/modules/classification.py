@@ -35,7 +35,7 @@ class ClassificationModule(TaskModule):
 
     Args:
         model: see `TaskModule`.
-        optimizer, scheduler: see `TaskModule`.
+        optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables and pictures; "0", "1", … unless given.
     """
@@ -45,11 +45,12 @@ class ClassificationModule(TaskModule):
         model: nn.Module | Mapping[str, Any],
         optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
         scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        finetune: Callable[[nn.Module], Any] | Mapping[str, Any] | None = None,
         *,
         num_classes: int,
         class_names: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(model, optimizer, scheduler)
+        super().__init__(model, optimizer, scheduler, finetune)
         at_least(2, num_classes=num_classes)
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(

@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from attnkit.lightning.build.build import build
 from attnkit.lightning.build.renamed import renewed
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.modules.optim import parameter_groups, warmup_cosine
+from attnkit.lightning.modules.optim import warmup_cosine
+from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
 from attnkit.lightning.resume.checkpoints import load
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class TaskModule(LightningModule):
         scheduler: a callable of the optimizer, a configuration of one, or None: `warmup_cosine`.
             It is stepped after every optimizer step; if it takes `total_steps`, it is given the
             number of optimizer steps in the run.
+        finetune: what is trained of the model: a function that is called with it
+            (`functools.partial(attnkit.finetune.lora, rank=8)`), a configuration of one, or None:
+            everything. A checkpoint holds the whole model, and knows how from the configuration.
 
     Example:
         >>> class Classifier(TaskModule):
@@ -59,6 +63,7 @@ class TaskModule(LightningModule):
         model: nn.Module | Mapping[str, Any],
         optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
         scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        finetune: Callable[[nn.Module], Any] | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._save_plain_hyperparameters(sys._getframe())
@@ -72,7 +77,7 @@ class TaskModule(LightningModule):
                 "model: expected an nn.Module or a mapping with _target_, "
                 f"got {type(model).__name__}"
             )
-        self.model = model
+        self.model = self._finetuned(model, finetune)
         self._optimizer = self._factory(optimizer, "optimizer")
         self._scheduler = self._factory(scheduler, "scheduler")
 
@@ -137,8 +142,11 @@ class TaskModule(LightningModule):
         given: dict[str, Any] = {}
         for arguments in collect_init_args(frame, [], classes=(HyperparametersMixin,)):
             given.update(arguments)
+        if given.get("finetune") is None:  # not every subclass has it
+            given.pop("finetune", None)
         plain = {name: renewed(untrained(_plain(value))) for name, value in given.items()}
         objects = [name for name, value in plain.items() if value is _NOT_PLAIN]
+        objects += [] if "finetune" in plain else ["finetune"]
         self.save_hyperparameters(ignore=objects, frame=frame, logger=False)
         self.hparams.update({name: plain[name] for name in self.hparams})
 
@@ -155,13 +163,23 @@ class TaskModule(LightningModule):
             raise TypeError(f"{at}: expected a callable, a mapping or None, got {given!r}")
         return given
 
+    def _finetuned(self, model: nn.Module, finetune: Any) -> nn.Module:
+        make = self._factory(finetune, "finetune")
+        if make is None:
+            return model
+        try:
+            found = make(model)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"finetune.{first_line(error)}") from error
+        return found if isinstance(found, nn.Module) else model
+
     def _make_optimizer(self) -> Optimizer:
         groups = parameter_groups(self)
         if not groups:
             raise UserError("optimizer: the module has no parameter that requires a gradient")
         if self._optimizer is None:
-            return AdamW(groups, lr=1e-3, weight_decay=0.05)
-        return _called(self._optimizer, "optimizer", groups)
+            return scale_learning_rates(AdamW(groups, lr=1e-3, weight_decay=0.05))
+        return scale_learning_rates(_called(self._optimizer, "optimizer", groups))
 
     def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         make = self._scheduler or warmup_cosine

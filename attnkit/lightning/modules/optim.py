@@ -4,43 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from attnkit.lightning.arguments import at_least, one_of, shares, shares_below_1
-
-
-def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> list[dict[str, Any]]:
-    """Two optimizer groups: parameters that are decayed, and those that are not.
-
-    Not decayed are vectors and scalars (biases, norms, layer scales) and what any submodule names
-    in its `no_weight_decay()` (attnkit's and timm's models: positions, class token). Frozen
-    parameters are left out; a shared parameter is listed once.
-
-    Args:
-        module: whose parameters are grouped.
-        weight_decay: of the first group; None leaves it to the optimizer's own setting.
-    """
-    exempt: set[str] = set()
-    for prefix, child in module.named_modules():
-        names = getattr(child, "no_weight_decay", None)
-        if callable(names):
-            exempt.update(f"{prefix}.{name}" if prefix else name for name in names())
-
-    decayed: list[nn.Parameter] = []
-    exempted: list[nn.Parameter] = []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            free = parameter.ndim <= 1 or name in exempt
-            (exempted if free else decayed).append(parameter)
-
-    first: dict[str, Any] = {"params": decayed}
-    if weight_decay is not None:
-        first["weight_decay"] = weight_decay
-    groups = [first, {"params": exempted, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
 
 Coefficients = Literal["original", "quintic", "polar_express", "polar_express_safer"]
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from attnkit.lightning import muon, parameter_groups, warmup_cosine
+import attnkit
+from attnkit.lightning import muon, parameter_groups, scale_learning_rates, warmup_cosine
 
 
 class Net(nn.Module):
@@ -162,3 +163,51 @@ def test_muon_goes_on_from_its_state():
 def test_muon_says_what_is_wrong(options, message):
     with pytest.raises(ValueError, match=message):
         muon(parameter_groups(Net()), **options)
+
+
+def rates_of(optimizer, network):
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    return {
+        names[id(parameter)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def test_layer_decay_is_timms():
+    from timm.models import create_model
+    from timm.optim import param_groups_layer_decay
+
+    options = {"img_size": 32, "embed_dim": 24, "depth": 3, "num_heads": 3}
+    network = create_model("vit_tiny_patch16_224", num_classes=5, **options)
+    groups = param_groups_layer_decay(network, 0.05, network.no_weight_decay(), layer_decay=0.7)
+    for group in groups:
+        group["lr"] = 2.0 * group["lr_scale"]
+    theirs = rates_of(torch.optim.SGD(groups), network)
+    groups = parameter_groups(network, 0.05, layer_decay=0.7)
+    ours = rates_of(scale_learning_rates(torch.optim.SGD(groups, lr=2.0)), network)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] == pytest.approx(theirs[name]) for name in theirs)
+    assert len({rate for rate, _ in ours.values()}) == 5
+
+
+def test_what_a_network_was_fine_tuned_with_decides_the_rates():
+    network = attnkit.ViT(
+        image_size=8, patch_size=4, num_classes=5, dim=24, depth=3, num_heads=3, num_registers=2
+    )
+    attnkit.finetune.last_blocks(network, 2, layer_decay=0.5, head_lr=0.3)
+    outer = nn.ModuleDict({"model": network, "other": nn.Linear(3, 2)})
+    optimizer = scale_learning_rates(torch.optim.AdamW(parameter_groups(outer), lr=0.1))
+    assert all("lr_scale" not in group for group in optimizer.param_groups)
+    rates = rates_of(optimizer, outer)
+    assert rates["model.head.weight"] == (0.3, 0.01)
+    assert rates["model.head.bias"] == (0.3, 0.0)
+    assert rates["model.blocks.2.mlp.fc1.weight"] == (0.05, 0.01)
+    assert rates["model.norm.weight"] == (0.05, 0.0)
+    assert rates["model.blocks.1.mlp.fc1.weight"] == (0.025, 0.01)
+    assert rates["other.weight"] == (0.1, 0.01)
+    assert "model.blocks.0.mlp.fc1.weight" not in rates
+    warm = warmup_cosine(optimizer, total_steps=10, warmup_fraction=0.5)
+    start = rates_of(optimizer, outer)
+    assert start["model.head.bias"][0] / start["other.bias"][0] == pytest.approx(3.0)
+    del warm
