@@ -1,100 +1,113 @@
-"""Augmentation of whole batches, on the device they are trained on."""
+"""Augmentation of batches on the device they are trained on, drawn for each image."""
 
+from collections.abc import Sequence
 from importlib.resources import files
 
 import torch
 import yaml
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.transforms import v2
+from torchvision.transforms import InterpolationMode, v2
 
-from attnkit.lightning.arguments import at_least, shares, shares_below_1
+from attnkit.lightning.arguments import at_least, one_of, shares, shares_below_1
+from attnkit.tasks.image_classification.policies import POLICIES, InTurn, make_policy
 
 
 class Augment(nn.Module):
-    """Random changes of a batch of square uint8 images. All are off by default.
+    """Random changes of a batch of uint8 images, drawn for each image. All are off by default.
 
-    Flips, shifted crops, rotation, translation and scale are drawn for every image. The transforms
-    of torchvision (RandomResizedCrop, RandAugment, RandomErasing) draw once per call, so they are
-    called with groups of `group_size` images.
+    They are done in the order of the arguments. Those of torchvision change a batch as its
+    transforms would, called with one image after the other.
 
     Args:
+        crop_min_area: smallest share of the area of the picture kept by a random resized crop;
+            None: no such crop. `ImageDataModule` crops the whole picture, before it is shrunk.
         horizontal_flip: probability of mirroring left and right.
         crop_padding: pixels of black added on every side before a crop of the old size.
         rotate_degrees: largest angle, to either side.
         translate: largest shift, as a share of the side, in either direction.
         scale: largest change of size, as a share: 0.1 gives factors from 0.9 to 1.1.
-        crop_min_area: smallest share of the area kept by a random resized crop; None: no such crop.
-        randaugment_magnitude: strength 0 to 30 of RandAugment's operations; None: no RandAugment.
-        randaugment_num_ops: operations one after the other; 2 unless given.
-        erase_probability: of blacking out a random rectangle.
-        group_size: images that share one draw of torchvision's transforms.
+        policy: "randaugment" (Cubuk et al., 2020), "trivial" (TrivialAugment, Müller and Hutter,
+            2021), "autoaugment" (ImageNet's, Cubuk et al., 2019) or "augmix" (Hendrycks et al.,
+            2020), with torchvision's settings.
+        randaugment_magnitude: strength 0 to 30 of RandAugment's operations; None: 9. Given without
+            a policy, it asks for RandAugment.
+        randaugment_num_ops: operations one after the other; None: 2.
+        color_jitter: largest change of brightness, contrast and saturation, as a share.
+        erase_probability: of blacking out a random rectangle (random erasing, Zhong et al., 2020).
 
-    Shapes: uint8 [batch, channels, side, side] in and out.
-    Sources: RandAugment, Cubuk et al., 2020; random erasing, Zhong et al., 2020. Differs from both
-    in the draw per group.
+    Shapes: uint8 [batch, channels, height, width] in and out.
     """
 
     def __init__(
         self,
         *,
+        crop_min_area: float | None = None,
         horizontal_flip: float = 0.0,
         crop_padding: int = 0,
         rotate_degrees: float = 0.0,
         translate: float = 0.0,
         scale: float = 0.0,
-        crop_min_area: float | None = None,
+        policy: str | None = None,
         randaugment_magnitude: int | None = None,
         randaugment_num_ops: int | None = None,
+        color_jitter: float = 0.0,
         erase_probability: float = 0.0,
-        group_size: int = 8,
     ) -> None:
         super().__init__()
         shares(horizontal_flip=horizontal_flip, erase_probability=erase_probability)
         shares(translate=translate)
         shares_below_1(scale=scale)
         at_least(0, crop_padding=crop_padding, rotate_degrees=rotate_degrees)
-        at_least(1, randaugment_num_ops=randaugment_num_ops, group_size=group_size)
+        at_least(0, color_jitter=color_jitter)
+        at_least(1, randaugment_num_ops=randaugment_num_ops)
+        if policy is not None:
+            one_of(POLICIES, policy=policy)
         if crop_min_area is not None and not 0 < crop_min_area <= 1:
             raise ValueError(f"crop_min_area: expected in (0, 1] or None, got {crop_min_area}")
         if randaugment_magnitude is not None and not 0 <= randaugment_magnitude <= 30:
             raise ValueError(
                 f"randaugment_magnitude: expected 0 to 30 or None, got {randaugment_magnitude}"
             )
-        if randaugment_num_ops is not None and randaugment_magnitude is None:
-            raise ValueError("randaugment_num_ops: needs randaugment_magnitude, which is None")
+        given = {
+            "randaugment_magnitude": randaugment_magnitude,
+            "randaugment_num_ops": randaugment_num_ops,
+        }
+        if policy is None and randaugment_magnitude is not None:
+            policy = "randaugment"
+        for name, value in given.items():
+            if value is not None and policy != "randaugment":
+                raise ValueError(f"{name}: needs policy='randaugment', got {policy!r}")
+        self.crop_min_area = crop_min_area
         self.horizontal_flip = horizontal_flip
         self.crop_padding = crop_padding
         self.rotate_degrees = rotate_degrees
         self.translate = translate
         self.scale = scale
-        self.crop_min_area = crop_min_area
-        self.erase_probability = erase_probability
-        self.group_size = group_size
-        self.randaugment: nn.Module | None = None
-        if randaugment_magnitude is not None:
-            self.randaugment = v2.RandAugment(randaugment_num_ops or 2, randaugment_magnitude)
+        in_turn: list[nn.Module] = []
+        if policy is not None:
+            in_turn.append(make_policy(policy, randaugment_magnitude, randaugment_num_ops))
+        if color_jitter:
+            in_turn.append(InTurn(v2.ColorJitter(color_jitter, color_jitter, color_jitter)))
+        if erase_probability:
+            in_turn.append(InTurn(v2.RandomErasing(erase_probability)))
+        self.in_turn = nn.Sequential(*in_turn)
 
     def forward(self, images: Tensor) -> Tensor:
+        """All of it, a crop of the images included."""
+        if self.crop_min_area is not None:
+            images = InTurn(random_crop(self.crop_min_area, images.shape[-2:]))(images)
+        return self.after_crop(images)
+
+    def after_crop(self, images: Tensor) -> Tensor:
+        """What comes after `crop_min_area`, of images that are crops already."""
         if self.horizontal_flip:
             images = self._flip(images)
         if self.crop_padding:
             images = self._crop(images)
         if self.rotate_degrees or self.translate or self.scale:
             images = self._affine(images)
-        transforms: list[nn.Module] = []
-        if self.crop_min_area is not None:
-            transforms.append(
-                v2.RandomResizedCrop(list(images.shape[-2:]), (self.crop_min_area, 1.0))
-            )
-        if self.randaugment is not None:
-            transforms.append(self.randaugment)
-        if self.erase_probability:
-            transforms.append(v2.RandomErasing(self.erase_probability))
-        if not transforms:
-            return images
-        in_turn = v2.Compose(transforms)
-        return torch.cat([in_turn(group) for group in images.split(self.group_size)])
+        return self.in_turn(images)
 
     def _flip(self, images: Tensor) -> Tensor:
         chosen = torch.rand(len(images), 1, 1, 1) < self.horizontal_flip
@@ -125,6 +138,19 @@ class Augment(nn.Module):
         )
         moved = functional.grid_sample(images.float(), grid, align_corners=False)
         return moved.round().to(torch.uint8)
+
+
+def random_crop(
+    min_area: float, size: Sequence[int], interpolation: str = "bicubic"
+) -> v2.RandomResizedCrop:
+    """torchvision's crop to [height, width] of a share of at least `min_area` of the picture.
+
+    The shape of what is cut out is up to 4/3 wider or higher than that of `size`.
+    """
+    height, width = size
+    ratio = (3 / 4 * width / height, 4 / 3 * width / height)
+    how = InterpolationMode(interpolation)
+    return v2.RandomResizedCrop((height, width), (min_area, 1.0), ratio, how)
 
 
 def shipped_augment(name: str) -> Augment:

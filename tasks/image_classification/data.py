@@ -11,8 +11,9 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import stratified_split
-from attnkit.tasks.image_classification.augment import Augment
+from attnkit.lightning.resume.sampler import PlacedSampler, stratified_split
+from attnkit.tasks.image_classification.augment import Augment, random_crop
+from attnkit.tasks.images.crops import TrainingImages
 from attnkit.tasks.images.data import SplitImages, check_fits_module, fit_of, follow_module
 from attnkit.tasks.images.decode import to_channels
 from attnkit.tasks.images.sets import ImageSet, MemoryImages
@@ -31,8 +32,9 @@ class ImageDataModule(SplitImages):
 
     Splits that `load()` does not give are taken from train, stratified by class. A batch is uint8
     images [batch, channels, height, width] and int64 labels [batch]; images are brought to
-    `image_size` and `in_channels`, and in training augmented, after the transfer to the device.
-    What the augmentation draws depends on the seed, the step and the process, and on nothing else.
+    `image_size` and `in_channels`, and in training augmented, after the transfer to the device;
+    only random crops come first, of the whole pictures. What the augmentation draws depends on the
+    seed, the step and the process, and on nothing else.
 
     Args:
         in_channels: 1 (grey) or 3 (RGB); None: as the module's, else as the training images.
@@ -49,6 +51,7 @@ class ImageDataModule(SplitImages):
         ...         return {"train": MemoryImages(images, labels)}, ["healthy", "infected"]
     """
 
+    shuffled = PlacedSampler
     least = ": three of a class, at least"
 
     def __init__(
@@ -115,19 +118,37 @@ class ImageDataModule(SplitImages):
             "std": std,
         }
 
+    @property
+    def crop_min_area(self) -> float | None:
+        """That of the augmentation: training images are then crops of whole pictures."""
+        return self.augment.crop_min_area if isinstance(self.augment, Augment) else None
+
+    def items(self, split: str) -> Any:
+        if split != "train":
+            return self.sets[split]
+        crop = None
+        if self.crop_min_area is not None:
+            fit = fit_of(self)
+            crop = random_crop(self.crop_min_area, sides(fit.size), fit.interpolation)
+        return TrainingImages(self.sets[split], crop, self.seed)
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         images, *rest = batch
-        images = fit_images(
-            images, fit_of(self), self.in_channels, fitted=self.sets["train"].fitted
-        )
-        if self.augment is not None and self.trainer is not None and self.trainer.training:
+        training = self.trainer is not None and self.trainer.training
+        cropped = training and self.crop_min_area is not None
+        fitted = cropped or self.sets["train"].fitted
+        images = fit_images(images, fit_of(self), self.in_channels, fitted=fitted)
+        if self.augment is not None and self.trainer is not None and training:
             # Its own seed per step and process: what is drawn depends on nothing else, and the
             # model's random numbers do not depend on the augmentation.
             step = self.trainer.fit_loop.total_batch_idx + 1
             key = np.random.SeedSequence([self.seed, self.trainer.global_rank, step])
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(int(key.generate_state(1)[0]))
-                images = self.augment(images)
+                if cropped and isinstance(self.augment, Augment):
+                    images = self.augment.after_crop(images)
+                else:
+                    images = self.augment(images)
         return (images, *rest)
 
     def _follow_module(self) -> None:

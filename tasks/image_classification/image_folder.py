@@ -21,10 +21,14 @@ class ImageFolderData(ImageDataModule):
     side of the training images, at most 224, rounded down to whole patches). `root` is never
     written to.
 
-    Each file is decoded once, before training; the pixels stay in memory if all splits fit in
-    `memory_gb`. Else each file is decoded once to see that it can be (what was found is remembered
-    in the user's cache folder until a file changes) and again whenever a batch needs it, in
-    `num_workers` processes; the pixels are the same.
+    If `augment` has a `crop_min_area`, training images are crops of the whole pictures, which are
+    shrunk before by a whole factor that leaves the smallest crop as many pixels as
+    `image_size` has.
+
+    Each file is decoded once, before training; the pixels stay in memory if all splits, and the
+    whole pictures twice, fit in `memory_gb`. Else each file is decoded once to see that it can be
+    (what was found is remembered in the user's cache folder until a file changes) and again
+    whenever a batch needs it, in `num_workers` processes; the pixels are the same.
 
     Args:
         root: the folder.
@@ -59,7 +63,7 @@ class ImageFolderData(ImageDataModule):
 
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
         splits, class_names = find_splits(self.root)
-        read = read_splits(self, splits, self.in_channels)
+        read = read_splits(self, splits, self.in_channels, self.crop_min_area)
         sets = {split: images.select(good) for split, (images, good) in read.items()}
         left = set(sets["train"].labels.tolist())
         if empty := [name for label, name in enumerate(class_names) if label not in left]:

@@ -30,8 +30,8 @@ class SplitImages(SplitData):
         crop_pct: share of the sides that is kept when pictures of another size are brought to
             `image_size`, as timm's; None: as the module's in the trainer, else 1, which is all.
         batch_size: images per step and process.
-        num_workers: processes that load; None: none for images in memory, else one per core up
-            to 8 and shared between the processes of this machine.
+        num_workers: processes that load; None: none for images in memory that are not cropped,
+            else one per core up to 8 and shared between the processes of this machine.
         val_fraction: share of the training images that becomes the missing validation split.
         test_fraction: the same for the test split.
         seed: of all that is random here, such as the splits and the order, which depends on the
@@ -104,8 +104,12 @@ class SplitImages(SplitData):
             raise UserError(f"data: no images for {empty[0]}")
         return {name: sets[name] for name in names}
 
+    def items(self, split: str) -> Any:
+        """What the loader of a split fetches batches from."""
+        return self.sets[split]
+
     def loader(self, split: str) -> DataLoader:
-        images, trainer = self.sets[split], self.trainer
+        images, trainer = self.items(split), self.trainer
         on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"
         loader = make_loader(
             self,

@@ -1,6 +1,7 @@
 """Image files to uint8 pixels, the same way for every reader."""
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,21 +48,72 @@ def read_image(
     Raises:
         UndecodableImageError: the file cannot be decoded; the message is the reason.
     """
+    fit = Fit(size, interpolation, crop_pct)
+    picture, _ = _opened(path, least_side=_least_side(fit))
+    return as_tensor(fit_picture(picture, fit))
+
+
+def read_picture(path: str | Path, least_area: float | None = None) -> Image.Image:
+    """The whole picture of a file as RGB, from any mode as in `read_image`.
+
+    It is shrunk by a whole factor that leaves it `least_area` pixels.
+    """
+    return _opened(path, least_area=least_area)[0]
+
+
+def read_both(path: str | Path, fit: Fit, least_area: float) -> tuple[Tensor, Tensor]:
+    """What `read_image` gives, and the picture of `read_picture` as [height, width, 3].
+
+    The file is decoded once where that makes no difference.
+    """
+    whole, is_full = _opened(path, least_area=least_area)
+    if is_full and min(whole.size) < 2 * _least_side(fit):
+        image = as_tensor(fit_picture(whole, fit))
+    else:
+        image = read_image(path, *fit)
+    return image, torch.from_numpy(np.array(whole))
+
+
+def as_tensor(picture: Image.Image) -> Tensor:
+    """RGB or grey to uint8 [channels, height, width]."""
+    pixels = torch.from_numpy(np.array(picture))
+    return pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels.unsqueeze(0)
+
+
+def as_picture(pixels: Tensor) -> Image.Image:
+    """uint8 [height, width, 3], or [height, width, 1], to RGB or grey."""
+    grey = pixels.shape[-1] == 1
+    return Image.fromarray(np.ascontiguousarray(pixels[..., 0] if grey else pixels))
+
+
+def _least_side(fit: Fit) -> int:
+    # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size; twice the target loses nothing.
+    return round(2 * max(sides(fit.size)) / fit.crop_pct)
+
+
+def _opened(
+    path: str | Path, least_side: int | None = None, least_area: float | None = None
+) -> tuple[Image.Image, bool]:
+    """RGB of a file, shrunk on the way to not less than one of both; and whether it was not."""
     try:
         with Image.open(path) as image:
-            # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size; twice the target loses nothing.
-            twice = round(2 * max(sides(size)) / crop_pct)
-            image.draft(None, (twice, twice))
+            full, factor = image.size, 1
+            if least_side is not None:
+                image.draft(None, (least_side, least_side))
+            if least_area is not None:
+                factor = max(1, int(math.sqrt(math.prod(full) / least_area)))
+                image.draft(None, (-(-full[0] // factor), -(-full[1] // factor)))
+                factor //= max(1, round(full[0] / image.width))
+            is_full = image.size == full and factor == 1
             image.load()
             with contextlib.suppress(Exception):  # a broken EXIF block leaves the pixels usable
                 ImageOps.exif_transpose(image, in_place=True)
             rgb = _to_rgb(image)
+            return (rgb.reduce(factor) if factor > 1 else rgb), is_full
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UndecodableImageError("no such file") from error
     except Exception as error:  # Pillow's plugins raise about anything on broken files
         raise UndecodableImageError(_reason(path, error)) from error
-    rgb = fit_picture(rgb, Fit(size, interpolation, crop_pct))
-    return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
 
 
 def fit_picture(picture: Image.Image, fit: Fit) -> Image.Image:
@@ -78,11 +130,11 @@ def fit_picture(picture: Image.Image, fit: Fit) -> Image.Image:
     return picture.resize((wide, high), how, (left * x, top * y, right, bottom))
 
 
-def short_side(path: str | Path) -> int | None:
-    """The shorter side in pixels, read from the header alone; None if there is no header."""
+def header_size(path: str | Path) -> tuple[int, int] | None:
+    """Width and height in pixels, read from the header alone; None if there is no header."""
     try:
         with Image.open(path) as image:
-            return min(image.size)
+            return image.size
     except Exception:
         return None
 
@@ -107,30 +159,54 @@ class Pixels:
         sums: int64 [files, 2, channels], the sum of the pixels and of their squares per channel.
         grey: bool [files], whether the channels are equal.
         failures: file number to the reason for which it cannot be decoded.
+        pictures: the whole pictures of the files, uint8 [height, width, 3] each, empty where
+            the image is all of it and where there is none; None if they were not asked for.
     """
 
     images: Tensor | None
     sums: Tensor
     grey: Tensor
     failures: dict[int, str]
+    pictures: list[Tensor] | None = None
 
 
 def decode_files(
-    paths: Sequence[str], fit: Fit, channels: int, *, keep: bool, title: str
+    paths: Sequence[str],
+    fit: Fit,
+    channels: int,
+    *,
+    keep: bool,
+    title: str,
+    least_area: float | None = None,
 ) -> Pixels:
-    """Decode every file once, in threads (Pillow releases the interpreter's lock)."""
+    """Decode every file once, in threads (Pillow releases the interpreter's lock).
+
+    Args:
+        paths: the files.
+        fit: how pictures become images.
+        channels: 1 or 3.
+        keep: whether the pixels stay in memory.
+        title: of the bar that shows the progress.
+        least_area: that of `read_picture`, if whole pictures are to be kept, too.
+    """
     shape = (len(paths), channels, *sides(fit.size))
     images = torch.empty(shape, dtype=torch.uint8) if keep else None
     sums = torch.zeros((len(paths), 2, channels), dtype=torch.int64)
     grey = torch.zeros(len(paths), dtype=torch.bool)
     failures: dict[int, str] = {}
+    pictures = [torch.empty(0, dtype=torch.uint8)] * len(paths) if least_area else None
 
     def decode_chunk(start: int) -> int:
         decoded: dict[int, Tensor] = {}
         stop = min(start + _CHUNK, len(paths))
         for number in range(start, stop):
             try:
-                decoded[number] = read_image(paths[number], *fit)
+                if pictures is None or least_area is None:
+                    decoded[number] = read_image(paths[number], *fit)
+                else:
+                    decoded[number], whole = read_both(paths[number], fit, least_area)
+                    if whole.shape[:2] != decoded[number].shape[1:] or channels == 1:
+                        pictures[number] = whole
             except UndecodableImageError as error:
                 failures[number] = str(error)
         if decoded:
@@ -146,7 +222,7 @@ def decode_files(
         chunks = pool.map(decode_chunk, range(0, len(paths), _CHUNK))
         for _ in _with_progress(chunks, len(paths), title):
             pass
-    return Pixels(images, sums, grey, dict(sorted(failures.items())))
+    return Pixels(images, sums, grey, dict(sorted(failures.items())), pictures)
 
 
 def pixel_sums(images: Tensor) -> Tensor:

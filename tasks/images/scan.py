@@ -14,16 +14,19 @@ from lightning import Trainer
 from torch import Tensor
 
 from attnkit.lightning.files import cache_folder, replacing
-from attnkit.tasks.images.decode import Pixels, decode_files, short_side
+from attnkit.tasks.images.decode import Pixels, decode_files, header_size
 from attnkit.tasks.images.folder import Files, report_failures
-from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
-from attnkit.tasks.images.sizes import Fit, default_image_size, sides
+from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages, Pictures
+from attnkit.tasks.images.sizes import Fit, default_image_size, least_area, sides
 
 _HEADERS_READ = 1024
 
 
 def read_splits(
-    data: Any, splits: Mapping[str, Files], channels: int | None
+    data: Any,
+    splits: Mapping[str, Files],
+    channels: int | None,
+    crop_min_area: float | None = None,
 ) -> dict[str, tuple[ImageSet, Tensor]]:
     """Of each split its images, and the numbers of those that can be decoded.
 
@@ -33,6 +36,8 @@ def read_splits(
         splits: their files, train first. Those of val and test are the user's own choice, and none
             may be broken.
         channels: 1 or 3; None: 1 if all images of train are grey.
+        crop_min_area: the smallest share of a picture of train that crops will show; None: there
+            will be no crops, and no whole pictures are needed.
 
     Raises:
         UserError: see `report_failures`.
@@ -40,12 +45,20 @@ def read_splits(
     size = data.image_size or default_image_size(median_side(splits["train"].paths))
     fit = Fit(size, data.interpolation or "bicubic", data.crop_pct or 1.0)
     count = sum(len(files.paths) for files in splits.values())
-    keep = count * 3 * math.prod(sides(size)) <= memory_bytes(data.memory_gb, data.trainer)
+    needed = 3.0 * count * math.prod(sides(size))
+    area = None
+    if crop_min_area is not None:
+        area = least_area(size, crop_min_area)
+        paths = splits["train"].paths
+        needed += 2 * 3 * len(paths) * mean_area(paths, area)  # twice while they are put together
+    keep = needed <= memory_bytes(data.memory_gb, data.trainer)
     decode = decode_files if keep else check_files
     found: dict[str, tuple[ImageSet, Tensor]] = {}
     for split, files in splits.items():
         paths, labels = files.paths, torch.tensor(files.labels, dtype=torch.int64)
-        pixels = decode(paths, fit, channels or 3, keep=keep, title=f"{split} images")
+        whole = area if split == "train" else None
+        more = {"least_area": whole} if keep and whole else {}
+        pixels = decode(paths, fit, channels or 3, keep=keep, title=f"{split} images", **more)
         failures = {paths[number]: reason for number, reason in pixels.failures.items()}
         skip, given = data.skip_corrupt, split != "train"
         report_failures(failures, split, len(paths), given=given, skip_corrupt=skip)
@@ -56,9 +69,10 @@ def read_splits(
         images: ImageSet
         if pixels.images is None:
             sums = pixels.sums[:, :, :channels].clone()
-            images = FileImages(paths, labels, fit, channels, sums)
+            images = FileImages(paths, labels, fit, channels, sums, whole)
         else:
-            images = MemoryImages(pixels.images[:, :channels].contiguous(), labels)
+            pictures = Pictures(pixels.pictures) if pixels.pictures else None
+            images = MemoryImages(pixels.images[:, :channels].contiguous(), labels, pictures)
             images.fitted = True
         found[split] = images, good.nonzero().flatten()
     return found
@@ -92,8 +106,16 @@ def available_memory() -> int:
 def median_side(paths: Sequence[str]) -> int:
     """The median of the images' shorter sides, of about a thousand images at most."""
     step = max(1, len(paths) // _HEADERS_READ)
-    sides = [side for path in paths[::step] if (side := short_side(path)) is not None]
-    return sorted(sides)[len(sides) // 2] if sides else 1
+    short = [min(size) for path in paths[::step] if (size := header_size(path)) is not None]
+    return sorted(short)[len(short) // 2] if short else 1
+
+
+def mean_area(paths: Sequence[str], least_area: float) -> float:
+    """The mean of the pictures' pixels as `read_picture` shrinks them, of a thousand at most."""
+    step = max(1, len(paths) // _HEADERS_READ)
+    areas = [math.prod(size) for path in paths[::step] if (size := header_size(path)) is not None]
+    shrunk = [area / max(1, int(math.sqrt(area / least_area))) ** 2 for area in areas]
+    return sum(shrunk) / max(1, len(shrunk))
 
 
 def check_files(paths: list[str], fit: Fit, channels: int, *, keep: bool, title: str) -> Pixels:

@@ -2,18 +2,22 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from attnkit.lightning.errors import RunError
 from attnkit.tasks.images.decode import (
     UndecodableImageError,
+    as_picture,
     pixel_sums,
     read_image,
+    read_picture,
     to_channels,
 )
 from attnkit.tasks.images.sizes import Fit, Size, sides
@@ -53,6 +57,10 @@ class ImageSet(Dataset, ABC):
     def fetch(self, rows: Tensor) -> Tensor:
         """The images with these numbers, uint8 [batch, channels, height, width]."""
 
+    def picture(self, row: int) -> Image.Image:
+        """The whole picture that the image with this number is a part of, RGB or grey."""
+        return as_picture(self.fetch(torch.tensor([row]))[0].permute(1, 2, 0))
+
     @abstractmethod
     def select(self, rows: Tensor) -> "ImageSet":
         """The part of the set with these numbers."""
@@ -76,10 +84,18 @@ class MemoryImages(ImageSet):
     Args:
         images: uint8 [images, channels, height, width].
         labels: integers [images].
+        pictures: the whole pictures that the images are parts of; None, or an empty one: the image
+            is all of it.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor | Sequence[int]) -> None:
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor | Sequence[int],
+        pictures: "Pictures | None" = None,
+    ) -> None:
         self.images = images
+        self.pictures = pictures
         self.labels = torch.as_tensor(labels, dtype=torch.int64)
         if images.dtype != torch.uint8 or images.ndim != 4:
             raise ValueError(
@@ -97,6 +113,12 @@ class MemoryImages(ImageSet):
 
     def fetch(self, rows: Tensor) -> Tensor:
         return self.images.index_select(0, self.rows.index_select(0, rows))
+
+    def picture(self, row: int) -> Image.Image:
+        if self.pictures is None:
+            return super().picture(row)
+        whole = self.pictures[int(self.rows[row])]
+        return as_picture(whole) if len(whole) else super().picture(row)
 
     def select(self, rows: Tensor) -> "MemoryImages":
         # The parts share the pixels: splitting takes no memory.
@@ -120,6 +142,7 @@ class FileImages(ImageSet):
         fit: how they are brought to their size, or the size alone.
         channels: 1 (grey) or 3.
         pixel_sums: int64 [images, 2, channels], from `decode_files`.
+        least_area: pixels that whole pictures keep: see `read_picture`.
     """
 
     reads_files = True
@@ -132,6 +155,7 @@ class FileImages(ImageSet):
         fit: Fit | int,
         channels: int,
         pixel_sums: Tensor,
+        least_area: float | None = None,
     ) -> None:
         self.paths = list(paths)
         self.labels = labels
@@ -139,19 +163,49 @@ class FileImages(ImageSet):
         self.size = self.fit.size
         self.channels = channels
         self.pixel_sums = pixel_sums
+        self.least_area = least_area
 
     def fetch(self, rows: Tensor) -> Tensor:
         return to_channels(torch.stack([self._read(row) for row in rows.tolist()]), self.channels)
 
+    def picture(self, row: int) -> Image.Image:
+        with _unchanged(self.paths[row]):
+            return read_picture(self.paths[row], self.least_area)
+
     def _read(self, row: int) -> Tensor:
-        try:
+        with _unchanged(self.paths[row]):
             return read_image(self.paths[row], *self.fit)
-        except UndecodableImageError as error:
-            raise RunError(f"{self.paths[row]} changed while in use: {error}") from error
 
     def select(self, rows: Tensor) -> "FileImages":
-        paths = [self.paths[row] for row in rows.tolist()]
-        return FileImages(paths, self.labels[rows], self.fit, self.channels, self.pixel_sums[rows])
+        part = copy(self)
+        part.paths = [self.paths[row] for row in rows.tolist()]
+        part.labels, part.pixel_sums = self.labels[rows], self.pixel_sums[rows]
+        return part
 
     def sums(self) -> Tensor:
         return self.pixel_sums.sum(dim=0)
+
+
+class Pictures:
+    """Pictures of different sizes in one tensor, which worker processes share.
+
+    Args:
+        pictures: uint8 [height, width, 3] each; an empty one takes no room.
+    """
+
+    def __init__(self, pictures: Sequence[Tensor]) -> None:
+        self.shapes = torch.tensor([[*p.shape[:2]] if p.numel() else [0, 0] for p in pictures])
+        self.starts = torch.tensor([0, *(p.numel() for p in pictures)]).cumsum(0)
+        self.pixels = torch.cat([picture.flatten() for picture in pictures])
+
+    def __getitem__(self, number: int) -> Tensor:
+        start, stop = self.starts[number : number + 2].tolist()
+        return self.pixels[start:stop].view(*self.shapes[number].tolist(), 3)
+
+
+@contextmanager
+def _unchanged(path: str) -> Iterator[None]:
+    try:
+        yield
+    except UndecodableImageError as error:
+        raise RunError(f"{path} changed while in use: {error}") from error

@@ -37,6 +37,12 @@ class Fit(NamedTuple):
         return max(high, whole(height * wide / width)), wide
 
 
+def least_area(size: Size, crop_min_area: float) -> float:
+    """Pixels of a picture whose smallest random crop has as many as `size` on both sides."""
+    height, width = sides(size)
+    return height * width * (4 / 3) / crop_min_area
+
+
 def sides(size: Size) -> tuple[int, int]:
     """Height and width."""
     return pair("image_size", list(size) if isinstance(size, Sequence) else size)

@@ -1,7 +1,8 @@
-"""Augmentation of batches: what is drawn per image, what per group, and that it is right."""
+"""Augmentation of batches: drawn for each image, and as torchvision's own would change it."""
 
 import pytest
 import torch
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from attnkit.tasks.image_classification import Augment
@@ -81,23 +82,50 @@ def test_affine_is_drawn_per_image_and_within_bounds():
     assert (centre - 10).abs().max() > 1.5
 
 
+BICUBIC = F.InterpolationMode.BICUBIC
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "theirs"),
     [
-        {"randaugment_magnitude": 15},
-        {"erase_probability": 1.0},
-        {"crop_min_area": 0.3},
+        ({"policy": "randaugment"}, v2.RandAugment(2, 9)),
+        ({"randaugment_magnitude": 15, "randaugment_num_ops": 3}, v2.RandAugment(3, 15)),
+        ({"policy": "trivial"}, v2.TrivialAugmentWide()),
+        ({"policy": "autoaugment"}, v2.AutoAugment()),
+        ({"policy": "augmix"}, v2.AugMix()),
+        ({"color_jitter": 0.4}, v2.ColorJitter(0.4, 0.4, 0.4)),
+        ({"erase_probability": 0.7}, v2.RandomErasing(0.7)),
+        ({"crop_min_area": 0.3}, v2.RandomResizedCrop(17, (0.3, 1.0), interpolation=BICUBIC)),
     ],
 )
-def test_transforms_of_torchvision_are_drawn_per_group(options):
-    one = F.gaussian_blur(batch(1, side=16), [5, 5])
-    images = one.expand(40, -1, -1, -1)
-    changed = Augment(**options, group_size=5)(images)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_each_image_is_changed_as_torchvision_would(options, theirs, channels):
+    images = F.gaussian_blur(batch(1, 17, channels), [5, 5]).expand(23, -1, -1, -1)
+    torch.manual_seed(5)
+    changed = Augment(**options)(images)
+    torch.manual_seed(5)
+    expected = torch.stack([theirs(image) for image in images])
     assert changed.dtype == torch.uint8
-    assert changed.shape == images.shape
-    groups = changed.split(5)
-    assert all(torch.equal(group, group[:1].expand(5, -1, -1, -1)) for group in groups)
-    assert len({group[0].numpy().tobytes() for group in groups}) > 3
+    assert torch.equal(changed, expected)
+    assert len({image.numpy().tobytes() for image in changed}) > 10
+
+
+def test_several_come_one_after_the_other():
+    images = batch(7, side=16)
+    torch.manual_seed(5)
+    changed = Augment(policy="trivial", color_jitter=0.2, erase_probability=0.5)(images)
+    torch.manual_seed(5)
+    for transform in (
+        v2.TrivialAugmentWide(),
+        v2.ColorJitter(0.2, 0.2, 0.2),
+        v2.RandomErasing(0.5),
+    ):
+        images = torch.stack([transform(image) for image in images])
+    assert torch.equal(changed, images)
+
+
+def test_no_images_are_no_error():
+    assert Augment(policy="randaugment", erase_probability=1.0)(batch(0)).shape == (0, 3, 11, 11)
 
 
 def test_erasing_blackens_a_rectangle():
@@ -116,9 +144,11 @@ def test_erasing_blackens_a_rectangle():
         ({"scale": 1}, "scale"),
         ({"crop_min_area": 0}, "crop_min_area"),
         ({"randaugment_magnitude": 31}, "randaugment_magnitude"),
-        ({"randaugment_num_ops": 3}, "needs randaugment_magnitude"),
+        ({"policy": "rand"}, "policy: expected randaugment, trivial, autoaugment or augmix"),
+        ({"randaugment_num_ops": 3}, "randaugment_num_ops: needs policy='randaugment', got None"),
+        ({"policy": "trivial", "randaugment_magnitude": 3}, "randaugment_magnitude: needs policy"),
+        ({"color_jitter": -1}, "color_jitter"),
         ({"randaugment_num_ops": 0, "randaugment_magnitude": 1}, "randaugment_num_ops"),
-        ({"group_size": 0}, "group_size"),
     ],
 )
 def test_wrong_arguments_are_named(options, message):

@@ -8,9 +8,11 @@ from PIL import Image
 from attnkit.tasks.images.decode import (
     UndecodableImageError,
     decode_files,
+    header_size,
     pixel_sums,
+    read_both,
     read_image,
-    short_side,
+    read_picture,
     to_channels,
 )
 from attnkit.tasks.images.sizes import Fit
@@ -155,6 +157,19 @@ def test_a_broken_exif_block_leaves_the_image(tmp_path):
     assert torch.equal(read_image(path, 7), as_tensor(pixels))
 
 
+@pytest.mark.parametrize("suffix", [".jpg", ".png"])
+def test_whole_pictures_are_shrunk_by_whole_factors(tmp_path, suffix):
+    path = saved(Image.fromarray(gradient(97, 61)), tmp_path / f"a{suffix}")
+    sizes = {area: read_picture(path, area).size for area in (97 * 61, 97 * 61 / 4.1, 97 * 61 / 40)}
+    # A JPEG is decoded at 1/2, 1/4 or 1/8 of its size.
+    small = (25, 16) if suffix == ".jpg" else (17, 11)
+    assert list(sizes.values()) == [(97, 61), (49, 31), small]
+    for size, area in ((7, 300.0), (23, 97 * 61.0), (2, 97 * 61.0)):
+        image, whole = read_both(path, Fit(size), area)
+        assert torch.equal(image, read_image(path, size))
+        assert np.array_equal(whole.numpy(), np.array(read_picture(path, area)))
+
+
 def test_decode_files_numbers_what_failed_and_sums_the_rest(tmp_path):
     broken_files(tmp_path)
     names = ["whole.jpg", "empty.png", "whole.jpg", "truncated.jpg"] + ["whole.jpg"] * 67
@@ -196,8 +211,8 @@ def test_pixel_sums_do_not_overflow():
     assert sums[0, 1, 0] == 255**2 * 301**2
 
 
-def test_short_side_reads_the_header_only(tmp_path):
+def test_sizes_are_read_from_the_header(tmp_path):
     path = saved(Image.fromarray(gradient(31, 17)), tmp_path / "a.jpg")
-    assert short_side(path) == 17
+    assert header_size(path) == (31, 17)
     (tmp_path / "text.png").write_text("no image")
-    assert short_side(tmp_path / "text.png") is None
+    assert header_size(tmp_path / "text.png") is None

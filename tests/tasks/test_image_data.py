@@ -155,7 +155,7 @@ def test_everything_random_follows_the_seed(tmp_path):
             {"train": some_images_fixed()},
             seed=seed,
             batch_size=8,
-            augment={"translate": 0.4, "erase_probability": 0.5, "group_size": 3},
+            augment={"translate": 0.4, "erase_probability": 0.5, "crop_min_area": 0.5},
         )
         trainer(tmp_path, max_epochs=epochs, limit_val_batches=0).fit(module, datamodule=data)
         return [images for images, _ in module.batches["train"]]

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning import RunError, UserError
+from attnkit.lightning.resume.sampler import PlacedSampler
 from attnkit.tasks.image_classification import FileImages, ImageFolderData, MemoryImages
 
 
@@ -115,6 +118,51 @@ def test_memory_and_disk_give_the_same(tmp_path):
     for (images, labels), (same_images, same_labels) in batches:
         assert torch.equal(images, same_images)
         assert torch.equal(labels, same_labels)
+
+
+def test_crops_are_of_the_whole_picture(tmp_path):
+    """Left and right of the square, too; and those that torchvision draws with the same seed."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(10):
+            wide = np.zeros((20, 60, 3), dtype=np.uint8)
+            wide[:, :20, 0] = wide[:, 20:40, 1] = wide[:, 40:, 2] = 200 + number
+            Image.fromarray(wide).save(tmp_path / name / f"{number}.png")
+    for memory_gb in (None, 0):
+        options = {"image_size": 8, "seed": 3, "memory_gb": memory_gb, "num_workers": 0}
+        data = ready(tmp_path, augment={"crop_min_area": 0.2}, **options)
+        sampler = data.train_dataloader().sampler
+        (images, _), places = next(iter(data.train_dataloader())), list(sampler)
+        assert images.shape == (16, 3, 8, 8)
+        assert (images.amax(dim=(0, 2, 3)) > 199).all()
+        assert pixels_of(data, "train")[:, [0, 2]].max() < 40  # the square shows the middle
+        crop = v2.RandomResizedCrop(8, (0.2, 1.0), interpolation=F.InterpolationMode.BICUBIC)
+        for image, (epoch, place, number) in zip(images, places, strict=True):
+            key = np.random.SeedSequence([3, epoch, place]).generate_state(1)[0]
+            torch.manual_seed(int(key))
+            expected = crop(data.sets["train"].picture(number))
+            assert torch.equal(image, F.pil_to_tensor(expected))
+
+
+def test_crops_are_the_same_with_any_number_of_processes(tmp_path):
+    make_images(tmp_path, {"a": 20, "b": 20}, side=31)
+    data = ready(tmp_path, image_size=8, seed=3)
+    items = data.items("train")
+
+    def places(rank, world, start=0):
+        sampler = PlacedSampler(items, world, rank, seed=3)
+        sampler.set_epoch(2)
+        sampler.start = start
+        return list(sampler)
+
+    one, two = places(0, 1), [places(rank, 2) for rank in (0, 1)]
+    assert [place for _, place, _ in one] == list(range(32))
+    assert sorted(two[0] + two[1], key=lambda place: place[1]) == one
+    assert places(1, 2, start=5) == two[1][5:]
+    images, labels = items.__getitems__(one)
+    again, _ = items.__getitems__(one[7:9])
+    assert torch.equal(images[7:9], again)
+    assert labels.tolist() == [items.labels[number] for _, _, number in one]
 
 
 def test_a_check_of_files_is_remembered_until_one_changes(tmp_path, monkeypatch, capfd):

@@ -1,7 +1,7 @@
 """The orders in which data is read, shared by processes, and how it is split."""
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -34,6 +34,19 @@ class EpochSampler(ResumableSampler):
 
     def __iter__(self) -> Iterator[Any]:
         return ((self.epoch, number) for number in super().__iter__())
+
+
+class PlacedSampler(ResumableSampler):
+    """A `ResumableSampler` of triples (epoch, place, number), for what is drawn at every place.
+
+    The place is that in the order of the epoch over all processes: what is drawn by it is the same
+    with any number of them.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        places = count(self.rank + self.start * self.num_replicas, self.num_replicas)
+        numbers = super().__iter__()
+        return ((self.epoch, place, number) for place, number in zip(places, numbers, strict=False))
 
 
 class UnpaddedSampler(DistributedSampler):
