@@ -57,6 +57,7 @@ Options
   hydra/sweeper=optuna         -m: Optuna chooses: key='interval(1e-4,1e-2)', a,b, range(1,9);
                                hydra.sweeper.n_trials=20, sampler=tpe, pruner=median, …
   hydra/launcher=joblib        several at once; also submitit_local, submitit_slurm
+  --config RUN_DIR key=value   a new run with the configuration of an earlier one
   --config-dir DIR             your own folder: its task/*.yaml, model/*.yaml, … and modules
   allow=[PACKAGE]              let the configuration name classes of your own package
   --shell-completion install=bash|zsh|fish     eval "$(attnkit --shell-completion install=bash)"

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from attnkit import __version__
@@ -68,6 +69,8 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
         return _show(composer, overrides, resolve=args.resolve)
     if args.resolve:
         raise UserError("--resolve: only with --cfg job")
+    if args.config and (args.multirun or args.cfg):
+        raise UserError("--config: not with -m or --cfg; it begins one run")
     if args.multirun:
         if launcher:
             raise UserError(
@@ -81,12 +84,27 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
     from attnkit.launch.job.kinds import named
     from attnkit.launch.job.request import Request, decide
 
-    request = Request.read(composer, overrides, words)
+    base = _base(args.config) if args.config else None
+    request = Request.read(composer, overrides, words, base)
+    if base and (request.config.get("resume") or not request.kind.reads("optimizer")):
+        raise UserError(
+            f"--config: begins a new run; not with resume= or run={request.kind.name}, "
+            "which have their own configuration"
+        )
     if launcher and launcher.rank:
         if "sweep" not in request.kind.needs:
             launcher.job = decide(request)
         return 0  # what is done is rank 0's to say
     return named(request.kind.command)(request, launcher)
+
+
+def _base(given: str) -> Path:
+    """The config.yaml that `--config` names: itself, or the run folder it lies in."""
+    path = absolute(given)
+    path = path / "config.yaml" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"--config: no file {path}; expected a run folder or its config.yaml")
+    return path
 
 
 def _show(composer: "Composer", overrides: Sequence[str], *, resolve: bool) -> int:  # type: ignore[name-defined] # noqa: F821
@@ -117,4 +135,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shell-completion", "-sc", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config")
     return parser

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attnkit.launch.command import command_line, setting
 from attnkit.launch.errors import INTERRUPTED, Interrupted
 from attnkit.launch.job import folder as folders
+from attnkit.launch.job import origin
 from attnkit.launch.job import out_of_memory as oom
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.request import Request, decide
@@ -56,6 +57,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> None:
                 with _held(job, folder):
                     _run_one(job, config, launcher)
             screen.final(job, _summarise(job))
+            origin.ended(job.folder, folders.DONE)
 
 
 @contextmanager
@@ -84,6 +86,9 @@ def _run_folder(job: Job) -> Iterator[None]:
                 if folders.load_state(path).get("state") == folders.RUNNING:
                     stopped = isinstance(error, Interrupted)
                     folders.save_state(path, folders.STOPPED if stopped else folders.FAILED)
+            if folder.is_dir():
+                stopped = isinstance(error, Interrupted)
+                origin.ended(folder, folders.STOPPED if stopped else folders.FAILED)
             raise
 
 
@@ -189,6 +194,7 @@ def _write_down(job: Job, session: Session) -> None:
     folders.save_config(session.folder, session.config)
     folders.save_state(session.folder, folders.RUNNING)
     if not job.begun:
+        origin.started(job.folder, job.command, session.trainer, session.from_data)
         screen.header(job, session)
     job.begun = True
 

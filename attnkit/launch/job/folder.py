@@ -24,6 +24,7 @@ OUTPUTS = "outputs"
 CONFIG = "config.yaml"
 RESULTS = "results.json"
 STATE = "state.json"
+ORIGIN = "origin.json"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"  # held by the process that runs it
 RUNNING, STOPPED, FAILED, DONE = "running", "stopped", "failed", "done"
@@ -104,7 +105,7 @@ def is_empty(folder: Path) -> bool:
 def is_bare(folder: Path) -> bool:
     """Whether nothing but the configuration, the state and the log is there."""
     files = (path.name for path in folder.rglob("*") if path.is_file())
-    return all(name in (CONFIG, LOCK, STATE) or name.endswith(".log") for name in files)
+    return all(name in (CONFIG, LOCK, ORIGIN, STATE) or name.endswith(".log") for name in files)
 
 
 def take_back(folder: Path, made: list[Path]) -> None:
@@ -152,7 +153,16 @@ def save_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def load_config(folder: Path) -> dict[str, Any]:
     """The configuration of a run folder, its paths pointing there even if it was moved."""
-    path = folder / CONFIG
+    config = read_config(folder / CONFIG)
+    return relocate(config, Path(str(config.get("run_dir") or folder)), folder)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.yaml as it was written.
+
+    Raises:
+        UserError: it is none.
+    """
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -161,7 +171,7 @@ def load_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not valid YAML: {first_line(error)}") from error
     if not isinstance(config, dict) or "task" not in config:
         raise UserError(f"{path}: not the configuration of a run")
-    return relocate(config, Path(str(config.get("run_dir") or folder)), folder)
+    return config
 
 
 def relocate(value: Any, old: Path, new: Path) -> Any:

@@ -20,6 +20,8 @@ class Job:
     """Of a sweep: the folder may hold the log and the errors of attempts that came to nothing."""
     callbacks: frozenset[str] = frozenset()
     """Names of callbacks that were asked for on the command line."""
+    command: str = ""
+    """As it was typed."""
     permission: tuple[str, ...] = ()
     """The words of the command line that permit code: --config-dir and allow=."""
     allow: tuple[str, ...] = ()

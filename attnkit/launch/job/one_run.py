@@ -6,7 +6,7 @@ import inspect
 import math
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,8 @@ class Session:
         self.folder = Path(config["run_dir"])
         self.alone = alone
         self.ended_by = ""
+        self.from_data: list[str] = []
+        """Keys of the configuration that were null, and that the data or the weights gave."""
         self._asked = callbacks
         self.begin = partial(begin, self)
         """To be called when all is built and nothing is written yet; whether this process does the
@@ -81,6 +83,7 @@ class Session:
 
         Before it, what pretrained weights were trained on goes to nulls of the data and the module.
         """
+        left_open = set(self._nulls())
         self._follow_weights()
         self.data = self._new_data()
         nodes = [self.config.get(key) or {} for key in schema.FILLED]
@@ -91,7 +94,15 @@ class Session:
             facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
             for node in nodes:
                 _fill(node, facts)
+        self.from_data = sorted(left_open - {*self._nulls()})
         return self.data
+
+    def _nulls(self) -> Iterator[str]:
+        """Keys of the data, the module and its model that are to be filled in."""
+        for part in ("data", *schema.FILLED):
+            for key, value in (self.config.get(part) or {}).items():
+                if value is None:
+                    yield f"{part}.{key}"
 
     def make_predict_data(self, module: LightningModule) -> LightningDataModule:
         """That of `predict`, whose nulls are what the trained module says of itself; or `data`."""

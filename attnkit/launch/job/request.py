@@ -7,13 +7,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnkit.launch.command import dotted_key, permission
+from attnkit.launch.command import command_line, dotted_key, permission
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer, task_config
 from attnkit.launch.config.permission import Consent, allowed_by
 from attnkit.launch.config.sources import Origins, Source
 from attnkit.launch.config.validate import validate
 from attnkit.launch.job import folder as folders
+from attnkit.launch.job import origin
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.kinds import KINDS, Kind, kind_of
 from attnkit.lightning.errors import UserError
@@ -43,10 +44,16 @@ class Request:
     consent: Consent
     words: Sequence[str] = ()
     """Hydra's, for a sweep."""
+    base: Path | None = None
+    """The config.yaml of an earlier run, which takes the place of the shipped configuration."""
 
     @classmethod
     def read(
-        cls, composer: Composer, overrides: Sequence[str], words: Sequence[str] = ()
+        cls,
+        composer: Composer,
+        overrides: Sequence[str],
+        words: Sequence[str] = (),
+        base: Path | None = None,
     ) -> "Request":
         for override in composer.parse(overrides):
             if override.is_sweep_override():
@@ -58,7 +65,7 @@ class Request:
         consent = Consent(allowed_by(overrides, config), composer.config_dir)
         consent.make_importable()
         origins = Origins(overrides, lambda: composer.files(overrides))
-        return cls(composer, overrides, config, origins, consent, words)
+        return cls(composer, overrides, config, origins, consent, words, base)
 
     def typed(self, key: str) -> str:
         """The override that sets exactly this key, if there is one."""
@@ -83,7 +90,11 @@ class Request:
 
     def on(self, saved: Path) -> "Request":
         """The same on top of the configuration of a saved run."""
-        source = Source(saved / folders.CONFIG, "")
+        return self.on_file(saved / folders.CONFIG)
+
+    def on_file(self, path: Path) -> "Request":
+        """The same on top of this configuration."""
+        source = Source(path, "")
         return replace(self, origins=Origins(self.overrides, lambda: [source]))
 
     def plain(self, config: DictConfig, **values: Any) -> dict[str, Any]:
@@ -109,6 +120,9 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     check_uses(request)
     if "ckpt" in kind.needs:
         return _evaluation(request)
+    if request.base is not None:
+        request = _on_base(request, request.base)
+        config = request.config
     fresh = run_dir is None and config.get("run_dir") is None
     folder = run_dir or request.folder()
     top = request.plain(config, run_dir=str(folder))
@@ -187,6 +201,9 @@ def _job(
         config["allow"] = None  # permission is not for a file to give
     paths = (str(consent.folder),) if consent.folder else ()
     kwargs |= {"callbacks": _callbacks(request, top), "permission": request.permission}
+    given = ("--config", str(request.base)) if request.base else ()
+    allowed = permission(request.composer.config_dir, ())
+    kwargs["command"] = command_line(*given, *request.overrides, permission=allowed)
     return Job(folder, top, runs, allow=packages, paths=paths, **kwargs)
 
 
@@ -225,6 +242,25 @@ def _check_parts_of(request: Request) -> None:
         raise UserError(f"images={images}: this task predicts its own data; leave it out")
     if config.get("predict") is not None and images is None:
         raise UserError(f"run={config['run']}: needs images=PATH, a folder or a file")
+
+
+def _on_base(request: Request, base: Path) -> Request:
+    """A new run with the configuration of an earlier one, overrides on top.
+
+    What the data gave then, it gives again: it may be other data.
+    """
+    saved = folders.read_config(base)
+    old = Path(str(saved.get("run_dir") or base.parent))
+    saved = folders.relocate(saved, old, Path("${run_dir}"))
+    saved |= {key: value for key, value in CONTROLS.items() if key not in ("seeds", "splits")}
+    saved["run_dir"] = request.config["run_dir"]
+    for key in origin.load(base.parent).get("from_data", []):
+        part, _, name = str(key).partition(".")
+        if name in (saved.get(part) or {}):
+            saved[part][name] = None
+    (saved.get("callbacks") or {}).pop("pruning", None)  # of a study, which this run is not in
+    config = request.composer.overlay(saved, request.overrides)
+    return replace(request.on_file(base), config=config)
 
 
 def _evaluation(request: Request) -> Job:

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from attnkit.launch.errors import is_out_of_memory, of_allocator
 from attnkit.launch.job import out_of_memory
 from attnkit.launch.job.one_run import Session
+from attnkit.lightning.loggers.tensorboard import TensorBoard
 
 
 def train(session: Session) -> dict[str, float] | None:
@@ -18,6 +19,7 @@ def train(session: Session) -> dict[str, float] | None:
     module = session.make_module()
     if not session.begin():
         return None
+    _log_run(session, {})
     _fit(session)
     figures = session.metrics()
     figures |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
@@ -32,7 +34,14 @@ def train(session: Session) -> dict[str, float] | None:
     if _has_test(module, data):
         session.loaded(trainer.test, ckpt_path=best, verbose=False)
         figures |= session.metrics()
+    _log_run(session, {k: v for k, v in figures.items() if k.startswith("test/") or "_best" in k})
     return figures
+
+
+def _log_run(session: Session, figures: dict[str, float]) -> None:
+    for logger in session.trainer.loggers:
+        if isinstance(logger, TensorBoard):
+            logger.log_run(session.config, figures)
 
 
 def ended_by(trainer: Trainer) -> str:

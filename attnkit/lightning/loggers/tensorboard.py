@@ -1,5 +1,6 @@
 """TensorBoard, with epochs that count from 1."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -10,6 +11,17 @@ from attnkit.lightning.loggers.counting import from_one
 
 class TensorBoard(TensorBoardLogger):
     """Lightning's `TensorBoardLogger`, except that the first epoch is 1, as in all other files."""
+
+    @rank_zero_only
+    def log_run(self, config: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        """For the page of hyper-parameters: a run's configuration and what came of it.
+
+        Args:
+            config: goes to hparams.yaml as well.
+            figures: by name; there they begin with `hp/`.
+        """
+        self.log_hyperparams(dict(config), {f"hp/{k}": v for k, v in figures.items()})
+        self.save()
 
     @rank_zero_only
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:

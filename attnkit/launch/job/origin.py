@@ -1,0 +1,122 @@
+"""Where a run comes from: origin.json, with an entry for each time that it was started.
+
+Beside config.yaml, which says what is run, it says by which command, on which machine, in which
+versions, and when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnkit.launch.job.folder import ORIGIN
+from attnkit.lightning.files import replacing
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+PACKAGES = (
+    "attnkit", "torch", "lightning", "torchvision", "torchmetrics", "torch-geometric", "timm",
+    "numpy", "hydra-core", "safetensors",
+)  # fmt: skip
+_SLOW = 10.0  # seconds that git may take in a large repository
+
+
+def started(folder: Path, command: str, trainer: Trainer, from_data: list[str]) -> None:
+    """Add an entry for a run that starts now.
+
+    Args:
+        folder: of the run.
+        command: as it was typed.
+        trainer: whose devices it uses.
+        from_data: keys of the configuration whose values the data gave.
+    """
+    entry = {
+        "command": command,
+        "folder": os.getcwd(),
+        "started": _now(),
+        "ended": None,
+        "state": "running",
+        "host": platform.node(),
+        "system": platform.platform(),
+        "devices": _devices(trainer),
+        "python": platform.python_version(),
+        "packages": _versions() | {"torch": str(sys.modules["torch"].__version__)},
+        "git": git_state(Path.cwd()),
+        "attnkit_git": git_state(Path(__file__).parent),
+    }
+    content = load(folder)
+    found = sorted({*content.get("from_data", []), *from_data})
+    _save(folder, {"from_data": found, "starts": [*content.get("starts", []), entry]})
+
+
+def ended(folder: Path, state: str) -> None:
+    """Note when and how the last start ended; nothing where there was none."""
+    content = load(folder)
+    if starts := content.get("starts"):
+        starts[-1] |= {"ended": _now(), "state": state}
+        _save(folder, content)
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """origin.json, or nothing."""
+    try:
+        content = json.loads((folder / ORIGIN).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The revision of the repository around a folder, and whether tracked files differ from it."""
+    revision = _git(folder, "rev-parse", "HEAD")
+    if not revision:
+        return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"revision": revision, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", folder, *words],
+            capture_output=True, text=True, timeout=_SLOW, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _devices(trainer: Trainer) -> dict[str, Any]:
+    device = trainer.strategy.root_device
+    found = {"kind": device.type, "processes": trainer.world_size, "cpus": os.cpu_count()}
+    if device.type == "cuda":
+        torch = sys.modules["torch"]
+        found |= {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _save(folder: Path, content: dict[str, Any]) -> None:
+    with replacing(folder / ORIGIN) as file:
+        file.write(f"{json.dumps(content, indent=2)}\n".encode())
