@@ -61,9 +61,7 @@ class Session:
         self.from_data: list[str] = []
         """Keys of the configuration that were null, and that the data or the weights gave."""
         self._asked = callbacks
-        self.begin = partial(begin, self)
-        """To be called when all is built and nothing is written yet; whether this process does the
-        rest, which is not so where others do the work."""
+        self._begin = begin
         self._started = time.perf_counter()
         self._seed()
         self.start: Path | None = None
@@ -75,6 +73,16 @@ class Session:
             raise self.broken[0]
         if config["ckpt"] is not None:
             checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
+
+    def begin(self) -> bool:
+        """To be called when all is built and nothing is written yet; whether this process does the
+        rest, which is not so where others do the work.
+
+        The seconds of a run count from here, so that those of a sweep's trials compare: only the
+        first of them imports, and decodes what all share.
+        """
+        self._started = time.perf_counter()
+        return self._begin(self)
 
     # --- building ---
 

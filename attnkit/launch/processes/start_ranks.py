@@ -43,6 +43,15 @@ class RanksStopped(StoppedBySignal):
         self.step = step
 
 
+def _own_output() -> int | None:
+    """Where this process prints, if that is a file: what it starts prints there, too."""
+    sys.stdout.flush()
+    try:
+        return sys.stdout.fileno()
+    except OSError:
+        return None
+
+
 @dataclass
 class Report:
     """What a rank says of its end, if that was not as it should be."""
@@ -90,6 +99,7 @@ class _Ranks:
                     arguments,
                     env={**environment, "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
+                    stdout=_own_output(),
                     start_new_session=True,  # the terminal's Ctrl-C is for the command alone
                 )
                 for rank in range(count)

@@ -28,6 +28,7 @@ from attnkit.launch.errors import INTERRUPTED
 from attnkit.launch.job import folder as folders
 from attnkit.launch.processes import gpus
 from attnkit.launch.signals import held_back
+from attnkit.launch.sweep.line import line_of
 from attnkit.launch.sweep.record import OUTPUT, Trial, read_sweep
 from attnkit.launch.sweep.trial import Order, run_trial, save_error
 from attnkit.lightning.errors import StoppedBySignal, UserError
@@ -247,7 +248,6 @@ class _Apart:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            print(f"trial {number} begins", flush=True)
             told = self._watch(process)
         trial = self._trial(number)
         code = process.returncode
@@ -259,8 +259,8 @@ class _Apart:
             last = [line.strip()[:500] for line in said if line.strip()][-1:]
             save_error(folder, "\n  ".join([text, *last]))
             trial = self._trial(number)
-        line = trial.error.splitlines()[0] if trial.error else ""
-        print(f"trial {number} {trial.state}{f': {line}' if line else ''}", flush=True)
+        line = f"  {trial.error.splitlines()[0]}" if trial.state == "failed" else ""
+        print(f"{line_of(trial)}{line}", flush=True)
 
     def checkpoint(self, number: int) -> Any:
         """What submitit starts when a job was preempted or timed out: the same once more."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from attnkit.launch.command import command_line, key_of, permission, setting
 from attnkit.launch.job import folder as folders
 from attnkit.launch.processes.locks import is_locked, locked
+from attnkit.launch.sweep.numbers import shortened
 from attnkit.lightning.callbacks.study import PRUNED
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import replacing
@@ -154,7 +155,12 @@ def new_trial(
     values = _values(keys, overrides)
     if name is not None:
         return Trial(number, folder / name, tuple(overrides), values)
-    named = [f"{k.replace('/', '.')}={v}" for k, v in values.items() if _NAMING.fullmatch(v)]
+    # the number makes a name one of its own, so that long decimals need not be whole in it
+    named = [
+        f"{k.replace('/', '.')}={shortened([v])[v]}"
+        for k, v in values.items()
+        if _NAMING.fullmatch(v)
+    ]
     name = "_".join([str(number), ",".join(named)]).rstrip("_")
     name = name if len(name) <= _LONGEST else str(number)
     return Trial(number, folder / name, tuple(overrides), values)

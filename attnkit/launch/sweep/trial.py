@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,11 @@ from attnkit.launch.processes import gpus as devices
 from attnkit.launch.processes.locks import holder, locked
 from attnkit.launch.processes.torchrun import VARIABLES
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
-from attnkit.launch.sweep.record import ERROR, OUTPUT, PRUNED, Trial, progress, read_sweep
+from attnkit.launch.sweep.line import line_of, printing_apart
+from attnkit.launch.sweep.record import ERROR, OUTPUT, Trial, progress, read_sweep
 from attnkit.lightning.files import replacing
+
+Within = Callable[[Trial], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,23 @@ class Order:
 
 
 def run_trial(order: Order, number: int) -> None:
-    """Run a trial unless somebody else does or did. Its error is a file in its folder."""
+    """Run a trial here, and say in one line what came of it."""
+    mine = run_alone(order, number, printing_apart)
+    trial = read_sweep(Path(order.sweep)).trials[number]
+    print(line_of(trial) if mine else f"trial {number} is run by {holder(trial.lock)}", flush=True)
+
+
+def run_alone(order: Order, number: int, within: Within = lambda _: nullcontext()) -> bool:
+    """Run a trial unless somebody else does or did; whether nobody else does.
+
+    Its error is printed, and a file in its folder.
+    """
     trial = read_sweep(Path(order.sweep)).trials[number]
     with locked(trial.lock) as mine:
         if not mine:
-            print(f"\ntrial {number}  is run by {holder(trial.lock)}", flush=True)
-            return
+            return False
         if not order.wants(trial):
-            return
-        values = " ".join(f"{k}={v}" for k, v in trial.values.items())
-        print(f"\ntrial {number}  {values}", flush=True)
+            return True
         try:
             if progress(trial.folder) == "failed":  # error.txt becomes error_1.txt, …
                 kept = trial.folder / f"error_{len(trial.errors) + 1}.txt"
@@ -75,15 +85,15 @@ def run_trial(order: Order, number: int) -> None:
             if not has_progress(trial.folder):
                 _clear(trial.folder)
             job = job_of(order, trial)
-            with _own_device(order, trial, job):
+            with _own_device(order, trial, job), within(trial):
                 execute(job)
         except Exception as error:
             raise_received()  # what a signal has broken off may fail in any way
             if progress(trial.folder) == "pruned":
-                print((trial.folder / PRUNED).read_text("utf-8").strip(), flush=True)
-                return
+                return True
             save_error(trial.folder, summary(error))
             fail(error, CRASHED, f"trial {number}: ")
+    return True
 
 
 def job_of(order: Order, trial: Trial) -> Job:
@@ -153,7 +163,7 @@ def main(argv: list[str]) -> int:
 
     def run() -> int:
         end_on_signals()
-        run_trial(order, int(argv[1]))
+        run_alone(order, int(argv[1]))
         return 0
 
     code = guarded(run)

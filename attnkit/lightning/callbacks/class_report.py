@@ -1,6 +1,8 @@
 """What a test shows beside its averages: scores per class and the confusion matrix."""
 
+import logging
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from attnkit.lightning.files import replacing, write_csv
 
+_log = logging.getLogger("attnkit.run")
 _MAX_SHOWN = 40
 _MAX_NUMBERS = 20
 _MAX_NAMES = 100
@@ -64,7 +67,8 @@ def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
 
 
 def show_class_scores(scores: Sequence[ClassScore], console: Console | None = None) -> None:
-    """A table on screen; of many classes, those with the lowest F1 of all that have samples."""
+    """A table on screen and in run.log; of many classes, those with the lowest F1 of all that have
+    samples."""
     shown = list(scores)
     title = "test, per class"
     if len(scores) > _MAX_SHOWN:
@@ -80,6 +84,9 @@ def show_class_scores(scores: Sequence[ClassScore], console: Console | None = No
         texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios]
         table.add_row(escape(score.name), *texts, str(score.support))
     (console or Console()).print(table)
+    log = StringIO()
+    Console(file=log, width=120, color_system=None).print(table)
+    _log.info("%s", f"\n{log.getvalue()}")
 
 
 def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) -> None:

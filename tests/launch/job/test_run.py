@@ -219,6 +219,17 @@ def test_sweep(mine, hers):
     with Path("sweep/table.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["trial"] for row in rows] == ["0", "2", "1", "3"]
+    each = [line.split("  ") for line in done.out.splitlines() if line.startswith("trial ")]
+    assert [parts[1:2] + parts[-1:] for parts in each] == [
+        ["module.lr=0.3 module.fail_at=null", "done"], ["module.lr=0.3 module.fail_at=0", "failed"],
+        ["module.lr=0.001 module.fail_at=null", "done"],
+        ["module.lr=0.001 module.fail_at=0", "failed"],
+    ]  # fmt: skip
+    assert each[0][2].startswith("val/loss_best ")
+    assert each[0][3].endswith("s")
+    assert "figure" not in done.out  # its tables are in the trial's folder
+    assert "test/loss" in (Path("sweep") / names[0] / "output.log").read_text()
+    assert "test/loss" in (Path("sweep") / names[0] / "run.log").read_text()
     assert [row["rank"] for row in rows] == ["1", "2", "", ""]
     assert float(rows[0]["val/loss_best"]) < float(rows[1]["val/loss_best"])
     assert "fails on purpose" in rows[3]["error"]

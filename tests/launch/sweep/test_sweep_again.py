@@ -246,12 +246,15 @@ def test_glob_takes_the_choices_of_a_group():
         ("ckpt=s/1_model.depth=2", "ckpt='s/1_model.depth=2'"),
         ("resume=s/0_a=b_c=d", "resume='s/0_a=b_c=d'"),
         ("ckpt=s/run", "ckpt=s/run"),
+        ("ckpt=s/1_a=1,b.c=0.5", "ckpt='s/1_a=1,b.c=0.5'"),
+        ("ckpt=s/1_a=1,t/2_b=1", "ckpt=s/1_a=1,t/2_b=1"),  # not there: two to sweep over
         ('ckpt="s/a=b"', 'ckpt="s/a=b"'),
         ("ckpt='a=b','c=d'", "ckpt='a=b','c=d'"),
         ("model.x=a=b", "model.x=a=b"),
     ],
 )
 def test_paths_of_trials_are_readable_as_they_are_typed(typed, read):
+    Path("s/1_a=1,b.c=0.5").mkdir(parents=True)
     assert readable(typed) == read
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from attnkit.launch.sweep import numbers
 from attnkit.launch.sweep.record import Trial
-from attnkit.launch.sweep.report import numbers, pictures, ranking
+from attnkit.launch.sweep.report import pictures, ranking
 from attnkit.launch.sweep.report.table import Table, broken_name, labels
 
 METRIC = ranking.Metric()

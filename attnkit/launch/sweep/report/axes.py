@@ -6,7 +6,7 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from attnkit.launch.sweep.report.numbers import shortened
+from attnkit.launch.sweep.numbers import shortened
 from attnkit.launch.sweep.report.ranking import Row
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from attnkit.launch.command import command_line, key_of, setting
 from attnkit.launch.errors import CRASHED, summary
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.request import Request
+from attnkit.launch.sweep.numbers import three_digits
 from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, read_sweep, to_go_on
 from attnkit.launch.sweep.report import ranking
-from attnkit.launch.sweep.report.numbers import three_digits
 from attnkit.launch.sweep.report.pictures import PICTURES
 from attnkit.launch.sweep.report.ranking import Metric, Row
 from attnkit.launch.sweep.report.table import FILE as MARKDOWN
@@ -67,6 +67,14 @@ def finish(folder: Path) -> int:
         print(f"the best run, trial {best.number}:\n  {command_of(sweep, best)}")
     _say_what_is_left(sweep)
     return CRASHED if sweep.having("failed", "interrupted", "waiting") else 0
+
+
+def best_command(folder: Path) -> str:
+    """Of the best run of a sweep, as its report has it; nothing if nothing is done."""
+    sweep = read_sweep(folder)
+    metric = Metric.of(saved_config(sweep))
+    best = best_trial(ranking.ranked(sweep.trials, metric), metric)
+    return command_of(sweep, best) if best else ""
 
 
 def best_trial(rows: Sequence[Row], metric: Metric) -> Trial | None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 
-from attnkit.launch.sweep.report import numbers
+from attnkit.launch.sweep import numbers
 from attnkit.launch.sweep.report.ranking import SEED, Row, keys_of, plain
 
 FILE = "table.md"

@@ -17,7 +17,9 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.launchers import BASIC, Launch
+from attnkit.launch.sweep.numbers import three_digits
 from attnkit.launch.sweep.record import Sweep, add_trial, read_sweep
+from attnkit.launch.sweep.report.page import best_command
 from attnkit.launch.sweep.run_trials import begin, check_trial, order_of, run_trials
 from attnkit.launch.sweep.study import space
 from attnkit.launch.sweep.study.settings import JOURNAL, PREFIX, Settings
@@ -257,13 +259,15 @@ def _pruning(store: "Store", words: Sequence[str]) -> tuple[str, ...]:
 def _show_best(plan: _Plan, store: "Store", folder: Path) -> None:
     """The best command line of the study, on screen and in a file."""
     best = store.best()
-    if best is None:
+    if best is None or best.value is None:
         return
     words = plan.overrides({k: best.params[k] for k in plan.space})
     line = command_line(*words, permission=permission(plan.composer.config_dir, plan.allow))
     with replacing(folder / BEST) as file:
         file.write(f"{line}\n".encode())
-    print(f"  best   {store.monitor} {best.value!r}: {folder / BEST}\n{line}")
+    print(f"  best   {store.monitor} {three_digits(best.value)}: {folder / BEST}")
+    if line != best_command(folder):  # that of another sweep in the same study
+        print(f"the best run of the study:\n  {line}")
 
 
 def _checkpoint(config: dict[str, Any]) -> dict[str, Any]:

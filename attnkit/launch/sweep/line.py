@@ -1,0 +1,67 @@
+"""A trial in one line on screen; all that it prints goes to output.log in its folder."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from attnkit.launch.job import folder as folders
+from attnkit.launch.sweep import numbers
+from attnkit.launch.sweep.record import OUTPUT, Trial
+from attnkit.launch.sweep.report.ranking import Metric, plain
+from attnkit.lightning.errors import UserError
+
+
+def line_of(trial: Trial) -> str:
+    """`trial 3  optimizer.lr=0.00121  val/loss_best 0.557  4.18 s  done`."""
+    parts = [begin_of(trial)]
+    if trial.state == "done":
+        try:
+            name = Metric.of(folders.load_config(trial.folder)).name
+        except UserError:  # not there any more
+            name = ""
+        figures = ((name, f"{name} "), ("seconds", ""))
+        parts += [f"{said}{numbers.figure(trial.results, figure)}"
+                  for figure, said in figures if figure in trial.results]  # fmt: skip
+    parts.append(trial.state)
+    if trial.state == "pruned":
+        parts.append(trial.error.splitlines()[0])
+    return plain("  ".join(parts))
+
+
+def begin_of(trial: Trial) -> str:
+    """Its number and its values."""
+    values = (f"{k}={numbers.shortened([v])[v]}" for k, v in trial.values.items())
+    return plain(f"trial {trial.number}  {' '.join(values)}".rstrip())
+
+
+@contextmanager
+def printing_apart(trial: Trial) -> Iterator[None]:
+    """What is printed in the block goes to the trial's folder; a terminal shows that it runs."""
+    console = Console(highlight=False)
+    where = escape(f"{begin_of(trial)}  {trial.folder}")
+    running = console.status(where, refresh_per_second=1) if console.is_terminal else nullcontext()
+    with (trial.folder / OUTPUT).open("a", encoding="utf-8") as output, running:
+        streams = _Stream(sys.stdout), _Stream(sys.stderr)
+        with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+            try:
+                for stream in streams:
+                    stream.pointed_to = output
+                yield
+            finally:
+                for stream in streams:
+                    stream.pointed_to = stream.own
+
+
+class _Stream:
+    """A stream that points to another for a while: who keeps it, a logger say, keeps one that is
+    never closed."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = self.pointed_to = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pointed_to, name)
