@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.resume.exact_resume import ExactResume
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
+    from attnkit.lightning.resume.warm_start import warm_start
     from attnkit.lightning.telling.epochs import EpochLines
     from attnkit.lightning.telling.steps import StepMetrics
 

@@ -58,7 +58,7 @@ def readable(override: str) -> str:
     """A path as it is typed, quoted for Hydra where that could not read it: with "=" in it, as the
     folders of a sweep's trials have, and with "," too if there is such a path."""
     key, _, path = override.partition("=")
-    is_path = key in ("ckpt", "images", "resume", "run_dir", "sweep")
+    is_path = key in ("ckpt", "images", "init", "resume", "run_dir", "sweep")
     plain = re.fullmatch(r"[\w./~@:+ -]+(=[\w./~@:+, -]*)+", path)
     if not (is_path and plain) or ("," in path and not Path(path).expanduser().exists()):
         return override

@@ -57,6 +57,8 @@ class Config:
     """Number of runs, with data.split=0, 1, …, each in its own folder."""
     run_dir: str | Path | None = None
     """Where to write: a new or an empty folder."""
+    init: str | Path | None = None
+    """A run folder, checkpoint or other weights to start training from."""
     resume: str | Path | None = None
     """A run folder to go on in, or latest."""
     sweep: str | Path | None = None

@@ -26,6 +26,7 @@ RESULTS = "results.json"
 STATE = "state.json"
 ORIGIN = "origin.json"
 CHECKPOINTS = "checkpoints"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face folder
 LOCK = ".lock"  # held by the process that runs it
 RUNNING, STOPPED, FAILED, DONE = "running", "stopped", "failed", "done"
 
@@ -260,18 +261,27 @@ def _is_sweep(folder: Path) -> bool:
     return (folder / "sweep.json").is_file()
 
 
-def checkpoint(given: str) -> Path:
+def initial(given: str) -> str:
+    """What `init=` names: a name on a hub, a folder of weights, or as `ckpt=`."""
+    if given.startswith("hf-hub:"):
+        return given
+    if any((absolute(given) / name).is_file() for name in WEIGHTS):
+        return str(absolute(given))
+    return str(checkpoint(given, "init"))
+
+
+def checkpoint(given: str, key: str = "ckpt") -> Path:
     """The file that `ckpt=` names; of a run folder, its best."""
-    refuse_url(given, "ckpt")
+    refuse_url(given, key)
     path = absolute(given)
     if path.is_dir():
         inside = path / CHECKPOINTS / "best.ckpt"
         if not inside.is_file():
             hint = "; a sweep: give the folder of one of its trials" if _is_sweep(path) else ""
-            raise UserError(f"ckpt: no {CHECKPOINTS}/best.ckpt in {path}{hint}")
+            raise UserError(f"{key}: no {CHECKPOINTS}/best.ckpt in {path}{hint}")
         return inside
     if not path.is_file():
-        raise UserError(f"ckpt: no file {path}")
+        raise UserError(f"{key}: no file {path}")
     return path
 
 

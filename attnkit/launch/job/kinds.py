@@ -17,7 +17,7 @@ _MODEL = frozenset({
 })  # fmt: skip
 _OBJECTS = _MODEL | {"data", "trainer", "callbacks", "run_dir", "seed", "compile", "precision"}
 _TRAINING = _OBJECTS | {
-    "optimizer", "scheduler", "logger", "seeds", "splits", "resume", "rank_logs",
+    "optimizer", "scheduler", "logger", "init", "seeds", "splits", "resume", "rank_logs",
 }  # fmt: skip
 
 # Arguments of the trainer that only training reads.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import signal
 import time
@@ -26,8 +27,10 @@ from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers.wandb import WandbRun
 from attnkit.lightning.modules.module import TaskModule, untrained
 from attnkit.lightning.resume import checkpoints
+from attnkit.lightning.resume.warm_start import trained_on, warm_start
 from attnkit.models.preprocessing import OF_DATA, expected_images
 
+_log = logging.getLogger(__name__)
 _FULL = {"_target_", "_partial_"}  # alone: finetune=full
 
 
@@ -138,7 +141,11 @@ class Session:
                 raise UserError(f"{key}.{error}") from error
             if node.get("name", "") is None:
                 node["name"] = found.get("name")
+            if found and self.config.get("init"):
+                raise UserError(f"init: not together with pretrained weights of {key}: one of them")
             facts |= found
+        if self.config.get("init"):
+            facts |= trained_on(self.config["init"])
         data, module = (self.config.get(key) or {} for key in ("data", "module"))
         _fill(data, {key: facts[key] for key in OF_DATA if key in facts})
         means: dict[str, Any] = {key: facts[key] for key in ("mean", "std") if key in facts}
@@ -193,6 +200,8 @@ class Session:
             raise UserError(f"module: {node['_target_']}: {first_line(error)}") from error
         if not isinstance(module, LightningModule):
             raise UserError(f"module: {node['_target_']} is no LightningModule")
+        if self.config.get("init") and not (self.start or self.config["ckpt"]):
+            _log.info(warm_start(module, self.config["init"]))
         return module
 
     def _loaded_module(self) -> LightningModule:

@@ -25,6 +25,7 @@ CONTROLS = {
     "run": "train",
     "seeds": 1,
     "splits": None,
+    "init": None,
     "resume": None,
     "sweep": None,
     "ckpt": None,
@@ -123,6 +124,8 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     if request.base is not None:
         request = _on_base(request, request.base)
         config = request.config
+    if config.get("init") is not None:
+        config["init"] = folders.initial(str(config["init"]))
     fresh = run_dir is None and config.get("run_dir") is None
     folder = run_dir or request.folder()
     top = request.plain(config, run_dir=str(folder))
@@ -308,7 +311,7 @@ def _resumed(request: Request) -> Job:
         name = request.kind.name
         instead = f"; ckpt={request.config['resume']}" if "ckpt" in request.kind.needs else ""
         raise UserError(f"run={name}: not together with resume, which trains{instead}")
-    for key in ("run_dir", "ckpt", "images", "sweep", "seed", "seeds", "splits"):
+    for key in ("run_dir", "ckpt", "images", "init", "sweep", "seed", "seeds", "splits"):
         if typed := request.typed(key):
             raise UserError(f"{typed}: not together with resume, which goes on in its folder")
     folder = folders.to_resume(str(request.config["resume"]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,36 @@ def test_backbones_are_normalised_as_they_were_trained(attnkit, saved, photos):
     assert config_of("run")["module"]["mean"] == [0.1, 0.2, 0.3]
 
 
+def test_a_run_starts_from_another(attnkit, photos):
+    """With another head, the size and the mean of the earlier one; resumed, tested without it."""
+    small = ("task=vit", "model.dim=24", "model.depth=1")
+    assert attnkit(*small, *QUICK, "run_dir=earlier").code == 0
+    done = attnkit(*small, *QUICK, *photos, "init=earlier", "optimizer.lr=0", "run_dir=run")
+    assert done.code == 0, done.err
+    best = Path("earlier/checkpoints/best.ckpt").absolute()
+    said = (
+        f"init: weights of {best}; its head is left out: head.weight is [10, 24] there, "
+        "[3, 24] here; head.bias is [10] there, [3] here"
+    )
+    assert said in done.out
+    assert said in Path("run/run.log").read_text()
+    earlier, config = config_of("earlier"), config_of("run")
+    assert config["init"] == str(best)
+    assert config["data"]["image_size"] == 8
+    assert config["module"]["mean"] == earlier["module"]["mean"]
+    weights = [
+        torch.load(f"{run}/checkpoints/best.ckpt", weights_only=True)["state_dict"]
+        for run in ("earlier", "run")
+    ]
+    block = "model.blocks.0.mlp.fc1.weight"
+    assert torch.equal(weights[0][block], weights[1][block])
+    shutil.rmtree("earlier")
+    for again in ("run=test ckpt=run trainer=cpu", "resume=run trainer.max_epochs=2"):
+        done = attnkit(*again.split(" "))
+        assert done.code == 0, done.err
+    assert "init: " not in done.out
+
+
 VIT = ("model.name=test_vit",)
 WRONG = {
     "name": (("model.name=test_vitt",), "expected a name of timm's registry, got 'test_vitt'"),
@@ -141,6 +172,23 @@ WRONG = {
     ),
     "no classifier": ((*VIT, "model.features_only=true", "data.image_size=32"), "no classifier"),
     "argument": ((*VIT, "model.depht=3"), "unexpected keyword argument 'depht'"),
+    "init: none": (("task=vit", "init=nope"), "init: no file "),
+    "init: no run": (("task=vit", "init={saved}/photos"), "init: no checkpoints/best.ckpt in"),
+    "init: code": (("task=vit", "init={saved}/evil.pth"), "would run code"),
+    "init: junk": (("task=vit", "init={saved}/junk.pth"), "junk.pth: not a file of weights"),
+    "init: another network": (
+        ("task=vit", "init={saved}/net.safetensors"),
+        "does not fit the model: class_token is only here; ",
+    ),
+    "init: and weights": (
+        (*TIMM, *VIT, "init={saved}/net.safetensors", "model.weights={saved}/hf"),
+        "init: not together with pretrained weights of model",
+    ),
+    "init: and resume": (("resume={saved}", "init=x"), "init=x: not together with resume"),
+    "init: to test": (
+        ("run=test", "ckpt={saved}/junk.pth", "init=x"),
+        "init=x: does nothing in run=test; only in run=train, check",
+    ),
     "file by another name": ((*VIT, "model.checkpoint_path=x"), "leads to a file or program"),
 }  # fmt: skip
 
@@ -149,7 +197,8 @@ WRONG = {
 def test_wrong_weights_and_sizes(attnkit, saved, case):
     given, message = WRONG[case]
     given = [text.replace("{saved}", str(saved)) for text in given]
-    done = attnkit(*(() if given and given[0].startswith("task") else TIMM), *given)
+    named = bool(given) and given[0].startswith(("task=", "run=", "resume="))
+    done = attnkit(*(() if named else TIMM), *given)
     assert done.code == 2, done.out
     assert message in done.err
     assert len(done.err.strip().splitlines()) == 1

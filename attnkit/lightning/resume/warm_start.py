@@ -1,0 +1,161 @@
+"""Starting a training from the weights of an earlier one, with another head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnkit.core.positions.learned import resize_positions
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.resume import checkpoints
+from attnkit.models.preprocessing import OF_DATA
+from attnkit.models.vit import ViT
+from attnkit.models.weights import read_weights
+
+_SHOWN = 3
+_IMAGES = (*OF_DATA, "mean", "std")
+
+
+def warm_start(module: nn.Module, given: str | Path) -> str:
+    """Give a network the weights of an earlier run; its head is left out where it does not fit.
+
+    Of two LightningModules with a `model`, that is what takes the weights. Tensors are matched by
+    name. The head is every tensor whose shape differs just by the number of classes (of words, for
+    captions). Learned positions of our `ViT` are resampled to another image size. What
+    `finetune.lora` has added stays as it is.
+
+    Args:
+        module: a LightningModule or any network, in place.
+        given: a checkpoint, or other weights as of `timm_backbone`: a file, a Hugging Face folder,
+            `hf-hub:NAME`.
+
+    Returns:
+        one line: where the weights are from, and what was left out.
+
+    Raises:
+        UserError: it cannot be read, or other tensors do not fit; the first of them are named with
+            both shapes. The module is as it was.
+    """
+    state, arguments = _read(given)
+    network = getattr(module, "model", None)
+    target = network if isinstance(network, nn.Module) else module
+    inside = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
+    if target is not module and inside:
+        state = inside
+    here = target.state_dict()
+    state = _resampled(target, state, here)
+    outputs = _num_outputs(getattr(module, "hparams", {})) or getattr(module, "num_classes", None)
+    head = _head(state, here, _num_outputs(arguments), outputs)
+    shapes = [{n: list(t.shape) for n, t in tensors.items()} for tensors in (state, here)]
+    wrong = _misfits(*shapes)
+    if any(name not in head for name in wrong):
+        first = _first([said for name, said in wrong.items() if name not in head])
+        raise UserError(f"init: {given} does not fit the model: {first}")
+    target.load_state_dict({n: t for n, t in state.items() if n not in wrong}, strict=False)
+    left = f"; its head is left out: {_first([*wrong.values()])}" if wrong else ""
+    return f"init: weights of {given}{left}"
+
+
+def trained_on(given: str | Path) -> dict[str, Any]:
+    """The size, mean, standard deviation, … of images that a checkpoint says it was trained on.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+    if not _is_checkpoint(given):
+        return {}
+    arguments = checkpoints.load(given, mmap=True).get("hyper_parameters") or {}
+    return {key: arguments[key] for key in _IMAGES if arguments.get(key) is not None}
+
+
+def _read(given: str | Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """The tensors, and the hyper-parameters where there are some."""
+    if _is_checkpoint(given):
+        checkpoint = checkpoints.load(given)
+        return checkpoint["state_dict"], checkpoint.get("hyper_parameters") or {}
+    try:
+        return read_weights(given), {}
+    except ValueError as error:
+        raise UserError(f"init: {error}") from error
+
+
+def _is_checkpoint(given: str | Path) -> bool:
+    return Path(given).suffix == ".ckpt"
+
+
+def _num_outputs(arguments: Mapping[str, Any]) -> int | None:
+    """Classes or words, by the hyper-parameters of a module."""
+    model = arguments.get("model") or {}
+    nodes = [arguments, model, (model.get("decoder") or {}) if isinstance(model, Mapping) else {}]
+    for node in nodes:
+        for name in ("num_classes", "vocabulary_size"):
+            if isinstance(node, Mapping) and isinstance(node.get(name), int):
+                return node[name]
+    return None
+
+
+def _head(
+    state: Mapping[str, Tensor], here: Mapping[str, Tensor], there: int | None, outputs: int | None
+) -> list[str]:
+    """Names of tensors whose shapes differ by the number of outputs alone."""
+    if outputs is None:
+        return []
+    head = []
+    for name, tensor in here.items():
+        shape = tuple(tensor.shape)
+        if name not in state:  # of a network without a head
+            if outputs in shape and not any(n.startswith(_layer(name)) for n in state):
+                head.append(name)
+            continue
+        old = tuple(state[name].shape)
+        differ = [i for i, (a, b) in enumerate(zip(old, shape, strict=False)) if a != b]
+        if len(old) != len(shape) or len(differ) != 1:
+            continue
+        (place,) = differ
+        # without hyper-parameters, the number of the first one found is that of all
+        there = there or old[place]
+        if shape[place] == outputs and old[place] == there:
+            head.append(name)
+    return head
+
+
+def _layer(name: str) -> str:
+    return f"{name.rpartition('.')[0]}."
+
+
+def _resampled(
+    target: nn.Module, state: Mapping[str, Tensor], here: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """With learned positions of a square grid at the grid of the network here."""
+    fitted = dict(state)
+    for prefix, module in target.named_modules():
+        name = f"{prefix}.position_table".lstrip(".")
+        if not isinstance(module, ViT) or name not in state or name not in here:
+            continue
+        patch, old = module.patch_embed.patch_size, state[name]
+        grid = (module.image_size[0] // patch[0], module.image_size[1] // patch[1])
+        side = math.isqrt(old.shape[1])
+        if old.shape != here[name].shape and side**2 == old.shape[1]:
+            fitted[name] = resize_positions(old, (side, side), grid)
+    return fitted
+
+
+def _misfits(there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> dict[str, str]:
+    """What does not fit, with both sides; not what LoRA adds."""
+    wrong = {}
+    for name in dict.fromkeys([*here, *there]):
+        if there.get(name) == here.get(name) or (name not in there and "lora_" in name):
+            continue
+        side = "is only here" if name in here else "is only there"
+        both = name in there and name in here
+        wrong[name] = f"{name} {f'is {there[name]} there, {here[name]} here' if both else side}"
+    return wrong
+
+
+def _first(said: Sequence[str]) -> str:
+    more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
+    return "; ".join(said[:_SHOWN]) + more

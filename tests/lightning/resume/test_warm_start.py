@@ -1,0 +1,159 @@
+"""Every task starts from the weights of an earlier run whose head is another."""
+
+import pytest
+import torch
+from torch import nn
+
+from attnkit.core.positions.learned import resize_positions
+from attnkit.finetune import lora
+from attnkit.lightning import UserError, warm_start
+from attnkit.lightning.resume import checkpoints
+from attnkit.tasks.captioning import ImageCaptioning, WordTokenizer
+from attnkit.tasks.image_classification import ImageClassification
+from attnkit.tasks.node_classification import NodeClassification
+
+IMAGES = {"image_size": 12, "in_channels": 1}
+SEEN = {**IMAGES, "mean": [0.5], "std": [0.5]}
+VIT = {"_target_": "attnkit.ViT", **IMAGES, "patch_size": 3, "dim": 20, "depth": 2, "num_heads": 2}
+WORDS = ["a", "red", "blue", "disc", "square", "left", "of"]
+
+
+def vit(classes, **changes):
+    options = {**VIT, "num_classes": classes, **changes}
+    seen = {**SEEN, "image_size": options["image_size"]}
+    return ImageClassification(options, num_classes=classes, **seen)
+
+
+def network(attention):
+    def make(classes):
+        model = {
+            "_target_": "attnkit.tasks.image_classification.attention_network",
+            "backbone": {"_target_": "attnkit.models.ResNet", "_partial_": True, "num_blocks": 1,
+                         "widths": [6, 7]},
+            "attention": {"_target_": attention, "_partial_": True}, **IMAGES,
+            "num_classes": classes,
+        }  # fmt: skip
+        return ImageClassification(model, num_classes=classes, **SEEN)
+
+    return make
+
+
+def gat(classes):
+    model = {"_target_": "attnkit.GAT", "in_channels": 5, "hidden_channels": 14, "heads": 2,
+             "num_classes": classes}  # fmt: skip
+    return NodeClassification(model, num_classes=classes, in_channels=5)
+
+
+def captioner(words):
+    tokenizer = WordTokenizer(WORDS[:words])
+    model = {
+        "_target_": "attnkit.Captioner",
+        "encoder": {"_target_": "attnkit.CNNEncoder", **IMAGES, "dim": 8, "stages": [[4], [6]]},
+        "decoder": {"_target_": "attnkit.TransformerDecoder", "dim": 8, "num_heads": 2,
+                    "depth": 1, "vocabulary_size": len(tokenizer), "max_words": 9},
+    }  # fmt: skip
+    return ImageCaptioning(model, vocabulary=tokenizer.to_dict(), max_words=9, **SEEN)
+
+
+TASKS = {
+    "vit": vit,
+    "spatial": network("attnkit.SpatialAttention"),
+    "channel": network("attnkit.ChannelAttention"),
+    "graph": gat,
+    "captioning": captioner,
+}
+
+
+def saved(module, path):
+    hyper_parameters = dict(module.hparams)
+    checkpoints.save(
+        {"state_dict": module.state_dict(), "hyper_parameters": hyper_parameters}, path
+    )
+    return path
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_starts_with_another_head(tmp_path, task):
+    earlier, module = TASKS[task](4), TASKS[task](7)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    said = warm_start(module, saved(earlier, tmp_path / "earlier.ckpt"))
+    there = earlier.state_dict()
+    here = module.state_dict()
+    new = {name for name, tensor in here.items() if not torch.equal(tensor, there[name])}
+    assert f"init: weights of {tmp_path}/earlier.ckpt; its head is left out: " in said
+    assert "\n" not in said
+    assert new
+    for name in new:
+        (apart,) = {a - b for a, b in zip(here[name].shape, there[name].shape, strict=True)} - {0}
+        assert apart == 3, name
+        assert torch.equal(here[name], before[name]), name
+
+
+def test_a_head_that_fits_is_kept(tmp_path):
+    earlier, module = vit(4), vit(4)
+    said = warm_start(module, saved(earlier, tmp_path / "earlier.ckpt"))
+    assert said == f"init: weights of {tmp_path}/earlier.ckpt"
+    for name, tensor in earlier.model.state_dict().items():
+        assert torch.equal(module.model.state_dict()[name], tensor), name
+
+
+def test_mean_and_deviation_are_those_of_this_run(tmp_path):
+    earlier, module = vit(4), vit(4)
+    earlier.mean.fill_(0.125)
+    warm_start(module, saved(earlier, tmp_path / "earlier.ckpt"))
+    assert module.mean.item() == 0.5
+
+
+def test_weights_without_a_run(tmp_path):
+    """A plain state dict does not say how many classes it was for."""
+    earlier, module = vit(4), vit(7)
+    torch.save(earlier.model.state_dict(), tmp_path / "net.pth")
+    said = warm_start(module, tmp_path / "net.pth")
+    assert said.endswith(
+        "its head is left out: head.weight is [4, 20] there, [7, 20] here; "
+        "head.bias is [4] there, [7] here"
+    )
+    trunk = {n: t for n, t in earlier.model.state_dict().items() if not n.startswith("head.")}
+    torch.save(trunk, tmp_path / "trunk.pth")
+    said = warm_start(module, tmp_path / "trunk.pth")
+    assert said.endswith("left out: head.weight is only here; head.bias is only here")
+    assert torch.equal(module.model.class_token, earlier.model.class_token)
+
+
+def test_positions_are_resampled(tmp_path):
+    earlier, module = vit(4), vit(4, image_size=[18, 24])
+    nn.init.normal_(earlier.model.position_table)
+    warm_start(module, saved(earlier, tmp_path / "earlier.ckpt"))
+    expected = resize_positions(earlier.model.position_table, (4, 4), (6, 8))
+    assert torch.equal(module.model.position_table, expected)
+
+
+def test_beside_lora(tmp_path):
+    earlier, module = vit(4), vit(7)
+    lora(module.model, rank=2)
+    warm_start(module, saved(earlier, tmp_path / "earlier.ckpt"))
+    block = "blocks.1.mlp.fc1.weight"
+    assert torch.equal(module.model.state_dict()[block], earlier.model.state_dict()[block])
+
+
+def test_another_network_is_refused_and_nothing_is_changed(tmp_path):
+    module = vit(7)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    path = saved(vit(4, dim=40, num_registers=2), tmp_path / "earlier.ckpt")
+    with pytest.raises(UserError) as error:
+        warm_start(module, path)
+    said = str(error.value)
+    assert said.startswith(
+        f"init: {path} does not fit the model: class_token is [1, 1, 40] there, "
+    )
+    assert "there, [1, 1, 20] here; " in said
+    assert said.endswith(" more")
+    assert "\n" not in said
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_wider_mlp_is_no_head(tmp_path):
+    path = saved(vit(4, mlp_ratio=2.0), tmp_path / "earlier.ckpt")
+    with pytest.raises(UserError, match=r"mlp.fc1.weight is \[40, 20\] there, \[80, 20\] here"):
+        warm_start(vit(7), path)
