@@ -14,6 +14,8 @@ from attnkit.lightning.errors import UserError
 if TYPE_CHECKING:
     from lightning import Trainer
 
+SHARED_FOLDER = "ATTNKIT_SHARED"
+"""In the environment, the folder in which a sweep's trials share decoded images while it runs."""
 _URL = re.compile(r"[A-Za-z][\w+.-]+::?//?|[\w+.-]+::", re.ASCII)  # also fsspec's zip::https://…
 
 

@@ -1,11 +1,11 @@
 """Reading the image files of splits: into memory if they fit, and which of them are broken."""
 
 import contextlib
-import hashlib
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from attnkit.lightning.files import cache_folder, replacing
 from attnkit.tasks.images.decode import Pixels, decode_files, header_size
 from attnkit.tasks.images.folder import Files, report_failures
 from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages, Pictures
+from attnkit.tasks.images.shared import key_of_files, shared
 from attnkit.tasks.images.sizes import Fit, default_image_size, least_area, sides
 
 _HEADERS_READ = 1024
@@ -52,7 +53,7 @@ def read_splits(
         paths = splits["train"].paths
         needed += 2 * 3 * len(paths) * mean_area(paths, area)  # twice while they are put together
     keep = needed <= memory_bytes(data.memory_gb, data.trainer)
-    decode = decode_files if keep else check_files
+    decode = partial(shared, decode_files) if keep else check_files
     found: dict[str, tuple[ImageSet, Tensor]] = {}
     for split, files in splits.items():
         paths, labels = files.paths, torch.tensor(files.labels, dtype=torch.int64)
@@ -74,6 +75,7 @@ def read_splits(
             pictures = Pictures(pixels.pictures) if pixels.pictures else None
             images = MemoryImages(pixels.images[:, :channels].contiguous(), labels, pictures)
             images.fitted = True
+            images.known_sums = pixels.sums[:, :, :channels]
         found[split] = images, good.nonzero().flatten()
     return found
 
@@ -124,12 +126,7 @@ def check_files(paths: list[str], fit: Fit, channels: int, *, keep: bool, title:
     A scan of a large folder takes minutes, and every process of a run and every next run needs its
     result; it holds until a file's name, size or time of change differs.
     """
-    key = hashlib.sha256(f"2 {tuple(fit)} {channels}".encode())
-    for path in paths:
-        with contextlib.suppress(OSError):
-            stat = os.stat(path)
-            key.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="replace"))
-    file = cache_folder() / "scans" / f"{key.hexdigest()[:32]}.pt"
+    file = cache_folder() / "scans" / f"{key_of_files(paths, 2, fit, channels)}.pt"
     with contextlib.suppress(Exception):  # absent or damaged: scan again
         return Pixels(None, **torch.load(file, weights_only=True))
     pixels = decode_files(paths, fit, channels, keep=False, title=title)

@@ -1,6 +1,9 @@
 """Runs what an order wants of a sweep's trials, then shows them all."""
 
-from collections.abc import Callable, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from attnkit.launch.sweep.record import Sweep, to_go_on, write_sweep
 from attnkit.launch.sweep.report.page import finish
 from attnkit.launch.sweep.trial import Order
 from attnkit.lightning.errors import StoppedBySignal, UserError
+from attnkit.lightning.files import SHARED_FOLDER
 
 
 def run_trials(
@@ -29,8 +33,9 @@ def run_trials(
     wanted = [t.number for t in sweep.trials if t.state != "running" and order.wants(t)]
     once = iter([wanted])
     try:
-        while numbers := ask() if ask else next(once, []):
-            launch.run(order, numbers)
+        with _sharing(sweep.folder / ".shared"):
+            while numbers := ask() if ask else next(once, []):
+                launch.run(order, numbers)
     except (KeyboardInterrupt, StoppedBySignal) as error:
         by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"
         said = getattr(error, "said", by)
@@ -46,6 +51,17 @@ def run_trials(
         finish(sweep.folder)
         return CRASHED
     return finish(sweep.folder)
+
+
+@contextmanager
+def _sharing(folder: Path) -> Iterator[None]:
+    """The folder in which trials find what one of them has decoded; gone at the end."""
+    os.environ[SHARED_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[SHARED_FOLDER]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(
