@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.build.build import allowing
     from attnkit.lightning.callbacks.accumulation import ExactAccumulation
     from attnkit.lightning.callbacks.attention_maps import AttentionMaps
+    from attnkit.lightning.callbacks.cached_features import CachedFeatures
     from attnkit.lightning.callbacks.class_report import ClassReport
     from attnkit.lightning.callbacks.cost import Cost
     from attnkit.lightning.callbacks.ema import EMA

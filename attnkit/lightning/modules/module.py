@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from lightning import LightningModule
+from lightning import Callback, LightningModule
 from lightning.pytorch.core.mixins import HyperparametersMixin
 from lightning.pytorch.utilities.parsing import collect_init_args
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from attnkit.finetune.record import finetuned
 from attnkit.lightning.build.build import build
 from attnkit.lightning.build.renamed import renewed
+from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.optim import warmup_cosine
 from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
@@ -91,6 +93,11 @@ class TaskModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What the module brings: `CachedFeatures`, where its head alone is trained."""
+        found = finetuned(self)
+        return [CachedFeatures()] if found and found[2].options.get("cache") else []
 
     def programs(self) -> dict[str, "Program"]:
         """What `Export` writes as exported programs, by their names; a subclass says."""
