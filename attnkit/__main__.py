@@ -12,7 +12,7 @@ def main() -> int:
     limit_spinning()
 
     def launch() -> int:
-        end_on_signals()
+        end_on_signals(acknowledge=True)
         from attnkit.launch.main import main
 
         return main(sys.argv[1:], announce=True)

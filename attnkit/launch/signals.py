@@ -17,8 +17,12 @@ from attnkit.lightning.resume.stop_signals import STOPPING, Once, handle
 _received: list[int] = []
 
 
-def end_on_signals() -> None:
-    """From now on these signals raise `StoppedBySignal` in the main thread of this process."""
+def end_on_signals(*, acknowledge: bool = False) -> None:
+    """From now on these signals raise `StoppedBySignal` in the main thread of this process.
+
+    Args:
+        acknowledge: say so at once: what is broken off may take seconds to end.
+    """
     owner = os.getpid()
     once = Once()
     report = sys.unraisablehook
@@ -30,6 +34,8 @@ def end_on_signals() -> None:
                 os.kill(os.getpid(), signum)
         elif once.is_new():
             _received.append(signum)
+            if acknowledge:  # print is not for a signal handler
+                os.write(2, f"\n{signal.Signals(signum).name}: stopping\n".encode())
             raise StoppedBySignal(signum)
 
     def again(lost: "sys.UnraisableHookArgs") -> None:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.resume.signals import SaveOnSignal
     from attnkit.lightning.resume.warm_start import warm_start
     from attnkit.lightning.telling.epochs import EpochLines
+    from attnkit.lightning.telling.found import DataSummary
     from attnkit.lightning.telling.steps import StepMetrics
 
 # Where each name is, read from these imports, so that it is written once.

@@ -21,6 +21,7 @@ from attnkit.tasks.captioning.tokenizer import (
 )
 from attnkit.tasks.images.data import SplitImages, check_fits_module, follow_module
 from attnkit.tasks.images.sizes import checked_size
+from attnkit.tasks.summary import image_lines, split_line
 
 MAX_DEFAULT_WORDS = 32
 
@@ -128,6 +129,18 @@ class CaptionDataModule(SplitImages):
             "mean": mean,
             "std": std,
         }
+
+    def summary(self) -> list[str]:
+        """What was found, in a few lines; after `setup`."""
+        counts = {split: len(images) for split, images in self.sets.items()}
+        captions = {s: sum(map(len, images.captions)) for s, images in self.sets.items()}
+        found = ", ".join(f"{count:,} {split}" for split, count in captions.items())
+        return [
+            split_line("images", counts),
+            f"  captions: {found}; {len(self.tokenizer):,} words and signs, of at most "
+            f"{self.max_words} a caption",
+            *image_lines(self.sets["train"].images, self),
+        ]
 
     def test_dataloader(self) -> EVAL_DATALOADERS:
         loaders = {split: self.loader(split) for split in self.test_splits}

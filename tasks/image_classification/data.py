@@ -23,6 +23,7 @@ from attnkit.tasks.images.sizes import (
     default_patch_size,
     sides,
 )
+from attnkit.tasks.summary import class_lines, image_lines, split_line
 
 AugmentArgument = nn.Module | Mapping[str, Any] | Literal["default"] | None
 
@@ -117,6 +118,17 @@ class ImageDataModule(SplitImages):
             "mean": mean,
             "std": std,
         }
+
+    def summary(self) -> list[str]:
+        """What was found, in a few lines; after `setup`."""
+        counts = {split: len(images) for split, images in self.sets.items()}
+        rest = f" in {len(self.class_names)} classes"
+        labels = {split: images.labels for split, images in self.sets.items()}
+        return [
+            split_line("images", counts, rest),
+            *class_lines(labels, self.class_names),
+            *image_lines(self.sets["train"], self),
+        ]
 
     @property
     def crop_min_area(self) -> float | None:

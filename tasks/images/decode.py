@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from rich.progress import track
 from torch import Tensor
 
 from attnkit.lightning.errors import first_line
+from attnkit.lightning.telling.say import say
 from attnkit.tasks.images.sizes import Fit, Size, sides
 
 # Small files are read faster than a thread is woken: threads take them by the handful.
 _CHUNK = 32
+_SILENT_FOR = 10.0  # seconds
 _SHOW_PROGRESS_FROM = 2000
 _LUMA = torch.tensor([299, 587, 114], dtype=torch.int32).view(3, 1, 1)  # ITU-R BT.601, in 1/1000
 # What `read_image` does, for users of exported programs.
@@ -220,8 +223,12 @@ def decode_files(
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         chunks = pool.map(decode_chunk, range(0, len(paths), _CHUNK))
-        for _ in _with_progress(chunks, len(paths), title):
-            pass
+        try:
+            for _ in _with_progress(chunks, len(paths), title):
+                pass
+        except BaseException:  # a signal: what is not begun is not waited for
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return Pixels(images, sums, grey, dict(sorted(failures.items())), pictures)
 
 
@@ -235,8 +242,21 @@ def _with_progress(chunks: Iterator[int], total: int, title: str) -> Iterator[in
     console = Console(stderr=True)
     rank = getattr(rank_zero_only, "rank", 0)
     quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal or rank != 0
+    if not console.is_terminal and rank == 0:
+        chunks = _said(chunks, total, title)
     steps = (1 for count in chunks for _ in range(count))
     return iter(track(steps, title, total, console=console, transient=True, disable=quiet))
+
+
+def _said(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
+    """Where there is no bar to see, a line every ten seconds says how far it is."""
+    done, last = 0, time.monotonic()
+    for count in chunks:
+        yield count
+        done += count
+        if time.monotonic() - last >= _SILENT_FOR:
+            say(f"{title}: {done:,} of {total:,}")
+            last = time.monotonic()
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

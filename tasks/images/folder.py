@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from rich.console import Console
-from rich.markup import escape
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.telling.say import say as tell
 
 SUFFIXES = frozenset((*IMG_EXTENSIONS, ".gif", ".jfif"))
 SPELLINGS = {
@@ -116,8 +115,8 @@ def report_failures(
 
 
 def say(line: str) -> None:
-    """One line on the screen."""
-    Console(stderr=True, soft_wrap=True).print(escape(line), highlight=False)
+    """One line on the screen, and in run.log."""
+    tell(line, error=True)
 
 
 say_once = rank_zero_only(say)  # where all processes look at the same files

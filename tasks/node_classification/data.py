@@ -18,6 +18,7 @@ from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.loaders import SplitData, loader_options, make_loader
 from attnkit.tasks.node_classification.neighbors import NeighborBatches, pyg_neighbor_loader
 from attnkit.tasks.node_classification.sampler import InNeighbors
+from attnkit.tasks.summary import class_lines, split_line
 
 SPLITS = ("train", "val", "test")
 
@@ -155,6 +156,19 @@ class GraphDataModule(SplitData):
             "num_classes": self.num_classes,
             "class_names": self.class_names,
         }
+
+    def summary(self) -> list[str]:
+        """What was found, in a few lines; after `setup`."""
+        graph = self.graph
+        labels = {name: graph.y[graph[f"{name}_mask"]] for name in SPLITS}
+        split = f"; split {self.split + 1} of {self.num_splits}" if self.num_splits > 1 else ""
+        counts = {name: len(found) for name, found in labels.items()}
+        return [
+            split_line("nodes", counts, f" in {self.num_classes} classes{split}"),
+            f"  of {graph.num_nodes:,} nodes with {self.in_channels:,} features, "
+            f"{graph.num_edges:,} edges",
+            *class_lines(labels, self.class_names),
+        ]
 
     def __str__(self) -> str:
         if self._graph is None:

@@ -1,6 +1,7 @@
 """What the command line says before it has loaded anything."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,3 +29,26 @@ def test_the_first_line_comes_before_the_configuration_is_read(hers):
     assert first.decode().strip().endswith("starting")
     assert said < whole / 2
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_signal_is_acknowledged_at_once():
+    """Whatever then takes its time to end."""
+    code = (
+        "import time\n"
+        "from attnkit.launch.signals import end_on_signals\n"
+        "from attnkit.lightning.errors import StoppedBySignal\n"
+        "end_on_signals(acknowledge=True)\n"
+        "print('ready', flush=True)\n"
+        "try:\n    time.sleep(60)\n"
+        "except StoppedBySignal:\n    input()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "\n"
+        assert process.stderr.readline() == "SIGINT: stopping\n"  # and it still waits
+        assert process.poll() is None
+        process.communicate("\n", timeout=60)

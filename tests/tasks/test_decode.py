@@ -1,10 +1,13 @@
 """Files to pixels: every mode of image, and what happens to broken files."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from attnkit.tasks.images import decode
 from attnkit.tasks.images.decode import (
     UndecodableImageError,
     decode_files,
@@ -216,3 +219,30 @@ def test_sizes_are_read_from_the_header(tmp_path):
     assert header_size(path) == (31, 17)
     (tmp_path / "text.png").write_text("no image")
     assert header_size(tmp_path / "text.png") is None
+
+
+def test_what_is_not_begun_when_it_is_stopped_is_not_waited_for(monkeypatch):
+    begun = []
+
+    def slow(path, *options):
+        begun.append(path)
+        time.sleep(0.01)
+        return torch.zeros((3, 2, 2), dtype=torch.uint8)
+
+    def stopped(chunks, total, title):
+        yield next(chunks)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode, "read_image", slow)
+    monkeypatch.setattr(decode, "_with_progress", stopped)
+    paths = [str(number) for number in range(2000)]
+    with pytest.raises(KeyboardInterrupt):
+        decode.decode_files(paths, Fit(2), 3, keep=False, title="decoding")
+    assert 0 < len(begun) < len(paths) / 2
+
+
+def test_without_a_terminal_it_says_how_far_it_is(monkeypatch, capfd):
+    monkeypatch.setattr(decode, "_SILENT_FOR", 0)
+    assert len(list(decode._with_progress(iter([32, 32, 6]), 70, "decoding images"))) == 70
+    said = capfd.readouterr().out.splitlines()
+    assert said == [f"decoding images: {done} of 70" for done in (32, 64, 70)]

@@ -1,0 +1,73 @@
+"""What was found: lines for the start of a run, from data that is set up."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from attnkit.tasks.images.sizes import sides
+
+MAX_NAMED = 10  # classes that are named one by one
+_IN_LINE = 5
+
+
+def split_line(kind: str, counts: Mapping[str, int], rest: str = "") -> str:
+    """`data: 1,257 train, 180 val, 360 test images, …`."""
+    parts = ", ".join(f"{count:,} {split}" for split, count in counts.items())
+    return f"data: {parts} {kind}{rest}"
+
+
+def class_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
+    """How many of each class there are in each split, and how uneven that is in train.
+
+    Args:
+        labels: of the samples, by split.
+        names: of the classes.
+    """
+    counts = {s: found.bincount(minlength=len(names)).tolist() for s, found in labels.items()}
+    train = counts["train"]
+    order = sorted(range(len(names)), key=lambda number: -train[number])
+    most, least = train[order[0]], train[order[-1]]
+    line = f"  {most:,} of each class in train" if most == least else (
+        f"  in train {most:,} of {names[order[0]]} to {least:,} of {names[order[-1]]}"
+    )  # fmt: skip
+    if least and most >= 1.5 * least:
+        line += f": {most / least:.3g} times as many"
+    lines = [line]
+    if len(names) <= MAX_NAMED:
+        each = [
+            f"{name} {'/'.join(f'{found[number]:,}' for found in counts.values())}"
+            for number, name in enumerate(names)
+        ]
+        rows = [each[start : start + _IN_LINE] for start in range(0, len(each), _IN_LINE)]
+        lines += [f"  {', '.join(row)}" for row in rows]
+    return lines
+
+
+def image_lines(images: Any, data: Any) -> list[str]:
+    """The size and channels of images as they are and as they are used; mean and deviation.
+
+    Args:
+        images: the training images, with `size` and `channels`.
+        data: the data module, with the module that it serves in its trainer.
+    """
+    module = data.trainer.lightning_module if data.trainer is not None else None
+    colours = {1: "grey", 3: "RGB"}
+    used = getattr(data, "image_size", None) or images.size
+    line = f"  {colours.get(images.channels, images.channels)}, {_size(images.size)} pixels"
+    if sides(used) != sides(images.size) or data.in_channels != images.channels:
+        line += f"; used as {colours.get(data.in_channels, '')} of {_size(used)}"
+    embedding = getattr(getattr(module, "model", None), "patch_embed", None)
+    patch = getattr(embedding, "patch_size", None)
+    if patch is not None:
+        line += f", in patches of {_size(patch)}"
+    lines = [line]
+    mean, std = getattr(module, "mean", None), getattr(module, "std", None)
+    if isinstance(mean, Tensor) and isinstance(std, Tensor):
+        texts = [" ".join(f"{v:.3f}" for v in values.flatten().tolist()) for values in (mean, std)]
+        lines.append(f"  mean {texts[0]}, deviation {texts[1]}")
+    return lines
+
+
+def _size(size: Any) -> str:
+    return " × ".join(map(str, sides(size)))
