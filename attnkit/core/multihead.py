@@ -213,7 +213,9 @@ class MultiHeadAttention(Projections):
     ) -> KeyValueCache:
         """Keys and values of a memory that many steps will read: `block(x, block.remember(y))` is
         `block(x, y)`."""
-        return KeyValueCache.of(*self.project_memory(key, key if value is None else value))
+        key, value = self.project_memory(key, key if value is None else value)
+        # of each head by itself, which reads them faster
+        return KeyValueCache.of(key.contiguous(), value.contiguous())
 
     def _prepare(
         self,

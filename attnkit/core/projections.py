@@ -80,7 +80,11 @@ class Projections(nn.Module):
 
     def project_query(self, query: Tensor) -> Tensor:
         """Queries alone."""
-        return self.query_norm(self._heads((query, None, None))[0])
+        if self.is_fused:
+            query = run_linear(self.in_proj, query, slice(self.sizes[0]))
+        else:
+            query = run_linear(self.query_proj, query)
+        return self.query_norm(query.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2))
 
     def project_memory(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values alone."""

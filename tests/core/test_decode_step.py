@@ -6,7 +6,7 @@ from torch import nn
 
 import attnkit
 from attnkit import MultiHeadAttention, Rotary1d, ScaledDot
-from attnkit.core.decode_step import attention_step, memory_step, remembered
+from attnkit.core.decode_step import attention_step, memory_step
 
 BATCH, BEAMS, KEYS, DIM, HEADS = 3, 2, 7, 20, 5
 
@@ -49,7 +49,7 @@ def test_memory_step_is_the_block(name, masked):
     bias[..., 0] = 0.0
     bias = bias if masked else None
     with attnkit.record_backends() as record:
-        step = memory_step(block, tokens, remembered(block, memory), bias=bias)
+        step = memory_step(block, tokens, block.remember(memory), bias=bias)
     assert ("step" in record.total()) == (name in PLAIN)
     torch.testing.assert_close(step, block(tokens, memory, bias=bias))
 
@@ -76,7 +76,7 @@ def test_attention_steps_are_the_causal_block(name, rotated):
 def test_hooks_of_a_block_are_called():
     block = made({})
     memory = some(BATCH, KEYS, DIM)
-    kept = remembered(block, memory)
+    kept = block.remember(memory)
     tokens = some(BATCH, 1, DIM)
     with attnkit.capture_attention(nn.ModuleDict({"block": block})) as captured:
         memory_step(block, tokens, kept)
@@ -87,7 +87,7 @@ def test_gradients_go_through_the_block():
     block = made({})
     tokens = some(BATCH, 1, DIM).requires_grad_()
     memory = some(BATCH, KEYS, DIM)
-    step = memory_step(block, tokens, remembered(block, memory))
+    step = memory_step(block, tokens, block.remember(memory))
     expected = block(tokens, memory)
     torch.testing.assert_close(step, expected)
     for ours, theirs in zip(

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.cache import KeyValueCache
-from attnkit.core.decode_step import remembered
 from attnkit.core.linear import run_linear
 from attnkit.core.masks.sequences import Padding
 from attnkit.core.positions.biases import ALiBi, RelativeBias1d
@@ -208,7 +207,7 @@ class TransformerState(BeamCache):
         self.memory_bias, is_dead = as_bias(memory_mask, memory.dtype)
         self.memories = []
         for block in decoder.blocks:
-            kept = remembered(block.cross_attention, memory)
+            kept = block.cross_attention.remember(memory)
             if is_dead is not None:
                 kept = KeyValueCache.of(kept.key, kept.value.masked_fill(is_dead, 0.0))
             self.memories.append(kept)
