@@ -327,7 +327,7 @@ def scores_and_normalizers():
         score = kind(*arguments, softcap=2.0)
         but = {"key_head_dim": 22, "dot_dim": score.dot_dim(22) or 0}
         yield called(kind, *arguments, but=but)
-        for method in (score.check, score.scores, score.lean_scores, score.uncapped):
+        for method in (score.check, score.scores, score.definition, score.uncapped):
             yield called(method, query, key, but={"kv_heads": 6})
         if score.dot_dim(22):
             but["dot_dim"] += kind is attnkit.Gaussian  # for its softcap
@@ -349,7 +349,7 @@ def scores_and_normalizers():
             yield called(normalizer.weights, inputs, trues(names), but={"kv_heads": 6})
     yield called(attnkit.Linear().features, floats("batch heads tokens head_dim"))
     yield called(rule.features, floats("batch heads tokens head_dim"))
-    options = {"lean": True, "but": {"kv_heads": 6}}
+    options = {"but": {"kv_heads": 6}}
     yield called(normalizers.masked_scores, inputs, trues(SCORES), **options)
     yield called(normalizers.softmax, of_scores, but={"rows": 6})
     yield called(normalizers.LearnedDeltaRule(6, 27).forward, floats("batch keys key_dim"))

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 
 def at_least(least: float, **arguments: float | None) -> None:
     """Each is a finite number not below `least`; None is left to others."""
@@ -39,6 +41,15 @@ def choice(choices: Iterable[object], **arguments: object) -> None:
         if value not in (*others, last):
             expected = f"{', '.join(map(repr, others))} or {last!r}"
             raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def floating(name: str, tensor: object, query: Tensor) -> None:
+    """It is a floating-point tensor where the query is."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: expected a floating-point tensor, got {given}")
+    if tensor.device != query.device:
+        raise ValueError(f"{name}: is on {tensor.device}, but query is on {query.device}")
 
 
 def divides(divisor_name: str, divisor: int, **totals: int) -> None:

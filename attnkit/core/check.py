@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from attnkit.core.arguments import floating
 from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.masks.base import Mask, as_4d, as_mask, check_broadcastable
 from attnkit.core.masks.edges import EdgeFeatures, Edges
@@ -48,10 +49,7 @@ def check_inputs(
         mask.check(batch, num_heads, num_queries, num_keys)
     if bias is not None:
         _check_layout("bias", bias)
-        if not bias.is_floating_point():
-            raise TypeError(f"bias: expected a floating-point tensor, got {bias.dtype}")
-        if bias.device != query.device:
-            raise ValueError(f"bias: is on {bias.device}, but query is on {query.device}")
+        floating("bias", bias, query)
         check_broadcastable("bias", bias, (batch, num_heads, num_queries, num_keys))
         # kernels without a gradient for the bias can serve it where none is asked
         bias = as_4d(bias if torch.is_grad_enabled() else bias.detach())

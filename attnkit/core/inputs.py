@@ -34,16 +34,12 @@ class Normalizer:
         self,
         inputs: Inputs,
         allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool] | None,
-        *,
-        lean: bool = False,
     ) -> Annotated[Tensor, "batch heads queries keys"]:
         """The definition: the weights of the query rows in `inputs`.
 
         Args:
             inputs: in high precision, with as many key as query heads; the bias is of those rows.
             allowed: the mask of those rows; None is everywhere.
-            lean: to hold no tensor larger than the weights, if need be by other means than the
-                definition of the score.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no weights()")
 

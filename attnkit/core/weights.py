@@ -88,7 +88,7 @@ def _weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
         items = torch.arange(len(inputs.query), device=rows.device)
         allowed = inputs.mask.select(items, heads, rows, inputs.num_queries, inputs.num_keys)
     block = replace(inputs, query=inputs.query[:, :, rows], bias=bias)
-    return inputs.normalizer.weights(block, allowed, lean=True)
+    return inputs.normalizer.weights(block, allowed)
 
 
 def as_indices(name: str, given: Indices, size: int, device: torch.device) -> Tensor:

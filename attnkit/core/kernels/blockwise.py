@@ -28,6 +28,6 @@ class Blockwise(Backend):
 
 
 def _attend(block: Inputs, allowed: Tensor | None) -> tuple[Tensor]:
-    scores, dead = revived(masked_scores(block, allowed, lean=True))
+    scores, dead = revived(masked_scores(block, allowed))
     weights = F.dropout(scores.softmax(dim=-1), block.dropout_p)
     return ((weights @ block.value).masked_fill(dead, 0.0),)

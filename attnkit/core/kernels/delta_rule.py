@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from attnkit.core.arguments import at_least
+from attnkit.core.arguments import at_least, floating
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
@@ -148,10 +148,7 @@ def _step(
 
 def _check_state(inputs: Inputs, state: Tensor) -> None:
     expected = [*inputs.query.shape[:2], inputs.query.shape[3], inputs.value.shape[3]]
-    if not state.is_floating_point():
-        raise TypeError(f"state: expected a floating-point tensor, got {state.dtype}")
-    if state.device != inputs.query.device:
-        raise ValueError(f"state: is on {state.device}, but query is on {inputs.query.device}")
+    floating("state", state, inputs.query)
     if list(state.shape) != expected:
         raise ValueError(
             f"state: expected [batch, heads, head_dim, value_dim] = {expected}, "

@@ -100,7 +100,7 @@ def _are_trained(inputs: Inputs) -> bool:
 
 def _pick(block: Inputs, allowed: Tensor | None, *, recorded: bool) -> tuple[Tensor, ...]:
     assert isinstance(block.normalizer, Hard)
-    scores, dead = revived(masked_scores(block, allowed, lean=True))
+    scores, dead = revived(masked_scores(block, allowed))
     if block.normalizer.draws:
         # the largest of scores with Gumbel noise is a draw from their softmax (Gumbel 1954)
         noise = torch.empty_like(scores).exponential_().log()

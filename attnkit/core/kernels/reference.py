@@ -1,7 +1,7 @@
 """The definition of attention, written plainly; every kernel is held against it."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,17 @@ from attnkit.core.kernels.base import Backend
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers.kinds import Softmax
 from attnkit.core.precision import no_autocast
+from attnkit.core.scores.base import Score
+
+
+@dataclass(frozen=True, eq=False)
+class _Definition(Score):
+    """A score that is computed by its definition alone."""
+
+    score: Score
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return self.score.definition(query, key)
 
 
 def reference_attention(inputs: Inputs) -> Tensor:
@@ -28,6 +39,7 @@ def reference_attention(inputs: Inputs) -> Tensor:
         if isinstance(exact.mask, Edges) and isinstance(exact.normalizer, Softmax):
             output = _over_edges(exact, exact.mask)
         else:
+            exact = replace(exact, score=_Definition(exact.score))
             weights = exact.normalizer.weights(exact, exact.dense_mask())
             output = F.dropout(weights, exact.dropout_p) @ value
     return output.to(inputs.query.dtype)
@@ -54,7 +66,7 @@ def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
         key = key + features.features @ features.key_weight.transpose(1, 2)
     # each edge is an item of a batch, with one query and one key
     pairs = (tensor.transpose(1, 2).flatten(0, 1).unsqueeze(2) for tensor in (query, key))
-    scores = inputs.score.scores(*pairs).flatten(1)
+    scores = inputs.score.definition(*pairs).flatten(1)
     scores = scores.unflatten(0, (query.shape[0], target.shape[0])).transpose(1, 2)
     if inputs.bias is not None:
         shape = (*query.shape[:2], inputs.num_queries, inputs.num_keys)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from attnkit.core.arguments import choice, positive
+from attnkit.core.arguments import choice, floating, positive
 from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.scores.kinds import ScaledDot
@@ -25,8 +25,8 @@ FeatureMap = Literal["elu", "relu"]
 class Softmax(Normalizer):
     """weight_ij = exp(score_ij) / Σ_j exp(score_ij)."""
 
-    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
-        return softmax(masked_scores(inputs, allowed, lean=lean))
+    def weights(self, inputs: Inputs, allowed: Tensor | None) -> Tensor:
+        return softmax(masked_scores(inputs, allowed))
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Hard(Normalizer):
     def draws(self) -> bool:
         return self.estimator is not None
 
-    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
-        scores = masked_scores(inputs, allowed, lean=lean)
+    def weights(self, inputs: Inputs, allowed: Tensor | None) -> Tensor:
+        scores = masked_scores(inputs, allowed)
         if self.draws:
             return softmax(scores)
         if scores.shape[-1] == 0:
@@ -108,7 +108,7 @@ class Linear(Normalizer):
         # e^x below 0, where (e^x − 1) + 1 rounds to 0 for all x < −17 in float32
         return above_zero + (tokens - above_zero).exp()
 
-    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
+    def weights(self, inputs: Inputs, allowed: Tensor | None) -> Tensor:
         products = self.features(inputs.query) @ self.features(inputs.key).transpose(-2, -1)
         if allowed is not None:
             products = products.masked_fill(~allowed, 0.0)
@@ -140,10 +140,7 @@ class DeltaRule(Normalizer):
     def check(self, inputs: Inputs) -> None:
         _check_plain(inputs, "the delta rule reads its memory by q̂")
         beta, (batch, num_heads) = self.beta, inputs.query.shape[:2]
-        if not beta.is_floating_point():
-            raise TypeError(f"beta: expected a floating-point tensor, got {beta.dtype}")
-        if beta.device != inputs.query.device:
-            raise ValueError(f"beta: is on {beta.device}, but query is on {inputs.query.device}")
+        floating("beta", beta, inputs.query)
         fits = beta.ndim == 3 and beta.shape[0] in (1, batch) and beta.shape[1] in (1, num_heads)
         if not fits or beta.shape[2] != inputs.num_keys:
             raise ValueError(
@@ -182,7 +179,7 @@ class DeltaRule(Normalizer):
         is_real = inputs.real_keys()
         return beta if is_real is None else beta.masked_fill(~is_real[..., 0], 0.0)
 
-    def weights(self, inputs: Inputs, allowed: Tensor | None, *, lean: bool = False) -> Tensor:
+    def weights(self, inputs: Inputs, allowed: Tensor | None) -> Tensor:
         query, key = self.features(inputs.query), self.features(inputs.key)
         beta = self.written(inputs)[..., None]
         written = beta * (key @ key.transpose(-2, -1)).tril(-1)
@@ -221,12 +218,9 @@ def as_normalizer(normalizer: str | Normalizer) -> Normalizer:
 def masked_scores(
     inputs: Inputs,
     allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool] | None,
-    *,
-    lean: bool,
 ) -> Annotated[Tensor, "batch heads queries keys"]:
     """score(q_i, k_j) + bias_ij, −∞ where i may not look at j."""
-    score = inputs.score.lean_scores if lean else inputs.score.scores
-    scores = score(inputs.query, inputs.key)
+    scores = inputs.score.scores(inputs.query, inputs.key)
     if inputs.bias is not None:
         scores = scores + inputs.bias
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, TypeVar
 
 from torch import Tensor
 
-from attnkit.core.arguments import positive
+from attnkit.core.arguments import floating, positive
 
 Owner = TypeVar("Owner", bound=Any)
 Query = Annotated[Tensor, "batch heads queries head_dim"]
@@ -35,13 +35,13 @@ class Score:
             raise ValueError(f"key: expected query's head_dim {query.shape[3]}, got {key.shape[3]}")
 
     def scores(self, query: Query, key: Key) -> Scores:
-        """The definition, of as many query as key heads."""
-        return self.cap(self.uncapped(query, key))
+        """The scores of as many query as key heads; of larger tensors than they are none is held,
+        if need be by other means than the definition's."""
+        return self.definition(query, key)
 
-    def lean_scores(self, query: Query, key: Key) -> Scores:
-        """The same numbers, where need be by other means than the definition's: no tensor larger
-        than they are is held."""
-        return self.scores(query, key)
+    def definition(self, query: Query, key: Key) -> Scores:
+        """What every kernel is held against."""
+        return self.cap(self.uncapped(query, key))
 
     def uncapped(self, query: Query, key: Key) -> Scores:
         """The definition without softcap."""
@@ -118,11 +118,8 @@ def check_number(name: str, value: object, query: Tensor) -> None:
 
 def check_fit(name: str, tensor: object, shape: tuple[int, ...], query: Tensor) -> None:
     """The tensor has this shape, or lacks its first dimension, that of the heads."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: expected a floating-point tensor, got {given}")
-    if tensor.device != query.device:
-        raise ValueError(f"{name}: is on {tensor.device}, but query is on {query.device}")
+    floating(name, tensor, query)
+    assert isinstance(tensor, Tensor)
     if tuple(tensor.shape) not in (shape, shape[1:]):
         raise ValueError(
             f"{name}: expected the shape {list(shape[1:])} or, with heads, {list(shape)}, "

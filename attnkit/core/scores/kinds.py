@@ -262,10 +262,10 @@ class Additive(Score):
             pairs = F.leaky_relu(pairs, self.negative_slope)
         return (pairs * self.vector[..., None, None, :]).sum(dim=-1)
 
-    def lean_scores(self, query: Tensor, key: Tensor) -> Tensor:
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
         # an exported program does not know our operator, which has no rules for torch.func either
         if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
-            return self.scores(query, key)
+            return self.definition(query, key)
         vector = self.vector.expand(*query.shape[:2], -1)
         scores = additive_scores(
             query.flatten(0, 1), key.flatten(0, 1), vector.flatten(0, 1), self.negative_slope
