@@ -8,7 +8,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from attnkit.launch.job.request import Request, decide
 from attnkit.launch.job.trainer import make_trainer
 from attnkit.launch.measure.step import step_of
 from attnkit.launch.measure.stopwatch import Stopwatch
+from attnkit.launch.measure.trained import memory_rows, trained_rows
 from attnkit.launch.processes.torchrun import Launcher
 from attnkit.lightning.build.build import allowing
+from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.callbacks.cost import Cost
 from attnkit.lightning.callbacks.kernel_record import KernelRecord
 from attnkit.lightning.callbacks.throughput import num_samples
@@ -75,12 +77,14 @@ def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
         stack.enter_context(report.logging_to(Path(folder)))
         # The job's own table is of a part of it.
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        figures, kernels, unknown = _tried(job, Path(folder))
-    _show(job, figures, kernels, unknown)
+        figures, kernels, trained, unknown = _tried(job, Path(folder))
+    _show(job, figures, (*trained, *_kernel_rows(kernels)), unknown)
     return figures
 
 
-def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list[str]]:
+def _tried(
+    job: Job, folder: Path
+) -> tuple[dict[str, float], KernelRecord, list[tuple[str, str]], list[str]]:
     config, unknown = _moved(job.runs[0], folder)
     given = config["trainer"] or {}
     config["trainer"] = {**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
@@ -139,13 +143,21 @@ def _tried(job: Job, folder: Path) -> tuple[dict[str, float], KernelRecord, list
         unknown.append("multiply-adds: the step can't be run by itself")
     else:
         figures["multiply_adds"] = found
+    trained = list(trained_rows(module))
+    try:
+        step = step_of(trainer, module, watch.batch)
+        trained += memory_rows(module, trainer.optimizers, step)
+    except Exception:  # a step of somebody's own, or all of it does not fit
+        unknown.append("the memory that is saved against finetune=full")
+    if any(isinstance(c, CachedFeatures) for c in callbacks):
+        unknown.append("how much less an epoch takes where features are kept from the one before")
     if any(type(c).__name__ == "EarlyStopping" for c in callbacks):
         unknown.append("whether early stopping ends it sooner; the time is that of all epochs")
     if given.get("max_time"):
         unknown.append("when trainer.max_time ends it")
     if (config.get("data") or {}).get("num_workers"):
         unknown.append("the memory of data workers, which comes on top")
-    return figures, record, unknown
+    return figures, record, trained, unknown
 
 
 def _moved(config: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -178,7 +190,7 @@ def _inside(value: Any, folder: Path) -> Any:
 
 _ROWS = {  # of each figure: its name, how it is written, and in which unit
     "parameters": ("parameters", "{:,.0f}", 1),
-    "trainable_parameters": ("trained", "{:,.0f}", 1),
+    "trainable_parameters": ("trained parameters", "{:,.0f}", 1),
     "multiply_adds": ("multiply-adds of a sample", "{:,.0f}", 1),
     "peak_memory": ("peak memory", "{:,.0f} MiB of the process", 2**-20),
     "peak_gpu_memory": ("peak memory of the GPU", "{:,.0f} MiB of tensors", 2**-20),
@@ -188,7 +200,10 @@ _ROWS = {  # of each figure: its name, how it is written, and in which unit
 
 
 def _show(
-    job: Job, figures: Mapping[str, float], kernels: KernelRecord, unknown: list[str]
+    job: Job,
+    figures: Mapping[str, float],
+    more: Sequence[tuple[str, str]],
+    unknown: list[str],
 ) -> None:
     table = Table(title=f"{job.config['task']} · check", title_justify="left", show_header=False)
     table.add_column("what", overflow="fold")
@@ -205,7 +220,7 @@ def _show(
         minutes = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
         whole = minutes if seconds < 5400 else f"{seconds / 3600:.1f} h"
         rows.append(("time of the whole job", whole))
-    for name, value in (*rows, *_kernel_rows(kernels), *(("not known", x) for x in unknown)):
+    for name, value in (*rows, *more, *(("not known", x) for x in unknown)):
         table.add_row(escape(name), escape(value))
     report.print_table(table)
 

@@ -98,10 +98,29 @@ def test_the_table(attnkit):
     rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", done.out))
     assert rows["epochs × batches"] == "5 × 3, 2 runs"
     assert rows["kernel of model.blocks.1.attention"] == "flash"
-    assert rows["parameters"] == rows["trained"]
+    assert rows["parameters"] == rows["trained parameters"]
+    assert "share that is trained" not in rows
     assert re.fullmatch(r"[\d,]+ MiB of the process", rows["peak memory"])
     assert re.fullmatch(r"\d+ (s|min)", rows["time of the whole job"])
     assert not list(Path().iterdir())
+
+
+def test_what_is_trained_and_what_that_saves(attnkit):
+    done = attnkit("run=check", *VIT, "finetune=lora", "finetune.rank=2", "data.batch_size=100")
+    assert done.code == 0, done.err
+    rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", done.out))
+    whole = int(rows["parameters"].replace(",", ""))
+    head, change = 24 * 10 + 10, 2 * 2 * (24 + 3 * 24 + 24 + 24)
+    assert rows["trained parameters"] == str(head + change)
+    expected = f"{(head + change) / whole:.2%} of {whole:,}, finetune=lora"
+    assert rows["share that is trained"] == expected
+    assert "blocks.*.attention.in_proj (LoRA)  384" in done.out
+    assert "head  240" in done.out
+    found = rows["memory of a step beside the weights"]
+    part, all_of_it = map(
+        int, re.fullmatch(r"(\d+) MiB; (\d+) MiB with finetune=full", found).groups()
+    )
+    assert 0 < part < 0.8 * all_of_it
 
 
 def test_a_task_of_ones_own_and_no_end(mine, hers):
