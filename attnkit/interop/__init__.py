@@ -6,7 +6,15 @@ state dict may be left over. Whether parameters are frozen is not carried over.
 """
 
 from attnkit.interop.explain import explainable
+from attnkit.interop.pretrained_vit import PretrainedViT
 from attnkit.interop.pyg import from_pyg
 from attnkit.interop.vision import from_timm, from_torch, from_torchvision
 
-__all__ = ["explainable", "from_pyg", "from_timm", "from_torch", "from_torchvision"]
+__all__ = [
+    "PretrainedViT",
+    "explainable",
+    "from_pyg",
+    "from_timm",
+    "from_torch",
+    "from_torchvision",
+]

@@ -10,6 +10,7 @@ from torch import nn
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.interop.carry import check_class, has_hooks, loaded, refuse, renamed, unknown_parts
 from attnkit.interop.gates import gates_of_timm, gates_of_torchvision
+from attnkit.interop.timm_names import named_as_ours
 from attnkit.models.vit import ViT
 
 if TYPE_CHECKING:
@@ -17,26 +18,6 @@ if TYPE_CHECKING:
 
 
 _PLAIN = {nn.Conv2d, nn.Dropout, nn.GELU, nn.Identity, nn.LayerNorm, nn.Linear, nn.Sequential}
-
-_FROM_TIMM = {
-    "patch_embed.proj.": "patch_embed.",
-    "cls_token": "class_token",
-    "reg_token": "registers",
-    "norm_pre.": "embed_norm.",
-    "fc_norm.": "pooled_norm.",
-    ".norm1.": ".attention_norm.",
-    ".attn.qkv.": ".attention.in_proj.",
-    ".attn.q_norm.": ".attention.query_norm.",
-    ".attn.k_norm.": ".attention.key_norm.",
-    ".attn.proj.": ".attention.out_proj.",
-    ".ls1.": ".attention_scale.",
-    ".norm2.": ".mlp_norm.",
-    ".ls2.": ".mlp_scale.",
-    "attn_pool.latent": "pool.query",
-    "attn_pool.proj.": "pool.attention.out_proj.",
-    "attn_pool.norm.": "pool.norm.",
-    "attn_pool.mlp.": "pool.mlp.",
-}
 
 _FROM_TORCHVISION = {
     "conv_proj.": "patch_embed.",
@@ -204,20 +185,7 @@ def from_timm(model: Any) -> nn.Module:
     refuse(model, {"drop path that does not rise linearly": not torch.allclose(
         torch.tensor(rates), torch.tensor(linear))})  # fmt: skip
 
-    state = renamed(model.state_dict(), _FROM_TIMM)
-    if "pos_embed" in state:
-        # a position of a prefix token is added to that token and to nothing else: it is part of it
-        positions = state.pop("pos_embed")
-        for name in ("class_token", "registers"):
-            if name in state and not model.no_embed_class:
-                count = state[name].shape[1]
-                state[name] = state[name] + positions[:, :count]
-                positions = positions[:, count:]
-        state["position_table"] = positions
-    if pool is not None:
-        for kind in ("weight", "bias"):
-            parts = [state.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv")]
-            state[f"pool.attention.in_proj.{kind}"] = torch.cat(parts)
+    state = named_as_ours(model.state_dict(), prefix_has_positions=not model.no_embed_class)
     return loaded(vit, state, model)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import pair
 from attnkit.core.watch.undisturbed import evaluating
-from attnkit.models.weights import asking_hub, misfits, read_source, read_weights, reason
+from attnkit.models.weights import (
+    asking_hub,
+    misfits,
+    read_source,
+    read_weights,
+    reason,
+    timm_config,
+)
 
 _log = logging.getLogger(__name__)
 # What a network is made with here, whatever its weights were made with elsewhere.
@@ -53,7 +60,11 @@ def timm_backbone(
         ValueError: no such name; weights that cannot be had, or are another network's; a size that
             it cannot take; or it is no classifier.
     """
-    if not isinstance(name, str) or not timm.is_model(name):
+    try:
+        config = timm_config(name)
+    except ValueError as error:
+        raise ValueError(f"name: {error}") from error
+    if config is None:
         near = timm.list_models(f"*{str(name).split('.')[0][:6]}*")[:5] if name else []
         hint = f"; near: {', '.join(near)}" if near else ""
         raise ValueError(f"name: expected a name of timm's registry, got {name!r}{hint}")
@@ -61,8 +72,7 @@ def timm_backbone(
     if drop_path is not None:
         options["drop_path_rate"] = drop_path
     size = None if image_size is None else pair("image_size", image_size)
-    config: Any = timm.get_pretrained_cfg(name)
-    if size is not None and config is not None and config.fixed_input_size:
+    if size is not None and config.get("fixed_input_size"):
         options.setdefault("img_size", size)
     if weights is not None:
         if pretrained:
@@ -77,8 +87,8 @@ def timm_backbone(
     return network
 
 
-def _pretrained(name: str, config: Any, options: dict[str, Any]) -> nn.Module:
-    if config is None or not config.has_weights:
+def _pretrained(name: str, config: Mapping[str, Any], options: dict[str, Any]) -> nn.Module:
+    if not config.get("has_weights"):
         known = timm.list_pretrained(f"{name.split('.')[0]}*")[:3]
         hint = f"; it has some for {', '.join(known)}" if known else ""
         raise ValueError(f"pretrained: timm has no weights for {name}{hint}")
@@ -92,10 +102,10 @@ def _pretrained(name: str, config: Any, options: dict[str, Any]) -> nn.Module:
             message = f"pretrained: the weights of {name} cannot be had: {reason(error)}"
             raise ValueError(message) from error
     here = options["num_classes"]
-    if here and config.num_classes != here:
+    if here and config["num_classes"] != here:
         _log.info(
             "pretrained: the head of %s for %d classes is left out: %d here",
-            name, config.num_classes, here,
+            name, config["num_classes"], here,
         )  # fmt: skip
     return network
 

@@ -2,63 +2,97 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
-import timm
 from timm.data import resolve_data_config
+from torch import Tensor
 
-from attnkit.models.weights import existing, is_hub, read_source
+from attnkit.models.weights import (
+    existing,
+    is_hub,
+    is_name,
+    read_source,
+    read_weights,
+    timm_config,
+)
+
+_log = logging.getLogger(__name__)
 
 OF_DATA = ("image_size", "in_channels", "interpolation", "crop_pct")
 """What of it is for data, which prepare images; `mean` and `std` are for modules."""
+OF_MODEL = ("name", "patch_size")
+"""What is for the network itself."""
 
 
 def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
     """What the weights that a configuration of a network asks for were trained on.
 
     Of timm's own weights it is their `pretrained_cfg`; of a Hugging Face folder and of the hub what
-    their config.json says, of other files what timm says of the network.
+    their config.json says; of other files what timm says of the network, or else the size alone,
+    which the log says (logger `attnkit.models.preprocessing`).
 
     Args:
         node: with `name` and `pretrained: true`, or `weights`; or with `pretrained: NAME`, a name,
             `hf-hub:NAME`, folder or file.
 
     Returns:
-        `name` of the network, `image_size` (a side, or height and width), `in_channels`, `mean`,
-        `std`, `interpolation` and `crop_pct`; nothing where the node asks for no weights, or
-        nothing is known of them.
+        `name` and `patch_size` of the network, `image_size` (a side, or height and width),
+        `in_channels`, `mean`, `std`, `interpolation` and `crop_pct`, as far as they are known;
+        nothing where the node asks for no weights.
 
     Raises:
         ValueError: there are no such weights.
     """
-    pretrained, weights, name = (node.get(key) for key in ("pretrained", "weights", "name"))
+    pretrained, weights = node.get("pretrained"), node.get("weights")
     if not pretrained and not isinstance(weights, str):
         return {}
-    given = pretrained if isinstance(pretrained, str) else weights
-    key = "weights" if given is weights else "pretrained"
-    config: Any = {}
-    if isinstance(given, str) and (key == "weights" or not timm.is_model(given)):
-        try:
-            source = read_source(given if is_hub(given) else existing(given))
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from error
-        config, name = source.config, name or source.architecture
-    elif isinstance(given, str):
-        name = given
-    if not config.get("mean"):
-        known = timm.get_pretrained_cfg(name) if name and timm.is_model(name) else None
-        config = known.to_dict() if known else {}
+    key = "weights" if isinstance(weights, str) else "pretrained"
+    given = node[key]
+    try:
+        if given is True or is_name(given):
+            name = node.get("name") if given is True else given
+            return _facts(name, timm_config(name))
+        source = read_source(given if is_hub(given) else existing(given))
+        name = node.get("name") or source.architecture
+        found = _facts(name, source.config if source.config.get("mean") else timm_config(name))
+        return found or _of_vit(given, read_weights(given))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _facts(name: str | None, config: Any) -> dict[str, Any]:
     if not config:
         return {}
     found = resolve_data_config(pretrained_cfg=config)
     channels, height, width = found["input_size"]
+    patch = re.search(r"patch(\d+)", name or "")
     return {
         "name": name,
+        "patch_size": int(patch[1]) if patch else None,
         "image_size": height if height == width else [height, width],
         "in_channels": channels,
         "mean": list(found["mean"]),
         "std": list(found["std"]),
         "interpolation": found["interpolation"],
         "crop_pct": found["crop_pct"],
+    }
+
+
+def _of_vit(given: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the parameters of a Vision Transformer tell, by timm's names or ours."""
+    patches = state.get("patch_embed.proj.weight", state.get("patch_embed.weight"))
+    positions = state.get("pos_embed", state.get("position_table"))
+    if patches is None or positions is None or patches.ndim != 4 or positions.ndim != 3:
+        return {}
+    _log.info("%s does not say its mean and std: the data's are used; module.mean=…", given)
+    side = math.isqrt(positions.shape[1])  # of the grid, whatever few tokens are before it
+    height, width = patches.shape[2:]
+    return {
+        "patch_size": height if height == width else [height, width],
+        "image_size": side * height if height == width else [side * height, side * width],
+        "in_channels": patches.shape[1],
     }

@@ -98,6 +98,28 @@ def read_weights(given: str | Path) -> dict[str, Tensor]:
     return state
 
 
+def timm_config(name: Any) -> dict[str, Any] | None:
+    """timm's `pretrained_cfg` of a name in its registry, `NAME` or `NAME.TAG`; None: no such name.
+
+    Raises:
+        ValueError: there are no weights of this tag.
+    """
+    if not isinstance(name, str) or not timm.models.is_model(name):
+        return None
+    try:
+        config: Any = timm.models.get_pretrained_cfg(name)
+    except RuntimeError as error:
+        tags = timm.models.list_pretrained(f"{name.partition('.')[0]}.*")
+        has = f"; there are {', '.join(tags[:3])}" if tags else ""
+        raise ValueError(f"timm has no weights {name}{has}") from error
+    return {} if config is None else {**config.to_dict(), "has_weights": config.has_weights}
+
+
+def is_name(given: str | Path) -> bool:
+    """Whether it is a name of timm's registry; a file or folder here of that name goes first."""
+    return timm.models.is_model(str(given)) and not Path(given).exists()
+
+
 def is_hub(given: str | Path) -> bool:
     """Whether it is a name on Hugging Face's hub."""
     return str(given).startswith(HUB)

@@ -65,6 +65,11 @@ def test_timms_by_name():
     assert torch.equal(ours(images), theirs(images))
 
 
+def test_a_tag_of_weights_that_are_not_there():
+    with pytest.raises(ValueError, match=r"timm has no weights vit_tiny_patch16_224\.in9k; there"):
+        timm_backbone("vit_tiny_patch16_224.in9k", in_channels=3, num_classes=5)
+
+
 @pytest.mark.parametrize("name", ["resnet19", "hf-hub:someone/model", "local-dir:/tmp", "", None])
 def test_only_names_of_the_registry(name):
     with pytest.raises(ValueError, match="name: expected a name of timm's registry"):
@@ -180,6 +185,7 @@ def test_no_retries_where_the_hub_is_out_of_reach(monkeypatch):
 def test_what_weights_expect_of_images(saved):
     own = expected_images({"name": "test_vit", "pretrained": True})
     assert own["image_size"] == 160
+    assert own["patch_size"] is None
     assert own["in_channels"] == 3
     assert own["mean"] == [0.5, 0.5, 0.5]
     assert own["interpolation"] == "bicubic"
@@ -193,5 +199,11 @@ def test_what_weights_expect_of_images(saved):
     assert expected_images({"pretrained": str(saved / "hf")})["mean"] == [0.1, 0.2, 0.3]
     assert expected_images({"name": "test_vit", "pretrained": False, "weights": None}) == {}
     assert expected_images({"weights": [1.0, 2.0]}) == {}
+    assert expected_images({"pretrained": str(saved / "net.pth")}) == {
+        "patch_size": 16, "image_size": 160, "in_channels": 3,
+    }  # fmt: skip
+    of_vit = expected_images({"pretrained": "vit_small_patch14_dinov2"})
+    assert of_vit["image_size"] == 518
+    assert of_vit["patch_size"] == 14
     with pytest.raises(ValueError, match="weights: no file or folder /nope"):
         expected_images({"weights": "/nope"})

@@ -28,7 +28,7 @@ from attnkit.lightning.loggers.wandb import WandbRun
 from attnkit.lightning.modules.module import TaskModule, untrained
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.warm_start import trained_on, warm_start
-from attnkit.models.preprocessing import OF_DATA, expected_images
+from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
 
 _log = logging.getLogger(__name__)
 _FULL = {"_target_", "_partial_"}  # alone: finetune=full
@@ -139,8 +139,7 @@ class Session:
                 found = expected_images(node)
             except ValueError as error:
                 raise UserError(f"{key}.{error}") from error
-            if node.get("name", "") is None:
-                node["name"] = found.get("name")
+            _fill(node, {name: found[name] for name in OF_MODEL if name in found})
             if found and self.config.get("init"):
                 raise UserError(f"init: not together with pretrained weights of {key}: one of them")
             facts |= found

@@ -16,6 +16,7 @@ from attnkit.lightning.build.renamed import current
 # Modules, with all below them; on the way to them one may only pass (`lightning.Trainer`).
 HOMES = (
     "attnkit.core",
+    "attnkit.interop",
     "attnkit.finetune",
     "attnkit.layers",
     "attnkit.lightning",

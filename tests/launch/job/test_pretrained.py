@@ -105,6 +105,23 @@ def test_backbones_are_normalised_as_they_were_trained(attnkit, saved, photos):
     assert config_of("run")["module"]["mean"] == [0.1, 0.2, 0.3]
 
 
+@pytest.mark.parametrize("form", ["hf", "net.safetensors"])
+def test_our_network_with_timms_weights(attnkit, saved, photos, form):
+    """Of a plain file, mean and deviation are not known."""
+    size = ("model.dim=64", "model.depth=6", "model.num_heads=2", "model.mlp_ratio=3")
+    done = attnkit("task=vit", "model=vit_small", *size, f"model.pretrained={saved / form}",
+                   "model.score=cosine", *photos, *QUICK, "run_dir=run")  # fmt: skip
+    assert done.code == 0, done.err
+    assert "its head for 11 classes is left out: 3 here" in done.out
+    assert ("does not say its mean and std" in done.out) == (form != "hf")
+    config = config_of("run")
+    assert config["model"]["patch_size"] == 16
+    assert config["data"]["image_size"] == 160
+    assert (config["module"]["mean"] == [0.1, 0.2, 0.3]) == (form == "hf")
+    held = torch.load("run/checkpoints/best.ckpt", weights_only=True)["hyper_parameters"]
+    assert held["model"]["pretrained"] is None
+
+
 def test_a_run_starts_from_another(attnkit, photos):
     """With another head, the size and the mean of the earlier one; resumed, tested without it."""
     small = ("task=vit", "model.dim=24", "model.depth=1")
@@ -172,6 +189,15 @@ WRONG = {
     ),
     "no classifier": ((*VIT, "model.features_only=true", "data.image_size=32"), "no classifier"),
     "argument": ((*VIT, "model.depht=3"), "unexpected keyword argument 'depht'"),
+    "ours: another network": (
+        ("task=vit", "model=vit_small", "model.pretrained={saved}/hf"),
+        "hf is another network: dim is 64 there, 384 here, ",
+    ),
+    "ours: no such name": (
+        ("task=vit", "model=vit_small", "model.pretrained=vit_smal"),
+        "model.pretrained: no file or folder vit_smal",
+    ),
+    "tag": (("model.name=test_vit.x", "model.pretrained=true"), "timm has no weights test_vit.x; "),
     "init: none": (("task=vit", "init=nope"), "init: no file "),
     "init: no run": (("task=vit", "init={saved}/photos"), "init: no checkpoints/best.ckpt in"),
     "init: code": (("task=vit", "init={saved}/evil.pth"), "would run code"),

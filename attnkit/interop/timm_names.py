@@ -1,0 +1,55 @@
+"""The parameters of timm's Vision Transformer under the names of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attnkit.interop.carry import State, renamed
+
+_FROM_TIMM = {
+    "patch_embed.proj.": "patch_embed.",
+    "cls_token": "class_token",
+    "reg_token": "registers",
+    "norm_pre.": "embed_norm.",
+    "fc_norm.": "pooled_norm.",
+    ".norm1.": ".attention_norm.",
+    ".attn.qkv.": ".attention.in_proj.",
+    ".attn.q_norm.": ".attention.query_norm.",
+    ".attn.k_norm.": ".attention.key_norm.",
+    ".attn.proj.": ".attention.out_proj.",
+    ".ls1.": ".attention_scale.",
+    ".norm2.": ".mlp_norm.",
+    ".ls2.": ".mlp_scale.",
+    "attn_pool.latent": "pool.query",
+    "attn_pool.proj.": "pool.attention.out_proj.",
+    "attn_pool.norm.": "pool.norm.",
+    "attn_pool.mlp.": "pool.mlp.",
+}
+
+
+def named_as_ours(theirs: Mapping[str, Tensor], *, prefix_has_positions: bool) -> State:
+    """A state dict of timm's `VisionTransformer` as one of our `ViT`, for the same images.
+
+    Args:
+        theirs: timm's.
+        prefix_has_positions: the class token and registers have positions too: timm's
+            `no_embed_class` is False.
+    """
+    state = renamed(theirs, _FROM_TIMM)
+    if "pos_embed" in state:
+        # a position of a prefix token is added to that token and to nothing else: it is part of it
+        positions = state.pop("pos_embed")
+        for name in ("class_token", "registers"):
+            if name in state and prefix_has_positions:
+                count = state[name].shape[1]
+                state[name] = state[name] + positions[:, :count]
+                positions = positions[:, count:]
+        state["position_table"] = positions
+    if "pool.query" in state:
+        for kind in ("weight", "bias"):
+            parts = [state.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv")]
+            state[f"pool.attention.in_proj.{kind}"] = torch.cat(parts)
+    return state
