@@ -26,7 +26,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
     Normalises inside, so that a checkpoint carries its preprocessing. Logged, tested and shown is
     what `ClassificationModule` says, and with more than five classes `val/top5_accuracy` and
     `test/top5_accuracy` (with five or fewer it would always be 1). `train/loss` is the loss that is
-    minimised, with its smoothing and mixing; the others are plain cross-entropy.
+    minimised, with its smoothing and mixing; the others are plain cross-entropy. With smoothing or
+    mixing, `train/plain_loss` is that of training, without smoothing (but of mixed images).
 
     Args:
         model: images [batch, in_channels, height, width] to logits [batch, num_classes]; a module,
@@ -143,7 +144,11 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         losses = functional.cross_entropy(
             logits.float(), labels, label_smoothing=self.label_smoothing, reduction="none"
         )
-        self.log_train_loss(losses)
+        plain = None
+        if self.mix is not None or self.label_smoothing:  # of mixed images it stays the loss
+            with torch.no_grad():
+                plain = functional.cross_entropy(logits.float(), labels, reduction="none")
+        self.log_train_loss(losses, plain)
         return losses.mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -22,7 +22,7 @@ def test_the_example_of_the_readme(repository, tmp_path):
     assert names == {
         "attention_maps",
         "checkpoints",
-        "curves.png",
+        "learning_curves.png",
         "metrics.csv",
         "results.json",
     }

@@ -17,7 +17,7 @@ def test_two_ranks_write_one_of_everything(tmp_path):
 
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     maps = {f"attention_maps/{name}.png" for name in ("epoch=000", "epoch=001", "test")}
-    assert files == {"best.ckpt", "curves.png", "results.json"} | maps
+    assert files == {"best.ckpt", "learning_curves.png", "results.json"} | maps
 
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["steps"] == 8  # 53 in batches of 7, on two ranks: 4 an epoch

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import math
 
 import pytest
 import sklearn.metrics
@@ -301,3 +302,26 @@ def test_works_with_any_datamodule(tmp_path):
     right = (task(images).argmax(1) == labels).float().mean().item()
     (found,) = quiet(tmp_path).test(task, datamodule=Theirs(), verbose=False)
     assert found["test/accuracy"] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"mixup": 1.0}, {}])
+def test_the_plain_loss_is_logged_where_another_is_minimised(options):
+    """Before a step, the network says the same of every class: its plain loss is log 3."""
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    torch.nn.init.zeros_(network[1].weight)
+    torch.nn.init.constant_(network[1].bias, 0.0)
+    network[1].bias.data[0] = 2.0
+    module = ImageClassification(
+        network, num_classes=3, mean=[0.5], std=[0.5], in_channels=1, **options
+    )
+    logged = {}
+    module.log = lambda name, metric, **_: logged.__setitem__(name, metric)
+    images = torch.randint(0, 256, (8, 1, 2, 2), dtype=torch.uint8)
+    module.training_step((images, torch.zeros(8, dtype=torch.long)), 0)
+    plain = math.log(math.e**2 + 2) - 2
+    if options:
+        assert logged["train/plain_loss"].compute().item() == pytest.approx(plain, rel=1e-4)
+    else:
+        assert "train/plain_loss" not in logged
+    if "label_smoothing" in options:
+        assert logged["train/loss"].compute().item() > plain + 0.05

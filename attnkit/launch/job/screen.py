@@ -176,6 +176,8 @@ def final(job: Job, results: Mapping[str, float]) -> None:
     for name in sorted(results, key=_order):
         if name.endswith("_std") or name == "num_seeds" or name.startswith("kernels/"):
             continue
+        if f"{name}_last" in results:  # the same figure
+            continue
         value = _number(name, results[name])
         if several and f"{name}_std" in results:
             value += f" ± {_number(name, results[f'{name}_std'])}"
@@ -185,6 +187,8 @@ def final(job: Job, results: Mapping[str, float]) -> None:
     kernels = sorted({n.rpartition("/")[2] for n in results if n.startswith("kernels/")})
     if kernels:
         table.add_row("attention kernels", ", ".join(kernels))
+    if "best_epoch" in results and any(name.startswith("test/") for name in results):
+        table.caption = "test: of the best epoch's checkpoint"
     show(table)
     folder = job.folder
     left = {
@@ -192,6 +196,7 @@ def final(job: Job, results: Mapping[str, float]) -> None:
         "bench": folder / "bench.md",
         "curves": folder / "learning_curves.png",
         "metrics": folder / "metrics.csv",
+        "steps": folder / "steps.csv",
         "predictions": folder / PREDICTIONS,
         "inspect": folder / "inspect",
         "export": Path((job.config.get("export") or {}).get("folder") or folder / "export"),
@@ -216,14 +221,24 @@ def predictions(folder: Path) -> Table:
     return table
 
 
+def _scaled(value: float) -> str:
+    """Three digits and a prefix: 40.1 G."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / size * (10 if prefix == 'k' else 1):.3g} {prefix}"
+    return f"{value:.3g} "
+
+
 def _order(name: str) -> tuple[int, str]:
     stages = ("test/", "val/", "train/")
     return next((i for i, s in enumerate(stages) if name.startswith(s)), len(stages)), name
 
 
 def _number(name: str, value: float) -> str:
-    if name == "seconds":
-        return f"{value:.1f}"
     if name.startswith("difference/"):
         return f"{value:.1e}"
+    if name.endswith("_per_second"):
+        return f"{_scaled(value)}/s"
+    if name.endswith("seconds"):
+        return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4f}"

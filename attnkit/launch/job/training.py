@@ -10,6 +10,7 @@ from attnkit.launch.errors import is_out_of_memory, of_allocator
 from attnkit.launch.job import out_of_memory
 from attnkit.launch.job.one_run import Session
 from attnkit.lightning.loggers.tensorboard import TensorBoard
+from attnkit.lightning.telling.epochs import EpochLines
 
 
 def train(session: Session) -> dict[str, float] | None:
@@ -21,7 +22,7 @@ def train(session: Session) -> dict[str, float] | None:
         return None
     _log_run(session, {})
     _fit(session)
-    figures = session.metrics()
+    figures = _of_epochs(trainer, session.metrics())
     figures |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
     figures |= {"parameters": session.num_parameters}
     session.ended_by = ended_by(trainer)
@@ -42,6 +43,16 @@ def _log_run(session: Session, figures: dict[str, float]) -> None:
     for logger in session.trainer.loggers:
         if isinstance(logger, TensorBoard):
             logger.log_run(session.config, figures)
+
+
+def _of_epochs(trainer: Trainer, figures: dict[str, float]) -> dict[str, float]:
+    """The figures with those of validation told apart: of the last epoch, and of the best."""
+    last = {f"{name}_last": v for name, v in figures.items() if name.startswith("val/")}
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    best = next((c.best for c in callbacks if isinstance(c, EpochLines)), {})
+    of_best = {f"{name}_best": v for name, v in best.items() if name.startswith("val/")}
+    epoch = {"best_epoch": best["epoch"]} if best else {}
+    return figures | last | of_best | epoch
 
 
 def ended_by(trainer: Trainer) -> str:

@@ -17,18 +17,23 @@ from attnkit.lightning.files import in_log_folder, replacing
 History = dict[str, list[tuple[float, float]]]
 """For each metric, (epoch, value) in order."""
 
+PLAIN = "train/plain_loss"  # without what regularises it: smoothing
 COLOURS = {"train": "#7f7f7f", "val": "#1f77b4"}
 
 
 class LearningCurves(Callback):
     """Draws every logged metric over the epochs, `train/loss` and `val/loss` in one panel.
 
+    Where there is a `train/plain_loss`, that is what compares with `val/loss`: it stands in the
+    same panel, and `train/loss` is labelled as what is minimised.
+
     Needs no logger: it notes the values at the end of each epoch and validation. They are part of
     the checkpoint, so that the picture of a resumed run is whole. Drawn when training ends, also by
     an error, and meanwhile at most every `every_seconds`.
 
     Args:
-        path: of the picture (PNG, PDF or SVG); None for `curves.png` in the trainer's log folder.
+        path: of the picture (PNG, PDF or SVG); None for `learning_curves.png` in the
+            trainer's log folder.
         every_seconds: how often the picture is brought up to date while training runs.
         skip: patterns of metrics that are not drawn.
     """
@@ -47,7 +52,7 @@ class LearningCurves(Callback):
         self._drawn = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.path = in_log_folder(trainer, self._given_path, "curves.png")
+        self.path = in_log_folder(trainer, self._given_path, "learning_curves.png")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -84,7 +89,7 @@ class LearningCurves(Callback):
 
 def draw_curves(history: History) -> Figure:
     """One panel for each name after the slash, one line for each stage before it; loss first."""
-    names = sorted({name.partition("/")[2] for name in history}, key=lambda n: (n != "loss", n))
+    names = sorted({_panel_of(name) for name in history}, key=lambda n: (n != "loss", n))
     columns = min(len(names), 3)
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
@@ -96,15 +101,27 @@ def draw_curves(history: History) -> Figure:
     return figure
 
 
+def _panel_of(name: str) -> str:
+    """The panel a metric is drawn in: its name after the stage."""
+    return "loss" if name == PLAIN else name.partition("/")[2]
+
+
 def _draw_panel(panel: Axes, name: str, history: History) -> None:
-    for stage in sorted({key.partition("/")[0] for key in history}):
-        points = history.get(f"{stage}/{name}")
+    for key in sorted(key for key in history if _panel_of(key) == name):
+        points, stage = history[key], key.partition("/")[0]
         if points:
             epochs, values = zip(*points, strict=True)
             marker = "o" if len(points) < 20 else None
+            minimised = key == "train/loss" and PLAIN in history
+            label = f"{stage}, plain" if key == PLAIN else stage
             panel.plot(
-                epochs, values, color=COLOURS.get(stage), marker=marker, ms=3, lw=1.5, label=stage
-            )
+                epochs, values, color=COLOURS.get(stage), marker=marker, ms=3, lw=1.5,
+                ls=":" if minimised else "-",
+                label="train, as minimised" if minimised else label,
+            )  # fmt: skip
+    last = max((epochs[-1][0] for key, epochs in history.items() if epochs), default=1)
+    if last <= 1:  # a single point has no scale of its own
+        panel.set_xlim(0, 2)
     panel.set_title(name.replace("_", " "), fontsize=10)
     panel.set_xlabel("epoch", fontsize=9)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))

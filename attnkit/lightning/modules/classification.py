@@ -60,6 +60,7 @@ class ClassificationModule(TaskModule):
         self.class_names = list(class_names or map(str, range(num_classes)))
 
         self.train_loss = mean_of_losses()
+        self.train_plain_loss = mean_of_losses()
         self.val_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
         self.test_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
         options: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
@@ -78,10 +79,19 @@ class ClassificationModule(TaskModule):
         options: dict[str, Any] = {"num_classes": self.num_classes, "validate_args": False}
         return {"accuracy": MulticlassAccuracy(average="micro", **options)}
 
-    def log_train_loss(self, losses: Tensor) -> None:
-        """Log `train/loss`, the mean over the epoch of the losses [samples] of its batches."""
+    def log_train_loss(self, losses: Tensor, plain: Tensor | None = None) -> None:
+        """Log `train/loss`, the mean over the epoch of the losses [samples] of its batches.
+
+        Args:
+            losses: what is minimised, [samples].
+            plain: where that is not plain cross-entropy, this is: `train/plain_loss`, which
+                compares with `val/loss`.
+        """
         self.train_loss.update(losses.detach())
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+        if plain is not None:
+            self.train_plain_loss.update(plain.detach())
+            self.log("train/plain_loss", self.train_plain_loss, on_step=False, on_epoch=True)
 
     def evaluate(self, stage: str, logits: Tensor, labels: Tensor) -> None:
         """Count a batch in the metrics of `stage`, "val" or "test".

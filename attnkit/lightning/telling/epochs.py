@@ -1,5 +1,6 @@
 """One line for each epoch, and where nobody sees a progress bar, one every ten seconds."""
 
+import math
 import time
 from typing import Any
 
@@ -31,7 +32,7 @@ class EpochLines(Callback):
     def __init__(self, every_seconds: float = 10.0) -> None:
         self.every_seconds = every_seconds
         self.best: dict[str, float] = {}
-        """`value` and `epoch` of the best so far, of the metric that the checkpoint follows."""
+        """Of the best epoch so far: `epoch`, counted from 1, and the metrics of its validation."""
         self._watched = True
         self._last = self._began = time.monotonic()
 
@@ -69,10 +70,14 @@ class EpochLines(Callback):
                 value = trainer.callback_metrics.get(callback.monitor)
                 if value is None:
                     return callback.monitor, False
-                found, sign = float(value), 1 if callback.mode == "min" else -1
-                better = not self.best or sign * found < sign * self.best["value"]
+                sign = 1 if callback.mode == "min" else -1
+                former = self.best.get(callback.monitor, sign * math.inf)
+                better = sign * float(value) < sign * former
                 if better:
-                    self.best = {"value": found, "epoch": trainer.current_epoch + 1}
+                    metrics = trainer.callback_metrics.items()
+                    self.best = {name: float(v) for name, v in metrics if name.startswith("val/")}
+                    self.best[callback.monitor] = float(value)
+                    self.best["epoch"] = trainer.current_epoch + 1
                 return callback.monitor, better
         return "", False
 
@@ -127,6 +132,8 @@ def _metrics(trainer: Trainer, monitored: str) -> list[str]:
     """The loss of training, and the figures of validation that are shown."""
     found = trainer.callback_metrics
     parts = [f"loss {float(found['train/loss']):.3g}"] if "train/loss" in found else []
+    if "train/plain_loss" in found:
+        parts[0] += f" (plain {float(found['train/plain_loss']):.3g})"
     names = {"val/loss": 0, monitored: 0} | dict.fromkeys(trainer.progress_bar_metrics, 0)
     shown = [name for name in names if name.startswith("val/") and name in found]
     if shown:

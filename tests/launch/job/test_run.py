@@ -54,7 +54,13 @@ def test_run_folder(mine):
 
     results = results_of(folder)
     assert all(isinstance(v, int | float) for v in results.values())
-    assert {"test/loss", "test/loss_std", "val/loss_best", "seconds", "epochs"} <= set(results)
+    assert {"test/loss", "val/loss_best", "seconds", "epochs"} <= set(results)
+    # the best epoch and the last are told apart, and one run has no deviation
+    by_epoch = [float(row["val/loss"]) for row in metrics_of(folder) if row["val/loss"]]
+    assert results["val/loss_best"] == pytest.approx(min(by_epoch))
+    assert results["val/loss_last"] == results["val/loss"] == pytest.approx(by_epoch[-1])
+    assert results["best_epoch"] == 1 + by_epoch.index(min(by_epoch))
+    assert not [name for name in results if name.endswith("_std")]
     assert (results["num_seeds"], results["epochs"], results["steps"]) == (1, 2, 10)
     assert results["parameters"] == 5 * 11 + 11 + 11 * 3 + 3
 

@@ -57,7 +57,7 @@ def test_a_resumed_run_has_the_whole_picture(small_net, loader, make_trainer, tm
     trainer = make_trainer(callbacks=[curves], max_epochs=3)
     trainer.fit(small_net(), loader, loader, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert [epoch for epoch, _ in curves.history["val/loss"]] == [1, 2, 3]
-    assert (tmp_path / "curves.png").exists()
+    assert (tmp_path / "learning_curves.png").exists()
 
 
 def test_loss_comes_first_and_stages_share_a_panel():
@@ -66,3 +66,20 @@ def test_loss_comes_first_and_stages_share_a_panel():
     figure = draw_curves(dict.fromkeys(names, points))
     assert [axes.get_title() for axes in figure.axes] == ["loss", "accuracy", "b", "c"]
     assert [line.get_label() for line in figure.axes[0].lines] == ["train", "val"]
+
+
+def test_the_plain_loss_of_training_stands_beside_that_of_validation():
+    points = [(1.0, 0.5), (2.0, 0.25)]
+    names = ["val/loss", "train/loss", "train/plain_loss", "val/accuracy"]
+    figure = draw_curves(dict.fromkeys(names, points))
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "accuracy"]
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert labels == ["train, as minimised", "train, plain", "val"]
+
+
+def test_one_epoch_is_readable():
+    figure = draw_curves({"train/loss": [(1.0, 0.5)]})
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+    assert ticks == [0, 1, 2]

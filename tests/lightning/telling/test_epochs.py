@@ -43,7 +43,7 @@ def test_a_line_for_each_epoch(fit, small_net):
 
 def test_the_best_is_known_after_a_resume(fit, make_trainer, small_net, loader, tmp_path):
     lines = EpochLines()
-    lines.load_state_dict({"best": {"value": 2.0, "epoch": 7}})
+    lines.load_state_dict({"best": {"val/accuracy": 2.0, "epoch": 7}})
     assert EpochLines().best == {}
     _, said = fit(lines, max_epochs=1)
     assert said[0].endswith("best: 7")
