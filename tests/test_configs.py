@@ -33,10 +33,11 @@ WHOLE = [
 ]
 # Trained, the rest of the groups: a file that needs no run of its own goes with another's.
 TRAINED = [
-    "task=vit experiment=digits_quick logger=wandb finetune=last_blocks trainer=cpu",
+    "task=vit experiment=digits_quick logger=wandb finetune=last_blocks callbacks=early_stopping"
+    " scheduler=plateau trainer=cpu",
     *(f"task=vit trainer={trainer}" for trainer in ("gpu", "ddp", "fsdp")),
-    "task=vit model=timm trainer=cpu",
-    "task=spatial backbone=timm attention=se data=cifar10 finetune=head trainer=cpu",
+    "task=vit model=timm scheduler=polynomial trainer=cpu",
+    "task=spatial backbone=timm attention=se data=cifar10 finetune=head scheduler=step trainer=cpu",
     *(
         f"task=spatial attention={attention} trainer=cpu"
         for attention in (

@@ -33,8 +33,14 @@ if TYPE_CHECKING:
     from attnkit.lightning.loggers.wandb import WandbRun
     from attnkit.lightning.modules.classification import ClassificationModule
     from attnkit.lightning.modules.module import TaskModule
-    from attnkit.lightning.modules.optim import muon, warmup_cosine
+    from attnkit.lightning.modules.optim import muon
     from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
+    from attnkit.lightning.modules.schedules import (
+        Plateau,
+        warmup_cosine,
+        warmup_polynomial,
+        warmup_step,
+    )
     from attnkit.lightning.resume.checkpoints import (
         CheckpointError,
         SafeCheckpoints,

@@ -39,7 +39,7 @@ def one_of(choices: Sequence[str], **arguments: str) -> None:
     """Each is one of the choices."""
     for name, value in arguments.items():
         if value not in choices:
-            expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            expected = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
             raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from attnkit.lightning.arguments import one_of
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import PlacedSampler, stratified_split
+from attnkit.lightning.resume.sampler import BalancedSampler, PlacedSampler, stratified_split
 from attnkit.tasks.image_classification.augment import Augment, random_crop
 from attnkit.tasks.images.crops import TrainingImages
 from attnkit.tasks.images.data import SplitImages, check_fits_module, fit_of, follow_module
@@ -41,6 +42,8 @@ class ImageDataModule(SplitImages):
         in_channels: 1 (grey) or 3 (RGB); None: as the module's, else as the training images.
         augment: `Augment` or any module on uint8 batches; a mapping is what `Augment` takes; None
             for none; "default" for what suits these images.
+        sampling: "balanced": every class gets the same share of an epoch (see `BalancedSampler`);
+            None: every training image comes up once.
         drop_last: leave out the last training batch of an epoch if it is smaller.
         **options: `image_size`, `interpolation`, `crop_pct`, `batch_size`, `num_workers`,
             `val_fraction`, `test_fraction` and `seed`, as in `SplitImages`.
@@ -52,7 +55,7 @@ class ImageDataModule(SplitImages):
         ...         return {"train": MemoryImages(images, labels)}, ["healthy", "infected"]
     """
 
-    shuffled = PlacedSampler
+    shuffled: type[PlacedSampler] = PlacedSampler
     least = ": three of a class, at least"
 
     def __init__(
@@ -60,6 +63,7 @@ class ImageDataModule(SplitImages):
         *,
         in_channels: int | None = None,
         augment: AugmentArgument = "default",
+        sampling: Literal["balanced"] | None = None,
         drop_last: bool = False,
         **options: Any,
     ) -> None:
@@ -68,6 +72,10 @@ class ImageDataModule(SplitImages):
             raise ValueError(f"in_channels: expected 1, 3 or None, got {in_channels}")
         self.in_channels = in_channels
         self.augment = self._make_augment(augment)
+        self.sampling = sampling
+        if sampling is not None:
+            one_of(("balanced",), sampling=sampling)
+            self.shuffled = BalancedSampler
         self.drop_last = drop_last
         self.class_names: list[str] = []
 

@@ -1,7 +1,7 @@
 """The LightningModule of image classification; users subclass it or copy it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torchvision.transforms import v2
 
 from attnkit.lightning import ClassificationModule
 from attnkit.lightning.arguments import at_least, shares_below_1
+from attnkit.lightning.errors import UserError
 from attnkit.lightning.export.program import Program
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
@@ -41,10 +42,15 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         in_channels: 1 (grey) or 3 (RGB).
         mean: of the training pixels on the scale from 0 to 1, per channel.
         std: their standard deviation.
+        class_weights: factor of each class in the training loss; "balanced": samples / (classes ·
+            samples of the class), over the training images. The mean of a batch is over its images,
+            not over their weights.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
         mixup: α of mixup's Beta(α, α) (Zhang et al., 2018); 0: none.
         cutmix: α of CutMix (Yun et al., 2019); 0: none. With both, each batch gets one of them.
     """
+
+    class_weights: Tensor | None
 
     def __init__(
         self,
@@ -62,6 +68,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         crop_pct: float | None = None,
         in_channels: int = 3,
         label_smoothing: float = 0.0,
+        class_weights: Literal["balanced"] | Sequence[float] | None = None,
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ) -> None:
@@ -79,6 +86,15 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         if image_size is not None:
             self.example_input_array = torch.zeros(1, in_channels, *sides(image_size))
         self.label_smoothing = label_smoothing
+        self.balance = class_weights == "balanced"
+        weights = None
+        if class_weights is not None and class_weights != "balanced":
+            weights = _checked(class_weights)
+        if weights is not None and len(weights) != num_classes:
+            raise ValueError(
+                f"class_weights: expected {num_classes} (num_classes), got {len(weights)}"
+            )
+        self.register_buffer("class_weights", weights, persistent=False)
         alphas = {v2.MixUp: mixup, v2.CutMix: cutmix}
         mixers = [mix(alpha=a, num_classes=num_classes) for mix, a in alphas.items() if a]
         self.mix = v2.RandomChoice(mixers) if mixers else None
@@ -141,15 +157,42 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         if self.mix is not None:
             images, labels = self.mix(images, labels)
         logits = self.model(images)
-        losses = functional.cross_entropy(
-            logits.float(), labels, label_smoothing=self.label_smoothing, reduction="none"
-        )
+        losses = self.losses(logits, labels)
         plain = None
-        if self.mix is not None or self.label_smoothing:  # of mixed images it stays the loss
+        changed = self.label_smoothing or self.class_weights is not None
+        if self.mix is not None or changed:  # of mixed images it stays the loss
             with torch.no_grad():
                 plain = functional.cross_entropy(logits.float(), labels, reduction="none")
         self.log_train_loss(losses, plain)
         return losses.mean()
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each sample that training minimises the mean of.
+
+        Args:
+            logits: [samples, num_classes].
+            labels: int64 [samples], or the shares of the classes, [samples, num_classes].
+        """
+        return functional.cross_entropy(
+            logits.float(),
+            labels,
+            self.class_weights,
+            label_smoothing=self.label_smoothing,
+            reduction="none",
+        )
+
+    def on_train_start(self) -> None:
+        if self.balance:
+            data = getattr(self.trainer, "datamodule", None)
+            train = getattr(data, "sets", {}).get("train")
+            if train is None:
+                raise UserError(
+                    "module.class_weights: the data do not say how many images each class has; "
+                    "give a list of weights"
+                )
+            counts = torch.bincount(train.labels, minlength=self.num_classes)
+            weights = len(train) / (self.num_classes * counts.clamp_min(1))
+            self.class_weights = weights.float().to(self.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         images, labels = batch
@@ -170,3 +213,11 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         if rest and not isinstance(rest[0], Tensor):
             rows = {"path": list(rest[0]), **rows}
         return rows
+
+
+def _checked(class_weights: Sequence[float]) -> Tensor:
+    if isinstance(class_weights, str) or not all(weight >= 0 for weight in class_weights):
+        raise ValueError(
+            f"class_weights: expected 'balanced' or numbers of 0 or more, got {class_weights!r}"
+        )
+    return torch.tensor([float(weight) for weight in class_weights])

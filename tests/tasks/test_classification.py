@@ -4,10 +4,13 @@ import csv
 import functools
 import math
 
+import numpy as np
 import pytest
 import sklearn.metrics
+import sklearn.utils.class_weight
 import torch
 from lightning import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from PIL import Image
 from torch import nn
 from torch.nn import functional
@@ -81,6 +84,12 @@ def test_metrics_agree_with_scikit_learn(tmp_path, capsys):
         sklearn.metrics.top_k_accuracy_score(labels, logits, k=5, labels=range(7))
     )
     assert 0 < results["test/accuracy"] < results["test/top5_accuracy"] < 1
+    assert results["test/f1"] == pytest.approx(
+        sklearn.metrics.f1_score(labels, predicted, average="macro")
+    )
+    assert results["test/balanced_accuracy"] == pytest.approx(
+        sklearn.metrics.balanced_accuracy_score(labels, predicted)
+    )
     confusion = sklearn.metrics.confusion_matrix(labels, predicted, labels=range(7))
     assert task.confusion.tolist() == confusion.tolist()
     expected = sklearn.metrics.precision_recall_fscore_support(
@@ -94,6 +103,65 @@ def test_metrics_agree_with_scikit_learn(tmp_path, capsys):
     with Image.open(tmp_path / "report" / "confusion_matrix.png") as picture:
         assert min(picture.size) > 300
     assert "test, per class" in capsys.readouterr().out
+
+
+def test_balanced_accuracy_is_of_the_classes_that_there_are():
+    labels = torch.tensor([0, 0, 0, 0, 2])
+    logits = functional.one_hot(torch.tensor([0, 0, 0, 1, 2]), 5).float()
+    metric = module(5).metrics()["balanced_accuracy"]
+    metric.update(logits[:2], labels[:2])
+    metric.update(logits[2:], labels[2:])
+    assert metric.compute() == pytest.approx((3 / 4 + 1) / 2)
+
+
+def test_a_monitor_that_nothing_logs_is_refused_at_once(tmp_path):
+    loader = DataLoader(samples(), batch_size=11)
+    for monitor in ("val/f2", "val_loss"):
+        stopping = [EarlyStopping(monitor), EarlyStopping("val/f1")]
+        with pytest.raises(UserError, match=f"EarlyStopping: nothing logs .*{monitor}.*val/f1,"):
+            quiet(tmp_path, max_epochs=1, callbacks=stopping).fit(module(), loader, loader)
+    trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping("val/f1")])
+    trainer.fit(module(), loader, loader)
+    plateau = {"_target_": "attnkit.lightning.Plateau", "monitor": "val/nothing"}
+    with pytest.raises(UserError, match="scheduler: nothing logs its monitor"):
+        quiet(tmp_path, max_epochs=1).fit(module(scheduler=plateau), loader, loader)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_class_weights_are_torchs(tmp_path, smoothing):
+    data, weights = samples(20), [0.5, 1.0, 2.0, 0.0, 1.0, 3.0, 0.25]
+    task = module(class_weights=weights, label_smoothing=smoothing)
+    images, labels = data.tensors
+    losses = task.losses(task(images), labels)
+    expected = functional.cross_entropy(
+        task(images), labels, torch.tensor(weights), label_smoothing=smoothing, reduction="sum"
+    )
+    torch.testing.assert_close(losses.sum(), expected)
+    loader = DataLoader(data, batch_size=20)
+    plain = quiet(tmp_path).validate(task, loader, verbose=False)[0]["val/loss"]
+    assert plain == pytest.approx(functional.cross_entropy(task(images), labels).item(), rel=1e-5)
+
+
+def test_balanced_weights_come_from_the_training_images(tmp_path):
+    data = DigitsData(augment=None)
+    data.setup()
+    task = ImageClassification(
+        linear(10, 8, 1),
+        num_classes=10,
+        in_channels=1,
+        mean=[0.5],
+        std=[0.5],
+        class_weights="balanced",
+    )
+    quiet(tmp_path, max_steps=1).fit(task, datamodule=data)
+    labels = data.sets["train"].labels.numpy()
+    expected = sklearn.utils.class_weight.compute_class_weight(
+        "balanced", classes=np.arange(10), y=labels
+    )
+    assert task.class_weights.numpy() == pytest.approx(expected)
+    loader = DataLoader(samples(), batch_size=11)
+    with pytest.raises(UserError, match=r"module\.class_weights: the data do not say"):
+        quiet(tmp_path, max_steps=1).fit(module(class_weights="balanced"), loader)
 
 
 def test_a_second_test_starts_anew(tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning import UserError
-from attnkit.lightning.resume.sampler import UnpaddedSampler, stratified_split
+from attnkit.lightning.resume.sampler import BalancedSampler, UnpaddedSampler, stratified_split
 from attnkit.tasks.image_classification import Augment, DigitsData, ImageDataModule, MemoryImages
 from attnkit.tasks.images.sizes import default_image_size, default_patch_size
 
@@ -236,6 +236,43 @@ def test_what_was_not_asked_for_follows_the_module(tmp_path):
     assert data.interpolation == "nearest"
 
 
+def test_balanced_sampling_gives_classes_equal_shares(tmp_path):
+    images = torch.arange(60, dtype=torch.uint8).view(60, 1, 1, 1).expand(-1, 1, 6, 6).contiguous()
+    labels = (torch.arange(60) >= 50).long()
+    data = OwnData({"train": MemoryImages(images, labels), "val": some_images(9)}, seed=3,
+                   sampling="balanced", test_fraction=0.1, batch_size=9, augment=None)  # fmt: skip
+    module = Recorder()
+    trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
+    epochs = module.batches["train"][:6], module.batches["train"][6:]
+    seen = [torch.cat([batch[0][:, 0, 0, 0] for batch in epoch]) for epoch in epochs]
+    assert [len(numbers) for numbers in seen] == [54, 54]
+    for numbers in seen:
+        rare = numbers[numbers >= 50]
+        assert len(rare) == 27
+        assert set(rare.unique(return_counts=True)[1].tolist()) == {3}  # nine of them, thrice
+        assert len(numbers[numbers < 50].unique()) == 27
+    assert set(seen[0].tolist()) != set(seen[1].tolist())
+
+
+def test_balanced_sampling_is_shared_and_goes_on_where_it_stopped():
+    data = OwnData({"train": some_images(37)}, seed=3, sampling="balanced")
+    data.setup()
+    items = data.items("train")
+
+    def places(rank, world, start=0):
+        sampler = BalancedSampler(items, world, rank, seed=3)
+        sampler.set_epoch(2)
+        sampler.start = start
+        return list(sampler)
+
+    one, two = places(0, 1), [places(rank, 2) for rank in (0, 1)]
+    assert [len(part) for part in two] == [15, 15]
+    together = sorted(two[0] + two[1], key=lambda place: place[1])
+    assert together[: len(one)] == one
+    assert places(1, 2, start=5) == two[1][5:]
+    assert isinstance(data.train_dataloader().sampler, BalancedSampler)
+
+
 def test_drop_last():
     data = OwnData({"train": some_images(30)}, batch_size=7, drop_last=True)
     data.setup()
@@ -282,6 +319,7 @@ def test_default_sizes():
         ({"interpolation": "cubic"}, "interpolation: expected bicubic, bilinear or nearest"),
         ({"crop_pct": 0}, "crop_pct"),
         ({"in_channels": 2}, "in_channels"),
+        ({"sampling": "even"}, "sampling: expected balanced, got 'even'"),
         ({"batch_size": 0}, "batch_size"),
         ({"num_workers": -1}, "num_workers"),
         ({"val_fraction": 0.0}, "val_fraction"),

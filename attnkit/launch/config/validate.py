@@ -6,6 +6,7 @@ written and the nearest right name.
 
 import math
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
                 continue
             if not isinstance(node, dict) or "_target_" not in node:
                 hint = nearest(name, [n for n in config[key] if n != name])
+                if files("attnkit.conf").joinpath(f"{key}/{name}.yaml").is_file():
+                    hint = f"; {key}={name} brings it"
                 message = f"expected a mapping with _target_, got {_show(node)}{hint}"
                 raise _problem(origins, f"{key}.{name}", message)
             check_node(f"{key}.{name}", node, origins)

@@ -74,6 +74,8 @@ FUNCTIONS = (
     "attnkit.finetune.lora",
     "attnkit.lightning.muon",
     "attnkit.lightning.warmup_cosine",
+    "attnkit.lightning.warmup_polynomial",
+    "attnkit.lightning.warmup_step",
     "attnkit.ViT.from_size",
     "attnkit.models.timm_backbone",
     "attnkit.tasks.image_classification.attention_network",

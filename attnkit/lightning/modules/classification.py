@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassConfusionMatrix,
+    MulticlassF1Score,
     MulticlassStatScores,
 )
 
@@ -26,8 +27,9 @@ class ClassificationModule(TaskModule):
     """A `TaskModule` with the losses and metrics of classification; the subclass writes the steps.
 
     Logged at the end of an epoch, each the exact mean over its samples, under any number of
-    processes: `train/loss`, `val/loss`, `val/accuracy`, `test/loss`, `test/accuracy`, and what a
-    subclass adds in `metrics()`.
+    processes: `train/loss`, and of validation and test `val/loss`, `val/accuracy`,
+    `val/balanced_accuracy` (the mean recall of the classes), `val/f1` (the mean F1 of the classes)
+    and what a subclass adds in `metrics()`.
 
     A test ends with a table of precision, recall and F1 of each class on screen; they stay in
     `class_scores`, and the confusion matrix (true × predicted, up to 1,000 classes) in `confusion`.
@@ -77,7 +79,11 @@ class ClassificationModule(TaskModule):
         Made once for validation and once for the test; `loss` comes by itself.
         """
         options: dict[str, Any] = {"num_classes": self.num_classes, "validate_args": False}
-        return {"accuracy": MulticlassAccuracy(average="micro", **options)}
+        return {
+            "accuracy": MulticlassAccuracy(average="micro", **options),
+            "balanced_accuracy": BalancedAccuracy(average=None, **options),
+            "f1": MulticlassF1Score(average="macro", **options),
+        }
 
     def log_train_loss(self, losses: Tensor, plain: Tensor | None = None) -> None:
         """Log `train/loss`, the mean over the epoch of the losses [samples] of its batches.
@@ -127,6 +133,22 @@ class ClassificationModule(TaskModule):
                 f"expected {differing[0]}, got {differing[1]}"
             )
 
+    def on_fit_start(self) -> None:
+        """UserError if a callback or the schedule follows a metric that is never logged."""
+        if type(self).__module__.partition(".")[0] != "attnkit":
+            return  # a class of the user's may log more
+        known = sorted(f"val/{name}" for name in self.val_metrics)
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        followers = [(f"callbacks: {type(callback).__name__}", callback) for callback in callbacks]
+        followers += [("scheduler", config) for config in self.trainer.lr_scheduler_configs]
+        for name, follower in followers:
+            monitor = str(getattr(follower, "monitor", None))
+            if monitor.startswith("val") and monitor not in known:
+                raise UserError(
+                    f"{name}: nothing logs its monitor {monitor!r}; of validation there are "
+                    f"{', '.join(known)}"
+                )
+
     def on_test_epoch_end(self) -> None:
         # Every process takes part in the sums.
         self.class_scores = class_scores(self.test_scores.compute(), self.class_names)
@@ -138,6 +160,14 @@ class ClassificationModule(TaskModule):
     def on_test_end(self) -> None:
         if self.trainer.is_global_zero:
             show_class_scores(self.class_scores)
+
+
+class BalancedAccuracy(MulticlassStatScores):
+    """The mean recall of the classes that there are samples of, as scikit-learn's."""
+
+    def compute(self) -> Tensor:
+        hits, _, _, _, support = super().compute().unbind(dim=-1)
+        return (hits[support > 0] / support[support > 0]).mean()
 
 
 def mean_of_losses() -> MeanMetric:

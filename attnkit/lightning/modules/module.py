@@ -22,8 +22,8 @@ from attnkit.lightning.build.build import build
 from attnkit.lightning.build.renamed import renewed
 from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.modules.optim import warmup_cosine
 from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
+from attnkit.lightning.modules.schedules import warmup_cosine
 from attnkit.lightning.resume.checkpoints import load
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ class TaskModule(LightningModule):
             configuration of one, or None: AdamW with learning rate 1e-3 and weight decay 0.05.
             Norms, biases and the model's `no_weight_decay()` are never decayed.
         scheduler: a callable of the optimizer, a configuration of one, or None: `warmup_cosine`.
-            It is stepped after every optimizer step; if it takes `total_steps`, it is given the
-            number of optimizer steps in the run.
+            It is stepped after every optimizer step, `Plateau` after every epoch; if it takes
+            `total_steps` or `steps_per_epoch`, it is given the number of optimizer steps in the run
+            or in an epoch.
         finetune: what is trained of the model: a function that is called with it
             (`functools.partial(attnkit.finetune.lora, rank=8)`), a configuration of one, or None:
             everything. A checkpoint holds the whole model, and knows how from the configuration.
@@ -89,10 +90,15 @@ class TaskModule(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer()
         scheduler = self._make_scheduler(optimizer)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        when: dict[str, Any] = {"interval": "step"}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            if not hasattr(scheduler, "monitor"):
+                raise UserError(
+                    "scheduler: ReduceLROnPlateau does not say which metric it follows; "
+                    "attnkit.lightning.Plateau has an argument monitor"
+                )
+            when = {"interval": "epoch", "monitor": scheduler.monitor}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
 
     def configure_callbacks(self) -> list[Callback]:
         """What the module brings: `CachedFeatures`, where its head alone is trained."""
@@ -193,7 +199,12 @@ class TaskModule(LightningModule):
         arguments = {}
         parameters = inspect.signature(make).parameters
         bound = getattr(make, "keywords", {})
-        if "total_steps" in parameters and bound.get("total_steps") is None:
+        wanted = [
+            name
+            for name in ("total_steps", "steps_per_epoch")
+            if name in parameters and bound.get(name) is None
+        ]
+        if wanted:
             try:
                 total_steps = self.trainer.estimated_stepping_batches
             except ValueError as error:
@@ -204,14 +215,13 @@ class TaskModule(LightningModule):
                 )
             if total_steps < 1:
                 raise UserError("data: no training batches: nothing to train on")
-            arguments["total_steps"] = int(total_steps)
-        scheduler = _called(make, "scheduler", optimizer, **arguments)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise UserError(
-                "scheduler: ReduceLROnPlateau follows a metric, not steps; "
-                "override configure_optimizers to use it"
-            )
-        return scheduler
+            batches = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
+            known = {
+                "total_steps": int(total_steps),
+                "steps_per_epoch": None if math.isinf(batches) else math.ceil(batches),
+            }
+            arguments = {name: known[name] for name in wanted}
+        return _called(make, "scheduler", optimizer, **arguments)
 
 
 def _called(make: Callable[..., Any], at: str, *args: Any, **kwargs: Any) -> Any:

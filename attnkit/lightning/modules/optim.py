@@ -1,13 +1,11 @@
 """Optimizer parameter groups and the default learning-rate schedule."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from attnkit.lightning.arguments import at_least, one_of, shares, shares_below_1
+from attnkit.lightning.arguments import at_least, one_of
 
 Coefficients = Literal["original", "quintic", "polar_express", "polar_express_safer"]
 
@@ -58,41 +56,3 @@ def muon(
         ns_coefficients=ns_coefficients,
         betas=(betas[0], betas[1]),
     )
-
-
-def warmup_cosine(
-    optimizer: Optimizer,
-    *,
-    total_steps: int,
-    warmup_fraction: float = 0.05,
-    min_lr_fraction: float = 0.01,
-) -> LRScheduler:
-    """Linear warm-up, then half a cosine down to `min_lr_fraction` of each group's learning rate.
-
-    To be stepped once per optimizer step. With W = round(warmup_fraction · total_steps), step
-    t < W uses (t + 1) / (W + 1) of the learning rate, step t ≥ W uses m + (1 - m)(1 + cos πp) / 2
-    with p = (t - W) / (total_steps - W). Cosine: Loshchilov and Hutter, SGDR, 2017, without
-    restarts.
-
-    Unlike torch's `SequentialLR` of `LinearLR` and `CosineAnnealingLR`, whose floor is one absolute
-    learning rate, the floor is relative, so groups with different learning rates keep their ratio.
-
-    Args:
-        optimizer: whose learning rates are scaled.
-        total_steps: optimizer steps in the whole run.
-        warmup_fraction: share of the steps spent warming up, in [0, 1).
-        min_lr_fraction: learning rate at the end, relative to the highest, in [0, 1].
-    """
-    at_least(1, total_steps=total_steps)
-    shares_below_1(warmup_fraction=warmup_fraction)
-    shares(min_lr_fraction=min_lr_fraction)
-    warmup_steps = round(warmup_fraction * total_steps)
-    cosine_steps = max(total_steps - warmup_steps, 1)
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        progress = min((step - warmup_steps) / cosine_steps, 1.0)
-        return min_lr_fraction + (1 - min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
-
-    return LambdaLR(optimizer, factor)

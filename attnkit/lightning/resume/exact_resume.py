@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from attnkit.lightning import _private as private
+from attnkit.lightning.resume.plateau import catch_up, monitored
 from attnkit.lightning.resume.sampler import ResumableSampler
 
 
@@ -54,6 +55,7 @@ class ExactResume(Callback):
             "batch_sizes": _batch_sizes(trainer),
             "metrics": _metric_states(pl_module),
             "sums": _epoch_sums(trainer),
+            "monitored": monitored(trainer),
         }
         checkpoint["exact_resume"] = _gathered(mine)
 
@@ -84,6 +86,7 @@ class ExactResume(Callback):
         self._start_data(trainer, saved, middle)
         if saved is not None:
             _set_random_states(trainer, saved["random"])
+            catch_up(trainer, saved.get("monitored", {}))
             if middle:
                 _set_metric_states(pl_module, saved["metrics"])
                 self._sums = saved["sums"]

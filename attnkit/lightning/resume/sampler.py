@@ -24,9 +24,13 @@ class ResumableSampler(DistributedSampler):
 
     start = 0
 
+    def order(self) -> Iterator[Any]:
+        """The numbers of this process's samples in this epoch, from its start."""
+        return super().__iter__()
+
     def __iter__(self) -> Iterator[Any]:
         start, self.start = self.start, 0
-        return islice(super().__iter__(), start, None)
+        return islice(self.order(), start, None)
 
 
 class EpochSampler(ResumableSampler):
@@ -47,6 +51,37 @@ class PlacedSampler(ResumableSampler):
         places = count(self.rank + self.start * self.num_replicas, self.num_replicas)
         numbers = super().__iter__()
         return ((self.epoch, place, number) for place, number in zip(places, numbers, strict=False))
+
+
+class BalancedSampler(PlacedSampler):
+    """A `PlacedSampler` that gives every class the same share of an epoch.
+
+    An epoch is as long as the data. Of a class with fewer samples than its share each comes up
+    again and again, none twice more often than another; of a larger class only a part does,
+    another in every epoch.
+
+    Args:
+        dataset: whose `labels` are int64 [samples].
+        *args, **options: those of torch's `DistributedSampler`.
+    """
+
+    def __init__(self, dataset: Dataset, *args: Any, **options: Any) -> None:
+        super().__init__(dataset, *args, **options)
+        labels: Tensor = dataset.labels  # type: ignore[attr-defined]
+        order, counts = labels.argsort(stable=True), labels.unique(return_counts=True)[1]
+        self.classes = order.split(counts.tolist())
+
+    def order(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        share = -(-self.total_size // len(self.classes))
+        rows = []
+        for of_class in self.classes:
+            rounds = range(-(-share // len(of_class)))
+            drawn = [of_class[torch.randperm(len(of_class), generator=generator)] for _ in rounds]
+            rows.append(torch.cat(drawn)[:share])
+        numbers = torch.cat(rows)
+        shuffled = numbers[torch.randperm(len(numbers), generator=generator)][: self.total_size]
+        return iter(shuffled[self.rank :: self.num_replicas].tolist())
 
 
 class UnpaddedSampler(DistributedSampler):

@@ -217,7 +217,7 @@ def test_refuses_at_once(arguments, error, message):
             "optimizer: SGD: .*learning rate",
         ),
         ({"scheduler": {"_target_": "torch.optim.lr_scheduler.StepLR"}}, "scheduler: .*step_size"),
-        ({"scheduler": ReduceLROnPlateau}, "override configure_optimizers"),
+        ({"scheduler": ReduceLROnPlateau}, "does not say which metric"),
     ],
 )
 def test_refuses_when_training_starts(make_trainer, data, arguments, message):

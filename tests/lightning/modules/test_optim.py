@@ -1,5 +1,4 @@
 import copy
-import math
 
 import pytest
 import torch
@@ -48,52 +47,6 @@ def test_compiled_and_timm_models_say_no_weight_decay_too():
     for model in (nn.ModuleDict({"model": vit}), nn.ModuleDict({"model": torch.compile(vit)})):
         exempt = {*map(id, parameter_groups(model)[1]["params"])}
         assert {id(vit.pos_embed), id(vit.cls_token)} <= exempt
-
-
-def rates(total_steps, lrs=(1.0,), **kwargs):
-    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    scheduler = warmup_cosine(optimizer, total_steps=total_steps, **kwargs)
-    seen = []
-    for _ in range(total_steps + 1):
-        seen.append([group["lr"] for group in optimizer.param_groups])
-        optimizer.step()
-        scheduler.step()
-    return torch.tensor(seen, dtype=torch.float64)
-
-
-def test_warmup_then_half_a_cosine():
-    seen = rates(70, warmup_fraction=0.1, min_lr_fraction=0.2)[:, 0]
-    torch.testing.assert_close(seen[:7], torch.arange(1, 8, dtype=torch.float64) / 8)
-    for step in range(7, 71):
-        cosine = (1 + math.cos(math.pi * (step - 7) / 63)) / 2
-        assert seen[step].item() == pytest.approx(0.2 + 0.8 * cosine)
-
-
-def test_groups_keep_their_ratio():
-    seen = rates(13, lrs=(0.5, 0.1))
-    torch.testing.assert_close(seen[:, 0], 5 * seen[:, 1])
-
-
-@pytest.mark.parametrize("total_steps", [1, 2, 3])
-def test_short_runs(total_steps):
-    seen = rates(total_steps, warmup_fraction=0.5)[:, 0]
-    assert (seen[:total_steps] > 0.1).any()
-    assert seen[total_steps].item() == pytest.approx(0.01)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"total_steps": 0}, "total_steps: expected 1 or more, got 0"),
-        ({"total_steps": 7, "warmup_fraction": 1.0}, "warmup_fraction: expected"),
-        ({"total_steps": 7, "min_lr_fraction": 1.5}, "min_lr_fraction: expected"),
-    ],
-)
-def test_refuses(kwargs, message):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ValueError, match=message):
-        warmup_cosine(optimizer, **kwargs)
 
 
 def test_muon_is_torchs_for_maps_and_adamw_for_the_rest():
