@@ -1,6 +1,7 @@
 """The LightningModule of image classification; users subclass it or copy it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ from attnkit.lightning.export.program import Program
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
 from attnkit.tasks.images.sizes import Size, sides
+
+MAX_COLUMNS = 1000  # classes with a column each in predictions.csv
 
 
 class ImageClassification(NormalizesImages, ClassificationModule):
@@ -108,8 +111,9 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         """The classes of images [batch, in_channels, height, width], uint8 or float from 0 to 1.
 
         Returns:
-            of each image `label` (the name of the most probable class), `probability`, and `top5`
-            (up to five pairs of name and probability, best first).
+            of each image `label` (the name of the most probable class), `probability`, `top5`
+            (up to five pairs of name and probability, best first), and of up to 1,000 classes
+            `p(<class>)`, the probability of each.
         """
         # A batch of files may turn out empty; not every model takes that.
         logits = self(images) if len(images) else images.new_zeros((0, self.num_classes)).float()
@@ -123,7 +127,19 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             "label": [row[0][0] for row in top5],
             "probability": [row[0][1] for row in top5],
             "top5": top5,
+            **self._columns(probabilities),
         }
+
+    def _columns(self, probabilities: Tensor) -> dict[str, list[float]]:
+        if self.num_classes > MAX_COLUMNS:
+            return {}
+        columns = zip(self.class_names, probabilities.T.tolist(), strict=True)
+        return {f"p({name})": column for name, column in columns}
+
+    def _truths(self, paths: Sequence[str]) -> list[str]:
+        """The class in whose folder each file lies, or nothing."""
+        folders = [Path(path).parent.name for path in paths]
+        return [name if name in self.class_names else "" for name in folders]
 
     def programs(self) -> dict[str, Program]:
         """`model`: uint8 images to logits, the normalisation inside."""
@@ -206,13 +222,19 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         """Predictions of a batch, one list entry per image.
 
         Returns:
-            what `classify` does, and `path`, if the batch brought paths.
+            what `classify` does; `path`, if the batch brought paths; and where it is known `truth`:
+            the class that the batch brought, or in whose folder a file lies.
         """
         images, *rest = batch
         rows = self.classify(images)
-        if rest and not isinstance(rest[0], Tensor):
-            rows = {"path": list(rest[0]), **rows}
-        return rows
+        if not rest:
+            return rows
+        if isinstance(rest[0], Tensor):
+            return {"truth": [self.class_names[number] for number in rest[0].tolist()], **rows}
+        paths = list(rest[0])
+        truths = self._truths(paths)
+        known = {"truth": truths} if any(truths) else {}
+        return {"path": paths, **known, **rows}
 
 
 def _checked(class_weights: Sequence[float]) -> Tensor:

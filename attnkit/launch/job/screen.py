@@ -214,10 +214,11 @@ def predictions(folder: Path) -> Table:
         rows = list(reader)
     title = f"predictions, the first {_MAX_ROWS} of {len(rows)}"
     table = Table(title=title if len(rows) > _MAX_ROWS else "predictions", title_justify="left")
-    for name in reader.fieldnames or ["nothing"]:
+    names = [name for name in reader.fieldnames or ["nothing"] if not name.startswith("p(")]
+    for name in names:  # those of each class would make it too wide
         table.add_column(name, overflow="fold")
     for row in rows[:_MAX_ROWS]:
-        table.add_row(*(escape(cell or "") for cell in row.values()))
+        table.add_row(*(escape(row[name] or "") for name in names))
     return table
 
 

@@ -115,7 +115,8 @@ def _batch_sampler(loader: Any) -> Any:
 def _cells(value: Any) -> list[str]:
     if hasattr(value, "tolist"):
         value = value.tolist()
-    return [_cell(v) for v in value] if isinstance(value, list | tuple) else [_cell(value)]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [f"{v:.6f}" if isinstance(v, float) else _cell(v) for v in values]
 
 
 def _cell(value: Any) -> str:

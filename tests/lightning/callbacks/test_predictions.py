@@ -33,7 +33,7 @@ def test_order_of_the_data(tmp_path, devices):
     )
     assert done.returncode == 0, done.stderr
     for name, numbers in EXPECTED.items():
-        lines = [f"{number},{number**2:.4f},a {number:.4f}\n" for number in numbers]
+        lines = [f"{number},{number**2:.6f},a {number:.4f}\n" for number in numbers]
         written = (tmp_path / name / "predictions.csv").read_bytes().decode()
         assert written.replace("\r\n", "\n") == "number,square,best\n" + "".join(lines), name
         for rank in range(devices):
