@@ -283,6 +283,9 @@ def _evaluation(request: Request) -> Job:
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
         if saved.get("export") is None:  # the run is older than it
             saved["export"] = OmegaConf.to_container(given["export"], resolve=False)
+        if "inspect" in request.kind.needs and saved.get("inspect") is None:
+            usual = request.composer.compose([f"task={saved['task']}"]).get("inspect")
+            saved["inspect"] = usual and OmegaConf.to_container(usual, resolve=False)
         config = request.composer.overlay(saved, request.overrides)
         request = request.on(home)
     request = replace(request, config=config)

@@ -1,26 +1,31 @@
-"""Pictures of where a model looks, while it trains."""
+"""Pictures of where a model looks, while it trains, in tests and in predictions."""
 
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
-from matplotlib import colormaps
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.watch.capture import capture_attention
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.files import in_log_folder, replacing
-
-MAX_PREFIX_TOKENS = 16  # class and register tokens tried for a model that does not say
+from attnkit.lightning.maps.layers import (
+    MAX_PREFIX_TOKENS,
+    LayerMap,
+    chosen_layers,
+    find_grid,
+    layer_maps,
+    over_image,
+    prefix_of,
+    rollout,
+)
+from attnkit.lightning.maps.picture import draw_maps, pixels_of
 
 
 def first_of_batch(batch: Any) -> Tensor:
@@ -29,21 +34,25 @@ def first_of_batch(batch: Any) -> Tensor:
 
 
 class AttentionMaps(Callback):
-    """Draws attention over the image for a few images of the first validation and test batch.
+    """Draws attention, or gates where there is none, over a few images, one of each class.
 
-    Shown is the mean over heads of the weights of the class token, or of the mean over all tokens
-    where there is none, in one layer. Each picture goes to the run's folder as PNG and to every
-    logger that takes images (TensorBoard, Weights & Biases). The model runs a few images once more
-    for it; the weights are computed beside the kernel that it uses, and only on rank zero.
+    A picture has the images of a validation, a test or a prediction, with their classes and what
+    the module says of them, and below the maps of a layer with its name and scale. Attention is the
+    mean over heads, of the class token, or over all tokens where there is none, as a multiple of
+    even attention; over channels it is a matrix. Gates are drawn between 0 and 1: over the image,
+    or a curve over the channels. Each picture goes to the run's folder as PNG and to every logger
+    that takes images (TensorBoard, Weights & Biases). The model runs the images once more for it;
+    the weights are computed beside the kernel that it uses, and only on rank zero.
 
-    The module's `forward` takes images, [batch, channels, height, width], and holds attention of
-    attnkit: a Transformer's tokens or a feature map's positions, in reading order, possibly after
-    class and register tokens.
+    The module's `forward` takes images, [batch, channels, height, width], and holds attention or
+    gates of attnkit: a Transformer's tokens or a feature map's positions, in reading order,
+    possibly after class and register tokens. Where it returns logits, they are the prediction.
+    Classes are the integers behind the images in a batch, and named by its `class_names`.
 
     Args:
-        num_images: how many images are shown.
+        num_images: how many images are shown at most.
         every_n_epochs: draw in the validation of every n-th epoch.
-        layer: which attention layer, by position or by name.
+        layer: which layer, by position or by name (`*` matches anything, and each is a row).
         rollout: multiply the layers up to the last, with their residual connections (Abnar and
             Zuidema, Quantifying Attention Flow in Transformers, 2020), rather than show one.
         num_prefix_tokens: class and register tokens before the first patch. None: what the model's
@@ -53,8 +62,8 @@ class AttentionMaps(Callback):
         folder: for the PNG files; None for `attention_maps` in the trainer's log folder.
 
     Raises:
-        ValueError: before training, if the model has no attention of attnkit, or its tokens are no
-            grid over the image.
+        UserError: before it begins, if the model has neither attention nor gates of attnkit.
+        ValueError: in the check of the first validation, if tokens are no grid over the image.
     """
 
     def __init__(
@@ -76,11 +85,14 @@ class AttentionMaps(Callback):
         self.images = images
         self._given_folder = folder
         self.folder: Path | None = None
+        self._kept: dict[Any, tuple[Tensor, str]] | None = None
+        """By class, an image and its title; None when they are drawn."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.folder = in_log_folder(trainer, self._given_folder, "attention_maps")
+        chosen_layers(pl_module, self.layer)
 
-    def _draw(
+    def _look(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -91,24 +103,62 @@ class AttentionMaps(Callback):
         *,
         stage: str,
     ) -> None:
-        testing, epoch = stage == "test", trainer.current_epoch
-        due = testing or trainer.sanity_checking or epoch % self.every_n_epochs == 0
-        if not (due and batch_idx == dataloader_idx == 0 and trainer.is_global_zero):
+        epoch = trainer.current_epoch
+        due = stage != "val" or trainer.sanity_checking or epoch % self.every_n_epochs == 0
+        if not due or dataloader_idx or not trainer.is_global_zero:
             return
-        images = self.images(batch)[: self.num_images]
+        if batch_idx == 0:
+            self._kept = {}
+        if self._kept is None:
+            return
+        known = self._keep(batch, outputs, getattr(pl_module, "class_names", None))
+        counts = getattr(trainer, f"num_{stage}_batches")
+        last = trainer.sanity_checking or batch_idx + 1 >= counts[dataloader_idx]
+        if not self._kept or (known and len(self._kept) < self.num_images and not last):
+            return
+        kept, self._kept = [*self._kept.values()], None
+        images = torch.stack([image for image, _ in kept])
         with trainer.precision_plugin.forward_context(), unrecorded():
-            maps = [self.attention_map(pl_module, image) for image in images]
+            found = [self._maps(pl_module, image.to(pl_module.device)) for image in images]
         if trainer.sanity_checking:  # only to learn before training that it works
             return
-        pixels = draw_attention(images.float().cpu(), maps)
-        name = "test" if testing else f"epoch={epoch:03d}"
+        says = [_prediction(output, pl_module) for _, output in found]
+        titles = ["\n".join(filter(None, (title, said)))
+                  for (_, title), said in zip(kept, says, strict=True)]  # fmt: skip
+        pixels = pixels_of(draw_maps(images, [maps for maps, _ in found], titles))
         assert self.folder is not None
+        name = f"epoch_{epoch + 1:03d}" if stage == "val" else stage
         with replacing(self.folder / f"{name}.png") as file:
-            Image.fromarray(pixels.numpy()).save(file, "PNG")
+            Image.fromarray(pixels).save(file, "PNG")
         _send_image(trainer, f"{stage}/attention", pixels)
 
-    on_validation_batch_end: Any = partialmethod(_draw, stage="val")
-    on_test_batch_end: Any = partialmethod(_draw, stage="test")
+    on_validation_batch_end: Any = partialmethod(_look, stage="val")
+    on_test_batch_end: Any = partialmethod(_look, stage="test")
+    on_predict_batch_end: Any = partialmethod(_look, stage="predict")
+
+    def _keep(self, batch: Any, outputs: Any, names: Sequence[str] | None) -> bool:
+        """Keep an image of each class that is new; whether classes are known."""
+        images = self.images(batch)
+        rows = outputs if isinstance(outputs, Mapping) else {}
+        labels = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
+        classes: Sequence[Any] | None = rows.get("truth")
+        if isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
+            classes = [names[n] if names else n for n in labels.tolist()]
+        shown = classes or rows.get("label") or range(len(images))
+        assert self._kept is not None
+        for place, (image, key) in enumerate(zip(images, shown, strict=True)):
+            if len(self._kept) < self.num_images and key not in self._kept:
+                lines = ["/".join(Path(rows["path"][place]).parts[-2:])] if "path" in rows else []
+                lines += [f"true: {classes[place]}"] if classes and classes[place] != "" else []
+                self._kept[key] = image.detach().cpu(), "\n".join(lines)
+        return shown is not None and not isinstance(shown, range)
+
+    @torch.no_grad()
+    def _maps(self, model: nn.Module, image: Tensor) -> tuple[list[LayerMap], Any]:
+        if not self.rollout:
+            return layer_maps(model, image, self.layer, self.num_prefix_tokens)
+        values, num_keys = self._rolled_out(model, image)
+        return [LayerMap("rollout", "attention", values * num_keys, "image")], model(image[None])
 
     @torch.no_grad()
     def attention_map(self, model: nn.Module, image: Tensor) -> Tensor:
@@ -116,107 +166,43 @@ class AttentionMaps(Callback):
 
         The model runs as it stands: call `eval()` before to be rid of dropout.
         """
-        told, has_class_token = self._prefix_of(model)
-        rows = 0 if told and has_class_token and not self.rollout else None
-        layers = None if self.rollout else self.layer
-        with capture_attention(model, layers=layers, rows=rows) as captured:
+        if self.rollout:
+            return self._rolled_out(model, image)[0]
+        with unrecorded(), capture_attention(model, layers=self.layer) as captured:
             model(image[None])
-        layers_weights = [weights[-1][0].float().mean(0) for weights in captured.values()]
-        if not layers_weights:
+        if not captured:
             raise ValueError(f"layer: {self.layer!r} did not run")
-        # An attention pooling leaves the prefix out.
+        weights = [*captured.values()][-1][-1][0].float().mean(0)
+        return over_image(weights, image, prefix_of(model, self.num_prefix_tokens)).cpu()
+
+    def _rolled_out(self, model: nn.Module, image: Tensor) -> tuple[Tensor, int]:
+        with unrecorded(), capture_attention(model) as captured:
+            model(image[None])
+        layers = [weights[-1][0].float().mean(0) for weights in captured.values()]
+        told, has_class_token = prefix_of(model, self.num_prefix_tokens)
         tried = [told, 0] if told is not None else range(MAX_PREFIX_TOKENS + 1)
+        num_keys = layers[-1].shape[-1]
         height, width = image.shape[-2:]
-        prefix, grid = find_grid(layers_weights[-1].shape[-1], height, width, tried)
-        weights = _rollout(layers_weights, prefix) if self.rollout else layers_weights[-1]
-        tokens = weights[0] if prefix and has_class_token else weights.mean(0)
-        return tokens[prefix:].reshape(grid).cpu()
-
-    def _prefix_of(self, model: nn.Module) -> tuple[int | None, bool]:
-        """Prefix tokens, None if unknown, and whether the first of them is a class token."""
-        for module in model.modules():
-            told = getattr(module, "num_prefix_tokens", None)
-            if isinstance(told, int):
-                class_token = getattr(module, "class_token", getattr(module, "cls_token", True))
-                number = told if self.num_prefix_tokens is None else self.num_prefix_tokens
-                return number, class_token is not None
-        return self.num_prefix_tokens, True
+        number, _ = find_grid(num_keys, height, width, tried)
+        flow = rollout(layers, number)
+        return over_image(flow, image, (number, has_class_token)).cpu(), num_keys
 
 
-def find_grid(
-    num_tokens: int, height: int, width: int, num_prefix_tokens: Sequence[int]
-) -> tuple[int, tuple[int, int]]:
-    """The first of some numbers of prefix tokens that leaves a grid of the image's proportions.
-
-    Returns:
-        That number, and the rows and columns of the grid.
-    """
-    for prefix in num_prefix_tokens:
-        rows = round(math.sqrt(max(num_tokens - prefix, 0) * height / width))
-        if rows and rows * round(rows * width / height) == num_tokens - prefix:
-            return prefix, (rows, (num_tokens - prefix) // rows)
-    raise ValueError(
-        f"num_prefix_tokens: {num_tokens} tokens do not form a grid over an image of "
-        f"{height} x {width} after {' or '.join(map(str, num_prefix_tokens))} prefix tokens"
-    )
+def _prediction(output: Any, module: nn.Module) -> str:
+    """What the logits of one image say."""
+    if not isinstance(output, Tensor) or output.ndim != 2 or output.shape[1] < 2:
+        return ""
+    names = getattr(module, "class_names", None)
+    probability, number = output[0].float().softmax(0).max(0)
+    name = names[int(number)] if names else int(number)
+    return f"says: {name} ({100 * float(probability):.0f} %)"
 
 
-def _rollout(layers: list[Tensor], num_prefix_tokens: int) -> Tensor:
-    """Product over layers of (weights + identity) / 2, [rows of the last layer, tokens]."""
-    num_tokens = layers[-1].shape[-1]
-    flow = torch.eye(num_tokens, device=layers[-1].device)
-    for weights in layers:
-        if weights.shape[-1] != num_tokens:
-            raise ValueError(
-                f"rollout: the layers have different tokens, {weights.shape[-1]} and {num_tokens}"
-            )
-        if len(weights) == num_tokens or num_prefix_tokens:
-            # A last layer computed for the class token only has that one row.
-            identity = torch.eye(num_tokens, device=weights.device)[: len(weights)]
-            weights = (weights + identity) / 2
-        flow = weights @ flow
-    return flow
-
-
-def draw_attention(images: Tensor, maps: list[Tensor], height: int = 192, gap: int = 6) -> Tensor:
-    """Each image above its attention map, which is upsampled and laid over the image in grey.
-
-    Args:
-        images: [batch, channels, height, width], of any range; not 3 channels: their mean is shown.
-        maps: one [rows, columns] for each image; the brightest colour is the map's largest weight.
-        height: of each image in the picture, in pixels.
-        gap: white pixels between images.
-
-    Returns:
-        uint8 [height, width, 3].
-    """
-    size = (height, max(1, round(height * images.shape[-1] / images.shape[-2])))
-    columns = []
-    for image, weights in zip(images, maps, strict=True):
-        picture = F.interpolate(_as_picture(image)[None], size)[0]
-        heat = F.interpolate(weights[None, None], size, mode="bicubic")[0, 0].clamp(min=0)
-        colours = np.asarray(colormaps["inferno"]((heat / heat.max().clamp(min=1e-12)).numpy()))
-        coloured = torch.from_numpy(colours[..., :3]).movedim(-1, 0).float()
-        panels = (picture, 0.4 * picture.mean(0) + 0.6 * coloured)
-        framed = [F.pad(panel, (gap, 0, gap, 0), value=1.0) for panel in panels]
-        columns.append(torch.cat(framed, dim=1))
-    pixels = torch.cat(columns, dim=2)[:, gap:, gap:]
-    return (255 * pixels).round().to(torch.uint8).permute(1, 2, 0)
-
-
-def _as_picture(image: Tensor) -> Tensor:
-    """An image of any range as [3, height, width] in [0, 1]."""
-    image = image if image.shape[0] == 3 else image.mean(0, keepdim=True).expand(3, -1, -1)
-    if image.min() >= 0 and image.max() <= 1:
-        return image
-    return (image - image.min()) / (image.max() - image.min()).clamp(min=1e-12)
-
-
-def _send_image(trainer: Trainer, name: str, pixels: Tensor) -> None:
+def _send_image(trainer: Trainer, name: str, pixels: Any) -> None:
     for logger in trainer.loggers:
         if hasattr(logger, "log_image"):
-            logger.log_image(name, images=[pixels.numpy()], step=trainer.global_step)
+            logger.log_image(name, images=[pixels], step=trainer.global_step)
             continue
         writer = getattr(logger, "experiment", None)
         if writer is not None and hasattr(writer, "add_image"):
-            writer.add_image(name, pixels.numpy(), trainer.global_step, dataformats="HWC")
+            writer.add_image(name, pixels, trainer.global_step, dataformats="HWC")

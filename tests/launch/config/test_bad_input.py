@@ -88,7 +88,7 @@ SHIPPED = [
     # what contradicts itself
     ("run=test", "run=test: needs ckpt=PATH"),
     ("run=predict ckpt={file}", "run=predict: needs images=PATH"),
-    ("run=inspect ckpt={file} images={file}", "run=inspect: the task vit has nothing to inspect"),
+    ("run=inspect ckpt={file} task=graph", "run=inspect: the task graph has nothing to inspect"),
     ("task=channel attention=none attention.reduction=3", "attention=none has no options"),
     ("ckpt={file}", "does nothing in run=train; only in run=test, predict, inspect, exp"),
     ("images={file}", "does nothing in run=train; only in run=predict, inspect"),

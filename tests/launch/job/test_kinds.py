@@ -23,7 +23,7 @@ CHANGED = {
     "decoder": "decoder=lstm",
     "data": "data.batch_size=17",
     "predict": "predict.batch_size=19",
-    "inspect": "+inspect._target_=attnkit.tasks.captioning.WordMaps",
+    "inspect": "inspect.num_images=3",
     "export": "export.formats=[safetensors]",
     "optimizer": "optimizer.lr=0.0625",
     "scheduler": "scheduler.warmup_fraction=0.25",
@@ -161,7 +161,6 @@ EARLY = "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,mo
         ("test", EARLY),
         ("predict", "callbacks.checkpoint.monitor=val/loss"),
         ("bench", "callbacks=attention_maps"),
-        ("predict", "callbacks=attention_maps"),
     ],
 )  # fmt: skip
 def test_callbacks_that_take_no_part_are_refused(attnkit, trained, monkeypatch, kind, callback):

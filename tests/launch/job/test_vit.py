@@ -56,7 +56,7 @@ def test_tested_again_it_is_the_same(attnkit, trained, trainer):
 
 def test_predict(attnkit, trained, tmp_path):
     digits = load_digits()
-    images = tmp_path / "images" / "below"
+    images = tmp_path / "images" / "3"
     images.mkdir(parents=True)
     for number in range(11):
         pixels = (digits.images[number] * 255 / 16).astype("uint8")
@@ -68,6 +68,12 @@ def test_predict(attnkit, trained, tmp_path):
     rows = rows_of(Path("all/predictions.csv"))
     assert [Path(row["path"]).name for row in rows] == [f"{n:02}.png" for n in range(11)]
     assert all(0.1 < float(row["probability"]) <= 1 for row in rows)
+    assert all(row["truth"] == "3" for row in rows)  # as the folder is called
+    shares = [[float(row[f"p({number})"]) for number in range(10)] for row in rows]
+    assert all(abs(sum(share) - 1) < 1e-4 for share in shares)
+    best = [str(share.index(max(share))) for share in shares]
+    assert best == [row["label"] for row in rows] == [row["top5"].split()[0] for row in rows]
+    assert "p(3)" not in done.out  # where there is no room for all of them
     assert "broken.png" in done.out + done.err
 
     # The checkpoint alone is enough, and gives the same.
@@ -76,11 +82,41 @@ def test_predict(attnkit, trained, tmp_path):
     done = attnkit("run=predict", f"ckpt={alone}", f"images={images / '03.png'}", "run_dir=one")
     assert done.code == 0, done.err
     (row,) = rows_of(Path("one/predictions.csv"))
-    assert (row["label"], row["probability"]) == (rows[3]["label"], rows[3]["probability"])
+    assert row["label"] == rows[3]["label"]
+    assert float(row["probability"]) == pytest.approx(float(rows[3]["probability"]), abs=1e-5)
 
     done = attnkit("run=predict", f"ckpt={trained}", f"images={images / 'broken.png'}")
     assert done.code == 2
     assert f"nothing in {images / 'broken.png'} could be predicted" in done.err
+
+
+def test_inspect(attnkit, trained, tmp_path):
+    """Also a run that is older than its task's `inspect`, and by callbacks=attention_maps."""
+    for number, pixels in enumerate(load_digits().images[:3]):
+        (tmp_path / f"images/{number}").mkdir(parents=True)
+        image = Image.fromarray((pixels * 255 / 16).astype("uint8"))
+        image.save(tmp_path / f"images/{number}/it.png")
+    shutil.copytree(trained, "old")
+    config = yaml.safe_load(Path("old/config.yaml").read_text())
+    assert config.pop("inspect")["layer"] == -1
+    Path("old/config.yaml").write_text(yaml.safe_dump(config))
+    for run, *words in (("inspect", "inspect.layer=*"), ("predict", "callbacks=attention_maps")):
+        images = f"images={tmp_path}/images"
+        done = attnkit(f"run={run}", "ckpt=old", images, *words, f"run_dir={run}")
+        assert done.code == 0, done.err
+        folder = "inspect" if run == "inspect" else "attention_maps"
+        (picture,) = Path(run, folder).iterdir()
+        assert (picture.name, Image.open(picture).width > 500) == ("predict.png", True)
+    done = attnkit("run=inspect", "ckpt=old", images, "inspect.layer=9")
+    assert done.code == 2
+    assert "layer: 9 is none of the" in done.err
+
+
+def test_nothing_to_draw_is_said_before_training(attnkit):
+    words = ("attention=none", "callbacks=attention_maps", "trainer.num_sanity_val_steps=0")
+    done = attnkit("task=spatial", *words, "run_dir=run")
+    assert (done.code, Path("run").exists()) == (2, False)
+    assert "neither attention with weights nor gates: nothing to draw" in done.err
 
 
 def test_another_score_and_other_positions(attnkit):

@@ -4,10 +4,20 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.image import imread
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
 
-from attnkit import MultiHeadAttention, ViT, capture_attention
-from attnkit.lightning import AttentionMaps
-from attnkit.lightning.callbacks.attention_maps import draw_attention, find_grid
+from attnkit import (
+    CBAM,
+    ChannelAttention,
+    MultiHeadAttention,
+    SpatialAttention,
+    SqueezeExcitation,
+    ViT,
+    capture_attention,
+)
+from attnkit.lightning import AttentionMaps, UserError
+from attnkit.lightning.maps.layers import LayerMap, find_grid, layer_maps
+from attnkit.lightning.maps.picture import draw_maps
 
 
 class Bright(nn.Module):
@@ -172,21 +182,53 @@ def test_tokens_that_are_no_grid():
         find_grid(197, 224, 280, [0, 2])
 
 
-def test_the_picture():
-    images = torch.zeros(2, 1, 6, 10)
-    images[1, :, 2:4, 6:8] = 5.0  # not in [0, 1]: stretched
-    weights = torch.zeros(3, 5)
-    weights[1, 3] = 0.1
-    pixels = draw_attention(images, [weights, weights], height=12, gap=2)
-    assert pixels.shape == (12 + 2 + 12, 20 + 2 + 20, 3)
-    assert (pixels[12:14] == 255).all()  # the gaps are white
-    assert (pixels[:, 20:22] == 255).all()
-    bright = pixels[:12, 22:] == 255
-    assert bright[4:8, 12:16].all()
-    assert bright.sum() == 3 * 4 * 4
-    heat = pixels[14:, :20].sum(-1)  # the first image is black, under the map
-    assert heat.argmax() // 20 in (5, 6)
-    assert heat.argmax() % 20 in (13, 14)
+def picture(*maps):
+    """The figure of one image under these maps, and its rows of panels."""
+    image = torch.zeros(1, 1, 6, 10, dtype=torch.uint8)
+    figure = draw_maps(image, [maps], ["true: a\nsays: b (93 %)"])
+    return figure, [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
+
+
+def test_an_even_map_looks_even_and_has_a_scale():
+    even = LayerMap("blocks.1.attention", "attention", torch.ones(3, 5), "image")
+    figure, (top, below) = picture(even)
+    assert top.get_title() == "true: a\nsays: b (93 %)"
+    assert below.get_title("left") == "blocks.1.attention"
+    *_, heat = below.get_images()
+    assert heat.get_clim() == (0, 2)  # so that its colour is the middle one
+    (bar,) = (axes for axes in figure.axes if axes not in (top, below))
+    assert bar.get_ylabel() == "attention: 1 is even"
+    uneven = even._replace(values=torch.tensor([[0.5, 7.0]]))
+    assert picture(uneven)[1][1].get_images()[-1].get_clim() == (0, 7)
+    gate = LayerMap("gate", "gate", torch.full((3, 5), 0.5), "image")
+    assert picture(gate)[1][1].get_images()[-1].get_clim() == (0, 1)
+
+
+def test_gates_of_channels_are_a_curve():
+    gate = LayerMap("se", "gate", torch.tensor([0.2, 0.9, 0.4]), "channels")
+    _, (_, below) = picture(gate)
+    (line,) = below.get_lines()
+    assert line.get_ydata() == pytest.approx([0.2, 0.9, 0.4])
+    assert (below.get_ylim(), below.get_ylabel()) == ((0, 1), "gate")
+
+
+def test_what_each_kind_of_layer_gives():
+    image = torch.rand(6, 8, 8)
+    kinds = {
+        "cbam": (CBAM(6, reduction=2), "gate", "image", (8, 8)),
+        "se": (SqueezeExcitation(6, reduction=2), "gate", "channels", (6,)),
+        "channel": (ChannelAttention(6), "attention", "pairs of channels", (6, 6)),
+        "spatial": (SpatialAttention(6), "attention", "image", (8, 8)),
+    }
+    for name, (layer, kind, over, shape) in kinds.items():
+        model = nn.Sequential(layer).eval()
+        (found,), _ = layer_maps(model, image, -1, None)
+        assert (found.kind, found.over, tuple(found.values.shape)) == (kind, over, shape), name
+        if kind == "attention":
+            assert found.values.mean() == pytest.approx(1, abs=1e-4)  # a multiple of even attention
+        else:
+            assert found.values.min() > 0
+            assert found.values.max() < 1
 
 
 def test_draws_in_a_plain_trainer(small_net, loader, make_trainer, tmp_path):
@@ -196,14 +238,31 @@ def test_draws_in_a_plain_trainer(small_net, loader, make_trainer, tmp_path):
     maps = AttentionMaps(num_images=3, every_n_epochs=2)
     trainer = make_trainer(callbacks=[maps], logger=logger, max_epochs=4)
     module = small_net()
+    module.class_names = [f"digit {number}" for number in range(10)]
     trainer.fit(module, loader, loader)
     trainer.test(module, loader, verbose=False)
 
     files = sorted(path.name for path in (tmp_path / "attention_maps").iterdir())
-    assert files == ["epoch=000.png", "epoch=002.png", "test.png"]
-    picture = imread(tmp_path / "attention_maps" / "epoch=002.png")
-    assert picture.shape == (2 * 192 + 6, 3 * 192 + 2 * 6, 3)
+    assert files == ["epoch_001.png", "epoch_003.png", "test.png"]
+    assert imread(tmp_path / "attention_maps" / "epoch_003.png").std() > 0.1
     assert len(EventAccumulator(str(tmp_path)).Reload().Images("val/attention")) == 2
+
+
+def test_one_image_of_each_class(small_net, digits, make_trainer, tmp_path, monkeypatch):
+    """The first batches of a test set that is in order hold one class only."""
+    order = digits.tensors[1].argsort(stable=True)
+    in_order = DataLoader(Subset(digits, order.tolist()), batch_size=4)
+    titles = []
+    monkeypatch.setattr(
+        "attnkit.lightning.callbacks.attention_maps.draw_maps",
+        lambda images, maps, said: titles.append(said) or draw_maps(images, maps, said),
+    )
+    maps = AttentionMaps(num_images=4, folder=tmp_path / "maps")
+    make_trainer(callbacks=[maps]).test(small_net(), in_order, verbose=False)
+    (said,) = titles
+    assert [title.split("\n")[0] for title in said] == [f"true: {number}" for number in range(4)]
+    assert all("says: " in title for title in said)
+    assert [path.name for path in (tmp_path / "maps").iterdir()] == ["test.png"]
 
 
 def test_training_is_the_same_with_it(small_net, loader, make_trainer):
@@ -219,10 +278,12 @@ def test_training_is_the_same_with_it(small_net, loader, make_trainer):
 def test_a_model_without_attention_fails_before_training(small_net, loader, make_trainer):
     module = small_net()
     module.attention = nn.Identity()
-    trainer = make_trainer(callbacks=[AttentionMaps()])
-    with pytest.raises(ValueError, match="has no module with attention weights"):
+    trainer = make_trainer(callbacks=[AttentionMaps()], num_sanity_val_steps=0)
+    with pytest.raises(UserError, match="neither attention with weights nor gates"):
         trainer.fit(module, loader, loader)
     assert trainer.global_step == 0
+    with pytest.raises(UserError, match="layer: 3 is none of the 1 layers attention"):
+        make_trainer(callbacks=[AttentionMaps(layer=3)]).test(small_net(), loader)
 
 
 def test_refuses():

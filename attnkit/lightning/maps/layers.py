@@ -1,0 +1,174 @@
+"""What a layer of attention, or a gate, makes of one image, in a form that can be drawn."""
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.kernels.record import module_name, unrecorded
+from attnkit.core.watch.capture import capture_attention
+from attnkit.layers.gates.gate import capture_gates
+from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
+from attnkit.lightning.errors import UserError
+
+MAX_PREFIX_TOKENS = 16  # class and register tokens tried for a model that does not say
+_WEIGHTS = "attention_weights"
+_OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
+
+
+class LayerMap(NamedTuple):
+    """`values` is [rows, columns] over the image, [channels], or [channels, channels].
+
+    `kind` says how to read them: "attention" as a multiple of what even attention would give, so
+    that 1 is even; "gate" between 0 and 1.
+    """
+
+    layer: str
+    kind: str
+    values: Tensor
+    over: str
+    """Over what: "image", "channels" or "pairs of channels"."""
+
+
+def chosen_layers(model: nn.Module, layer: int | str) -> tuple[str, list[str]]:
+    """Whether a model is looked at by its "attention" or its "gate"s, and the names of the layers.
+
+    Gates are looked at where there is no attention.
+
+    Args:
+        model: any module.
+        layer: a position among the layers, or a name (`*` matches anything).
+
+    Raises:
+        UserError: it has neither, or no such layer.
+    """
+    modules = {module_name(name): module for name, module in model.named_modules()}
+    found = {
+        "attention": [n for n, m in modules.items() if callable(getattr(m, _WEIGHTS, None))],
+        "gate": [n for n, m in modules.items() if callable(getattr(type(m), "gate", None))],
+    }
+    kind = next((kind for kind, names in found.items() if names), None)
+    if kind is None:
+        raise UserError(
+            f"{type(model).__name__} has neither attention with weights nor gates: nothing to draw"
+            "\n  insert_attention puts them in; replace_attention makes those of timm's looked into"
+        )
+    names = found[kind]
+    if isinstance(layer, int):
+        chosen = names[layer : layer + 1 or None] if -len(names) <= layer else []
+    else:
+        chosen = [name for name in names if fnmatchcase(name, layer)]
+    if not chosen:
+        raise UserError(f"layer: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
+    return kind, chosen
+
+
+@torch.no_grad()
+def layer_maps(
+    model: nn.Module, image: Tensor, layer: int | str, num_prefix_tokens: int | None
+) -> tuple[list[LayerMap], Any]:
+    """The maps of some layers over an image [channels, height, width], and the model's output."""
+    kind, names = chosen_layers(model, layer)
+    prefix = prefix_of(model, num_prefix_tokens)
+    with ExitStack() as stack:
+        stack.enter_context(unrecorded())
+        captured: dict[str, list[Tensor]] = stack.enter_context(
+            capture_gates(model) if kind == "gate" else capture_attention(model, names)
+        )
+        output = model(image[None])
+    maps = []
+    for name in names:
+        if name not in captured:
+            raise UserError(f"layer: {name!r} did not run")
+        values = captured[name][-1].float().cpu()
+        if kind == "gate":
+            maps.append(_of_gate(name, values[0]))
+        else:
+            maps.append(_of_attention(name, model.get_submodule(name), values, image, prefix))
+    return maps, output
+
+
+def _of_gate(name: str, values: Tensor) -> LayerMap:
+    if values[0].numel() == 1:
+        return LayerMap(name, "gate", values.flatten(), "channels")
+    return LayerMap(name, "gate", values.mean(0), "image")
+
+
+def _of_attention(
+    name: str, layer: nn.Module, weights: Tensor, image: Tensor, prefix: tuple[int | None, bool]
+) -> LayerMap:
+    num_keys = weights.shape[-1]
+    if isinstance(layer, _OVER_CHANNELS):
+        pairs = weights[0].mean(0) * num_keys
+        return LayerMap(name, "attention", pairs, "pairs of channels")
+    if len(weights) > 1:  # along the rows or columns of a map, which are a batch of their own
+        lines = weights.mean(dim=(1, 2)) * num_keys
+        return LayerMap(name, "attention", lines.T if "column" in name else lines, "image")
+    values = over_image(weights[0].mean(0), image, prefix) * num_keys
+    return LayerMap(name, "attention", values, "image")
+
+
+def over_image(weights: Tensor, image: Tensor, prefix: tuple[int | None, bool]) -> Tensor:
+    """Weights [queries, keys] as the map of the class token, or of the mean query, over an image.
+
+    Args:
+        weights: the mean over the heads.
+        image: [channels, height, width].
+        prefix: what `prefix_of` gives.
+    """
+    told, has_class_token = prefix
+    # An attention pooling leaves the prefix out.
+    tried = [told, 0] if told is not None else range(MAX_PREFIX_TOKENS + 1)
+    height, width = image.shape[-2:]
+    number, grid = find_grid(weights.shape[-1], height, width, tried)
+    tokens = weights[0] if number and has_class_token else weights.mean(0)
+    return tokens[number:].reshape(grid)
+
+
+def prefix_of(model: nn.Module, given: int | None) -> tuple[int | None, bool]:
+    """Prefix tokens, None if unknown, and whether the first of them is a class token."""
+    for module in model.modules():
+        told = getattr(module, "num_prefix_tokens", None)
+        if isinstance(told, int):
+            class_token = getattr(module, "class_token", getattr(module, "cls_token", True))
+            return (told if given is None else given), class_token is not None
+    return given, True
+
+
+def find_grid(
+    num_tokens: int, height: int, width: int, num_prefix_tokens: Sequence[int]
+) -> tuple[int, tuple[int, int]]:
+    """The first of some numbers of prefix tokens that leaves a grid of the image's proportions.
+
+    Returns:
+        That number, and the rows and columns of the grid.
+    """
+    for prefix in num_prefix_tokens:
+        rows = round(math.sqrt(max(num_tokens - prefix, 0) * height / width))
+        if rows and rows * round(rows * width / height) == num_tokens - prefix:
+            return prefix, (rows, (num_tokens - prefix) // rows)
+    raise ValueError(
+        f"num_prefix_tokens: {num_tokens} tokens do not form a grid over an image of "
+        f"{height} x {width} after {' or '.join(map(str, num_prefix_tokens))} prefix tokens"
+    )
+
+
+def rollout(layers: list[Tensor], num_prefix_tokens: int) -> Tensor:
+    """Product over layers of (weights + identity) / 2, [rows of the last layer, tokens]."""
+    num_tokens = layers[-1].shape[-1]
+    flow = torch.eye(num_tokens, device=layers[-1].device)
+    for weights in layers:
+        if weights.shape[-1] != num_tokens:
+            raise ValueError(
+                f"rollout: the layers have different tokens, {weights.shape[-1]} and {num_tokens}"
+            )
+        if len(weights) == num_tokens or num_prefix_tokens:
+            # A last layer computed for the class token only has that one row.
+            identity = torch.eye(num_tokens, device=weights.device)[: len(weights)]
+            weights = (weights + identity) / 2
+        flow = weights @ flow
+    return flow
