@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning import LightningDataModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from attnkit.lightning import ClassificationModule
 from attnkit.lightning.arguments import at_least, shares_below_1
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.export.program import Program
+from attnkit.tasks.image_classification.describe import describe_batches
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
 from attnkit.tasks.images.sizes import Size, sides
@@ -101,6 +103,11 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         alphas = {v2.MixUp: mixup, v2.CutMix: cutmix}
         mixers = [mix(alpha=a, num_classes=num_classes) for mix, a in alphas.items() if a]
         self.mix = v2.RandomChoice(mixers) if mixers else None
+
+    @staticmethod
+    def describe_data(data: LightningDataModule) -> dict[str, Any]:
+        """What is to be known of data without `describe()`: see `describe_batches`."""
+        return describe_batches(data)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [batch, num_classes] of images, uint8 or float from 0 to 1."""

@@ -23,6 +23,7 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.job.kinds import kind_of, named
 from attnkit.launch.job.trainer import make_trainer
 from attnkit.lightning.build.build import build
+from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers.wandb import WandbRun
 from attnkit.lightning.modules.module import TaskModule, untrained
@@ -98,7 +99,7 @@ class Session:
         self._follow_weights()
         self.data = self._new_data()
         nodes = [self.config.get(key) or {} for key in schema.FILLED]
-        describe = getattr(self.data, "describe", None)
+        describe = self._describer()
         if describe and not self.alone and any(v is None for n in nodes for v in n.values()):
             self.data.prepare_data()
             self.data.setup("fit")
@@ -114,6 +115,14 @@ class Session:
             for key, value in (self.config.get(part) or {}).items():
                 if value is None:
                     yield f"{part}.{key}"
+
+    def _describer(self) -> Callable[[], Mapping[str, Any]] | None:
+        """What says what a model has to know of the data: the data, else the module's class."""
+        if isinstance(self.data, DescribedData):
+            return self.data.describe
+        node = {"_target_": self.config["module"]["_target_"], "_partial_": True}
+        look = getattr(build(node, at="module").func, "describe_data", None)
+        return partial(look, self.data) if look else None
 
     def make_predict_data(self, module: LightningModule) -> LightningDataModule:
         """That of `predict`, whose nulls are what the trained module says of itself; or `data`."""

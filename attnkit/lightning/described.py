@@ -1,0 +1,32 @@
+"""What a run asks of its data beside batches: to say what a model has to know of it."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class DescribedData(Protocol):
+    """A LightningDataModule that says what it holds; a run fills the model's nulls from it.
+
+        class Cells(LightningDataModule):
+            def describe(self):
+                return {"image_size": 64, "in_channels": 3, "num_classes": 2,
+                        "class_names": ["healthy", "infected"],
+                        "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]}
+
+    A method `summary()`, if there is one, gives lines that are said and logged before a run. Both
+    are optional: of a data module without `describe()`, `ImageClassification` looks at the first
+    batches (`attnkit.tasks.image_classification.describe_batches`).
+    """
+
+    def describe(self) -> Mapping[str, Any]:
+        """Plain values by the names of arguments of the module and of the model.
+
+        Called after `prepare_data()` and `setup("fit")`, before module and model are built. Of the
+        arguments that a configuration leaves null, those of these names get these values; others
+        are left out. Images: `image_size` (side in pixels, or [height, width]), `patch_size`,
+        `in_channels`, `num_classes`, `class_names`, and of the training pixels on the scale from
+        0 to 1 `mean` and `std` per channel. Nodes of a graph: `in_channels`,
+        `out_channels`, `num_classes`, `class_names`.
+        """
+        ...

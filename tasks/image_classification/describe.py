@@ -1,0 +1,134 @@
+"""What a model has to know of images, found in the batches of anybody's data module."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.images.sizes import default_patch_size
+
+_IMAGES = 1024  # that mean and deviation are found with
+
+
+def describe_batches(data: LightningDataModule) -> dict[str, Any]:
+    """What `describe()` would say (`attnkit.lightning.DescribedData`), from the training batches.
+
+    Sizes and channels are those of the first batch. Classes are, in this order: `class_names`,
+    `classes` or `num_classes` of the data module, or of its training data set (as torchvision's
+    have), or the largest label that the data set has in `targets`, `labels` or `tensors`. Mean and
+    deviation are those of about a thousand images; pixels that are normalised already (some are
+    below 0) are left as they are.
+
+    Args:
+        data: after `setup("fit")`. Its batches are images [batch, channels, height, width], uint8
+            or floats from 0 to 1 or normalised, and integer labels [batch].
+
+    Raises:
+        UserError: its batches are not like this, or it does not tell how many classes there are.
+    """
+    name = type(data).__name__
+    loader = data.train_dataloader()
+    images, labels = _first(loader, name)
+    channels, height, width = images.shape[1:]
+    size = height if height == width else [height, width]
+    if channels not in (1, 3):
+        raise UserError(f"data: {name}: expected images of 1 or 3 channels, got {channels}")
+    found = _classes(data, getattr(loader, "dataset", None))
+    if found is None:
+        raise UserError(
+            f"data: {name} does not tell how many classes there are\n"
+            "  give it an attribute num_classes (or class_names), or a method describe():\n"
+            "  see attnkit.lightning.DescribedData"
+        )
+    number, names = found
+    if int(labels.max()) >= number or int(labels.min()) < 0:
+        raise UserError(f"data: {name} has labels outside 0 to {number - 1}")
+    mean, std = _mean_and_std(loader)
+    return {
+        "image_size": size,
+        "patch_size": default_patch_size(size),
+        "in_channels": channels,
+        "num_classes": number,
+        "class_names": names,
+        "mean": mean,
+        "std": std,
+    }
+
+
+def _first(loader: Any, name: str) -> tuple[Tensor, Tensor]:
+    batch: Any = next(iter(loader), None)
+    parts = list(batch) if isinstance(batch, list | tuple) else [batch]
+    images, labels = [*parts, None][:2]
+    fits = (
+        isinstance(images, Tensor)
+        and isinstance(labels, Tensor)
+        and images.ndim == 4
+        and labels.shape == images.shape[:1]
+        and not labels.is_floating_point()
+    )
+    if fits:
+        return images, labels
+    kinds = [_said(part) for part in parts]
+    raise UserError(
+        f"data: {name}: expected batches of images [batch, channels, height, width] and integer\n"
+        f"  labels [batch], got {', '.join(kinds)[:200]}; a module of yours may take others, and\n"
+        "  a method describe() says what it has to know: attnkit.lightning.DescribedData"
+    )
+
+
+def _said(part: Any) -> str:
+    if isinstance(part, Tensor):
+        return f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
+    return type(part).__name__
+
+
+def _classes(data: Any, dataset: Any) -> tuple[int, list[str]] | None:
+    """How many classes there are, and their names."""
+    for owner in (data, *_within(dataset)):
+        for attribute in ("class_names", "classes"):
+            names = getattr(owner, attribute, None)
+            if isinstance(names, list | tuple) and len(names) > 1:
+                return len(names), [str(name) for name in names]
+        number = getattr(owner, "num_classes", None)
+        if isinstance(number, int) and number > 1:
+            return number, [str(n) for n in range(number)]
+    for owner in _within(dataset):
+        tensors = getattr(owner, "tensors", ())
+        found = [getattr(owner, "targets", None), getattr(owner, "labels", None), *tensors[1:2]]
+        for labels in found:
+            values = torch.as_tensor(labels) if isinstance(labels, list | Tensor) else None
+            if values is not None and values.ndim == 1 and not values.is_floating_point():
+                number = int(values.max()) + 1
+                return number, [str(n) for n in range(number)]
+    return None
+
+
+def _within(dataset: Any) -> Iterator[Any]:
+    """A data set, and those that it is a part of."""
+    while dataset is not None:
+        yield dataset
+        dataset = getattr(dataset, "dataset", None)
+
+
+def _mean_and_std(loader: Any) -> tuple[list[float], list[float]]:
+    total = seen = squares = torch.zeros(())
+    images = torch.zeros(0)
+    count = 0
+    for images, *_ in islice(loader, _IMAGES):
+        pixels = images.double() / (255 if images.dtype == torch.uint8 else 1)
+        if pixels.min() < 0 or pixels.max() > 1:
+            channels = images.shape[1]
+            return [0.0] * channels, [1.0] * channels
+        total = total + pixels.sum(dim=(0, 2, 3))
+        squares = squares + pixels.square().sum(dim=(0, 2, 3))
+        seen = seen + pixels[:, 0].numel()
+        count += len(images)
+        if count >= _IMAGES:
+            break
+    mean = total / seen
+    std = (squares / seen - mean.square()).clamp_min(0).sqrt()
+    return mean.tolist(), std.clamp_min(1 / 255).tolist()
