@@ -1,7 +1,7 @@
 """What a score is, and the checks of its parameters."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +25,8 @@ class Score:
     """
 
     softcap: float | None = field(default=None, kw_only=True)
+    by_head: ClassVar[tuple[str, int]] = "", 0
+    """The tensor that may be one for each head, and how many dimensions it then has."""
 
     def __post_init__(self) -> None:
         positive(softcap=self.softcap)
@@ -77,7 +79,12 @@ class Score:
 
     def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> "Score":
         """The score of some query heads only."""
-        return self
+        name, ndim = self.by_head
+        tensor: Any = getattr(self, name, None)
+        if not isinstance(tensor, Tensor) or tensor.ndim < ndim or len(tensor) == 1:
+            return self
+        chosen: dict[str, Any] = {name: tensor[heads]}
+        return replace(self, **chosen)
 
     def to(self, *args: Any, **kwargs: Any) -> "Score":
         """The same score with its tensors moved as by `Tensor.to`."""
@@ -102,12 +109,6 @@ def per_head(parameter: float | Tensor) -> float | Tensor:
     """The parameter, broadcastable to [batch, heads, queries, ...]."""
     if isinstance(parameter, Tensor) and parameter.ndim == 1:
         return parameter[:, None, None]
-    return parameter
-
-
-def select_heads(parameter: Any, heads: Tensor) -> Any:
-    if isinstance(parameter, Tensor) and parameter.ndim == 1 and len(parameter) > 1:
-        return parameter[heads]
     return parameter
 
 

@@ -17,13 +17,7 @@ from torch.utils import _pytree as pytree
 from attnkit.core.arguments import positive
 from attnkit.core.precision import wide
 from attnkit.core.scores.additive_operator import additive_scores
-from attnkit.core.scores.base import (
-    Score,
-    check_fit,
-    check_number,
-    per_head,
-    select_heads,
-)
+from attnkit.core.scores.base import Score, check_fit, check_number, per_head
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +29,7 @@ class ScaledDot(Score):
     """
 
     scale: float | Annotated[Tensor, "#heads"] | None = None
+    by_head = "scale", 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,9 +66,6 @@ class ScaledDot(Score):
             return float(self.scale)
         return float(head_dim**-0.5) if head_dim else 1.0
 
-    def select(self, heads: Tensor) -> "ScaledDot":
-        return replace(self, scale=select_heads(self.scale, heads))
-
 
 def Dot(*, softcap: float | None = None) -> ScaledDot:
     """score(q, k) = q·k (Luong et al., Effective Approaches to Attention-based NMT, 2015)."""
@@ -88,6 +80,7 @@ class General(Score):
     """
 
     weight: Annotated[Tensor, "*heads head_dim key_head_dim"]
+    by_head = "weight", 3
 
     def check(self, query: Tensor, key: Tensor) -> None:
         check_fit("weight", self.weight, (query.shape[1], query.shape[3], key.shape[3]), query)
@@ -103,9 +96,6 @@ class General(Score):
     ) -> tuple[Tensor, Tensor, float]:
         return query @ self.weight.to(query.dtype), key, 1.0
 
-    def select(self, heads: Tensor) -> "General":
-        return self if self.weight.ndim == 2 else replace(self, weight=self.weight[heads])
-
 
 @dataclass(frozen=True, eq=False)
 class Cosine(Score):
@@ -118,6 +108,7 @@ class Cosine(Score):
     """
 
     temperature: float | Annotated[Tensor, "*heads"] = 1.0
+    by_head = "temperature", 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,9 +132,6 @@ class Cosine(Score):
             return unit_query.to(query.dtype), unit_key, 1 / self.temperature
         return (unit_query / per_head(self.temperature)).to(query.dtype), unit_key, 1.0
 
-    def select(self, heads: Tensor) -> "Cosine":
-        return replace(self, temperature=select_heads(self.temperature, heads))
-
 
 @dataclass(frozen=True, eq=False)
 class Gaussian(Score):
@@ -154,6 +142,7 @@ class Gaussian(Score):
     """
 
     bandwidth: float | Annotated[Tensor, "*heads"] = 1.0
+    by_head = "bandwidth", 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,9 +199,6 @@ class Gaussian(Score):
             key_parts.append(torch.ones_like(high))
         return torch.cat(query_parts, dim=-1), torch.cat(key_parts, dim=-1), 1.0
 
-    def select(self, heads: Tensor) -> "Gaussian":
-        return replace(self, bandwidth=select_heads(self.bandwidth, heads))
-
 
 @dataclass(frozen=True, eq=False)
 class Additive(Score):
@@ -229,6 +215,7 @@ class Additive(Score):
     """
 
     vector: Annotated[Tensor, "*heads head_dim"]
+    by_head = "vector", 2
     activation: Literal["tanh", "leaky_relu"] = "tanh"
     negative_slope: float | None = None
 
@@ -271,9 +258,6 @@ class Additive(Score):
             query.flatten(0, 1), key.flatten(0, 1), vector.flatten(0, 1), self.negative_slope
         )
         return self.cap(scores.unflatten(0, query.shape[:2]))
-
-    def select(self, heads: Tensor) -> "Additive":
-        return self if self.vector.ndim == 1 else replace(self, vector=self.vector[heads])
 
 
 SCORES: dict[str, Score] = {
