@@ -15,11 +15,11 @@ from attnkit.core.arguments import pair
 from attnkit.core.watch.undisturbed import evaluating
 from attnkit.models.weights import (
     asking_hub,
+    check_name,
     misfits,
     read_source,
     read_weights,
     reason,
-    timm_config,
 )
 
 _log = logging.getLogger(__name__)
@@ -60,14 +60,7 @@ def timm_backbone(
         ValueError: no such name; weights that cannot be had, or are another network's; a size that
             it cannot take; or it is no classifier.
     """
-    try:
-        config = timm_config(name)
-    except ValueError as error:
-        raise ValueError(f"name: {error}") from error
-    if config is None:
-        near = timm.list_models(f"*{str(name).split('.')[0][:6]}*")[:5] if name else []
-        hint = f"; near: {', '.join(near)}" if near else ""
-        raise ValueError(f"name: expected a name of timm's registry, got {name!r}{hint}")
+    config = check_name(name)
     options |= {"in_chans": in_channels, "num_classes": num_classes}
     if drop_path is not None:
         options["drop_path_rate"] = drop_path

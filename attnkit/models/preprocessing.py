@@ -12,8 +12,7 @@ from timm.data import resolve_data_config
 from torch import Tensor
 
 from attnkit.models.weights import (
-    existing,
-    is_hub,
+    check_name,
     is_name,
     read_source,
     read_weights,
@@ -26,6 +25,12 @@ OF_DATA = ("image_size", "in_channels", "interpolation", "crop_pct")
 """What of it is for data, which prepare images; `mean` and `std` are for modules."""
 OF_MODEL = ("name", "patch_size")
 """What is for the network itself."""
+_TARGETS = (
+    "attnkit.TimmEncoder",
+    "attnkit.interop.PretrainedViT",
+    "attnkit.models.timm_backbone",
+    "timm.create_model",
+)
 
 
 def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,8 +41,8 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
     which the log says (logger `attnkit.models.preprocessing`).
 
     Args:
-        node: with `name` and `pretrained: true`, or `weights`; or with `pretrained: NAME`, a name,
-            `hf-hub:NAME`, folder or file.
+        node: of `timm_backbone`, `TimmEncoder` or `timm.create_model`, with `pretrained: true` or
+            `weights`, or of `PretrainedViT`, with `pretrained: NAME`. Of others nothing is known.
 
     Returns:
         `name` and `patch_size` of the network, `image_size` (a side, or height and width),
@@ -45,8 +50,14 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
         nothing where the node asks for no weights.
 
     Raises:
-        ValueError: there are no such weights.
+        ValueError: no such name, or no such weights; files are read, which is to be known before
+            thousands of images are.
     """
+    if node.get("_target_") not in _TARGETS:
+        return {}
+    named = node.get("name", node.get("model_name"))
+    if named is not None:
+        check_name(named)
     pretrained, weights = node.get("pretrained"), node.get("weights")
     if not pretrained and not isinstance(weights, str):
         return {}
@@ -54,12 +65,12 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
     given = node[key]
     try:
         if given is True or is_name(given):
-            name = node.get("name") if given is True else given
+            name = named if given is True else given
             return _facts(name, timm_config(name))
-        source = read_source(given if is_hub(given) else existing(given))
-        name = node.get("name") or source.architecture
+        source, state = read_source(given), read_weights(given)
+        name = named or source.architecture
         found = _facts(name, source.config if source.config.get("mean") else timm_config(name))
-        return found or _of_vit(given, read_weights(given))
+        return found or _of_vit(given, state)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
 

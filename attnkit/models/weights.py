@@ -115,6 +115,23 @@ def timm_config(name: Any) -> dict[str, Any] | None:
     return {} if config is None else {**config.to_dict(), "has_weights": config.has_weights}
 
 
+def check_name(name: Any) -> dict[str, Any]:
+    """timm's `pretrained_cfg` of a name.
+
+    Raises:
+        ValueError: it is none of timm's registry, or of no weights.
+    """
+    try:
+        config = timm_config(name)
+    except ValueError as error:
+        raise ValueError(f"name: {error}") from error
+    if config is None:
+        near = timm.models.list_models(f"*{str(name).split('.')[0][:6]}*")[:5] if name else []
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise ValueError(f"name: expected a name of timm's registry, got {name!r}{hint}")
+    return config
+
+
 def is_name(given: str | Path) -> bool:
     """Whether it is a name of timm's registry; a file or folder here of that name goes first."""
     return timm.models.is_model(str(given)) and not Path(given).exists()

@@ -183,27 +183,31 @@ def test_no_retries_where_the_hub_is_out_of_reach(monkeypatch):
 
 
 def test_what_weights_expect_of_images(saved):
-    own = expected_images({"name": "test_vit", "pretrained": True})
-    assert own["image_size"] == 160
-    assert own["patch_size"] is None
-    assert own["in_channels"] == 3
-    assert own["mean"] == [0.5, 0.5, 0.5]
-    assert own["interpolation"] == "bicubic"
-    assert own["crop_pct"] == 0.95
-    of_folder = expected_images({"name": None, "weights": str(saved / "hf")})
+    timms, ours = "attnkit.models.timm_backbone", "attnkit.interop.PretrainedViT"
+    own = expected_images({"_target_": timms, "name": "test_vit", "pretrained": True})
+    assert own == {
+        "name": "test_vit", "patch_size": None, "image_size": 160, "in_channels": 3,
+        "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop_pct": 0.95,
+    }  # fmt: skip
+    of_timm = {"_target_": "timm.create_model", "model_name": "test_vit", "pretrained": True}
+    assert expected_images(of_timm) == own
+    folder, file = str(saved / "hf"), str(saved / "net.pth")
+    of_folder = expected_images({"_target_": timms, "name": None, "weights": folder})
     assert of_folder["mean"] == [0.1, 0.2, 0.3]
     assert of_folder["name"] == "test_vit"
-    of_file = expected_images({"name": "test_vit", "weights": str(saved / "net.pth")})
-    assert of_file == own
-    assert expected_images({"pretrained": "test_vit"}) == own
-    assert expected_images({"pretrained": str(saved / "hf")})["mean"] == [0.1, 0.2, 0.3]
-    assert expected_images({"name": "test_vit", "pretrained": False, "weights": None}) == {}
-    assert expected_images({"weights": [1.0, 2.0]}) == {}
-    assert expected_images({"pretrained": str(saved / "net.pth")}) == {
-        "patch_size": 16, "image_size": 160, "in_channels": 3,
-    }  # fmt: skip
-    of_vit = expected_images({"pretrained": "vit_small_patch14_dinov2"})
-    assert of_vit["image_size"] == 518
-    assert of_vit["patch_size"] == 14
+    assert expected_images({"_target_": timms, "name": "test_vit", "weights": file}) == own
+    assert expected_images({"_target_": ours, "pretrained": "test_vit"}) == own
+    assert expected_images({"_target_": ours, "pretrained": folder})["mean"] == [0.1, 0.2, 0.3]
+    sizes = {"patch_size": 16, "image_size": 160, "in_channels": 3}
+    assert expected_images({"_target_": ours, "pretrained": file}) == sizes
+    of_vit = expected_images({"_target_": ours, "pretrained": "vit_small_patch14_dinov2"})
+    assert (of_vit["image_size"], of_vit["patch_size"]) == (518, 14)
+    assert expected_images({"_target_": timms, "name": "test_vit", "pretrained": False}) == {}
     with pytest.raises(ValueError, match="weights: no file or folder /nope"):
-        expected_images({"weights": "/nope"})
+        expected_images({"_target_": timms, "name": "test_vit", "weights": "/nope"})
+
+
+def test_of_other_classes_nothing_is_known():
+    """Whose arguments of these names may mean anything."""
+    assert expected_images({"_target_": "mine.Net", "pretrained": "/nope", "weights": [1.0]}) == {}
+    assert expected_images({"_target_": "mine.Net", "name": "mine", "pretrained": True}) == {}

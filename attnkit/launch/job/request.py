@@ -255,7 +255,8 @@ def _on_base(request: Request, base: Path) -> Request:
     saved = folders.read_config(base)
     old = Path(str(saved.get("run_dir") or base.parent))
     saved = folders.relocate(saved, old, Path("${run_dir}"))
-    saved |= {key: value for key, value in CONTROLS.items() if key not in ("init", "seeds", "splits")}
+    kept = ("init", "seeds", "splits")
+    saved |= {key: value for key, value in CONTROLS.items() if key not in kept}
     saved["run_dir"] = request.config["run_dir"]
     for key in origin.load(base.parent).get("from_data", []):
         part, _, name = str(key).partition(".")

@@ -1,6 +1,7 @@
 """From images to memories: encoders whose positions are a grid over the image."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -180,6 +181,7 @@ class TimmEncoder(ImageEncoder):
         image_size, in_channels: of the images; a Transformer's positions are made anew for them.
         dim: channels of the memory; None: those of the network, unprojected.
         pretrained: with weights, which timm downloads or finds in its cache.
+        weights: others, as in `timm_backbone`.
         frozen: the network is not trained: no gradients, and always in evaluation mode, so that
             its batch norms stay as they are. The projection is trained.
 
@@ -195,10 +197,11 @@ class TimmEncoder(ImageEncoder):
         *,
         dim: int | None = None,
         pretrained: bool = False,
+        weights: str | Path | None = None,
         frozen: bool = False,
     ) -> None:
         super().__init__(image_size)
-        network: Any = timm_backbone(name, in_channels, 0, pretrained=pretrained)
+        network: Any = timm_backbone(name, in_channels, 0, pretrained=pretrained, weights=weights)
         if hasattr(network, "set_input_size"):
             network.set_input_size(img_size=self.image_size)
         self.network: Any = network
