@@ -51,7 +51,8 @@ def loader_options(
 
     In training the order is drawn by the seed and the epoch, and items are repeated to make the
     parts of the processes equal. Otherwise each process has a part in one piece, and no item comes
-    twice.
+    twice; if the trainer limits the batches of val or test, the few are of all the items, drawn by
+    the seed, as files are mostly sorted by class.
 
     Args:
         data: the data module.
@@ -75,7 +76,7 @@ def loader_options(
     sampler: DistributedSampler = (
         shuffled(items, world, rank, seed=seed)
         if split == "train"
-        else UnpaddedSampler(items, world, rank)
+        else UnpaddedSampler(items, world, rank, seed if _is_limited(trainer, split) else None)
     )
     return {
         "batch_size": data.batch_size,
@@ -86,3 +87,11 @@ def loader_options(
         "worker_init_fn": outlast_signals,
         **options,
     }
+
+
+def _is_limited(trainer: Any, split: str) -> bool:
+    """Whether the trainer reads only a part of val or a test split."""
+    if trainer is None or split == "predict":
+        return False
+    limit = trainer.limit_val_batches if split == "val" else trainer.limit_test_batches
+    return not (isinstance(limit, float) and limit == 1.0)

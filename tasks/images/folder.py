@@ -37,7 +37,7 @@ def find_splits(root: str | Path) -> tuple[dict[str, Files], list[str]]:
 
     Raises:
         UserError: no images, fewer than two classes, an empty class folder in train, or classes
-            that differ between splits; each names the folder.
+            in val or test that train lacks; each names the folder.
     """
     root = Path(root)
     folders = _split_folders(root)
@@ -153,10 +153,9 @@ def _check_classes(folder: Path, class_names: Sequence[str]) -> None:
     lines = [f"data.root: the class folders of {folder} differ from train's"]
     if extra:
         lines.append(f"not in train: {', '.join(shortened(extra, 5))}")
-    if missing:
-        none = "; an empty folder says that there are none"
-        lines.append(f"missing: {', '.join(shortened(missing, 5))}{none}")
-    if extra or missing:
+    if extra and missing:
+        lines.append(f"missing: {', '.join(shortened(missing, 5))}")
+    if extra:
         raise UserError("\n".join(lines))
 
 

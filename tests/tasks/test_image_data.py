@@ -294,6 +294,26 @@ def test_unpadded_sampler_shares_without_repeating():
     assert [len(UnpaddedSampler(data, 3, rank)) for rank in range(3)] == [4, 4, 3]
 
 
+def test_a_few_batches_of_the_test_are_of_all_classes(tmp_path):
+    images = some_images(60)
+    images.labels = torch.arange(60) // 10  # sorted, as folders are
+    splits, names = {"train": some_images(), "val": images, "test": images}, list("abcdef")
+    seen = []
+    for limit in (2, 2, 1.0):
+        module, data = Recorder(), OwnData(splits, names, batch_size=10)
+        limits = {"limit_val_batches": limit, "limit_test_batches": limit}
+        run = trainer(tmp_path, **limits)
+        run.validate(module, datamodule=data, verbose=False)
+        run.test(module, datamodule=data, verbose=False)
+        labels = [torch.cat([batch[1] for batch in module.batches[s]]) for s in ("val", "test")]
+        assert torch.equal(*labels)
+        seen.append(labels[0].tolist())
+    assert len(seen[0]) == 20
+    assert len(set(seen[0])) >= 5
+    assert seen[0] == seen[1]
+    assert seen[2] == images.labels.tolist()
+
+
 def test_default_sizes():
     expected = {8: (8, 2), 28: (28, 2), 32: (32, 4), 64: (64, 8), 100: (96, 8), 500: (224, 16)}
     for side, (image, patch) in expected.items():

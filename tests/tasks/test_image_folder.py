@@ -288,9 +288,9 @@ def more_in_val(root):
     make_images(root / "val", {"a": 5, "b": 5, "c": 1})
 
 
-def less_in_test(root):
+def another_spelling(root):
     make_images(root / "train", {"a": 5, "b": 5, "c": 5})
-    make_images(root / "test", {"a": 5, "b": 5})
+    make_images(root / "test", {"a": 5, "b": 5, "C": 5})
 
 
 def twice(root):
@@ -317,7 +317,7 @@ def all_broken(root):
         (flat_train, "but no train/ with one folder per class"),
         (flat_test, "test must hold one folder per class"),
         (more_in_val, r"differ from train's\nnot in train: c"),
-        (less_in_test, r"differ from train's\nmissing: c; an empty folder says"),
+        (another_spelling, r"differ from train's\nnot in train: C\nmissing: c"),
         (twice, "val and valid"),
         (all_broken, "no image can be decoded in train of b"),
     ],
@@ -330,10 +330,13 @@ def test_wrong_trees_are_explained(tmp_path, make, message):
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def test_an_empty_folder_says_that_there_are_none(tmp_path, capfd):
+@pytest.mark.parametrize("given", [{}, {"c": 0}])
+def test_a_class_may_lack_in_test(tmp_path, capfd, given):
     make_images(tmp_path / "train", {"a": 15, "b": 15, "c": 15})
-    make_images(tmp_path / "test", {"a": 5, "b": 5, "c": 0}, first=50)
-    assert len(ready(tmp_path).sets["test"]) == 10
+    make_images(tmp_path / "test", {"a": 5, "b": 5, **given}, first=50)
+    data = ready(tmp_path)
+    assert len(data.sets["test"]) == 10
+    assert len(data.class_names) == 3
     assert "test: no images of c" in capfd.readouterr().err
 
 

@@ -90,13 +90,22 @@ class UnpaddedSampler(DistributedSampler):
     torch's own repeats samples until every process has the same number, which counts some twice in
     the metrics. Here the numbers may differ by one, so nothing may be synchronised per batch; the
     metrics are at the end of an epoch, and what was predicted is joined in the order of the ranks.
+
+    Args:
+        dataset, num_replicas, rank: as torch's.
+        mixed_by: seed of another order, for who reads only the first batches; None: in order.
     """
 
-    def __init__(self, dataset: Dataset, num_replicas: int, rank: int) -> None:
+    def __init__(
+        self, dataset: Dataset, num_replicas: int, rank: int, mixed_by: int | None = None
+    ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle=False)
         count: int = len(dataset)  # type: ignore[arg-type]
         start, stop = (-(-count * r // num_replicas) for r in (rank, rank + 1))
-        self.numbers = range(start, stop)
+        self.numbers: Sequence[int] = range(start, stop)
+        if mixed_by is not None:
+            generator = torch.Generator().manual_seed(mixed_by)
+            self.numbers = torch.randperm(count, generator=generator)[start:stop].tolist()
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.numbers)
