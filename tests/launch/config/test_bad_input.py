@@ -132,7 +132,7 @@ SHIPPED = [
 
 QUESTIONS = {
     "": "attnkit --help",
-    "--cfg job ~callbacks.ema ~callbacks.curves": "results",
+    "--cfg job ~callbacks.kernels ~callbacks.curves": "results",
     "--help": "callbacks",
     "--version": "attnkit ",
     "--cfg job": "task: ",

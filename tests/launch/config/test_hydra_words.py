@@ -130,9 +130,9 @@ def test_an_experiment_without_its_first_line(attnkit, tmp_path):
     assert "'# @package _global_'" in done.err
 
 
-@pytest.mark.parametrize("key", ["callbacks.ema", "callbacks.curves"])
+@pytest.mark.parametrize("key", ["callbacks.kernels", "callbacks.curves"])
 def test_a_key_is_left_out_null_or_not(attnkit, key):
     done = attnkit("--cfg", "job", f"~{key}")
     assert done.code == 0, done.err
     callbacks = yaml.safe_load(done.out)["callbacks"]
-    assert {"ema", "curves", "results"} - {*callbacks} == {key.partition(".")[2]}
+    assert {"kernels", "curves", "results"} - {*callbacks} == {key.partition(".")[2]}
