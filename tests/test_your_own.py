@@ -1,0 +1,43 @@
+"""docs/your_own.md: its files, commands and protocol as they stand there."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnkit.launch.main import main
+
+PAGE = (Path(__file__).parent.parent / "docs" / "your_own.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+(COMMANDS,) = [code.splitlines() for language, _, code in BLOCKS if language == "bash"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    for _, name, code in BLOCKS:
+        if name:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(code)
+    words = shlex.split(command)[3:]
+    quick = ["trainer.max_epochs=1", "callbacks.cost=null", "callbacks.curves=null", "run_dir=run"]
+    assert main([*words, *quick]) == 0
+    logged = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
+    if "callbacks=grad_norm" in words:
+        assert {"train/norm_of_all", "val/auroc", "test/auroc"} <= set(logged)
+    assert (tmp_path / "run" / "per_class.csv").read_text().count("\n") == 1 + 3
+
+
+def test_the_protocol():
+    (described,) = [code for language, name, code in BLOCKS if language == "python" and not name]
+    names: dict = {}
+    exec(compile(described, "your_own.md", "exec"), names)
+    from attnkit.tasks.image_classification import DigitsData
+
+    data = DigitsData()
+    data.setup()
+    assert names["describe"](None).keys() <= data.describe().keys()
