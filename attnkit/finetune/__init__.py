@@ -11,7 +11,7 @@ This file is the public table and nothing else.
 
 from attnkit.finetune.adapter import load_adapter, save_adapter
 from attnkit.finetune.lora_linear import LoRALinear
-from attnkit.finetune.low_rank import lora, merge, merged, unmerge
+from attnkit.finetune.low_rank import lora, merge, merge_state_dict, merged, unmerge
 from attnkit.finetune.methods import bitfit, full, head_only, last_blocks
 from attnkit.finetune.record import FineTuned, finetuned
 
@@ -26,6 +26,7 @@ __all__ = [
     "load_adapter",
     "lora",
     "merge",
+    "merge_state_dict",
     "merged",
     "save_adapter",
     "unmerge",

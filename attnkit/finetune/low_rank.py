@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from attnkit.core.arguments import share
 from attnkit.finetune import lora_linear
@@ -127,6 +129,39 @@ def unmerge(model: nn.Module) -> nn.Module:
     for layer in layers:
         lora_linear.unmerge(layer)
     return model
+
+
+def merge_state_dict(
+    state: Mapping[str, Tensor], *, rank: int = 8, alpha: float = 16.0, qkv: str = "qkv", **_: Any
+) -> dict[str, Tensor]:
+    """The tensors of a network with LoRA's changes in the weights that they belong to.
+
+    Args:
+        state: a `state_dict()` of a network that `lora` was applied to, of any other as it is.
+        rank, alpha, qkv: as they were for `lora`, whose other arguments are not needed.
+
+    Raises:
+        ValueError: they are not what it was made with.
+    """
+    found = {name: tensor for name, tensor in state.items() if ".lora_" not in f".{name}"}
+    for name in (name for name in state if name.endswith("lora_A")):
+        layer = name.removesuffix("lora_A")
+        weight, down, up = state[f"{layer}weight"], state[name], state[f"{layer}lora_B"]
+        if (
+            len(up) < len(weight)
+            and len(weight) % 3 == 0
+            and len(up) == len(weight) // 3 * len(qkv)
+        ):
+            parts = iter(up.split(len(weight) // 3))
+            empty = torch.zeros_like(up[: len(weight) // 3])
+            up = torch.cat([next(parts) if letter in qkv else empty for letter in "qkv"])
+        if len(down) != rank or len(up) != len(weight):
+            raise ValueError(
+                f"{name}: its change is {list(up.shape)} · {list(down.shape)}, which "
+                f"is not of rank {rank} in {qkv} of {list(weight.shape)}"
+            )
+        found[f"{layer}weight"] = torch.addmm(weight, up, down, alpha=alpha / rank)
+    return found
 
 
 @contextmanager

@@ -33,6 +33,7 @@ def alternate(
     *,
     warm_up: int = 2,
     synchronize: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
     """Run the programs in turn, `rounds` times, each round beginning with another of them."""
     names = list(programs)
@@ -40,11 +41,11 @@ def alternate(
     for count in range(warm_up + rounds):
         for name in names[count % len(names) :] + names[: count % len(names)]:
             synchronize()
-            start = time.perf_counter()
+            start = clock()
             programs[name]()
             synchronize()
             if count >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return Times(seconds)
 
 

@@ -86,6 +86,7 @@ def test_merged_equals_unmerged_and_both_equal_the_formula(name, targets):
     assert torch.equal(network(*inputs), output)
 
 
+@pytest.mark.slow  # the import
 def test_outputs_and_gradients_are_those_of_peft():
     peft = pytest.importorskip("peft")
     ours, base = timms(), timms()
@@ -216,6 +217,19 @@ def test_some_of_queries_keys_and_values(network):
     output = net(*images)
     with merged(net):
         torch.testing.assert_close(net(*images), output, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("qkv", ["qkv", "qv", "k"])
+def test_a_state_dict_is_merged_as_the_network_is(qkv):
+    net = moved(lora(vit(), rank=2, alpha=3, qkv=qkv, targets="all"))
+    state = attnkit.finetune.merge_state_dict(net.state_dict(), rank=2, alpha=3, qkv=qkv)
+    assert list(state) == list(merge(net).state_dict())
+    for name, tensor in net.state_dict().items():
+        torch.testing.assert_close(state[name], tensor)
+    again = attnkit.finetune.merge_state_dict(state)
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    with pytest.raises(ValueError, match="lora_A: its change is"):
+        attnkit.finetune.merge_state_dict(unmerge(net).state_dict(), rank=3)
 
 
 def test_separate_layers_and_globs():

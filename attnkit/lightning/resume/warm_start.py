@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnkit.core.positions.learned import resize_positions
-from attnkit.lightning.errors import UserError
+from attnkit.finetune.low_rank import merge_state_dict
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.resume import checkpoints
 from attnkit.models.preprocessing import OF_DATA
 from attnkit.models.vit import ViT
@@ -76,7 +77,12 @@ def _read(given: str | Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     """The tensors, and the hyper-parameters where there are some."""
     if _is_checkpoint(given):
         checkpoint = checkpoints.load(given)
-        return checkpoint["state_dict"], checkpoint.get("hyper_parameters") or {}
+        arguments = checkpoint.get("hyper_parameters") or {}
+        try:
+            state = merge_state_dict(checkpoint["state_dict"], **(arguments.get("finetune") or {}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"init: {given}: {first_line(error, named=True)}") from error
+        return state, arguments
     try:
         return read_weights(given), {}
     except ValueError as error:

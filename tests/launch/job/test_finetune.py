@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import attnkit as package
 from attnkit.lightning.resume.checkpoints import load
+from attnkit.tasks.image_classification import ImageClassification
 
 SMALL = (
     "model.dim=24", "model.depth=2", "model.num_heads=2", "trainer=cpu", "trainer.max_epochs=2",
@@ -72,6 +73,20 @@ def test_a_run_resumes_exactly_exports_and_predicts(attnkit, hers, image, kind):
 
 
 @pytest.mark.slow
+def test_a_run_starts_from_one_that_was_fine_tuned(attnkit):
+    assert attnkit(*SMALL, *KINDS["lora"], "run_dir=first").code == 0
+    words = ("init=first", "run_dir=second", "optimizer.lr=1e-12", "finetune=lora")
+    done = attnkit(*SMALL, *words)
+    assert done.code == 0, done.err
+    first, second = (
+        ImageClassification.load_from_checkpoint(f"{run}/checkpoints/best.ckpt").eval()
+        for run in ("first", "second")
+    )
+    images = torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8)
+    torch.testing.assert_close(second(images), first(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_kinds_can_be_swept(attnkit, found):
     done = attnkit("-m", *SMALL, "finetune=full,head,lora", "finetune.head=head", "run_dir=sweep")
     assert done.code == 0, done.err
@@ -103,15 +118,39 @@ def test_other_tasks(attnkit, task):
         ("finetune=lora finetune.targets=*.nothing", "matches no linear layer of ViT; it has"),
         ("finetune=lora finetune.ranks=4", "no such key; did you mean rank?"),
         ("finetune=dora", "finetune has no choice 'dora'; did you mean lora?"),
-        ("finetune=last_blocks finetune.num_blocks=9", "expected at most 3, its blocks, got 9"),
-        ("finetune=head finetune.head=top", "'top' matches no module with parameters"),
         ("task=channel finetune=lora", "has no linear layer that LoRA can adapt"),
-        ("finetune.layer_decay=2", "finetune.layer_decay: expected above 0 and at most 1, got 2"),
         ("optimizer.layer_decay=0.75", "torch.optim.AdamW has no such key; finetune.layer_decay"),
-        ("module.head_lr=0.1", "has no such key; finetune.head_lr"),
-        ("model.freeze=true", "has no such key; finetune=head, last_blocks, lora or bitfit"),
-        ("finetune._target_=os.system", "outside the allowed packages"),
-        ("finetune=head finetune.layer_decay=0.5", "attnkit.finetune.head_only has no such key"),
+        pytest.param(
+            "finetune=last_blocks finetune.num_blocks=9",
+            "expected at most 3, its blocks, got 9",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "finetune=head finetune.head=top",
+            "'top' matches no module with parameters",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "finetune.layer_decay=2",
+            "finetune.layer_decay: expected above 0 and at most 1, got 2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "module.head_lr=0.1", "has no such key; finetune.head_lr", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "model.freeze=true",
+            "has no such key; finetune=head, last_blocks, lora or bitfit",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "finetune._target_=os.system", "outside the allowed packages", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "finetune=head finetune.layer_decay=0.5",
+            "attnkit.finetune.head_only has no such key",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_words(attnkit, words, message):
