@@ -26,21 +26,22 @@ def class_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]
     """
     counts = {s: found.bincount(minlength=len(names)).tolist() for s, found in labels.items()}
     train = counts["train"]
-    order = sorted(range(len(names)), key=lambda number: -train[number])
-    most, least = train[order[0]], train[order[-1]]
-    line = f"  {most:,} of each class in train" if most == least else (
-        f"  in train {most:,} of {names[order[0]]} to {least:,} of {names[order[-1]]}"
-    )  # fmt: skip
-    if least and most >= 1.5 * least:
-        line += f": {most / least:.3g} times as many"
-    lines = [line]
-    if len(names) <= MAX_NAMED:
-        each = [
-            f"{name} {'/'.join(f'{found[number]:,}' for found in counts.values())}"
-            for number, name in enumerate(names)
-        ]
-        rows = [each[start : start + _IN_LINE] for start in range(0, len(each), _IN_LINE)]
-        lines += [f"  {', '.join(row)}" for row in rows]
+    order = sorted(range(len(names)), key=train.__getitem__)
+    least, most = train[order[0]], train[order[-1]]
+    line = f"  in train {least:,} ({names[order[0]]}) to {most:,} ({names[order[-1]]}) of a class"
+    if least == most:
+        line = f"  in train {most:,} of each class"
+    elif least and most >= 1.5 * least:
+        line += f", {most / least:.3g} times as many"
+    if len(names) > MAX_NAMED:
+        return [line]
+    each = [
+        f"{name}: {'/'.join(f'{found[number]:,}' for found in counts.values())}"
+        for number, name in enumerate(names)
+    ]
+    rows = [each[start : start + _IN_LINE] for start in range(0, len(each), _IN_LINE)]
+    lines = [f"{line}; {'/'.join(counts)} of each:"]
+    lines += [f"  {', '.join(row)}" for row in rows]
     return lines
 
 

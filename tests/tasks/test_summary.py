@@ -40,12 +40,15 @@ def test_of_a_folder_of_images(photos, tmp_path, capfd):
     said = capfd.readouterr()
     assert code == 0, said.err
     log = (run / "run.log").read_text()
-    lines = [line for line in said.out.splitlines() if re.match(r"data: |  \S", line)]
-    lines = [line for line in lines if not re.match(r"  (best|metrics|results) ", line)]
+    before = said.out.partition("\nepoch 1/1")[0].splitlines()
+    lines = [line for line in before if re.match(r"data: |  \S", line)]
     taken = int(re.match(r"data: (\d+) train", lines[0])[1])
     assert lines[0] == f"data: {taken} train, 12 val, {240 - taken} test images in 2 classes"
-    assert re.match(r"  in train 1\d\d of dogs to 5\d of cats: 3(\.\d+)? times as many", lines[1])
-    assert re.match(r"  cats 5\d/7/\d, dogs 1\d\d/5/\d+", lines[2])
+    assert re.match(
+        r"  in train 5\d \(cats\) to 1\d\d \(dogs\) of a class, 3(\.\d+)? times", lines[1]
+    )
+    assert lines[1].endswith("; train/val/test of each:")
+    assert re.match(r"  cats: 5\d/7/\d, dogs: 1\d\d/5/\d+", lines[2])
     assert lines[3] == "  RGB, 16 × 16 pixels, in patches of 2 × 2"
     assert re.match(r"  mean (0\.\d{3} ?){3}, deviation (0\.\d{3} ?){3}", lines[4])
     assert len(lines) == 5
@@ -59,13 +62,16 @@ def test_of_a_folder_of_images(photos, tmp_path, capfd):
 
 def test_many_classes_are_summed_up():
     labels = {"train": torch.arange(12).repeat_interleave(5), "val": torch.zeros(3).long()}
-    assert class_lines(labels, [f"c{i}" for i in range(12)]) == ["  5 of each class in train"]
+    assert class_lines(labels, [f"c{i}" for i in range(12)]) == ["  in train 5 of each class"]
     labels["train"] = torch.cat([labels["train"], torch.zeros(15).long()])
     (line,) = class_lines(labels, [f"c{i}" for i in range(12)])
-    assert line.startswith("  in train 20 of c0 to 5 of c")
-    assert line.endswith(": 4 times as many")
+    assert line.startswith("  in train 5 (c1) to 20 (c0) of a class")
+    assert line.endswith(", 4 times as many")
     few = class_lines({"train": torch.tensor([0, 0, 1])}, ["a", "b", "none"])
-    assert few == ["  in train 2 of a to 0 of none", "  a 2, b 1, none 0"]
+    assert few == [
+        "  in train 0 (none) to 2 (a) of a class; train of each:",
+        "  a: 2, b: 1, none: 0",
+    ]
 
 
 def test_of_a_graph_and_of_captions(tmp_path):
