@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from attnkit.finetune.record import finetuned
 
+_log = logging.getLogger(__name__)
 CHUNK = 32  # samples that features are computed of at once, always as many
 
 
@@ -71,7 +73,7 @@ class CachedFeatures(Callback):
 
     def _say(self, what: str) -> None:
         self._said = True
-        rank_zero_info(f"finetune=head: {what}")
+        rank_zero_only(_log.info)(f"finetune=head: {what}")
 
     def _stop(self, reason: str) -> None:
         self._say(f"features are computed in every epoch anew: {reason}")

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,8 @@ class TaskModule(LightningModule):
         make = self._factory(finetune, "finetune")
         if make is None:
             return model
+        # What is frozen is in evaluation mode, as it was asked for.
+        warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode at the start")
         try:
             found = make(model)
         except (TypeError, ValueError) as error:
