@@ -64,14 +64,16 @@ def execute(job: Job, launcher: Launcher | None = None) -> None:
 def _run_folder(job: Job) -> Iterator[None]:
     """The folder, held against other processes; taken back where nothing came of the command."""
     made = folders.absent(job.folder)
-    kept = job.resumed or (job.trial and not folders.is_empty(job.folder))
+    # a trial's folder has its output already
+    is_new = folders.is_bare if job.trial else folders.is_empty
+    kept = job.resumed or (job.trial and not is_new(job.folder))
     folder = folders.create(job.folder, fresh=job.fresh)
     if folder != job.folder:  # another command took the name in the meantime
         job.config = folders.relocate(job.config, job.folder, folder)
         job.runs = [folders.relocate(c, job.folder, folder) for c in job.runs]
         job.folder = folder
     with _held(job, folder):
-        if not kept and not folders.is_empty(folder):
+        if not kept and not is_new(folder):
             raise UserError(f"run_dir: {folder} is not empty: another command has just used it")
         try:
             yield
