@@ -7,7 +7,7 @@ from torch import nn
 import attnkit
 from attnkit import ScaledDot, ViT
 from attnkit.core.scores.learned import LEARNED_SCORES, SCORE_NAMES
-from attnkit.lightning.modules.optim import parameter_groups
+from attnkit.lightning import parameter_groups
 
 SMALL = {"image_size": (12, 20), "patch_size": 4, "dim": 24, "depth": 2, "num_classes": 5}
 VARIANTS = {

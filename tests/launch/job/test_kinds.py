@@ -21,6 +21,7 @@ CHANGED = {
     "attention": "attention=se",
     "encoder": "encoder=cnn",
     "decoder": "decoder=lstm",
+    "finetune": "finetune.layer_decay=0.5",
     "data": "data.batch_size=17",
     "predict": "predict.batch_size=19",
     "inspect": "inspect.num_images=3",
@@ -34,6 +35,7 @@ CHANGED = {
     "seeds": "seeds=2",
     "splits": "splits=2",
     "run_dir": "run_dir=another",
+    "init": "init=trained",
     "resume": "resume=trained",
     "sweep": "sweep=latest",
     "ckpt": "ckpt=trained",
@@ -123,7 +125,9 @@ def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kin
         start.append("trainer.max_epochs=1")
     done = attnkit(*start, *(here[key] for key in keys))
     assert done.code == 0, done.err
-    for key in set(keys) - {"run_dir", "ckpt", "images", "seed", "precision", "rank_logs"}:
+    assert ("init: weights of" in done.out) is (kind.name == "train")  # a check is silent
+    elsewhere = {"run_dir", "ckpt", "images", "init", "seed", "precision", "rank_logs"}
+    for key in set(keys) - elsewhere:
         name, _, value = CHANGED[key].partition("=")
         name, value = name.rpartition(".")[2], yaml.safe_load(value)
         assert any(arguments.get(name) == value for arguments in seen), key
