@@ -7,13 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from attnkit.lightning import RunError, UserError
+from attnkit.lightning import ExactResume, RunError, UserError
 from attnkit.lightning.resume.sampler import PlacedSampler
-from attnkit.tasks.image_classification import FileImages, ImageFolderData, MemoryImages
+from attnkit.tasks.image_classification import (
+    FileImages,
+    ImageClassification,
+    ImageFolderData,
+    MemoryImages,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +170,39 @@ def test_crops_are_the_same_with_any_number_of_processes(tmp_path):
     again, _ = items.__getitems__(one[7:9])
     assert torch.equal(images[7:9], again)
     assert labels.tolist() == [items.labels[number] for _, _, number in one]
+
+
+@pytest.mark.parametrize("sampling", [None, "balanced"])
+def test_training_stopped_in_an_epoch_goes_on_exactly(tmp_path, sampling):
+    """Crops in workers, flips and a policy, and the order of the images."""
+    root = make_images(tmp_path / "photos", {"a": 12, "b": 30}, side=17)
+
+    def fit(resume=None):
+        torch.manual_seed(0)
+        data = ImageFolderData(
+            root, image_size=8, batch_size=8, num_workers=1, sampling=sampling,
+            augment={"crop_min_area": 0.3, "horizontal_flip": 0.5, "policy": "trivial"},
+        )  # fmt: skip
+        net = {"_target_": "torch.nn.Sequential", "_args_": [
+            {"_target_": "torch.nn.Flatten"},
+            {"_target_": "torch.nn.Linear", "in_features": 192, "out_features": 2}]}  # fmt: skip
+        constant = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+        module = ImageClassification(
+            net, scheduler=constant, num_classes=2, mean=[0.5] * 3, std=[0.3] * 3
+        )
+        saved = ModelCheckpoint(
+            tmp_path, filename="middle", every_n_train_steps=7, enable_version_counter=False
+        )
+        trainer = Trainer(
+            accelerator="cpu", max_steps=9, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[ExactResume(), saved], limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+        return trainer.fit_loop.total_batch_idx, module.model[1].weight
+
+    whole, again = fit(), fit(tmp_path / "middle.ckpt")  # of five steps an epoch
+    assert whole[0] == again[0] == 8
+    assert torch.equal(whole[1], again[1])
 
 
 def test_a_check_of_files_is_remembered_until_one_changes(tmp_path, monkeypatch, capfd):
