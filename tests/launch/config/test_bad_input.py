@@ -84,7 +84,7 @@ SHIPPED = [
     ("resume={folder}", "resume: no run in {folder} (it has no config.yaml)"),
     ("resume=latest", "resume=latest: no run under"),
     ("--config-dir /nope", "--config-dir: no folder /nope"),
-    ("~callbacks.emma", "~callbacks.emma: there is no such key; did you mean ema?"),
+    ("~callbacks.kernel", "~callbacks.kernel: there is no such key; did you mean kernels?"),
     # what contradicts itself
     ("run=test", "run=test: needs ckpt=PATH"),
     ("run=predict ckpt={file}", "run=predict: needs images=PATH"),
