@@ -39,7 +39,7 @@ from attnkit.lightning.callbacks.throughput import num_samples
 from attnkit.lightning.errors import RunError, UserError
 
 # Loggers that write into the run folder and nowhere else.
-_LOCAL = ("CSVLogger", "MetricsCSV", "TensorBoardLogger")
+_LOCAL = ("CSVLogger", "MetricsCSV", "TensorBoard", "TensorBoardLogger")
 
 
 def command(request: Request, launcher: Launcher | None = None) -> int:
