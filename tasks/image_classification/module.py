@@ -237,6 +237,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         if not rest:
             return rows
         if isinstance(rest[0], Tensor):
+            if rest[0].shape != images.shape[:1] or rest[0].is_floating_point():
+                return rows
             return {"truth": [self.class_names[number] for number in rest[0].tolist()], **rows}
         paths = list(rest[0])
         truths = self._truths(paths)

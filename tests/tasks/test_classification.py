@@ -317,6 +317,8 @@ def test_predictions_are_named_and_ranked():
         assert rows["label"][number] == "xyz"[ranked.indices[0]]
         assert rows["probability"][number] == pytest.approx(ranked.values[0].item())
     assert "path" not in task.predict_step((images, torch.zeros(4)), 0)
+    assert task.predict_step((images, torch.tensor([2, 0, 1, 0])), 0)["truth"] == list("zxyx")
+    assert rows["p(y)"] == pytest.approx(probabilities[:, 1].tolist())
     assert task.predict_step((images[:0], []), 0)["label"] == []
 
 

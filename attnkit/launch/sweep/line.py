@@ -5,9 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
 from attnkit.launch.job import folder as folders
 from attnkit.launch.sweep import numbers
 from attnkit.launch.sweep.record import OUTPUT, Trial
@@ -41,6 +38,9 @@ def begin_of(trial: Trial) -> str:
 @contextmanager
 def printing_apart(trial: Trial) -> Iterator[None]:
     """What is printed in the block goes to the trial's folder; a terminal shows that it runs."""
+    from rich.console import Console
+    from rich.markup import escape
+
     console = Console(highlight=False)
     where = escape(f"{begin_of(trial)}  {trial.folder}")
     running = console.status(where, refresh_per_second=1) if console.is_terminal else nullcontext()

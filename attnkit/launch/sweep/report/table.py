@@ -7,15 +7,14 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.measure import Measurement
-from rich.table import Table as RichTable
+from typing import TYPE_CHECKING
 
 from attnkit.launch.sweep import numbers
 from attnkit.launch.sweep.report.ranking import SEED, Row, keys_of, plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
 
 FILE = "table.md"
 _NO_SCREEN = 160  # columns in a file or a pipe
@@ -68,8 +67,11 @@ class Table:
                 same[column.name] = among[0]
         return cls(rows, [c for c in columns if c.name not in same], same)
 
-    def show(self, console: Console | None = None) -> None:
+    def show(self, console: "Console | None" = None) -> None:
         """On screen, of a narrow one without the least important columns, which are named."""
+        from rich.console import Console
+        from rich.measure import Measurement
+
         console = console or Console()
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console.width = _NO_SCREEN
@@ -85,7 +87,11 @@ class Table:
             names = ", ".join(column.name for column in hidden)
             print(f"The screen is too narrow for {names}: see {FILE}.")
 
-    def _drawn(self, columns: Sequence[Column], *, broken: bool) -> RichTable:
+    def _drawn(self, columns: Sequence[Column], *, broken: bool) -> "RichTable":
+        from rich.box import SIMPLE_HEAD
+        from rich.markup import escape
+        from rich.table import Table as RichTable
+
         table = RichTable(
             title="trials, best first",
             title_justify="left",
