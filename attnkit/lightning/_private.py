@@ -15,6 +15,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.worker import _worker_loop
 from torchmetrics import Metric
@@ -28,6 +29,11 @@ ExperimentWriter = _ExperimentWriter
 
 
 # --- torch and torchmetrics -----------------------------------------------------------------------
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
 
 
 def is_data_worker() -> bool:

@@ -89,8 +89,11 @@ class ImageDataModule(SplitImages):
 
     def setup(self, stage: str | None = None) -> None:
         """Load and split, once; all stages need the training images' size, mean and deviation."""
-        if self.sets:
-            return
+        if not self.sets:
+            self._read()
+        check_fits_module(self)  # of a trainer that may have come later
+
+    def _read(self) -> None:
         self._follow_module()
         given, class_names = self.load()
         if len(class_names) < 2:
@@ -104,7 +107,6 @@ class ImageDataModule(SplitImages):
         self.in_channels = self.in_channels or train.channels
         if self.image_size is None:
             self.image_size = default_image_size(min(sides(train.size)))
-        check_fits_module(self)
 
     def describe(self) -> dict[str, Any]:
         """What a model and `ImageClassification` need to know; plain values, after `setup`."""

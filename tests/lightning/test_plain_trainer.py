@@ -2,7 +2,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_example_of_the_readme(repository, tmp_path):
     """Her own module, torchvision's network, our block and callbacks, no Hydra: as it stands."""
     script = repository / "docs" / "examples" / "plain_trainer.py"

@@ -88,6 +88,7 @@ def test_they_stand_in_two_files():
         (hydra._internal.utils, "create_config_search_path"),
         (csv_logs._ExperimentWriter, "_check_log_dir_exists"),
         (fabric_data, "_set_sampler_epoch"),
+        (torch.nn.Module, "_compiled_call_impl"),
         (launchers, "_SubprocessScriptLauncher"),
         (torch.utils._pytree, "tree_leaves"),
         (torch.utils.data._utils.worker, "_worker_loop"),

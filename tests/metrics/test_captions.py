@@ -136,6 +136,7 @@ def test_no_captions(kind):
         kind().compute()
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_corpus(pairs, tmp_path):
     (tmp_path / "pairs.json").write_text(json.dumps(pairs))
     script = Path(__file__).with_name("two_ranks.py")

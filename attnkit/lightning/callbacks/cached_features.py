@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from attnkit.finetune.record import finetuned
+from attnkit.lightning._private import is_compiled
 
 _log = logging.getLogger(__name__)
 CHUNK = 32  # samples that features are computed of at once, always as many
@@ -154,7 +155,7 @@ def _reason(
         return "the data are augmented; data.augment=null leaves that out"
     if len(head) != 1:
         return f"the head is several modules, {', '.join(head)}"
-    if any(part._compiled_call_impl is not None for part in (module, network)):
+    if is_compiled(module) or is_compiled(network):
         return "the network is compiled"
     return ""
 

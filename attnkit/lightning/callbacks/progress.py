@@ -65,7 +65,7 @@ class Progress(BarFromOne):
         room -= 5  # columns are a space apart
         fitting = {}
         for name, value in metrics.items():
-            text = f"{value:.3g}" if isinstance(value, int | float) else str(value)
+            text = _short(value) if isinstance(value, int | float) else str(value)
             room -= len(f"{name}: {text} ")
             if room < 0:
                 break
@@ -100,3 +100,10 @@ class Progress(BarFromOne):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_predict_start(trainer, pl_module)
         self._vanishing()
+
+
+def _short(value: float) -> str:
+    """0.612, 1234, 12k."""
+    if not 1000 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) < 9999.5 else f"{value / 1000:.0f}k"

@@ -10,6 +10,7 @@ import warnings
 from contextlib import suppress
 from importlib import import_module
 
+import attnkit.lightning
 from attnkit.launch.config.permission import Consent
 from attnkit.lightning.build.allowlist import HOMES
 from attnkit.lightning.build.build import build
@@ -232,6 +233,8 @@ def main(folder: str) -> dict:
     for module in (*HOMES, *ALLOWED_MODULES):  # what is allowed may be imported
         with suppress(ModuleNotFoundError):
             import_module(module)
+    for name in attnkit.lightning.__all__:
+        getattr(attnkit.lightning, name)
     for node in (*NODES, *STRINGS):
         with suppress(UserError):
             build(node)

@@ -103,6 +103,7 @@ def test_a_run_that_is_taken_between_decision_and_start(hers, mine, held_by_anot
         execute(job)
 
 
+@pytest.mark.slow
 def test_latest_never_goes_on_beside_a_living_run(start, hers):
     """The real thing: a training under way, and its own folder resumed beside it."""
     own = ("--config-dir", hers, "task=mine", "data.samples=20000", "trainer.max_epochs=500")

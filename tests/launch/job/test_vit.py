@@ -175,7 +175,8 @@ def test_ranks_of_a_sweep_train_once(attnkit):
     assert len(rows_of(Path("sweep/table.csv"))) == 3
 
 
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_ranks_at_half_the_batch_are_one(attnkit, accumulate):
     """The same images in every step, so the same loss curve and weights.
 

@@ -32,6 +32,7 @@ def test_what_the_user_has_chosen_stays(given, spins):
     assert spins_of([sys.executable, "-c", code, "--version"], **given) == [spins]
 
 
+@pytest.mark.slow
 @libgomp
 def test_a_run_and_its_ranks_spin_less(hers, tmp_path):
     command = [sys.executable, "-m", "attnkit", "--config-dir", str(hers), "task=mine"]

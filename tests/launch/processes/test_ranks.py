@@ -69,7 +69,8 @@ def test_one_line_says_which_rank_went_wrong(attnkit, unruly, how, code, lines):
 
 
 @linux
-@pytest.mark.parametrize("trainer", [pytest.param("cpu", marks=pytest.mark.slow), "cpu_ddp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["cpu", "cpu_ddp"])
 def test_nobody_outlives_the_command(start, unruly, trainer):
     started = start(
         *unruly, f"trainer={trainer}", "module.lag=0.1", "trainer.max_epochs=1000", "run_dir=run",
@@ -272,6 +273,7 @@ def test_other_nodes_need_a_launcher(attnkit, unruly):
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_keeps_no_model_beside_those_of_its_ranks(attnkit, unruly, monkeypatch):
     """Nor data: a large data set would be in memory once more than there are ranks."""
 

@@ -65,6 +65,7 @@ def test_torchrun(start, unruly):
     assert start.left() == {}
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_finds_the_folder_held(srun, start, unruly):
     """By the first rank of its own run, which is no reason to refuse."""
     run = start(*unruly, "trainer=cpu", "trainer.max_epochs=1", "run_dir=run").done()

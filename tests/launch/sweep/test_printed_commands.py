@@ -47,6 +47,7 @@ def pasted(command):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweeper", [(), ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2")])
 def test_every_printed_command_works(attnkit, found, theirs, sweeper):
     """As a shell splits them, in this process; the test below has a real shell."""

@@ -258,6 +258,7 @@ def test_paths_of_trials_are_readable_as_they_are_typed(typed, read):
     assert readable(typed) == read
 
 
+@pytest.mark.slow
 def test_a_sweep_of_before_goes_on(attnkit, found, hers):
     """sweep.json of version 1, as it was written when locks lay beside the trials' folders."""
     lean = ["trainer.max_epochs=1", "callbacks.curves=null", "logger.tensorboard=null"]

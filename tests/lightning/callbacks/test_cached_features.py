@@ -9,6 +9,7 @@ from torch import nn
 import attnkit
 from attnkit.finetune import head_only
 from attnkit.lightning import CachedFeatures
+from attnkit.lightning.callbacks import cached_features
 from attnkit.tasks.image_classification import DigitsData, ImageClassification
 
 
@@ -43,7 +44,7 @@ def fit(make_trainer, caplog):
         caplog.clear()
         with caplog.at_level("INFO"):
             trainer.fit(module, data)
-        said = [r.getMessage() for r in caplog.records if "finetune=head" in r.getMessage()]
+        said = [r.getMessage() for r in caplog.records if r.name == cached_features.__name__]
         return module, trainer, said
 
     return run

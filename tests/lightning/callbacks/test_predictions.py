@@ -20,7 +20,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_order_of_the_data(tmp_path, devices):
     """Samples that alternate between processes, parts in one piece, an empty part, no loader."""
     script = Path(__file__).with_name("predicting.py")

@@ -39,6 +39,7 @@ def interpret(*options):
     return int(re.search(r"(\d+) passed", done.stdout)[1])
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(IS_INTERPRETED, reason="starts the interpreter")
 def test_in_the_interpreter():
