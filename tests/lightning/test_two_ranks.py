@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 def test_two_ranks_write_one_of_everything(tmp_path):
     script = Path(__file__).with_name("two_ranks.py")
     done = subprocess.run(

@@ -88,7 +88,7 @@ def _run_folder(job: Job) -> Iterator[None]:
                 if folders.load_state(path).get("state") == folders.RUNNING:
                     stopped = isinstance(error, Interrupted)
                     folders.save_state(path, folders.STOPPED if stopped else folders.FAILED)
-            if folder.is_dir():
+            if job.begun and folder.is_dir():
                 stopped = isinstance(error, Interrupted)
                 origin.ended(folder, folders.STOPPED if stopped else folders.FAILED)
             raise

@@ -22,12 +22,10 @@ QUICK = (
     "task=vit", "model.dim=16", "model.depth=1", "model.num_heads=2", "trainer=cpu",
     "trainer.limit_batches=2", "callbacks.curves=null", "logger.tensorboard=null",
 )  # fmt: skip
-LAUNCHERS = [
-    ("joblib", "hydra.launcher.n_jobs=2"),
-    pytest.param("submitit_local", None, marks=pytest.mark.slow),
-]
+LAUNCHERS = [("joblib", "hydra.launcher.n_jobs=2"), ("submitit_local", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "setting"), LAUNCHERS)
 def test_launchers(attnkit, found, hers, monkeypatch, launcher, setting):
     """Three trials, two of which wait for each other while they train; the third one fails."""

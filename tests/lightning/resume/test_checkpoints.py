@@ -357,7 +357,8 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, 50])
 def test_killed_at_any_moment(tmp_path, kills):
     """The newest of two saves is there and whole, and nothing else."""
     draw, path, lost = random.Random(0), tmp_path / "last.ckpt", 0

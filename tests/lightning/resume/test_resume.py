@@ -16,11 +16,8 @@ LONG = [
     {"ranks": ranks, "workers": workers, "accumulate": accumulate, "sampler": sampler}
     for ranks, workers, accumulate, sampler in product((1, 2), (0, 2), (1, 2), (0, 1))
 ] + [{"ranks": 1, "interval": 0.5, "accumulate": 1}]
-SHORT = [
-    {"ranks": 1},
-    {"ranks": 1, "workers": 2, "every": 7},
-    {"ranks": 1, "workers": 2, "sampler": 1, "every": 7},
-]
+LONG += [{"ranks": 1}, {"ranks": 1, "workers": 2, "every": 7}]
+SHORT = [{"ranks": 1, "workers": 2, "sampler": 1, "every": 7}]
 
 
 @pytest.mark.parametrize(
