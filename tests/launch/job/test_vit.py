@@ -223,9 +223,14 @@ def test_two_ranks_predict_in_the_order_of_the_images(attnkit, trained, tmp_path
         )  # fmt: skip
         assert done.code == 0, done.err
     assert (done.out + done.err).count("_broken.png") == (2 if count == 7 else 0)
-    one, two = (Path(name, "predictions.csv").read_text() for name in ("cpu", "cpu_ddp"))
-    assert len(one.splitlines()) == count + 1
-    assert one == two
+    one, two = (rows_of(Path(name, "predictions.csv")) for name in ("cpu", "cpu_ddp"))
+    assert len(one) == count
+    for ours, theirs in zip(one, two, strict=True):  # of other batches: the last digit differs
+        for name, text in ours.items():
+            if name.startswith("p("):
+                assert float(text) == pytest.approx(float(theirs[name]), abs=1e-5)
+            elif name in ("path", "truth", "label"):
+                assert text == theirs[name]
 
 
 def test_fsdp_needs_a_gpu(attnkit):
