@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -69,12 +70,14 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """
     tensors, about = _read(path)
     method, network_name = about.pop("method"), about.pop("network", "another network")
-    if finetuned(model) is None:
+    is_new = finetuned(model) is None
+    outline = _outline(model) if is_new else model  # so that a refused file changes nothing
+    if is_new:
         try:
-            METHODS[method](model, **about)
+            METHODS[method](outline, **about)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: made for another network: {error}") from error
-    _, network, record = _found(model, "load_adapter")
+    _, network, record = _found(outline, "load_adapter")
     if record.method != method:
         raise ValueError(f"{path}: made by {method}, but the network is set for {record.method}")
     own = _trained(network)
@@ -85,9 +88,22 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
                 f"{path}: made for another network, {network_name}: {name} is {there} in the file, "
                 f"{here} here"
             )
+    if is_new:
+        METHODS[method](model, **about)
+    own = _trained(_found(model, "load_adapter")[1])
     for name, tensor in tensors.items():
         own[name].data.copy_(tensor)
     return model
+
+
+def _outline(model: nn.Module) -> nn.Module:
+    """A copy without memory: its tensors are on the meta device."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(model, memo)
 
 
 def _found(model: nn.Module, function: str) -> Any:

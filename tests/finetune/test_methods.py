@@ -226,8 +226,11 @@ def test_bad_adapters(tmp_path):
         (vit(), tmp_path / "none", r"no adapter: no such file"),
     ]
     for network, file, message in cases:
+        before = [(name, p, p.requires_grad) for name, p in network.named_parameters()]
         with pytest.raises(ValueError, match=f": {message}") as error:
             load_adapter(network, file)
+        after = [(name, p, p.requires_grad) for name, p in network.named_parameters()]
+        assert [(n, id(p), g) for n, p, g in after] == [(n, id(p), g) for n, p, g in before]
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"^save_adapter: ViT is not fine-tuned"):
         save_adapter(vit(), path)
