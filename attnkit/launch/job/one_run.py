@@ -27,6 +27,7 @@ from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers.wandb import WandbRun
 from attnkit.lightning.modules.module import TaskModule, untrained
+from attnkit.lightning.modules.monitors import unlogged
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.warm_start import trained_on, warm_start
 from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
@@ -274,12 +275,12 @@ class Session:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt from None
             raise
-        except MisconfigurationException as error:
-            raise UserError(f"trainer: {first_line(error)}") from error
-        except RuntimeError as error:
-            if not str(error).startswith("Early stopping conditioned on metric"):
+        except (MisconfigurationException, RuntimeError) as error:
+            if about_monitor := unlogged(error):
+                raise about_monitor from error
+            if not isinstance(error, MisconfigurationException):
                 raise
-            raise UserError(f"callbacks: {first_line(error)}") from error
+            raise UserError(f"trainer: {first_line(error)}") from error
 
     def metrics(self) -> dict[str, float]:
         """The finite ones that were logged last."""

@@ -16,6 +16,7 @@ from attnkit.launch.signals import raise_received
 from attnkit.lightning._private import replace_signal_handling, set_timeout
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.modules.monitors import MonitorsInSanityCheck
 
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _HOOKS = {
@@ -60,6 +61,8 @@ def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] =
         shown = any(isinstance(callback, ProgressBar) for callback in callbacks)
     if "inspect" in kind.uses:
         callbacks += _built(Callback, "", {"inspect": config["inspect"]}).values()
+    if kind.trains:
+        callbacks.append(MonitorsInSanityCheck())
     loggers = _built(Logger, "logger", config["logger"] if "logger" in kind.uses else {})
     try:
         trainer = Trainer(

@@ -19,6 +19,7 @@ from attnkit.lightning.arguments import at_least
 from attnkit.lightning.callbacks.class_report import ClassScore, class_scores, show_class_scores
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule
+from attnkit.lightning.modules.monitors import check_monitors, is_own
 
 MAX_CONFUSION_CLASSES = 1000
 
@@ -135,19 +136,8 @@ class ClassificationModule(TaskModule):
 
     def on_fit_start(self) -> None:
         """UserError if a callback or the schedule follows a metric that is never logged."""
-        if type(self).__module__.partition(".")[0] != "attnkit":
-            return  # a class of the user's may log more
-        known = sorted(f"val/{name}" for name in self.val_metrics)
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        followers = [(f"callbacks: {type(callback).__name__}", callback) for callback in callbacks]
-        followers += [("scheduler", config) for config in self.trainer.lr_scheduler_configs]
-        for name, follower in followers:
-            monitor = str(getattr(follower, "monitor", None))
-            if monitor.startswith("val") and monitor not in known:
-                raise UserError(
-                    f"{name}: nothing logs its monitor {monitor!r}; of validation there are "
-                    f"{', '.join(known)}"
-                )
+        if is_own(self):  # a class of the user's may log more
+            check_monitors(self.trainer, [f"val/{name}" for name in self.val_metrics])
 
     def on_test_epoch_end(self) -> None:
         # Every process takes part in the sums.
