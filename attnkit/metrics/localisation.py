@@ -1,0 +1,129 @@
+"""Whether a map points to where an object is known to be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnkit.metrics.mean_over_images import MeanOverImages
+
+Maps = Annotated[Tensor, "batch map_height map_width"]
+Masks = Annotated[Tensor, "batch height width", bool]
+
+
+class _OnObjects(MeanOverImages):
+    """Of each image a share that is its mask's area for a map that points nowhere."""
+
+    def update(self, maps: Maps, masks: Masks) -> None:
+        """Add some images.
+
+        Args:
+            maps: of any size, which need not be that of the masks.
+            masks: True = the object.
+        """
+        check_maps(maps, masks)
+        self.add(self.score(maps, masks), area(masks))
+
+    def score(self, maps: Maps, masks: Masks) -> Annotated[Tensor, "batch"]:
+        """The share of each image."""
+        raise NotImplementedError
+
+
+class PointingGame(_OnObjects):
+    """How often the largest value of a map is on the object (Zhang et al., Top-down neural
+    attention by excitation backprop, 2018).
+
+    Of several places that share the largest value, the mean is taken, so that a constant map scores
+    chance, which is the mask's share of the image; counting any of them would give it 1. A place of
+    a map that is coarser than the mask counts as the share of it that the mask covers. There is no
+    tolerance around the mask; the source has 15 pixels.
+
+    Args:
+        over_chance: the mean divided by the mean share of the masks: 1 is a map at random.
+        **kwargs: of `torchmetrics.Metric`.
+
+    Raises:
+        ValueError: shapes that do not go together, a mask without a True, a map with NaN; in
+            `compute`, no images at all.
+        TypeError: maps that are no floating-point tensor, masks that are not boolean.
+    """
+
+    state = "hits"
+
+    def score(self, maps: Maps, masks: Masks) -> Annotated[Tensor, "batch"]:
+        return pointing(maps, masks)
+
+
+class AttributionMass(_OnObjects):
+    """The share of a map's positive values that is on the object.
+
+        mass = Σ_inside max(map, 0) / Σ max(map, 0)
+
+    Of a map at random, and of one without positive values, it is the mask's share of the image.
+    A map that is coarser than the mask is taken as constant within each of its places.
+
+    Args:
+        over_chance: the mean divided by the mean share of the masks: 1 is a map at random. The
+            ratio of the means, as a mean of ratios is that of the smallest objects.
+        **kwargs: of `torchmetrics.Metric`.
+
+    Raises:
+        ValueError, TypeError: as `PointingGame`.
+    """
+
+    state = "masses"
+
+    def score(self, maps: Maps, masks: Masks) -> Annotated[Tensor, "batch"]:
+        return mass(maps, masks)
+
+
+def pointing(maps: Maps, masks: Masks) -> Annotated[Tensor, "batch"]:
+    """How much of the place where the map is largest the mask covers; of several, the mean."""
+    inside = covered(masks, maps)
+    largest = (maps == maps.amax(dim=(1, 2), keepdim=True)).to(inside)
+    return (largest * inside).sum(dim=(1, 2)) / largest.sum(dim=(1, 2))
+
+
+def mass(maps: Maps, masks: Masks) -> Annotated[Tensor, "batch"]:
+    """The share of the map's positive values that is in the mask."""
+    inside = covered(masks, maps)
+    positive = maps.clamp(min=0).to(inside)
+    whole = positive.sum(dim=(1, 2))
+    share = (positive * inside).sum(dim=(1, 2)) / whole
+    return torch.where(whole > 0, share, inside.mean(dim=(1, 2)))
+
+
+def area(masks: Masks) -> Annotated[Tensor, "batch"]:
+    """The share of the image that is in the mask: what chance gives."""
+    return masks.float().mean(dim=(1, 2))
+
+
+def covered(masks: Masks, maps: Maps) -> Maps:
+    """The share of each place of the map that the mask covers."""
+    height, width = maps.shape[1:]
+    return F.adaptive_avg_pool2d(masks.to(maps.device).float()[:, None], (height, width))[:, 0]
+
+
+def check_maps(maps: Tensor, masks: Tensor) -> None:
+    """ValueError or TypeError that names the wrong one."""
+    if not isinstance(maps, Tensor) or not maps.is_floating_point():
+        raise TypeError(f"maps: expected a floating-point tensor, got {_kind(maps)}")
+    if not isinstance(masks, Tensor) or masks.dtype != torch.bool:
+        raise TypeError(f"masks: expected a boolean tensor, True = the object, got {_kind(masks)}")
+    for name, tensor in (("maps", maps), ("masks", masks)):
+        if tensor.ndim != 3 or not tensor[:1].numel() >= min(len(tensor), 1):
+            raise ValueError(f"{name}: expected [batch, height, width], got {list(tensor.shape)}")
+    if len(maps) != len(masks):
+        raise ValueError(f"masks: expected one for each of {len(maps)} maps, got {len(masks)}")
+    if not maps.isfinite().all():
+        raise ValueError("maps: expected finite values, got NaN or infinite ones")
+    empty = (~masks.flatten(1).any(dim=1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"masks: expected an object in each, got none in {empty[0]}")
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
