@@ -1,0 +1,167 @@
+"""Tokens that no attention looks at: what a model says without them, whoever wrote it."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
+
+from attnkit.core.masks.base import Mask, as_mask
+from attnkit.core.masks.sequences import Padding
+
+
+class HiddenKeys:
+    """Which keys are hidden, and of which attentions they were.
+
+    Attributes:
+        hidden: True = no query may look there.
+        num_prefix_tokens: how many keys, never hidden, stand before these in most attentions.
+        masked: how many attentions of how many keys did not look there.
+        passed: how many attentions of how many keys ran as they are, as their keys are others.
+    """
+
+    def __init__(
+        self, hidden: Annotated[Tensor, "batch tokens", bool], num_prefix_tokens: int
+    ) -> None:
+        self.hidden = hidden
+        self.num_prefix_tokens = num_prefix_tokens
+        self.masked: Counter[int] = Counter()
+        self.passed: Counter[int] = Counter()
+
+    def kept(self, batch: int, num_keys: int) -> Annotated[Tensor, "batch keys", bool] | None:
+        """Which keys may be looked at; None where the keys are others."""
+        num_before = num_keys - self.hidden.shape[1]
+        fits = len(self.hidden) == batch and num_before in (0, self.num_prefix_tokens)
+        (self.masked if fits else self.passed)[num_keys] += 1
+        return ~F.pad(self.hidden, (num_before, 0)) if fits else None
+
+    def mask(self, mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | Tensor | None:
+        """`attend`'s mask without the hidden keys, which are then no more than padding."""
+        kept = self.kept(len(query) if query.ndim == 4 else 1, key.shape[-2])
+        if kept is None:
+            return mask
+        kept = kept.to(key.device)
+        return Padding(kept) if mask is None else as_mask(mask) & Padding(kept)
+
+
+HIDING: list[HiddenKeys] = []
+
+
+@contextmanager
+def hide_keys(
+    hidden: Annotated[Tensor, "batch tokens", bool], num_prefix_tokens: int = 0
+) -> Iterator[HiddenKeys]:
+    """In the block no attention looks at these tokens, as if they were padding.
+
+        with hide_keys(hidden, num_prefix_tokens=1):
+            logits = vit(images)    # of the class token and the patches that are left
+
+    Reached are `attend`, and of any caller `F.scaled_dot_product_attention` and
+    `F.multi_head_attention_forward`, each where its keys are the tokens, or the prefix and the
+    tokens behind it, and its batch is theirs; `passed` counts the others. Masks of the model's own
+    stay. A hidden token still has a row of its own, which the model may read after the last
+    attention, as the mean over all tokens does. Compiled modules run uncompiled in the block.
+
+    Args:
+        hidden: True = nobody looks there.
+        num_prefix_tokens: class and register tokens before them, which stay.
+
+    Raises:
+        ValueError, TypeError: another shape or dtype.
+    """
+    if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool:
+        given = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise TypeError(f"hidden: expected a boolean tensor, True = hidden, got {given}")
+    if hidden.ndim != 2:
+        raise ValueError(f"hidden: expected [batch, tokens], got {list(hidden.shape)}")
+    hiding = HiddenKeys(hidden, num_prefix_tokens)
+    HIDING.append(hiding)
+    try:
+        with torch.compiler.set_stance("force_eager"), _HidingMode(hiding):
+            yield hiding
+    finally:
+        HIDING.remove(hiding)
+
+
+def attend_without_hidden(attend: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+    """`attend(**given)` that does not look at the keys hidden last."""
+    hiding = HIDING.pop()  # so that what a kernel calls is not masked again
+    try:
+        return attend(**given | {"mask": hiding.mask(given["mask"], given["query"], given["key"])})
+    finally:
+        HIDING.append(hiding)
+
+
+class _HidingMode(TorchFunctionMode):
+    """Hides keys of torch's attention, whoever calls it."""
+
+    def __init__(self, hiding: HiddenKeys) -> None:
+        super().__init__()
+        self.hiding = hiding
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.hiding in HIDING:
+            if func is F.scaled_dot_product_attention:
+                kwargs, args = self._of_product(*args, **kwargs), ()
+            elif func is F.multi_head_attention_forward:
+                bound = inspect.signature(func).bind(*args, **kwargs).arguments
+                kwargs, args = bound | self._of_heads(bound), ()
+        return func(*args, **kwargs)
+
+    def _of_product(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> dict[str, Any]:
+        """The arguments of `scaled_dot_product_attention`, with the keys hidden."""
+        given: dict[str, Any] = {"query": query, "key": key, "value": value}
+        given |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        given |= {"scale": scale, "enable_gqa": enable_gqa}
+        is_ours = query.ndim in (3, 4) and not isinstance(attn_mask, CausalBias)
+        kept = self.hiding.kept(len(query) if is_ours else 0, key.shape[-2])
+        if kept is None:
+            return given
+        kept = kept.to(key.device).reshape(len(query), *[1] * (query.ndim - 2), -1)
+        if is_causal:
+            causal = kept.new_ones(query.shape[-2], key.shape[-2]).tril()
+            given |= {"attn_mask": causal & kept, "is_causal": False}
+        elif attn_mask is None:
+            given["attn_mask"] = kept
+        elif attn_mask.dtype == torch.bool:
+            given["attn_mask"] = attn_mask & kept
+        else:
+            given["attn_mask"] = attn_mask.masked_fill(~kept, -torch.inf)
+        return given
+
+    def _of_heads(self, given: dict[str, Any]) -> dict[str, Tensor]:
+        """What changes in the arguments of `multi_head_attention_forward`: its padding."""
+        key, padding, mask = (given.get(n) for n in ("key", "key_padding_mask", "attn_mask"))
+        assert isinstance(key, Tensor)
+        kept = self.hiding.kept(key.shape[1] if key.ndim == 3 else 1, len(key))
+        if kept is None:
+            return {}
+        kept = (kept if key.ndim == 3 else kept[0]).to(key.device)
+        if padding is None and mask is not None and mask.is_floating_point():
+            padding = torch.zeros_like(kept, dtype=mask.dtype)  # torch wants both of one kind
+        if padding is None:
+            padding = ~kept
+        elif padding.dtype == torch.bool:
+            padding = padding | ~kept
+        else:
+            padding = padding.masked_fill(~kept, -torch.inf)
+        return {"key_padding_mask": padding}
