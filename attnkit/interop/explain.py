@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.edges import Edges, in_callers_order
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.heads import NodeHeads
-from attnkit.layers.graph.self_loops import in_callers_order, looped_features
+from attnkit.layers.graph.self_loops import looped_features
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class Edges(Mask):
     edge_index: Annotated[Tensor, "2 edges", int]
     num_nodes: int | None = None
     num_sources: int | None = None
+
+    looped_from: ClassVar["Edges | None"] = None
+    """Of the edges that another's `with_loops` are, that other."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.edge_index, Tensor):
@@ -117,7 +120,9 @@ class Edges(Mask):
         with torch.inference_mode(False):
             loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
             proper = self.edge_index[:, self.without_loops]
-            return Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
+            looped = Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
+            object.__setattr__(looped, "looped_from", self)
+            return looped
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if (num_queries, num_keys) != self.sizes:
@@ -139,6 +144,17 @@ class Edges(Mask):
         allowed = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=device)
         allowed[target, source] = True
         return allowed[None, None]
+
+
+def in_callers_order(rows: Tensor, edges: Edges) -> Tensor:
+    """Rows of the edges of `edges.with_loops`, as rows of the edges of `edges`, then of the loops.
+
+    A self-loop of the caller's was replaced by its node's: its row is 0.
+    """
+    loops = torch.arange(min(edges.sizes), device=rows.device) + edges.num_edges
+    places = torch.cat([edges.without_loops, loops])
+    result = rows.new_zeros(edges.num_edges + len(loops), *rows.shape[1:])
+    return result.index_copy(0, places, rows)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.linear import reset_linear
-from attnkit.core.masks.edges import EdgeFeatures, Edges
+from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.weights import Indices, as_indices
@@ -25,7 +25,6 @@ from attnkit.layers.graph.inputs import Nodes, check_graph
 from attnkit.layers.graph.self_loops import (
     FillValue,
     check_fill_value,
-    in_callers_order,
     looped_features,
 )
 

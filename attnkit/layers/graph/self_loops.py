@@ -1,4 +1,4 @@
-"""What self-loops carry, and where weights of a graph with self-loops belong in the caller's order.
+"""What self-loops carry.
 
 The graph itself is `Edges.with_loops`: the caller's edges but self-loops, then one for each node.
 """
@@ -50,14 +50,3 @@ def looped_features(features: Tensor, edges: Edges, fill_value: FillValue) -> Te
             )
         loops = row.expand(num_loops, edge_dim)
     return torch.cat([proper, loops])
-
-
-def in_callers_order(rows: Tensor, edges: Edges) -> Tensor:
-    """Rows of the edges of `edges.with_loops`, as rows of the edges of `edges`, then of the loops.
-
-    A self-loop of the caller's was replaced by its node's: its row is 0.
-    """
-    loops = torch.arange(min(edges.sizes), device=rows.device) + edges.num_edges
-    places = torch.cat([edges.without_loops, loops])
-    result = rows.new_zeros(edges.num_edges + len(loops), *rows.shape[1:])
-    return result.index_copy(0, places, rows)

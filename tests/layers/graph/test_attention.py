@@ -7,7 +7,7 @@ from torch import nn
 
 import attnkit
 from attnkit import Edges, GraphAttention, MultiHeadAttention, ScaledDot
-from attnkit.layers.graph.self_loops import in_callers_order
+from attnkit.core.masks.edges import in_callers_order
 
 NODES, SOURCES, CHANNELS, EDGE_DIM, HEADS = 11, 13, 5, 2, 3
 SCORES = ["scaled_dot", "dot", "general", "cosine", "gaussian", "additive", "gatv2", "gat"]
