@@ -58,6 +58,7 @@ def test_there_are_commands():
     assert any(name in PAGE for name in SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_random_weights")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_shortened(command, folder, monkeypatch, capfd):

@@ -91,6 +91,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, repository):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_from_anywhere(wheel, make_environment, repository, tmp_path):
     python = make_environment(wheel)
     installed = run(python, "-c", "import attnkit; print(attnkit.__file__)", folder=tmp_path)
@@ -103,6 +104,7 @@ def test_the_wheel_runs_from_anywhere(wheel, make_environment, repository, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_a_users_own_task(wheel, make_environment, repository, tmp_path):
     """The folder that the README shows, with an installed attnkit, from another folder."""
     blocks = re.findall(

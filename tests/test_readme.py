@@ -2,17 +2,13 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-
-from attnkit.launch.main import main
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", (ROOT / "README.md").read_text(),
@@ -67,20 +63,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def in_this_process(monkeypatch, capfd):
-    """Run a command of attnkit without starting Python again."""
-
-    def run(command, folder):
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        code = main(shlex.split(command.removeprefix("python -m attnkit ")))
-        return subprocess.CompletedProcess(command, code, *capfd.readouterr())
-
-    return run
-
-
 def in_its_own(command, folder):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -89,36 +71,16 @@ def in_its_own(command, folder):
     )  # fmt: skip
 
 
-def shortened(command):
-    """The command for a few batches of each epoch, and for one epoch where it names no number."""
-    if "task=" in command and "limit_batches" not in command:
-        command += " trainer.limit_batches=5"
-        if "max_epochs" not in command:
-            command += " trainer.max_epochs=1"
-    return command
-
-
 def _check(done):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
     assert "Traceback" not in done.stderr
 
 
-# Two processes take their time: the slow tests run these, tests/launch/processes others.
-OF_ONE_PROCESS = [c for c in RUN if "cpu_ddp" not in c]
-
-
-@pytest.mark.parametrize("command", OF_ONE_PROCESS)
-def test_commands_shortened(command, folder, in_this_process):
-    """In the order of the README, in one folder: later ones use what earlier ones left."""
-    run = in_its_own if command in RUN[:2] else in_this_process
-    _check(run(shortened(command), folder))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
 def test_commands(command, folder):
-    """As they stand there."""
+    """In the order of the README, in one folder: later ones use what earlier ones left."""
     _check(in_its_own(command, folder))
 
 

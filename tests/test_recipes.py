@@ -40,13 +40,8 @@ def test_callbacks_of_two_files_are_all_there(capfd):
     assert "EarlyStopping" in said
 
 
-def _marked(command):
-    """Schedules have tests of their own, and every file of them is in test_configs.py."""
-    slow = any(word in command for word in ("scheduler=", "class_weights", "precision"))
-    return pytest.param(command, marks=pytest.mark.slow) if slow else command
-
-
-@pytest.mark.parametrize("command", map(_marked, COMMANDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_shortened(command, folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)

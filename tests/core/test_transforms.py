@@ -21,6 +21,7 @@ def forget_compiled_code():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "flash", "blockwise", "math", "reference"])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_and_exported_equal_eager(backend, case):
@@ -110,6 +111,7 @@ class Attention(torch.nn.Module):
         return attend(query, key, value, score=score, mask=Causal("bottom_right"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_compiled_and_exported_equal_eager(name, monkeypatch):
     monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": 6 * 11 * 3})

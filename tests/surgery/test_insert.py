@@ -39,6 +39,7 @@ NETWORKS = [
     "torchvision/mobilenet_v2",
     "torchvision/mobilenet_v3_small",
 ]
+FEW = ("timm/seresnet18", "timm/convnext_atto", "timm/mobilenetv3_small_050", "torchvision/resnet18")
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
@@ -90,7 +91,9 @@ def state_of(model):
     }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n not in FEW)]
+)
 def test_networks(name):
     model = network(name)
     backbone = copy.deepcopy(model.state_dict())
@@ -289,6 +292,7 @@ def test_copies_and_pickles_have_attention_of_their_own(start_as_identity):
             assert torch.equal(model(IMAGES), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["timm/resnet18", "timm/convnext_atto", "torchvision/mobilenet_v3_small"]
 )

@@ -149,6 +149,7 @@ def assert_stages_work(model):
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_small_networks(name):
     report = assert_stages_work(network(name))

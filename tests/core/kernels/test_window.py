@@ -281,6 +281,7 @@ def test_packed_serves_dropout_and_a_learned_bias():
     assert dropped.std() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [

@@ -357,6 +357,7 @@ def test_no_large_tensor_is_held(name, monkeypatch):
     assert largest.numel < tokens**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["additive", "scaled_dot"])
 def test_no_mask_of_other_items_is_made(name, monkeypatch):
     """Of 32 items, a block of one item has the mask of one."""

@@ -98,6 +98,7 @@ def test_test_gives_what_training_reported(mine):
     assert not Path("tested/checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_splits(attnkit, graph_files, tmp_path):
     """Each fixed split of the data is a run; what is lost is repeated and nothing else."""
     np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())

@@ -22,6 +22,7 @@ def spins_of(command: list[str], **environment: str) -> list[str]:
     return re.findall(r"GOMP_SPINCOUNT = '(\w+)'", done.stderr)
 
 
+@pytest.mark.slow
 @libgomp
 @pytest.mark.parametrize(
     ("given", "spins"), [({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
@@ -42,6 +43,7 @@ def test_a_run_and_its_ranks_spin_less(hers, tmp_path):
     assert set(found) == {SPINS}
 
 
+@pytest.mark.slow
 @libgomp
 def test_the_library_sets_nothing():
     code = "import attnkit, torch; attnkit.attend(*torch.randn(3, 1, 1, 5, 7))"

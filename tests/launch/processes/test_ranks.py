@@ -26,27 +26,25 @@ def said(done) -> list[str]:
     return lines[next(i for i, line in enumerate(lines) if line.startswith("attnkit:")) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "lines"),
     [
         ("kill", 1, ["attnkit: rank 1: killed by SIGKILL", "  the system does so to"]),
-        pytest.param(
+        (
             "raise",
             1,
             ["attnkit: rank 1: RuntimeError: fails on purpose", "  in mischief.py:"],
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "user",
             2,
             ["attnkit: rank 1: settings.txt: wrong on purpose", "  expected something right"],
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "hang",
             1,
             ["attnkit: rank 1 does not answer", "  how long they wait: trainer.timeout"],
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -86,16 +84,14 @@ def test_nobody_outlives_the_command(start, unruly, trainer):
 
 
 SIGNALS = [
-    ("cpu", "SIGTERM", 143),
-    pytest.param("cpu_ddp", "SIGTERM", 143, marks=pytest.mark.slow),
-    pytest.param("cpu", "SIGINT", 130, marks=pytest.mark.slow),
-    pytest.param("cpu_ddp", "SIGINT", 130, marks=pytest.mark.slow),
-    pytest.param("cpu", "SIGUSR1", 143, marks=pytest.mark.slow),
-    pytest.param("cpu_ddp", "SIGUSR1", 143, marks=pytest.mark.slow),
+    (trainer, *signal)
+    for signal in (("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143))
+    for trainer in ("cpu", "cpu_ddp")
 ]
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.parametrize(("trainer", "name", "code"), SIGNALS)
 def test_signal_in_training(attnkit, start, unruly, trainer, name, code):
     started = start(

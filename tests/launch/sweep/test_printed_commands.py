@@ -86,6 +86,7 @@ def test_every_printed_command_works(attnkit, found, theirs, sweeper):
         assert Path(f"best_{number}/results.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_command_after_a_stopped_run_works(attnkit, found, theirs):
     done = attnkit(
         "task=mine", "--config-dir", theirs, "allow=[of_mine]", *LEAN, "trainer.max_epochs=2",

@@ -140,6 +140,7 @@ def test_what_needs_the_study(mine):
 # --- studies --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_failed_pruned_raised_and_retried(mine, attnkit, found, hers):
     done = mine(
         "-m", OPTUNA, *LEAN, "callbacks.progress=null", "module.lr=0.3,1e-09",
@@ -188,6 +189,7 @@ def test_failed_pruned_raised_and_retried(mine, attnkit, found, hers):
     assert "callbacks.pruning" not in best
 
 
+@pytest.mark.slow
 def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     """Two sweep folders, one database; a third with another search is refused."""
     search = ("-m", OPTUNA, *LEAN, "callbacks.progress=null", "trainer.max_epochs=1",

@@ -139,6 +139,7 @@ def halted(mine):
     return done
 
 
+@pytest.mark.slow
 def test_resume_and_retry(halted, attnkit, found, hers):
     assert "the trials after it were not started" in halted.err
     again = f"attnkit -m resume={Path('sweep').absolute()} --config-dir {hers}"

@@ -241,6 +241,7 @@ def test_items_see_each_other_only_through_batch_norm_in_training(name):
     assert alone != has_batch_norm(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("training", [False, True])
 def test_compiled(name, training):

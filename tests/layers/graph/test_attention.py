@@ -242,6 +242,7 @@ def test_dropout_of_the_weights_in_training_only():
                                undropped.attention_weights(x, edges))  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["scaled_dot", "gat"])
 def test_autocast_compile_and_export_of_the_state(score):
     layer = GraphAttention(

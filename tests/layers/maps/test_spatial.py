@@ -285,6 +285,7 @@ def is_exporting(x):
     return torch.zeros_like(x) + int(torch.compiler.is_exporting())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 def test_compiled(name):
     """In one graph, but for edges, which no layer over edges is."""

@@ -20,6 +20,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_order_of_the_data(tmp_path, devices):
     """Samples that alternate between processes, parts in one piece, an empty part, no loader."""
