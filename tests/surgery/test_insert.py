@@ -39,7 +39,7 @@ NETWORKS = [
     "torchvision/mobilenet_v2",
     "torchvision/mobilenet_v3_small",
 ]
-FEW = ("timm/seresnet18", "timm/convnext_atto", "timm/mobilenetv3_small_050", "torchvision/resnet18")
+FEW = ("timm/seresnet18", "timm/convnext_atto", "timm/mobilenetv3_small_050")
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
