@@ -12,6 +12,7 @@ from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.base import name_what_has_a_second_derivative
 from attnkit.core.kernels.choose import choose_backend
 from attnkit.core.kernels.sdpa import is_torchs_own
+from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.normalizers.kinds import NORMALIZERS
@@ -75,6 +76,8 @@ def attend(
     """
     if not torch.compiler.is_compiling() and HIDING:
         return attend_without_hidden(attend, locals())
+    if not torch.compiler.is_compiling() and LISTENERS:
+        return watched(attend, locals())
     if (
         mask is None
         and bias is None

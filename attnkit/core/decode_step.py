@@ -4,8 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.cache import KeyValueCache
+from attnkit.core.check import check_inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.linear import run_linear
+from attnkit.core.listeners import LISTENERS, Seen, tell
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers.kinds import Softmax
 from attnkit.core.scores.kinds import ScaledDot
@@ -84,5 +86,8 @@ def _attended(
     if bias is not None:
         scores.view(batch, num_heads, num_queries, scores.shape[2]).add_(bias)
     output = scores.softmax(dim=-1) @ kept.value.flatten(0, 1)
-    output = output.view(batch, num_heads, num_queries, head_dim).transpose(1, 2).flatten(2)
-    return run_linear(block.out_proj, output)
+    output = output.view(batch, num_heads, num_queries, head_dim)
+    if LISTENERS:
+        inputs = check_inputs(query, kept.key, kept.value, score=block.score, bias=bias)
+        tell(LISTENERS, Seen("attend", inputs, output, module=block))
+    return run_linear(block.out_proj, output.transpose(1, 2).flatten(2))

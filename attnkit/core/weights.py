@@ -57,29 +57,43 @@ def attention_weights(
         raise ValueError(
             "mask: an edge is given twice, and each has a weight; attnkit.edge_weights gives them"
         )
-    batch, num_heads, num_queries, _ = inputs.query.shape
-    row_indices = as_indices("rows", rows, num_queries, query.device)
-    head_indices = as_indices("heads", heads, num_heads, query.device)
-    kv_heads = head_indices // (num_heads // inputs.key.shape[1])
-    exact = in_high_precision(
-        replace(
-            inputs,
-            query=inputs.query[:, head_indices],
-            key=inputs.key[:, kv_heads],
-            score=inputs.score.select(head_indices),
-            normalizer=inputs.normalizer.select(head_indices),
-        )
-    ).as_scaled_dot()
-    per_row = max(1, batch * len(head_indices) * inputs.num_keys)
+    row_indices = as_indices("rows", rows, inputs.num_queries, query.device)
+    head_indices = as_indices("heads", heads, query.shape[1], query.device)
+    exact = of_heads(inputs, head_indices)
     with no_autocast(query):
         blocks = [
-            _weights_of_rows(exact, block, head_indices).to(inputs.query.dtype)
-            for block in row_indices.split(max(1, BLOCK_ELEMENTS // per_row))
+            weights_of_rows(exact, block, head_indices).to(inputs.query.dtype)
+            for block in row_blocks(exact, row_indices)
         ]
     return torch.cat(blocks, dim=2)
 
 
-def _weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
+def of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
+    """The attention of some query heads, each with a key and value head of its own, in high
+    precision; bias and mask stay those of all heads."""
+    kv_heads = heads // (inputs.query.shape[1] // inputs.key.shape[1])
+    return in_high_precision(
+        replace(
+            inputs,
+            query=inputs.query[:, heads],
+            key=inputs.key[:, kv_heads],
+            value=inputs.value[:, kv_heads],
+            score=inputs.score.select(heads),
+            normalizer=inputs.normalizer.select(heads),
+        )
+    ).as_scaled_dot()
+
+
+def row_blocks(
+    inputs: Inputs, rows: Tensor, block_elements: int | None = None
+) -> tuple[Tensor, ...]:
+    """The rows in parts of which each has at most so many scores, and at least one row."""
+    per_row = max(1, inputs.query.shape[0] * inputs.query.shape[1] * inputs.num_keys)
+    return rows.split(max(1, (block_elements or BLOCK_ELEMENTS) // per_row))
+
+
+def weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
+    """[batch, heads, rows, keys] of what `of_heads` gave for these heads."""
     bias, allowed = inputs.bias, None
     if bias is not None:
         bias = bias if bias.shape[1] == 1 else bias[:, heads]

@@ -7,12 +7,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnkit.core.running import RunningModules
 
 KERNEL_OF_OPERATOR = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -82,11 +80,7 @@ def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
     with ExitStack() as stack:
         stack.callback(_RECORDERS.remove, recorder)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for hook in (
-            register_module_forward_pre_hook(recorder.enter_module),
-            register_module_forward_hook(recorder.leave_module, always_call=True),
-        ):
-            stack.callback(hook.remove)
+        stack.enter_context(recorder.running.followed())
         stack.enter_context(_CallMode(recorder))
         stack.enter_context(_OperatorMode(recorder))
         yield record
@@ -113,39 +107,21 @@ def unrecorded() -> Iterator[None]:
             recorder.paused -= 1
 
 
-def module_name(name: str) -> str:
-    """A name of `named_modules()` as it was before torch.compile wrapped the model."""
-    return name.removeprefix("_orig_mod").removeprefix(".")
-
-
 _RECORDERS: "list[_Recorder]" = []
 
 
 class _Recorder:
-    """Where we are: the modules entered, and the fused kernel seen in the current SDPA call."""
+    """Where we are: the modules that run, and the fused kernel seen in the current SDPA call."""
 
     def __init__(self, record: KernelCounts, model: nn.Module | None) -> None:
         self.record = record
-        self.model = model
-        self.modules: list[nn.Module] = []
-        self.names: dict[nn.Module, str] = {}
+        self.running = RunningModules(model)
         self.seen: str | None = None
         self.paused = 0
 
-    def enter_module(self, module: nn.Module, args: object) -> None:
-        if not self.modules:
-            named = (self.model or module).named_modules()
-            self.names = {child: module_name(name) for name, child in named}
-        self.modules.append(module)
-
-    def leave_module(self, module: nn.Module, args: object, output: object) -> None:
-        if self.modules and self.modules[-1] is module:
-            self.modules.pop()
-
     def add(self, kernel: str) -> None:
         if not self.paused:
-            name = self.names.get(self.modules[-1], "") if self.modules else ""
-            self.record.add(name, kernel)
+            self.record.add(self.running.innermost(), kernel)
 
 
 class _CallMode(TorchFunctionMode):

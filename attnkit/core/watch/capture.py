@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.kernels.record import module_name
+from attnkit.core.running import module_name
 from attnkit.core.weights import Indices
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.core.kernels.record import module_name
+from attnkit.core.running import module_name
 from attnkit.layers.maps.residual import check_features
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.kernels.record import module_name, unrecorded
+from attnkit.core.kernels.record import unrecorded
+from attnkit.core.running import module_name
 from attnkit.core.watch.capture import capture_attention
 from attnkit.layers.gates.gate import capture_gates
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention

@@ -1,0 +1,72 @@
+"""Who is told of attention that runs, and how `attend` tells them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One attention that ran, before anyone asked in which layer."""
+
+    tap: str
+    inputs: Inputs
+    output: Tensor
+    """[batch, heads, queries, value_dim]; what the caller gets is this tensor or a view of it."""
+    is_batched: bool = True
+    """Whether the caller gave tensors with a batch; those of graphs have none."""
+    module: nn.Module | None = None
+    """Where it ran, if that is not the innermost module that is running."""
+
+
+class Listener(Protocol):
+    def see(self, seen: Seen) -> None:
+        """Attention ran."""
+
+
+LISTENERS: list[Listener] = []
+
+
+@contextmanager
+def unheard() -> Iterator[list[Listener]]:
+    """In the block nobody is told of attention, since those who would be are told of the whole."""
+    listeners = list(LISTENERS)
+    LISTENERS.clear()
+    try:
+        yield listeners
+    finally:
+        LISTENERS[:] = listeners
+
+
+def is_recomputed() -> bool:
+    """Whether a backward pass is running, in which activation checkpointing runs a forward again:
+    nobody is told of what was told before."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tell(listeners: list[Listener], seen: Seen) -> None:
+    for listener in listeners:
+        listener.see(seen)
+
+
+def watched(attend: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+    """`attend(**given)`, of which the listeners are told; its own calls of torch are not."""
+    if is_recomputed():
+        with unheard():
+            return attend(**given)
+    is_batched = not given["query"].ndim == given["key"].ndim == given["value"].ndim == 3
+    if not is_batched:
+        # what is told is then on the way to what the caller gets, so that it has a gradient
+        given = given | {name: given[name][None] for name in ("query", "key", "value")}
+    with unheard() as listeners:
+        output = attend(**given)
+        options = {name: option for name, option in given.items() if name != "backend"}
+        tell(listeners, Seen("attend", check_inputs(**options), output, is_batched))
+    return output if is_batched else output[0]
