@@ -188,7 +188,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
 
     def on_fit_start(self) -> None:
         """UserError if a callback or the schedule follows a metric that is never logged."""
-        if is_own(self):  # a class of the user's may log more
+        if is_own(type(self)):  # a class of the user's may log more
             check_monitors(self.trainer, ["val/loss", *(f"val/{n}" for n in self.val_metrics)])
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:

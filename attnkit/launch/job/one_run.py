@@ -8,7 +8,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,19 @@ from torch import nn
 from attnkit.launch.config import schema
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.kinds import kind_of, named
+from attnkit.launch.job.parts import fill, module_parts, rehearse
 from attnkit.launch.job.trainer import make_trainer
 from attnkit.lightning.build.build import build
 from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers.wandb import WandbRun
-from attnkit.lightning.modules.module import TaskModule, untrained
-from attnkit.lightning.modules.monitors import unlogged
+from attnkit.lightning.modules.module import TaskModule
+from attnkit.lightning.modules.monitors import is_own, unlogged
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.warm_start import trained_on, warm_start
 from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
 
 _log = logging.getLogger(__name__)
-_FULL = {"_target_", "_partial_"}  # alone: finetune=full
 
 
 class Session:
@@ -102,11 +101,12 @@ class Session:
         nodes = [self.config.get(key) or {} for key in schema.FILLED]
         describe = self._describer()
         if describe and not self.alone and any(v is None for n in nodes for v in n.values()):
+            self._rehearse()
             self.data.prepare_data()
             self.data.setup("fit")
             facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
             for node in nodes:
-                _fill(node, facts)
+                fill(node, facts)
         self.from_data = sorted(left_open - {*self._nulls()})
         return self.data
 
@@ -116,6 +116,13 @@ class Session:
             for key, value in (self.config.get(part) or {}).items():
                 if value is None:
                     yield f"{part}.{key}"
+
+    def _rehearse(self) -> None:
+        if not (self.start or self.config["ckpt"]) and self.config.get("model"):
+            node = {"_target_": self.config["module"]["_target_"], "_partial_": True}
+            made = build(node, at="module").func
+            if isinstance(made, type) and is_own(made):  # others may make something else of it
+                rehearse(self.config)
 
     def _describer(self) -> Callable[[], Mapping[str, Any]] | None:
         """What says what a model has to know of the data: the data, else the module's class."""
@@ -149,18 +156,18 @@ class Session:
                 found = expected_images(node)
             except ValueError as error:
                 raise UserError(f"{key}.{error}") from error
-            _fill(node, {name: found[name] for name in OF_MODEL if name in found})
+            fill(node, {name: found[name] for name in OF_MODEL if name in found})
             if found and self.config.get("init"):
                 raise UserError(f"init: not together with pretrained weights of {key}: one of them")
             facts |= found
         if self.config.get("init"):
             facts |= trained_on(self.config["init"])
         data, module = (self.config.get(key) or {} for key in ("data", "module"))
-        _fill(data, {key: facts[key] for key in OF_DATA if key in facts})
+        fill(data, {key: facts[key] for key in OF_DATA if key in facts})
         means: dict[str, Any] = {key: facts[key] for key in ("mean", "std") if key in facts}
         if data.get("in_channels") == 1:  # of grey images the colours are equal
             means = {key: [sum(values) / len(values)] for key, values in means.items()}
-        _fill(module, means)
+        fill(module, means)
 
     def _new_data(self) -> LightningDataModule:
         data = build(self.config["data"], at="data")
@@ -188,14 +195,8 @@ class Session:
         """With those of model, optimizer and scheduler that the configuration has."""
         node = self.config["module"]
         make = build({**node, "_partial_": True}, at="module")
-        parts = {key: self.config[key] for key in schema.PARTS if self.config.get(key)}
-        if not {k for k, v in parts.get("finetune", {}).items() if v is not None} - _FULL:
-            parts.pop("finetune", None)  # everything is trained, as without it
-        if "model" in parts:
-            inner = {key: self.config[key] for key in schema.MODEL_PARTS if self.config.get(key)}
-            parts["model"] = {**parts["model"], **inner}
-            if self.start or self.config["ckpt"]:  # whose weights come next
-                parts["model"] = untrained(parts["model"])
+        # of a checkpoint the weights come next
+        parts = module_parts(self.config, is_trained=bool(self.start or self.config["ckpt"]))
         # attnkit's modules build their parts themselves, so that a checkpoint knows how; others get
         # objects.
         if not (isinstance(make.func, type) and issubclass(make.func, TaskModule)):
@@ -296,11 +297,6 @@ class Session:
             return 0.0
         states = checkpoints.load(self.start, mmap=True).get("callbacks", {})
         return float(states.get("ResultsFile", {}).get("seconds", 0.0))
-
-
-def _fill(node: dict[str, Any], facts: Mapping[str, Any]) -> None:
-    """Put facts where a configuration has a null."""
-    node.update({k: deepcopy(facts[k]) for k, v in node.items() if v is None and k in facts})
 
 
 def loaded(

@@ -136,7 +136,7 @@ class ClassificationModule(TaskModule):
 
     def on_fit_start(self) -> None:
         """UserError if a callback or the schedule follows a metric that is never logged."""
-        if is_own(self):  # a class of the user's may log more
+        if is_own(type(self)):  # a class of the user's may log more
             check_monitors(self.trainer, [f"val/{name}" for name in self.val_metrics])
 
     def on_test_epoch_end(self) -> None:

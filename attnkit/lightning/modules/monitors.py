@@ -34,9 +34,9 @@ def check_monitors(trainer: Trainer, validation: Iterable[str]) -> None:
                 raise _unlogged(name, monitor, "of validation there are", validation)
 
 
-def is_own(module: LightningModule) -> bool:
-    """Whether the class is attnkit's, of which it is known what it logs."""
-    return _package(module) == "attnkit"
+def is_own(module: type[LightningModule]) -> bool:
+    """Whether a class is attnkit's, of which it is known what it logs."""
+    return module.__module__.partition(".")[0] == "attnkit"
 
 
 class MonitorsInSanityCheck(Callback):

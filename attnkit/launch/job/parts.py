@@ -1,0 +1,109 @@
+"""What a module is made of, from the configuration; and whether it can be made, before its data."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from attnkit.launch.config import schema
+from attnkit.lightning.build.build import build
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.modules.module import TaskModule, untrained
+from attnkit.lightning.resume.warm_start import warm_start
+
+_FULL = {"_target_", "_partial_"}  # alone: finetune=full
+# What data say of themselves, twice: an error that names such a number is not the same one twice.
+_STAND_INS: tuple[dict[str, Any], ...] = (
+    {"num_classes": 2, "in_channels": 3, "vocabulary_size": 11, "max_words": 7},
+    {"num_classes": 5, "in_channels": 1, "vocabulary_size": 13, "max_words": 17},
+)
+_IMAGES = ({"image_size": 64, "patch_size": 8}, {"image_size": 224, "patch_size": 16})
+# They name such a number in their errors; of others a size is not guessed.
+_VITS = ("attnkit.ViT", "attnkit.interop.PretrainedViT")
+
+
+def module_parts(config: Mapping[str, Any], *, is_trained: bool = False) -> dict[str, Any]:
+    """The configurations of model, optimizer, … that a module's constructor is given.
+
+    Args:
+        config: of the run.
+        is_trained: whether weights of a checkpoint come next: none are then read for the model.
+    """
+    parts = {key: config[key] for key in schema.PARTS if config.get(key)}
+    if not {k for k, v in parts.get("finetune", {}).items() if v is not None} - _FULL:
+        parts.pop("finetune", None)  # everything is trained, as without it
+    if "model" in parts:
+        inner = {key: config[key] for key in schema.MODEL_PARTS if config.get(key)}
+        parts["model"] = {**parts["model"], **inner}
+        if is_trained:
+            parts["model"] = untrained(parts["model"])
+    return parts
+
+
+def rehearse(config: Mapping[str, Any]) -> None:
+    """Make the parts of a module of ours with stand-ins for what the data will say, to no end but
+    this: what is wrong with them is named before thousands of images are read.
+
+    Raises:
+        UserError: they cannot be made, whatever the data say.
+    """
+    errors = []
+    with isolate_rng(), _silent():
+        for numbers, images in zip(_STAND_INS, _IMAGES, strict=True):
+            parts = _filled(config, numbers, images)
+            if parts is None:
+                return
+            try:
+                module = TaskModule(**parts)
+                if config.get("init"):
+                    warm_start(module, config["init"])
+                return
+            except UserError as error:
+                errors.append(error)
+            except Exception:  # not about its arguments: it is met again where it can be told
+                return
+    first, second = errors
+    if str(first) == str(second):
+        raise first
+
+
+def _filled(
+    config: Mapping[str, Any], numbers: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The parts without nulls that only the data know; None where one of them can't be guessed."""
+    data = config.get("data") or {}
+    is_vit = (config.get("model") or {}).get("_target_") in _VITS
+    facts = {**numbers, **(images if is_vit else {})}
+    facts |= {k: data[k] for k in ("image_size", "in_channels") if data.get(k) is not None}
+    nodes = {key: deepcopy(config.get(key) or {}) for key in schema.FILLED if key != "module"}
+    for key, node in nodes.items():
+        fill(node, facts)
+        if "_target_" in node:
+            made = build({"_target_": node["_target_"], "_partial_": True}, at=key).func
+            parameters = inspect.signature(made).parameters
+            nulls = [parameters.get(name) for name, value in node.items() if value is None]
+            if any(found is None or found.default is not None for found in nulls):
+                return None
+    parts = module_parts({**config, **nodes})
+    return parts if "model" in parts else None
+
+
+def fill(node: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Put facts where a configuration has a null."""
+    node.update({k: deepcopy(facts[k]) for k, v in node.items() if v is None and k in facts})
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    level = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(level)
