@@ -1,5 +1,7 @@
 """One step of decoding: attention from a few new tokens to keys and values that were kept."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,7 +9,7 @@ from attnkit.core.cache import KeyValueCache
 from attnkit.core.check import check_inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.linear import run_linear
-from attnkit.core.listeners import LISTENERS, Seen, tell
+from attnkit.core.listeners import LISTENERS, Seen, tell, unheard
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers.kinds import Softmax
 from attnkit.core.scores.kinds import ScaledDot
@@ -73,6 +75,21 @@ def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
 def _attended(
     block: MultiHeadAttention, query: Tensor, kept: KeyValueCache, bias: Tensor | None
 ) -> Tensor:
+    if LISTENERS:
+        with unheard() as listeners:
+            output = _averaged(block, query, kept, bias)
+            score: Any = block.score
+            inputs = check_inputs(query, kept.key, kept.value, score=score, bias=bias)
+            tell(listeners, Seen("attend", inputs, output, module=block))
+    else:
+        output = _averaged(block, query, kept, bias)
+    return run_linear(block.out_proj, output.transpose(1, 2).flatten(2))
+
+
+def _averaged(
+    block: MultiHeadAttention, query: Tensor, kept: KeyValueCache, bias: Tensor | None
+) -> Tensor:
+    """[batch, heads, tokens, head_dim]."""
     note_kernel("step")
     assert isinstance(block.score, ScaledDot)
     batch, num_heads, num_queries, head_dim = query.shape
@@ -86,8 +103,4 @@ def _attended(
     if bias is not None:
         scores.view(batch, num_heads, num_queries, scores.shape[2]).add_(bias)
     output = scores.softmax(dim=-1) @ kept.value.flatten(0, 1)
-    output = output.view(batch, num_heads, num_queries, head_dim)
-    if LISTENERS:
-        inputs = check_inputs(query, kept.key, kept.value, score=block.score, bias=bias)
-        tell(LISTENERS, Seen("attend", inputs, output, module=block))
-    return run_linear(block.out_proj, output.transpose(1, 2).flatten(2))
+    return output.view(batch, num_heads, num_queries, head_dim)

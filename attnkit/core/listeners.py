@@ -30,6 +30,9 @@ class Listener(Protocol):
     def see(self, seen: Seen) -> None:
         """Attention ran."""
 
+    def miss(self) -> None:
+        """Attention ran of which nothing can be told."""
+
 
 LISTENERS: list[Listener] = []
 

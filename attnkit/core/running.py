@@ -51,7 +51,7 @@ class RunningModules:
 
     def _enter(self, module: nn.Module, args: object) -> None:
         if not self.modules:
-            self._name_modules_of(self.model or module)
+            self._name_modules_of(module if self.model is None else self.model)
         self.modules.append(module)
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:

@@ -1,14 +1,19 @@
 """The attention weights of a model's layers, collected while it runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.listeners import is_recomputed, unheard
+from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.running import module_name
-from attnkit.core.weights import Indices
+from attnkit.core.watch.taps.call import AttentionCall
+from attnkit.core.watch.taps.layers import ChosenCalls, LayerChoice, Layers
+from attnkit.core.watch.taps.watch import Call, told_of_attention
+from attnkit.core.weights import Indices, as_indices
 
 
 class AttentionWeights(dict[str, list[Tensor]]):
@@ -28,42 +33,64 @@ class AttentionWeights(dict[str, list[Tensor]]):
 @contextmanager
 def capture_attention(
     model: nn.Module,
-    layers: int | str | Sequence[int | str] | None = None,
+    layers: Layers = None,
     rows: Indices = None,
     heads: Indices = None,
 ) -> Iterator[AttentionWeights]:
-    """Collect the attention weights of a model's layers while it runs.
+    """Collect the attention weights of any model's layers while it runs.
 
         with attnkit.capture_attention(vit, layers=-1, rows=0) as weights:
             logits = vit(images)
         weights["blocks.11.attention"][0]    # [batch, heads, 1, tokens]
         print(weights)                       # layers, calls, shapes
 
-    The kernels that compute the output stay what they were: the weights asked for are computed
-    beside them, without gradients, by the modules' own `attention_weights`, for every call of
-    `forward`. Compiled modules run uncompiled inside the block, since hooks added after
-    compilation would not be called.
+    The kernels that compute the output stay what they were: the weights asked for, and no others,
+    are computed beside them, without gradients and before dropout, for every call. Seen are all
+    layers of attnkit, and whoever calls torch's `scaled_dot_product_attention`: timm's models,
+    those of transformers, plain code. Of a graph they are [edges, heads], in the caller's order.
+    What runs again in a backward pass, as with activation checkpointing, is not a further call.
+    Compiled modules run uncompiled inside the block, since nothing could be seen of them.
 
     Args:
-        model: any module that contains attention of attnkit, or of yours with a method
-            `attention_weights(<arguments of forward>, rows=, heads=)`.
-        layers: positions among those modules, or names (`*` matches anything); None for all.
+        model: any module. One of yours may have a method
+            `attention_weights(<arguments of forward>, rows=, heads=)`, which is then called.
+        layers: names (`*` matches anything), or positions among the modules that have such a
+            method, as those of attnkit have; where none has, in the order they run. None for all.
         rows: which queries, None for all. A layer may ask for fewer than all tokens: the last
             block of a ViT with class-token pooling has row 0 only.
         heads: which heads, None for all.
 
     Raises:
-        ValueError: the model has no such layers.
+        ValueError: the model has no such layers, or no attention that is seen; one that computes
+            its own by a softmax and a product is named. Some are found when it has run.
         IndexError: a layer has no such row or head; the layer is named.
     """
     captured = AttentionWeights()
+    found = {
+        module_name(name): module
+        for name, module in model.named_modules()
+        if callable(getattr(module, "attention_weights", None))
+    }
+    choice = LayerChoice(layers, list(found) if found else None)
+    if found:
+        _check_names(choice, model)
+
+    def keep(call: Call) -> None:
+        captured.setdefault(call.layer, []).append(_weights(call, rows, heads))
+
+    served = {module: _is_told(module) for module in found.values()}
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in _select_layers(model, layers).items():
+        stack.enter_context(told_of_attention(model, ChosenCalls(choice, keep), served))
+        for name, module in found.items():
+            if served[module] or not choice.has(name):
+                continue
 
             def hook(module, args, kwargs, output, name=name):
+                if is_recomputed():
+                    return
+                choice.note(name)
                 try:
-                    with torch.no_grad():
+                    with torch.no_grad(), unheard():
                         weights = module.attention_weights(*args, **kwargs, rows=rows, heads=heads)
                 except IndexError as error:
                     raise IndexError(f"{name}: {error}") from None
@@ -74,31 +101,27 @@ def capture_attention(
         yield captured
 
 
-def _select_layers(
-    model: nn.Module, layers: int | str | Sequence[int | str] | None
-) -> dict[str, nn.Module]:
-    found = {
-        module_name(name): module
-        for name, module in model.named_modules()
-        if callable(getattr(module, "attention_weights", None))
-    }
-    if not found:
-        raise ValueError(
-            f"model: {type(model).__name__} has no module with attention weights; "
-            "one of timm or torchvision: attnkit.replace_attention(model) first"
-        )
-    if layers is None:
-        return found
-    names = list(found)
-    chosen: dict[str, nn.Module] = {}
-    for layer in [layers] if isinstance(layers, int | str) else layers:
-        if isinstance(layer, int):
-            matches = names[layer : layer + 1 or None] if -len(names) <= layer else []
-        else:
-            matches = [name for name in names if fnmatchcase(name, layer)]
-        if not matches:
-            raise ValueError(
-                f"layers: {layer!r} is none of the {len(names)} attention layers {', '.join(names)}"
-            )
-        chosen.update((name, found[name]) for name in matches)
-    return chosen
+def _is_told(module: nn.Module) -> bool:
+    """Whether its method gives the weights of its `attend`, which are told anyway."""
+    theirs = getattr(type(module), "attention_weights", None)
+    return theirs is MultiHeadAttention.attention_weights
+
+
+def _weights(call: Call, rows: Indices, heads: Indices) -> Tensor:
+    if isinstance(call, AttentionCall):
+        return call.weights(rows, heads).to(call.query.dtype)
+    try:
+        chosen_rows = as_indices("rows", rows, len(call.weights), call.weights.device)
+        chosen_heads = as_indices("heads", heads, call.num_heads, call.weights.device)
+    except IndexError as error:
+        raise IndexError(f"{call.layer}: {error}") from None
+    return call.weights[chosen_rows[:, None], chosen_heads]
+
+
+def _check_names(choice: LayerChoice, model: nn.Module) -> None:
+    """ValueError, before it runs, where what is asked for is no module at all."""
+    modules = [module_name(name) for name, _ in model.named_modules()]
+    for asked in choice.asked or ():
+        is_module = isinstance(asked, str) and any(fnmatchcase(name, asked) for name in modules)
+        if not is_module and asked not in range(-len(choice.names), len(choice.names)):
+            choice.check()

@@ -220,7 +220,7 @@ def test_layers(layers, names):
 def test_layers_that_did_not_run():
     for layers in (3, -4, "blok*"):
         with (
-            pytest.raises(ValueError, match="is none of the 3 attention layers that ran, ours, "),
+            pytest.raises(ValueError, match="is none of the 3 attention layers that ran: ours, "),
             watch_attention(model := Stack(), layers),
         ):
             model(torch.randn(3, 5, 14))

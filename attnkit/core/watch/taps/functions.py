@@ -1,5 +1,7 @@
 """Attention that is computed by torch's function, whoever calls it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,6 +13,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, unheard
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Causal
+from attnkit.core.watch.taps.eager import EagerAttention
 
 _PARAMETERS = (
     "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
@@ -18,22 +21,48 @@ _PARAMETERS = (
 
 
 class FunctionTap(TorchFunctionMode):
-    """Tells the listeners of torch's `scaled_dot_product_attention`.
+    """Tells the listeners of torch's `scaled_dot_product_attention`, and of attention that is
+    computed without it.
 
     Of several that are open the innermost tells all listeners.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.eager = EagerAttention()
+
+    def __enter__(self):
+        _OPEN.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _OPEN.remove(self)
+        return super().__exit__(*error)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or not LISTENERS or is_recomputed():
+        if _OPEN[-1] is not self or not LISTENERS or is_recomputed():
             return func(*args, **kwargs)
-        with unheard() as listeners:
-            output = func(*args, **kwargs)
-            inputs = sdpa_inputs(**dict(zip(_PARAMETERS, args, strict=False)), **kwargs)
-            # the caller goes on with a view of what is told, so that this has a gradient
-            seen = output.reshape(*inputs.query.shape[:3], output.shape[-1])
-            tell(listeners, Seen("scaled_dot_product_attention", inputs, seen))
-        return seen.view(output.shape)
+        if func is F.scaled_dot_product_attention:
+            return _told_product(args, kwargs)
+        output = func(*args, **kwargs)
+        if self.eager.is_found(func, args, kwargs, output):
+            for listener in LISTENERS:
+                listener.miss()
+        return output
+
+
+_OPEN: list[FunctionTap] = []
+
+
+def _told_product(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    with unheard() as listeners:
+        output = F.scaled_dot_product_attention(*args, **kwargs)
+        inputs = sdpa_inputs(**dict(zip(_PARAMETERS, args, strict=False)), **kwargs)
+        # the caller goes on with a view of what is told, so that this has a gradient
+        seen = output.reshape(*inputs.query.shape[:3], output.shape[-1])
+        tell(listeners, Seen("scaled_dot_product_attention", inputs, seen))
+    return seen.view(output.shape)
 
 
 def sdpa_inputs(

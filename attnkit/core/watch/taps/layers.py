@@ -1,8 +1,8 @@
 """Which layers of a model are asked for, where only running it tells which there are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 Layers = int | str | Sequence[int | str] | None
 """Positions or names (`*` matches anything); None for all."""
@@ -17,50 +17,84 @@ NamedCall = TypeVar("NamedCall", bound=_Named)
 
 
 class LayerChoice:
-    """Keeps the calls of the layers asked for. A position from the end keeps as many layers as it
-    needs until the model has run."""
+    """The layers asked for.
 
-    def __init__(self, layers: Layers) -> None:
-        self.asked = None if layers is None else _as_list(layers)
+    Args:
+        layers: as a user gives them.
+        known: the names that positions count, in their order; None: those that run, as they run.
+    """
+
+    def __init__(self, layers: Layers, known: Sequence[str] | None = None) -> None:
+        self.asked: list[int | str] | None = None
+        if layers is not None:
+            self.asked = [layers] if isinstance(layers, int | str) else list(layers)
+        self.is_known = known is not None
+        self.names = list(known or ())
         self.ran: list[str] = []
 
-    def add(self, call: NamedCall, calls: list[NamedCall]) -> None:
-        """A call that ran; what is not asked for any more leaves the calls."""
-        if call.layer not in self.ran:
-            self.ran.append(call.layer)
-        if self.asked is None or self._may_be_asked(call.layer):
-            calls.append(call)
-            calls[:] = [call for call in calls if self._may_be_asked(call.layer)]
+    def note(self, name: str) -> None:
+        """A layer has run."""
+        if name not in self.ran:
+            self.ran.append(name)
+            if not self.is_known:
+                self.names.append(name)
 
-    def finish(self, calls: list[NamedCall]) -> None:
-        """The model has run; ValueError where a layer that was asked for has not."""
-        if self.asked is None:
-            return
-        for asked in self.asked:
-            if not any(self._is_asked(asked, name) for name in self.ran):
+    def has(self, name: str) -> bool:
+        """Whether a layer is asked for, as far as the model has run."""
+        return self.asked is None or any(self._is_meant(asked, name) for asked in self.asked)
+
+    def may_have(self, name: str) -> bool:
+        """Whether it may be, once more layers have run: the first from the end is then further
+        from it."""
+        if self.has(name) or self.is_known or name not in self.names:
+            return self.has(name)
+        from_end = self.names.index(name) - len(self.names)
+        return any(isinstance(asked, int) and asked < from_end for asked in self.asked or ())
+
+    def is_sure(self, name: str) -> bool:
+        """Whether it is asked for, and would be if more layers ran."""
+        if self.asked is None or self.is_known:
+            return self.has(name)
+        lasting = [asked for asked in self.asked if isinstance(asked, str) or asked >= 0]
+        return any(self._is_meant(asked, name) for asked in lasting)
+
+    def check(self) -> None:
+        """ValueError where something asked for is no layer."""
+        names = list(dict.fromkeys([*self.names, *self.ran]))
+        for asked in self.asked or ():
+            if not any(self._is_meant(asked, name) for name in names):
+                ran = "" if self.is_known else " that ran"
                 raise ValueError(
-                    f"layers: {asked!r} is none of the {len(self.ran)} attention layers that ran, "
-                    f"{', '.join(name or '(the model)' for name in self.ran) or 'as none did'}"
+                    f"layers: {asked!r} is none of the {len(names)} attention layers{ran}: "
+                    f"{', '.join(name or '(the model)' for name in names)}"
                 )
-        calls[:] = [
-            call for call in calls if any(self._is_asked(asked, call.layer) for asked in self.asked)
-        ]
 
-    def _is_asked(self, asked: int | str, name: str) -> bool:
+    def _is_meant(self, asked: int | str, name: str) -> bool:
         if isinstance(asked, str):
             return fnmatchcase(name, asked)
-        return -len(self.ran) <= asked < len(self.ran) and self.ran[asked] == name
-
-    def _may_be_asked(self, name: str) -> bool:
-        if self.asked is None:
-            return True
-        # while more layers may run, the first from the end may become the second
-        from_end = self.ran.index(name) - len(self.ran)
-        return any(
-            self._is_asked(asked, name) or (isinstance(asked, int) and asked < from_end)
-            for asked in self.asked
-        )
+        return -len(self.names) <= asked < len(self.names) and self.names[asked] == name
 
 
-def _as_list(layers: int | str | Sequence[int | str]) -> list[int | str]:
-    return [layers] if isinstance(layers, int | str) else list(layers)
+class ChosenCalls(Generic[NamedCall]):
+    """Hands on the calls of the layers asked for: at once, or, of a position from the end, when
+    the model has run."""
+
+    def __init__(self, choice: LayerChoice, keep: Callable[[NamedCall], None]) -> None:
+        self.choice = choice
+        self.keep = keep
+        self.waiting: list[NamedCall] = []
+
+    def add(self, call: NamedCall) -> None:
+        self.choice.note(call.layer)
+        if not self.waiting and self.choice.is_sure(call.layer):
+            self.keep(call)
+        else:
+            self.waiting.append(call)
+            self.waiting = [call for call in self.waiting if self.choice.may_have(call.layer)]
+
+    def settle(self) -> None:
+        """The model has run."""
+        for call in self.waiting:
+            if self.choice.has(call.layer):
+                self.keep(call)
+        self.waiting.clear()

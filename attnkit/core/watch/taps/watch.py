@@ -1,6 +1,6 @@
 """The attention of a model, told call by call while it runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -11,7 +11,7 @@ from attnkit.core.running import RunningModules
 from attnkit.core.watch.taps.call import AttentionCall
 from attnkit.core.watch.taps.edge_call import EdgeCall, edge_call, is_of_edges
 from attnkit.core.watch.taps.functions import FunctionTap
-from attnkit.core.watch.taps.layers import LayerChoice, Layers
+from attnkit.core.watch.taps.layers import ChosenCalls, LayerChoice, Layers
 from attnkit.core.watch.taps.pyg import attention_convolutions, watch_convolutions
 
 Call = AttentionCall | EdgeCall
@@ -34,46 +34,111 @@ def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Ca
         model: any module.
         layers: which layers: positions in the order they ran, or names (`*` matches anything);
             None for all. A layer is the module in whose forward the attention ran.
+
+    Raises:
+        ValueError: no such layer ran; the model ran no attention, or a layer asked for computes it
+            in a way that is not seen, by a softmax and a product of its own.
     """
     calls: list[Call] = []
-    choice = LayerChoice(layers)
-    with told_of_attention(model, lambda call: choice.add(call, calls)):
+    chosen = ChosenCalls(LayerChoice(layers), calls.append)
+    with told_of_attention(model, chosen):
         yield calls
-        choice.finish(calls)
 
 
 @contextmanager
-def told_of_attention(model: nn.Module, hear: Callable[[Call], None]) -> Iterator[None]:
-    """In the block `hear(call)` is called for each attention of the model as it runs."""
+def told_of_attention(
+    model: nn.Module, chosen: ChosenCalls[Call], served: Mapping[nn.Module, bool] | None = None
+) -> Iterator[None]:
+    """In the block the calls of the model go to `chosen` as they run.
+
+    Args:
+        served: modules whose attention others serve; with whether it is told nevertheless, where it
+            is that of `attend`.
+
+    Raises:
+        ValueError: as `watch_attention`, at the end of the model's forward or of the block.
+    """
     running = RunningModules(model)
-    listener = _Listener(running, hear)
+    listener = _Listener(running, chosen, served or {})
     LISTENERS.append(listener)
     with ExitStack() as stack:
         stack.callback(LISTENERS.remove, listener)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(running.followed())
+        stack.callback(model.register_forward_hook(listener.has_run).remove)
         stack.enter_context(FunctionTap())
-        convolutions = attention_convolutions(model)
+        convolutions = {
+            name: module
+            for name, module in attention_convolutions(model).items()
+            if module not in listener.served
+        }
         if convolutions:
-            stack.enter_context(watch_convolutions(convolutions, hear))
+            stack.enter_context(watch_convolutions(convolutions, chosen.add))
         yield
+        listener.settle()
+        chosen.choice.check()
 
 
 class _Listener:
     """Names the layer of what ran, and tells it."""
 
-    def __init__(self, running: RunningModules, hear: Callable[[Call], None]) -> None:
+    def __init__(
+        self,
+        running: RunningModules,
+        chosen: ChosenCalls[Call],
+        served: Mapping[nn.Module, bool],
+    ) -> None:
         self.running = running
-        self.hear = hear
+        self.chosen = chosen
+        self.served = served
+        self.missed: dict[str, None] = {}
 
     def see(self, seen: Seen) -> None:
-        if seen.module is None:
-            layer = self.running.innermost_of_model()
-        else:
-            layer = self.running.names.get(seen.module)
+        layer = self._layer(seen)
         if layer is None:
             return
         if is_of_edges(seen.inputs, is_batched=seen.is_batched):
-            self.hear(edge_call(layer, seen.inputs, seen.output))
+            self.chosen.add(edge_call(layer, seen.inputs, seen.output))
         else:
-            self.hear(AttentionCall(layer, seen.tap, seen.inputs, seen.output))
+            self.chosen.add(AttentionCall(layer, seen.tap, seen.inputs, seen.output))
+
+    def miss(self) -> None:
+        layer = self._layer(None)
+        if layer is not None:
+            self.missed[layer] = None
+            self.chosen.choice.note(layer)
+
+    def _layer(self, seen: Seen | None) -> str | None:
+        """The name of the layer; None where it is none of the model's, or served by others."""
+        modules = list(self.running.modules)
+        if seen is not None and seen.module is not None:
+            modules.append(seen.module)
+        if seen is not None and seen.tap == "attend" and modules and self.served.get(modules[-1]):
+            return self.running.names.get(modules[-1])
+        if any(module in self.served for module in modules):
+            return None
+        if seen is not None and seen.module is not None:
+            return self.running.names.get(seen.module)
+        return self.running.innermost_of_model()
+
+    def has_run(self, model: nn.Module, args: object, output: object) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """The model has run: ValueError where what was asked for is not seen."""
+        choice = self.chosen.choice
+        self.chosen.settle()
+        kind = type(self.running.model).__name__
+        missed = [name or "(the model)" for name in self.missed if choice.has(name)]
+        if missed:
+            more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+            raise ValueError(
+                f"model: {kind} computes attention by a softmax and a product of its own, which "
+                f"are not seen, in {', '.join(missed[:3])}{more}; "
+                "attnkit.replace_attention(model) first"
+            )
+        if not choice.names and not choice.ran:
+            raise ValueError(
+                f"model: {kind} has no attention of attnkit or of torch's functions that ran in "
+                "the block; if it computes its own, attnkit.replace_attention(model) first"
+            )

@@ -1,0 +1,236 @@
+"""Weights of any model: whoever calls torch's function, and what is not seen is an error."""
+
+import pytest
+import timm
+import torch
+from support import Largest
+from torch import nn
+from torch.nn import functional as F
+
+import attnkit
+from attnkit.core.watch.undisturbed import evaluating
+
+IMAGE, DIM = 32, 12
+
+
+def make_vit(**options):
+    torch.manual_seed(1)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=IMAGE, patch_size=8, embed_dim=DIM, num_heads=3, depth=3,
+        num_classes=5, **options,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def eager_weights(model, x):
+    """What timm's own eager attention drops from."""
+    seen = []
+    handles = []
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        handles.append(block.attn.attn_drop.register_forward_hook(lambda *a: seen.append(a[-1])))
+    model(x)
+    for block, handle in zip(model.blocks, handles, strict=True):
+        block.attn.fused_attn = True
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("layers", "places"),
+    [
+        (None, [0, 1, 2]),
+        (-1, [2]),
+        (1, [1]),
+        ("*.0.*", [0]),
+        ([-2, 0], [0, 1]),
+        ("blocks.1.attn", [1]),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_model_nobody_here_wrote(layers, places):
+    model = make_vit()
+    x = torch.randn(2, 3, IMAGE, IMAGE)
+    expected = eager_weights(model, x)
+    output = model(x)
+    with attnkit.record_backends() as record:
+        model(x)
+    with (
+        attnkit.record_backends() as captured_record,
+        attnkit.capture_attention(model, layers, rows=[0, -2], heads=1) as captured,
+    ):
+        assert torch.equal(model(x), output)
+        model(x[:1])
+    assert sorted(captured) == [f"blocks.{place}.attn" for place in places]
+    for place in places:
+        first, second = captured[f"blocks.{place}.attn"]
+        torch.testing.assert_close(first, expected[place][:, [1]][:, :, [0, -2]])
+        assert second.shape == (1, 1, 2, 17)
+    assert {name: dict(counts) for name, counts in record.counts.items()} == {
+        f"blocks.{place}.attn": {"flash": 1} for place in range(3)
+    }
+    assert captured_record.total() == {"flash": 6}
+
+
+def test_only_what_was_asked_is_computed():
+    class Pooled(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    x = torch.randn(1, 3, 509, 2)
+    model = Pooled()
+    with Largest() as largest, attnkit.capture_attention(model, rows=0, heads=1) as captured:
+        model(x)
+    assert captured[""][0].shape == (1, 1, 1, 509)
+    assert largest.numel < 509 * 509
+
+
+class Mixed(nn.Module):
+    """Attention that is seen, of a user with weights of their own, and eager."""
+
+    def __init__(self, *kinds):
+        super().__init__()
+        self.layers = nn.ModuleList(KINDS[kind]() for kind in kinds)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Eager(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+        self.heads = nn.Linear(3, 3)
+
+    def forward(self, x):
+        weights = F.softmax(x @ x.transpose(-2, -1), dim=-1)
+        weights = self.heads(self.dropout(weights).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return torch.einsum("bhij,bhjd->bhid", weights.contiguous(), x)
+
+
+class Users(Eager):
+    def attention_weights(self, x, rows=None, heads=None):
+        weights = (x @ x.transpose(-2, -1)).softmax(dim=-1)
+        assert rows is None
+        return weights if heads is None else weights[:, [heads]]
+
+
+class Seen(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class Gate(nn.Module):
+    """A softmax that is no attention: over channels, and over classes with a matrix of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 7))
+
+    def forward(self, x):
+        return x * x.softmax(dim=-1) + x.softmax(dim=-1) @ self.weight.T
+
+
+KINDS = {"eager": Eager, "users": Users, "seen": Seen, "gate": Gate}
+
+
+def test_a_users_module_is_served_beside_torchs_function():
+    model = Mixed("users", "seen", "gate").eval()
+    x = torch.randn(2, 3, 5, 7)
+    with attnkit.capture_attention(model) as captured:
+        model(x)
+    assert list(captured) == ["layers.0", "layers.1"]
+    torch.testing.assert_close(captured["layers.0"][0], (x @ x.mT).softmax(dim=-1))
+    with attnkit.capture_attention(model, "layers.1", heads=2) as captured:
+        model(x)
+    assert list(captured) == ["layers.1"]
+    assert captured["layers.1"][0].shape == (2, 1, 5, 5)
+    with attnkit.capture_attention(model, 0, heads=2) as captured:
+        model(x)
+    assert list(captured) == ["layers.0"]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "layers", "named"),
+    [
+        (["eager"], None, "layers.0; "),
+        (["seen", "eager"], None, "layers.1; "),
+        (["seen", "eager"], -1, "layers.1; "),
+        (["eager"] * 5, None, "layers.0, layers.1, layers.2 and 2 more; "),
+        (["users", "eager"], "*.1", "layers.1; "),
+        (["seen", "eager", "seen"], [0, 1], "layers.1; "),
+    ],
+    ids=str,
+)
+def test_attention_that_is_not_seen_is_named(kinds, layers, named, grad):
+    model = Mixed(*kinds).eval()
+    x = torch.randn(2, 3, 5, 7)
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(ValueError, match=named + r"attnkit.replace_attention\(model\) first"),
+        attnkit.capture_attention(model, layers),
+    ):
+        model(x)
+
+
+def test_eager_layers_that_were_not_asked_for_are_left_alone():
+    model = Mixed("seen", "eager", "seen").eval()
+    x = torch.randn(2, 3, 5, 7)
+    for layers, name in (("*.0", "layers.0"), (-1, "layers.2"), (-3, "layers.0")):
+        with attnkit.capture_attention(model, layers) as captured:
+            model(x)
+        assert list(captured) == [name]
+
+
+def test_attention_of_others_is_not_the_models():
+    model, other = Mixed("seen"), Mixed("seen", "eager")
+    x = torch.randn(2, 3, 5, 7)
+    with attnkit.capture_attention(model) as captured:
+        other(x)
+        model(x)
+    assert {name: len(calls) for name, calls in captured.items()} == {"layers.0": 1}
+
+
+def test_a_model_without_attention():
+    model = Mixed("gate")
+    with (
+        pytest.raises(ValueError, match="model: Mixed has no attention of attnkit or of torch"),
+        attnkit.capture_attention(model),
+    ):
+        model(torch.randn(2, 3, 5, 7))
+
+
+def test_wrong_rows_name_the_layer():
+    model = make_vit()
+    with (
+        pytest.raises(IndexError, match=r"blocks.0.attn: rows: there are 17, got 17"),
+        attnkit.capture_attention(model, rows=17),
+    ):
+        model(torch.randn(1, 3, IMAGE, IMAGE))
+
+
+def test_compiled_models_of_others():
+    model = make_vit()
+    compiled = torch.compile(model, backend="eager")
+    x = torch.randn(2, 3, IMAGE, IMAGE)
+    with torch.no_grad(), evaluating(compiled):
+        expected = compiled(x)
+        with attnkit.capture_attention(compiled, layers=-1) as captured:
+            torch.testing.assert_close(compiled(x), expected)
+        torch.testing.assert_close(compiled(x), expected)
+        assert list(captured) == ["blocks.2.attn"]
+        torch.testing.assert_close(captured["blocks.2.attn"][0], eager_weights(model, x)[2])
+
+
+def test_methods_other_than_forward():
+    model = make_vit()
+    x = torch.randn(2, 3, IMAGE, IMAGE)
+    with torch.no_grad(), attnkit.capture_attention(model, -1) as captured:
+        model.forward_features(x)
+    assert list(captured) == ["blocks.2.attn"]
