@@ -97,10 +97,11 @@ OBJECTS = (
     "export", "optimizer", "scheduler", "finetune",
 )  # fmt: skip
 
-# Keys that are looked for in the wrong place, and what to write instead.
+# Keys that are looked for in the wrong place or are gone, and what to write instead.
 INSTEAD = {
     "layer_decay": "finetune.layer_decay",
     "head_lr": "finetune.head_lr",
+    "group_size": "leave it out: augmentation is drawn for each image",
     "freeze": "finetune=head, last_blocks, lora or bitfit",
 }
 
