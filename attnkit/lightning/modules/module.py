@@ -24,6 +24,7 @@ from attnkit.lightning.build.renamed import renewed
 from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
+from attnkit.lightning.modules.rates import RatesAreHeeded
 from attnkit.lightning.modules.schedules import warmup_cosine
 from attnkit.lightning.resume.checkpoints import load
 
@@ -102,9 +103,15 @@ class TaskModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """What the module brings: `CachedFeatures`, where its head alone is trained."""
+        """What the module brings: `CachedFeatures`, where its head alone is trained, and a check
+        that an optimizer of the user's own heeds the learning rates of fine-tuning."""
         found = finetuned(self)
-        return [CachedFeatures()] if found and found[2].options.get("cache") else []
+        callbacks: list[Callback] = []
+        if found and found[2].options.get("cache"):
+            callbacks.append(CachedFeatures())
+        if type(self).configure_optimizers is not TaskModule.configure_optimizers:
+            callbacks.append(RatesAreHeeded())
+        return callbacks
 
     def programs(self) -> dict[str, "Program"]:
         """What `Export` writes as exported programs, by their names; a subclass says."""
