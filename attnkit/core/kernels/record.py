@@ -135,7 +135,11 @@ class _CallMode(TorchFunctionMode):
         if func not in ATTENTION_FUNCTIONS:
             return func(*args, **(kwargs or {}))
         self.recorder.seen = None
-        output = func(*args, **(kwargs or {}))
+        self.recorder.paused += 1  # it is counted once, also where a tap looks into it
+        try:
+            output = func(*args, **(kwargs or {}))
+        finally:
+            self.recorder.paused -= 1
         # the math kernel is a composition of ordinary operators and has no operator of its own
         self.recorder.add(self.recorder.seen or "math")
         return output

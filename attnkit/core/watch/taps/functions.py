@@ -1,28 +1,17 @@
-"""Attention that is computed by torch's function, whoever calls it."""
+"""Attention that is computed by torch's functions, whoever calls them."""
 
-from typing import Any
-
-import torch
-from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs
-from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, unheard
-from attnkit.core.masks.base import Mask, as_mask
-from attnkit.core.masks.sequences import Causal
+from attnkit.core.listeners import LISTENERS, is_recomputed
 from attnkit.core.watch.taps.eager import EagerAttention
-
-_PARAMETERS = (
-    "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
-)  # fmt: skip
+from attnkit.core.watch.taps.multihead import told_multi_head
+from attnkit.core.watch.taps.products import told_product
 
 
 class FunctionTap(TorchFunctionMode):
-    """Tells the listeners of torch's `scaled_dot_product_attention`, and of attention that is
-    computed without it.
+    """Tells the listeners of torch's `scaled_dot_product_attention` and
+    `multi_head_attention_forward`, and that there is attention computed without them.
 
     Of several that are open the innermost tells all listeners.
     """
@@ -44,7 +33,9 @@ class FunctionTap(TorchFunctionMode):
         if _OPEN[-1] is not self or not LISTENERS or is_recomputed():
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return _told_product(args, kwargs)
+            return told_product(args, kwargs)
+        if func is F.multi_head_attention_forward:
+            return told_multi_head(args, kwargs)
         output = func(*args, **kwargs)
         if self.eager.is_found(func, args, kwargs, output):
             for listener in LISTENERS:
@@ -53,58 +44,3 @@ class FunctionTap(TorchFunctionMode):
 
 
 _OPEN: list[FunctionTap] = []
-
-
-def _told_product(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    with unheard() as listeners:
-        output = F.scaled_dot_product_attention(*args, **kwargs)
-        inputs = sdpa_inputs(**dict(zip(_PARAMETERS, args, strict=False)), **kwargs)
-        # the caller goes on with a view of what is told, so that this has a gradient
-        seen = output.reshape(*inputs.query.shape[:3], output.shape[-1])
-        tell(listeners, Seen("scaled_dot_product_attention", inputs, seen))
-    return seen.view(output.shape)
-
-
-def sdpa_inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Inputs:
-    """The arguments of torch's function as attnkit's, with four dimensions.
-
-    Three are [batch, tokens, channels], one head, but with enable_gqa [heads, tokens, channels]; of
-    more than four those before the heads are one batch.
-    """
-    if query.is_nested:
-        raise ValueError("query: attention of nested tensors is not seen; pad them and give a mask")
-    ndim = max(query.ndim, key.ndim, value.ndim)
-    tensors = [tensor[(None,) * (ndim - tensor.ndim)] for tensor in (query, key, value)]
-    if ndim == 3 and not enable_gqa:
-        tensors = [tensor.unsqueeze(1) for tensor in tensors]
-        if attn_mask is not None and attn_mask.ndim == 3:
-            attn_mask = attn_mask.unsqueeze(1)
-    tensors = [tensor[(None,) * (4 - tensor.ndim)] for tensor in tensors]
-    batch = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
-    heads = [tensor.shape[-3] for tensor in tensors]
-    heads = [max(heads) if heads[0] == 1 else heads[0], *[max(heads[1:])] * 2]
-    query, key, value = (
-        tensor.expand(*batch, num_heads, -1, -1).flatten(0, -4)
-        for tensor, num_heads in zip(tensors, heads, strict=True)
-    )
-    mask: Mask | Tensor | None = Causal("top_left") if is_causal else None
-    bias = None
-    if attn_mask is not None:
-        if len(batch) > 1 and attn_mask.ndim > 3:
-            attn_mask = attn_mask.expand(*batch, -1, -1, -1).flatten(0, -4)
-        if attn_mask.dtype == torch.bool and not isinstance(attn_mask, CausalBias):
-            mask = attn_mask if mask is None else mask & as_mask(attn_mask)
-        else:
-            bias = attn_mask
-    return check_inputs(
-        query, key, value, mask=mask, bias=bias, scale=scale, dropout_p=min(dropout_p, 0.999)
-    )
