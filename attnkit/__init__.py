@@ -94,6 +94,9 @@ _HOME = {
     "assert_attention": "attnkit.checks.run",
     "insert_attention": "attnkit.surgery.insert",
     "remove_attention": "attnkit.surgery.insert",
+    "sight": "attnkit.sight",
+    "explain": "attnkit.sight.explain",
+    "Explanation": "attnkit.sight.explanation",
     "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
@@ -118,7 +121,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from attnkit import checks, finetune, interop, lightning, metrics
+    from attnkit import checks, finetune, interop, lightning, metrics, sight
     from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend
@@ -175,5 +178,7 @@ if TYPE_CHECKING:
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
     from attnkit.models.vit import ViT
+    from attnkit.sight.explain import explain
+    from attnkit.sight.explanation import Explanation
     from attnkit.surgery.insert import insert_attention, remove_attention
     from attnkit.surgery.replace import replace_attention

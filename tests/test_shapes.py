@@ -36,6 +36,7 @@ query_blocks=3 key_blocks=4 channels=18 height=12 width=20 head_channels=9 class
 nodes=19 targets=19 sources=29 edges=23 edge_dim=17 pairs=37 position_dim=30
 source_channels=8 target_channels=10 in_channels=18 out_channels=78
 positions=15 memory_dim=28 words=32 vocabulary_size=33 layers=1 hypotheses=2 returned=3
+map_height=3 map_width=5 points=41
 """
 SIZES: Sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", NAMES)}
 """Every name of a dimension, and how large it is in the examples below."""
@@ -468,6 +469,15 @@ def captioning():
         yield called(captioner.generate, images, but={"words": said})
 
 
+def sight():
+    options = {"image_size": (12, 20), "patch_size": 4, "in_channels": 18, "num_classes": 31}
+    vit = attnkit.ViT(**options, dim=24, depth=1, num_heads=2)
+    images, classes = floats("batch channels height width"), integers("batch", below="classes")
+    yield called(attnkit.explain, vit, images, classes)
+    yield called(attnkit.Explanation.share.fget, attnkit.explain(vit, images))
+    yield called(attnkit.explain, vit, images, classes, floats("batch map_height map_width"))
+
+
 EXAMPLES = {
     "attention": attention,
     "masks": masks_,
@@ -477,6 +487,7 @@ EXAMPLES = {
     "tokens": tokens,
     "graphs": graphs,
     "captioning": captioning,
+    "sight": sight,
 }
 
 

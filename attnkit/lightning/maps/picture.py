@@ -39,7 +39,7 @@ def draw_maps(images: Tensor, maps: Sequence[Sequence[LayerMap]], titles: Sequen
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)  # no global state, no display
     panels = figure.subplots(1 + num_layers, count, squeeze=False)
-    pictures = [_as_picture(image) for image in images]
+    pictures = [as_picture(image) for image in images]
     for panel, picture, title in zip(panels[0], pictures, titles, strict=True):
         panel.imshow(picture)
         panel.set_title("\n".join(map(_short, title.split("\n"))), fontsize=9)
@@ -92,7 +92,7 @@ def _draw(panel: Any, picture: np.ndarray, one: LayerMap, top: float) -> Any:
     return shown
 
 
-def _as_picture(image: Tensor) -> np.ndarray:
+def as_picture(image: Tensor) -> np.ndarray:
     """An image of any range as [height, width, 3] in [0, 1]."""
     floats = image.float().cpu()
     if image.dtype == torch.uint8:

@@ -1,0 +1,187 @@
+"""`attnkit.explain`: what a model's answer for images depends on, or where it looks."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.sight.explanation import Explanation
+from attnkit.sight.layer_table import layer_table
+from attnkit.sight.methods.grid import find_grid
+from attnkit.sight.methods.question import Layers, Question, Target, looking
+from attnkit.sight.methods.table import METHODS
+
+Map = Annotated[Tensor, "batch map_height map_width"] | Annotated[Tensor, "batch tokens"]
+MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def explain(
+    model: nn.Module,
+    inputs: Annotated[Tensor, "batch channels height width"],
+    target: Target = None,
+    method: str | MapFunction | Map = "relevance",
+    *,
+    layers: Layers = None,
+    grid: tuple[int, int] | None = None,
+    num_prefix_tokens: int | None = None,
+    **options: Any,
+) -> Explanation:
+    """A map of what a model's answer depends on, or of where it looks, on the model's own grid.
+
+        seen = attnkit.explain(vit, images)
+        seen.map                    # [batch, rows, columns]
+        print(seen)
+        seen.save("seen.png")
+
+    | method                   | is                                             | knows the class |
+    |--------------------------|------------------------------------------------|-----------------|
+    | `"attention"`            | raw attention of the last layer                | no              |
+    | `"value_weighted"`       | times the norm of what is moved                | no              |
+    | `"rollout"`              | attention multiplied through the layers        | no              |
+    | `"relevance"`            | the same, of attention times its gradient      | yes             |
+    | `"legrad"`               | positive gradients of attention                | yes             |
+    | `"grad_cam"`             | channels weighted by their gradient            | yes             |
+    | `"input_gradient"`       | size of the gradient at the pixels             | yes             |
+    | `"integrated_gradients"` | gradient from a baseline to the image, signed  | yes             |
+    | `"occlusion"`            | what y loses without a patch, signed           | yes             |
+    | `"random"`, `"centre"`   | what a map is held against                     | no              |
+
+    y is the logit of the class, not its probability: the softmax would mix the other classes in.
+    The kernels that compute the output stay what they are; attention is computed beside them, for
+    the rows that are needed, and never tokens × tokens at once. The model runs in evaluation, and
+    is afterwards as it was: modes, buffers, gradients of parameters and random numbers.
+
+    Args:
+        model: returns logits [batch, classes], or an object with `.logits`: models of attnkit,
+            timm, torchvision, transformers and your own, a LightningModule as well.
+        inputs: images, as the model takes them.
+        target: a class for all images, or one for each; None: the class that is predicted. Refused
+            by methods that do not know of it.
+        method: a name of the table; a function (model, images, classes) -> map; or a map that
+            somebody else made, [batch, rows, columns], or [batch, tokens].
+        layers: which layers of attention take part, by position or by name (`*` matches anything);
+            None: all, or the last for "attention", "value_weighted" and "grad_cam".
+        grid: rows and columns of the patches; None: found, and said in `notes`.
+        num_prefix_tokens: class and register tokens before the patches; None: found.
+        options: of the method: `baseline` and `num_steps` of "integrated_gradients"; `baseline`,
+            `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre".
+
+    Raises:
+        TypeError: a model, images or a target of another type; an option that the method lacks.
+        ValueError: an unknown method; no attention where one needs it; a target out of range or
+            for a method that does not know of it; layers or a grid that the model does not have.
+        RuntimeError: the model stops the gradient; the message names the module.
+    """
+    question = Question(model, inputs, target, layers, grid, num_prefix_tokens)
+    if isinstance(method, str):
+        _check_arguments(method, target, layers, num_prefix_tokens, options)
+        name, is_signed = method, METHODS[method].is_signed
+        has_target = METHODS[method].has_target
+    else:
+        if options or layers is not None:
+            what = "layers" if layers is not None else next(iter(options))
+            raise TypeError(f"{what}: only methods of attnkit's own have one")
+        name = getattr(method, "__name__", "given") if callable(method) else "given"
+        is_signed, has_target = False, True
+    with looking(model):
+        if isinstance(method, str):
+            values = METHODS[method].function(question, **options)
+        else:
+            values = _given(question, method)
+            is_signed = bool((values < 0).any())
+        if question.logits is None:
+            with torch.no_grad():
+                question.ask()
+        table = None if question.chain is None else layer_table(question.chain)
+        tokens, places, prefix = _on_grid(question, values.detach())
+    logits, classes = question.logits, question.target
+    assert logits is not None
+    assert classes is not None
+    return Explanation(
+        method=name,
+        map=places,
+        tokens=tokens,
+        num_prefix_tokens=prefix,
+        target=classes,
+        predicted=logits.argmax(dim=1),
+        logit=logits.gather(1, classes[:, None])[:, 0],
+        probability=logits.softmax(dim=1).gather(1, classes[:, None])[:, 0],
+        images=question.images.detach(),
+        model=model,
+        layers=table,
+        notes=question.notes,
+        is_signed=is_signed,
+        has_target=has_target,
+    )
+
+
+def _check_arguments(
+    method: str,
+    target: Target,
+    layers: Layers,
+    num_prefix_tokens: int | None,
+    options: dict[str, Any],
+) -> None:
+    if method not in METHODS:
+        raise ValueError(
+            f"method: expected one of {', '.join(METHODS)}, a function or a map, got {method!r}"
+        )
+    known = METHODS[method]
+    if target is not None and not known.has_target:
+        knowing = ", ".join(name for name, one in METHODS.items() if one.has_target)
+        raise ValueError(
+            f"target: {method!r} gives the same map for every class; leave it out, or take one of "
+            f"{knowing}"
+        )
+    if not known.has_layers and (layers is not None or num_prefix_tokens is not None):
+        what = "layers" if layers is not None else "num_prefix_tokens"
+        raise ValueError(f"{what}: {method!r} looks at no layer of attention; leave it out")
+    for option in options:
+        if option not in known.options:
+            has = f"has {', '.join(known.options)}" if known.options else "has no options"
+            raise TypeError(f"{option}: {method!r} {has}")
+
+
+def _given(question: Question, method: MapFunction | Tensor) -> Tensor:
+    """A map that is not ours, checked."""
+    if not isinstance(method, Tensor):
+        if not callable(method):
+            raise TypeError(
+                f"method: expected a name, a function or a tensor, got {type(method).__name__}"
+            )
+        with torch.no_grad():
+            question.ask()
+        assert question.target is not None
+        method = method(question.model, question.images.detach(), question.target)
+    if (
+        not isinstance(method, Tensor)
+        or method.ndim not in (2, 3)
+        or len(method) != question.batch
+        or not method.is_floating_point()
+    ):
+        got = list(method.shape) if isinstance(method, Tensor) else type(method).__name__
+        raise ValueError(
+            f"method: expected a map [{question.batch}, rows, columns] or [{question.batch}, "
+            f"tokens] of floating-point numbers, got {got}"
+        )
+    return method.to(question.images.device)
+
+
+def _on_grid(question: Question, values: Tensor) -> tuple[Tensor | None, Tensor, int]:
+    """Tokens, map, and how many tokens are a prefix."""
+    if values.ndim == 3:
+        return None, values, 0
+    if question.chain is not None:
+        grid = question.chain.grid
+    else:
+        height, width = question.images.shape[-2:]
+        grid = find_grid(
+            question.model,
+            values.shape[1],
+            (height, width),
+            question.grid,
+            question.num_prefix_tokens,
+        )
+    prefix = grid.num_prefix_tokens
+    return values, values[:, prefix:].unflatten(1, (grid.rows, grid.columns)), prefix

@@ -1,0 +1,120 @@
+"""What `attnkit.explain` returns."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attnkit.sight.layer_table import LayerTable
+from attnkit.sight.picture import save_picture
+
+
+@dataclass(eq=False, repr=False)
+class Explanation:
+    """Where a model looks, or what its answer depends on, for a batch of images.
+
+    method: its name.
+    map: on the model's own grid, in reading order; not enlarged and not scaled.
+    tokens: the same with the class and register tokens before the patches; None where a method
+        gives the image alone.
+    num_prefix_tokens: how many tokens of `tokens` are no patches.
+    target: the class that is explained; for a method that knows of none, the predicted class.
+    predicted, logit, probability: the model's own class, and logit and softmax of `target`.
+    layers: a row for each layer and head of attention that was used; None for a method that does
+        not look at attention.
+    notes: what was assumed or measured on the way, a sentence each.
+    is_signed: whether negative numbers speak against the class.
+    images, model: what was explained.
+    """
+
+    method: str
+    map: Annotated[Tensor, "batch map_height map_width"]
+    tokens: Annotated[Tensor, "batch tokens"] | None
+    num_prefix_tokens: int
+    target: Annotated[Tensor, "batch", int]
+    predicted: Annotated[Tensor, "batch", int]
+    logit: Annotated[Tensor, "batch"]
+    probability: Annotated[Tensor, "batch"]
+    images: Annotated[Tensor, "batch channels height width"]
+    model: nn.Module
+    layers: LayerTable | None = None
+    notes: list[str] = field(default_factory=list)
+    is_signed: bool = False
+    has_target: bool = True
+
+    @property
+    def share(self) -> Annotated[Tensor, "batch"] | None:
+        """What class and register tokens took of the sum of sizes; None where there are no tokens
+        but patches'."""
+        if self.tokens is None:
+            return None
+        sizes = self.tokens.abs()
+        total = sizes.sum(dim=1)
+        prefix = sizes[:, : self.num_prefix_tokens].sum(dim=1)
+        return torch.where(total > 0, prefix / total, torch.zeros_like(total))
+
+    def _arrays(self) -> dict[str, Tensor]:
+        """The tensors, on the CPU, by name."""
+        found = {
+            "map": self.map,
+            "tokens": self.tokens,
+            "share": self.share,
+            "target": self.target,
+            "predicted": self.predicted,
+            "logit": self.logit,
+            "probability": self.probability,
+        }
+        return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a picture (.png, .pdf, .svg) or the arrays (.npz, .pt); returns the path.
+
+        The picture has a row for each image: the image, its map on its own grid with the scale's
+        numbers, and what the model says. Nothing is enlarged by interpolation, and each map has its
+        own scale, which is written beside it.
+
+        Raises:
+            ValueError: another ending.
+        """
+        path = Path(path)
+        if path.suffix == ".npz":
+            arrays: dict[str, Any] = {name: t.numpy() for name, t in self._arrays().items()}
+            np.savez(path, **arrays)
+        elif path.suffix == ".pt":
+            torch.save(self._arrays(), path)
+        elif path.suffix in (".png", ".pdf", ".svg"):
+            captions = [self._line(number) for number in range(len(self.map))]
+            save_picture(path, self.images, self.map, captions, self.method, self.is_signed)
+        else:
+            raise ValueError(
+                f"path: expected .png, .pdf, .svg, .npz or .pt, got {path.suffix or path.name!r}"
+            )
+        return path
+
+    def _line(self, number: int) -> str:
+        target, predicted = int(self.target[number]), int(self.predicted[number])
+        said = "predicted" if target == predicted else f"predicted {predicted}"
+        words = [f"class {target} ({said}), p = {float(self.probability[number]):.3f}"]
+        if not self.has_target:
+            words[0] += ", which the map does not know of"
+        if self.share is not None and self.num_prefix_tokens:
+            words.append(f"prefix took {100 * float(self.share[number]):.0f} %")
+        return "; ".join(words)
+
+    def __repr__(self) -> str:
+        batch, rows, columns = self.map.shape
+        lines = [f"{self.method} of {batch} image{'s' * (batch > 1)} on {rows} x {columns}"]
+        for number in range(min(batch, 4)):
+            one = self.map[number]
+            row, column = divmod(int(one.argmax()), columns)
+            lines.append(
+                f"  {number}: {self._line(number)}; largest {float(one.max()):.3g} at row {row}, "
+                f"column {column}"
+            )
+        if batch > 4:
+            lines.append(f"  … {batch - 4} more")
+        return "\n".join([*lines, *(f"  ({note})" for note in self.notes)])

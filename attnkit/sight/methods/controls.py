@@ -1,0 +1,36 @@
+"""Maps that do not look at the model: what every other map is held against."""
+
+import torch
+from torch import Tensor
+
+from attnkit.sight.methods.gradients import over_patches
+from attnkit.sight.methods.question import Question
+
+
+def random(question: Question, *, seed: int = 0) -> Tensor:
+    """Numbers drawn evenly between 0 and 1, [batch, rows, columns].
+
+    Args:
+        seed: of the draws; torch's own random numbers are not touched.
+    """
+    shape = _shape(question)
+    draws = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return draws.to(question.images.device)
+
+
+def centre(question: Question, *, spread: float = 0.25) -> Tensor:
+    """A Gaussian about the middle of the image, exp(−(u² + v²) / 2), [batch, rows, columns].
+
+    u and v are distances from the middle over `spread` times the side: photographs are centred,
+    and whoever points at the middle is often right.
+    """
+    if not spread > 0:
+        raise ValueError(f"spread: expected a positive number, got {spread}")
+    batch, rows, columns = _shape(question)
+    u, v = (((torch.arange(n) + 0.5) / n - 0.5) / spread for n in (rows, columns))
+    bump = torch.exp(-(u[:, None] ** 2 + v[None] ** 2) / 2)
+    return bump.expand(batch, rows, columns).clone().to(question.images.device)
+
+
+def _shape(question: Question) -> torch.Size:
+    return over_patches(question, question.images.detach()).shape
