@@ -95,6 +95,7 @@ _HOME = {
     "insert_attention": "attnkit.surgery.insert",
     "remove_attention": "attnkit.surgery.insert",
     "sight": "attnkit.sight",
+    "diagnose_attention": "attnkit.sight.diagnosis.diagnose",
     "explain": "attnkit.sight.explain",
     "Explanation": "attnkit.sight.explanation",
     "replace_attention": "attnkit.surgery.replace",
@@ -178,6 +179,7 @@ if TYPE_CHECKING:
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
     from attnkit.models.vit import ViT
+    from attnkit.sight.diagnosis.diagnose import diagnose_attention
     from attnkit.sight.explain import explain
     from attnkit.sight.explanation import Explanation
     from attnkit.surgery.insert import insert_attention, remove_attention

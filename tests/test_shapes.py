@@ -420,6 +420,9 @@ def graphs():
     yield called(layers.SparseDropout().forward, x.to_sparse_csr())
     yield called(layers.SparseLinear(18, 78).forward, x.to_sparse_csr())
     yield called(attnkit.GAT(18, 16, 31, edge_dim=17).forward, x, *graph)
+    inputs, labels = (x, *graph), torch.arange(19) % 31
+    model = attnkit.GAT(18, 16, 31, edge_dim=17)
+    yield called(attnkit.diagnose_attention, model, inputs, labels=labels)
     model = attnkit.GraphTransformer(18, 16, 31, edge_dim=17, position_dim=30, readout="edge")
     options = {"batch": torch.zeros(19).long(), "positions": floats("nodes position_dim")}
     options["pairs"] = integers("2 pairs", below="nodes")

@@ -1,0 +1,1 @@
+"""What each layer and head of attention does, measured in one pass."""
