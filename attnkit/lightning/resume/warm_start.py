@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from attnkit.core.positions.learned import resize_positions
 from attnkit.finetune.low_rank import merge_state_dict
+from attnkit.finetune.order import head_of
+from attnkit.finetune.record import finetuned
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.resume import checkpoints
 from attnkit.models.preprocessing import OF_DATA
@@ -26,8 +28,9 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
 
     Of two LightningModules with a `model`, that is what takes the weights. Tensors are matched by
     name. The head is every tensor whose shape differs just by the number of classes (of words, for
-    captions). Learned positions of our `ViT` are resampled to another image size. What
-    `finetune.lora` has added stays as it is.
+    captions). Where as many classes or words are other ones, or in another order, it is the module
+    that makes the outputs, and the embedding of words. Learned positions of our `ViT` are resampled
+    to another image size. What `finetune.lora` has added stays as it is.
 
     Args:
         module: a LightningModule or any network, in place.
@@ -49,15 +52,19 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
         state = inside
     here = target.state_dict()
     state = _resampled(target, state, here)
-    outputs = _num_outputs(getattr(module, "hparams", {})) or getattr(module, "num_classes", None)
+    arguments_here = getattr(module, "hparams", {})
+    outputs = _num_outputs(arguments_here) or getattr(module, "num_classes", None)
+    others = _other_outputs(arguments, arguments_here)
     head = _head(state, here, _num_outputs(arguments), outputs)
+    head += _outputs_of(target, outputs) if others else []
     shapes = [{n: list(t.shape) for n, t in tensors.items()} for tensors in (state, here)]
     wrong = _misfits(*shapes)
     if any(name not in head for name in wrong):
         first = _first([said for name, said in wrong.items() if name not in head])
         raise UserError(f"init: {given} does not fit the model: {first}")
-    target.load_state_dict({n: t for n, t in state.items() if n not in wrong}, strict=False)
-    left = f"; its head is left out: {_first([*wrong.values()])}" if wrong else ""
+    fitting = {n: t for n, t in state.items() if n not in wrong and n not in head}
+    target.load_state_dict(fitting, strict=False)
+    left = f"; its head is left out: {_first([*others, *wrong.values()])}" if head or wrong else ""
     return f"init: weights of {given}{left}"
 
 
@@ -127,6 +134,36 @@ def _head(
         if shape[place] == outputs and old[place] == there:
             head.append(name)
     return head
+
+
+def _other_outputs(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What says that as many classes or words are other ones; nothing where one is not known."""
+    classes = [arguments.get("class_names") or () for arguments in (there, here)]
+    tokenizers = [arguments.get("vocabulary") or {} for arguments in (there, here)]
+    words = [tokenizer.get("words") or () for tokenizer in tokenizers]
+    for of, sides in (("class", classes), ("word", words)):
+        if len(sides[0]) == len(sides[1]):
+            pairs = zip(*sides, strict=True)
+            if said := [f"{of} {a!r} there is {b!r} here" for a, b in pairs if a != b]:
+                return said
+    is_known = all(tokenizers) and not all(words)
+    return ["the tokenizer is another"] if is_known and tokenizers[0] != tokenizers[1] else []
+
+
+def _outputs_of(target: nn.Module, outputs: int | None) -> list[str]:
+    """The names of all that has a row for each class or word: the head, and embeddings of words."""
+    found = finetuned(target)
+    modules = dict(target.named_modules())
+    names = {*((found and found[2].head) or head_of(target))}
+    names |= {
+        n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.num_embeddings == outputs
+    }
+    return [
+        f"{name}.{inner}"
+        for name in sorted(names)
+        for inner, tensor in modules[name].state_dict().items()
+        if outputs in tensor.shape
+    ]
 
 
 def _layer(name: str) -> str:

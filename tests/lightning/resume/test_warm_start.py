@@ -18,9 +18,9 @@ VIT = {"_target_": "attnkit.ViT", **IMAGES, "patch_size": 3, "dim": 20, "depth":
 WORDS = ["a", "red", "blue", "disc", "square", "left", "of"]
 
 
-def vit(classes, **changes):
+def vit(classes, class_names=None, **changes):
     options = {**VIT, "num_classes": classes, **changes}
-    seen = {**SEEN, "image_size": options["image_size"]}
+    seen = {**SEEN, "image_size": options["image_size"], "class_names": class_names}
     return ImageClassification(options, num_classes=classes, **seen)
 
 
@@ -44,13 +44,14 @@ def gat(classes):
     return NodeClassification(model, num_classes=classes, in_channels=5)
 
 
-def captioner(words):
-    tokenizer = WordTokenizer(WORDS[:words])
+def captioner(words, tied=True):
+    tokenizer = WordTokenizer(WORDS[:words] if isinstance(words, int) else words)
     model = {
         "_target_": "attnkit.Captioner",
         "encoder": {"_target_": "attnkit.CNNEncoder", **IMAGES, "dim": 8, "stages": [[4], [6]]},
         "decoder": {"_target_": "attnkit.TransformerDecoder", "dim": 8, "num_heads": 2,
-                    "depth": 1, "vocabulary_size": len(tokenizer), "max_words": 9},
+                    "depth": 1, "vocabulary_size": len(tokenizer), "max_words": 9,
+                    "tie_embeddings": tied},
     }  # fmt: skip
     return ImageCaptioning(model, vocabulary=tokenizer.to_dict(), max_words=9, **SEEN)
 
@@ -95,6 +96,46 @@ def test_a_head_that_fits_is_kept(tmp_path):
     assert said == f"init: weights of {tmp_path}/earlier.ckpt"
     for name, tensor in earlier.model.state_dict().items():
         assert torch.equal(module.model.state_dict()[name], tensor), name
+
+
+CATS = ["cat", "dog", "eel", "fox"]
+
+
+@pytest.mark.parametrize("names", [["ape", "dog", "eel", "gnu"], ["dog", "cat", "eel", "fox"]])
+def test_as_many_other_classes_have_another_head(tmp_path, names):
+    earlier, module = vit(4, CATS), vit(4, names)
+    before = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
+    said = warm_start(module, saved(earlier, tmp_path / "earlier.ckpt"))
+    assert "earlier.ckpt; its head is left out: class 'cat' there is " in said
+    assert said.count(" there is ") == 2
+    for name, tensor in module.model.state_dict().items():
+        kept = before if name.startswith("head.") else earlier.model.state_dict()
+        assert torch.equal(tensor, kept[name]), name
+
+
+@pytest.mark.parametrize("classes", [(CATS, CATS), (None, CATS), (CATS, None)])
+def test_the_same_classes_or_unknown_ones_keep_the_head(tmp_path, classes):
+    earlier, module = (vit(4, names) for names in classes)
+    said = warm_start(module, saved(earlier, tmp_path / "earlier.ckpt"))
+    assert said.endswith("earlier.ckpt")
+    assert torch.equal(module.model.head.weight, earlier.model.head.weight)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_as_many_other_words_have_another_head(tmp_path, tied):
+    """And another embedding; a width of as many channels as there are words is not confused."""
+    words = ["one", "two", "six", "ten"]  # with the special words eight, as wide as the network
+    earlier, module = captioner(WORDS[:4], tied), captioner(words, tied)
+    before = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
+    said = warm_start(module, saved(earlier, tmp_path / "earlier.ckpt"))
+    assert "; its head is left out: word 'a' there is 'one' here; word 'red' there is " in said
+    assert said.endswith("; and 1 more")
+    new = ("decoder.head.", "decoder.embedding.")
+    for name, tensor in module.model.state_dict().items():
+        kept = before if name.startswith(new) else earlier.model.state_dict()
+        assert torch.equal(tensor, kept[name]), name
+    same = captioner(WORDS[:4], tied)
+    assert warm_start(same, tmp_path / "earlier.ckpt").endswith("earlier.ckpt")
 
 
 def test_mean_and_deviation_are_those_of_this_run(tmp_path):
