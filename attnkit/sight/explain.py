@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from attnkit.sight.captions import Said, captioner_of, explain_captions
 from attnkit.sight.explanation import Explanation
 from attnkit.sight.layer_table import layer_table
 from attnkit.sight.methods.grid import find_grid
@@ -19,7 +20,7 @@ MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
 def explain(
     model: nn.Module,
     inputs: Annotated[Tensor, "batch channels height width"],
-    target: Target = None,
+    target: Target | Said = None,
     method: str | MapFunction | Map = "relevance",
     *,
     layers: Layers = None,
@@ -52,6 +53,12 @@ def explain(
     the rows that are needed, and never tokens × tokens at once. The model runs in evaluation, and
     is afterwards as it was: modes, buffers, gradients of parameters and random numbers.
 
+    A captioner (`attnkit.Captioner`, or a module that holds one as `model`) is explained word by
+    word, `seen.words` [batch, words, rows, columns]: y is the logit of the word that was said,
+    behind the words before it. `target` is then sentences [batch, words] as `generate` gives them,
+    or None for the likeliest words, and the methods are "attention", "relevance", "input_gradient",
+    "occlusion", "random" and "centre"; relevance goes through decoder and encoder.
+
     Args:
         model: returns logits [batch, classes], or an object with `.logits`: models of attnkit,
             timm, torchvision, transformers and your own, a LightningModule as well.
@@ -73,6 +80,11 @@ def explain(
             for a method that does not know of it; layers or a grid that the model does not have.
         RuntimeError: the model stops the gradient; the message names the module.
     """
+    if captioner_of(model) is not None:
+        for name, given in {"grid": grid, "num_prefix_tokens": num_prefix_tokens}.items():
+            if given is not None:
+                raise TypeError(f"{name}: a captioner has its own grid; leave it out")
+        return explain_captions(model, inputs, target, method, layers, options)
     question = Question(model, inputs, target, layers, grid, num_prefix_tokens)
     if isinstance(method, str):
         _check_arguments(method, target, layers, num_prefix_tokens, options)

@@ -1,16 +1,19 @@
 """What `attnkit.explain` returns."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from attnkit.models.captioning.word_decoder import PAD
 from attnkit.sight.layer_table import LayerTable
-from attnkit.sight.picture import save_picture
+from attnkit.sight.picture import draw_maps, save
 
 
 @dataclass(eq=False, repr=False)
@@ -28,6 +31,9 @@ class Explanation:
         not look at attention.
     notes: what was assumed or measured on the way, a sentence each.
     is_signed: whether negative numbers speak against the class.
+    has_target: whether the method knows of the class.
+    words: of a captioner, a map for each word; `target` is then the sentence, and what belongs to
+        it has a number for each word. `map` is the mean over the words.
     images, model: what was explained.
     """
 
@@ -35,16 +41,17 @@ class Explanation:
     map: Annotated[Tensor, "batch map_height map_width"]
     tokens: Annotated[Tensor, "batch tokens"] | None
     num_prefix_tokens: int
-    target: Annotated[Tensor, "batch", int]
-    predicted: Annotated[Tensor, "batch", int]
-    logit: Annotated[Tensor, "batch"]
-    probability: Annotated[Tensor, "batch"]
+    target: Annotated[Tensor, "batch *words", int]
+    predicted: Annotated[Tensor, "batch *words", int]
+    logit: Annotated[Tensor, "batch *words"]
+    probability: Annotated[Tensor, "batch *words"]
     images: Annotated[Tensor, "batch channels height width"]
     model: nn.Module
     layers: LayerTable | None = None
     notes: list[str] = field(default_factory=list)
     is_signed: bool = False
     has_target: bool = True
+    words: Annotated[Tensor, "batch words map_height map_width"] | None = None
 
     @property
     def share(self) -> Annotated[Tensor, "batch"] | None:
@@ -61,6 +68,7 @@ class Explanation:
         """The tensors, on the CPU, by name."""
         found = {
             "map": self.map,
+            "words": self.words,
             "tokens": self.tokens,
             "share": self.share,
             "target": self.target,
@@ -70,12 +78,17 @@ class Explanation:
         }
         return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(
+        self, path: str | os.PathLike[str], names: Sequence[Sequence[str]] | None = None
+    ) -> Path:
         """Write a picture (.png, .pdf, .svg) or the arrays (.npz, .pt); returns the path.
 
         The picture has a row for each image: the image, its map on its own grid with the scale's
         numbers, and what the model says. Nothing is enlarged by interpolation, and each map has its
-        own scale, which is written beside it.
+        own scale, which is written beside it. Of a captioner it has a map for each word.
+
+        Args:
+            names: the words of each sentence, for the pictures of a captioner; None: their numbers.
 
         Raises:
             ValueError: another ending.
@@ -87,23 +100,41 @@ class Explanation:
         elif path.suffix == ".pt":
             torch.save(self._arrays(), path)
         elif path.suffix in (".png", ".pdf", ".svg"):
-            captions = [self._line(number) for number in range(len(self.map))]
-            save_picture(path, self.images, self.map, captions, self.method, self.is_signed)
+            save(path, self._draw(names))
         else:
             raise ValueError(
                 f"path: expected .png, .pdf, .svg, .npz or .pt, got {path.suffix or path.name!r}"
             )
         return path
 
+    def _draw(self, names: Sequence[Sequence[str]] | None) -> Figure:
+        captions = [self._line(number) for number in range(len(self.map))]
+        if self.words is None:
+            maps = [[one] for one in self.map]
+            titles = [[""] for _ in maps]
+        else:
+            numbers = [[n for n in one if n != PAD] for one in self.target.tolist()]
+            maps = [[*one[: len(said)]] for one, said in zip(self.words, numbers, strict=True)]
+            titles = [[str(n) for n in said] for said in numbers]
+            for row, given in enumerate(names or []):
+                titles[row][: len(given)] = given[: len(titles[row])]
+        return draw_maps(
+            self.images, maps, captions, titles, name=self.method, is_signed=self.is_signed
+        )
+
     def _line(self, number: int) -> str:
+        if self.words is not None:
+            said = self.target[number] != PAD
+            mean = float(self.probability[number][said].mean()) if said.any() else 0.0
+            return f"{int(said.sum())} words, mean p = {mean:.3f}"
         target, predicted = int(self.target[number]), int(self.predicted[number])
-        said = "predicted" if target == predicted else f"predicted {predicted}"
-        words = [f"class {target} ({said}), p = {float(self.probability[number]):.3f}"]
+        model = "predicted" if target == predicted else f"predicted {predicted}"
+        parts = [f"class {target} ({model}), p = {float(self.probability[number]):.3f}"]
         if not self.has_target:
-            words[0] += ", which the map does not know of"
+            parts[0] += ", which the map does not know of"
         if self.share is not None and self.num_prefix_tokens:
-            words.append(f"prefix took {100 * float(self.share[number]):.0f} %")
-        return "; ".join(words)
+            parts.append(f"prefix took {100 * float(self.share[number]):.0f} %")
+        return "; ".join(parts)
 
     def __repr__(self) -> str:
         batch, rows, columns = self.map.shape

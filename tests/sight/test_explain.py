@@ -7,7 +7,7 @@ import torch
 from lightning import LightningModule
 from PIL import Image
 from torch import nn
-from torchvision.models import resnet18
+from torchvision.models import VisionTransformer, resnet18
 
 import attnkit
 from attnkit.sight import METHODS, explain
@@ -91,6 +91,15 @@ def test_every_method_on_every_kind_of_vit(name):
             assert all(0 < row.entropy <= 1 for row in seen.layers)
             if method == "rollout":
                 torch.testing.assert_close(seen.tokens.sum(dim=1), torch.ones(2))
+
+
+def test_torchvisions_vit():
+    model = randomised(VisionTransformer(48, 16, 3, 3, 24, 48, num_classes=7))
+    for method in METHODS:
+        seen = explain(model, torch.randn(2, 3, 48, 48), method=method)
+        assert seen.map.shape == (2, 3, 3)
+        assert (seen.num_prefix_tokens == 1) is (method in ATTENTION)
+        assert not any("projection" in note for note in seen.notes)
 
 
 def test_items_of_a_batch_do_not_see_each_other():
@@ -234,7 +243,9 @@ def test_the_picture_shows_the_map_on_its_own_grid_with_its_scale():
 
     maps = torch.tensor([[[0.0, 1.0, 2.0], [3.0, -4.0, 5.0]]])
     for is_signed, low, high in ((True, -5, 5), (False, 0, 5)):
-        figure = draw_maps(torch.rand(1, 3, 32, 48), maps, ["seven"], "gap", is_signed)
+        figure = draw_maps(
+            torch.rand(1, 3, 32, 48), [maps], ["seven"], [["$"]], name="gap", is_signed=is_signed
+        )
         image, shown = figure.axes[:2]
         assert image.get_title(loc="left") == "seven"
         (drawn,) = shown.get_images()

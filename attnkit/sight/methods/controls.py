@@ -1,5 +1,7 @@
 """Maps that do not look at the model: what every other map is held against."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,7 @@ def random(question: Question, *, seed: int = 0) -> Tensor:
     Args:
         seed: of the draws; torch's own random numbers are not touched.
     """
-    shape = _shape(question)
-    draws = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-    return draws.to(question.images.device)
+    return drawn(_shape(question), seed).to(question.images.device)
 
 
 def centre(question: Question, *, spread: float = 0.25) -> Tensor:
@@ -24,12 +24,22 @@ def centre(question: Question, *, spread: float = 0.25) -> Tensor:
     u and v are distances from the middle over `spread` times the side: photographs are centred,
     and whoever points at the middle is often right.
     """
+    batch, rows, columns = _shape(question)
+    bump = centred(rows, columns, spread).to(question.images.device)
+    return bump.expand(batch, rows, columns).clone()
+
+
+def drawn(shape: Sequence[int], seed: int) -> Tensor:
+    """Numbers between 0 and 1 from a generator of their own."""
+    return torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed))
+
+
+def centred(rows: int, columns: int, spread: float) -> Tensor:
+    """The Gaussian of `centre`, [rows, columns]."""
     if not spread > 0:
         raise ValueError(f"spread: expected a positive number, got {spread}")
-    batch, rows, columns = _shape(question)
     u, v = (((torch.arange(n) + 0.5) / n - 0.5) / spread for n in (rows, columns))
-    bump = torch.exp(-(u[:, None] ** 2 + v[None] ** 2) / 2)
-    return bump.expand(batch, rows, columns).clone().to(question.images.device)
+    return torch.exp(-(u[:, None] ** 2 + v[None] ** 2) / 2)
 
 
 def _shape(question: Question) -> torch.Size:

@@ -66,8 +66,12 @@ def over_patches(question: Question, pixels: Tensor) -> Tensor:
     values = pixels.sum(dim=1)
     height, width = values.shape[-2:]
     grid = question.grid or patch_grid(question.model, (height, width))
-    if grid is None:
-        return values
+    return values if grid is None else sum_over(values, grid)
+
+
+def sum_over(values: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The sum over each place of a grid, [batch, height, width] to [batch, rows, columns]."""
+    height, width = values.shape[-2:]
     if height % grid[0] or width % grid[1]:
         raise ValueError(
             f"grid: {grid[0]} x {grid[1]} does not divide an image of {height} x {width} pixels"

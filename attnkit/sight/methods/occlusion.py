@@ -107,22 +107,28 @@ def _coloured(
 ) -> Callable[[Tensor], Tensor]:
     """As `_hidden`, with the places in one colour."""
     images = question.images.detach()
-    colour = images.mean(dim=(2, 3), keepdim=True)
-    if baseline is not None:
-        given = torch.as_tensor(baseline, dtype=images.dtype, device=images.device).reshape(-1)
-        if len(given) not in (1, images.shape[1]):
-            raise ValueError(
-                f"baseline: expected a number or {images.shape[1]}, one for each channel, got "
-                f"{len(given)}"
-            )
-        colour = given[None, :, None, None].expand(len(images), images.shape[1], 1, 1)
+    colour = colours_of(images, baseline)
+    return lambda places: question.ask(in_colour(images, places, grid, colour))
+
+
+def colours_of(images: Tensor, baseline: float | Tensor | None) -> Tensor:
+    """The colour that is put in place of a patch of each image, [batch, channels, 1, 1]."""
+    if baseline is None:
+        return images.mean(dim=(2, 3), keepdim=True)
+    given = torch.as_tensor(baseline, dtype=images.dtype, device=images.device).reshape(-1)
+    if len(given) not in (1, images.shape[1]):
+        raise ValueError(
+            f"baseline: expected a number or {images.shape[1]}, one for each channel, got "
+            f"{len(given)}"
+        )
+    return given[None, :, None, None].expand(len(images), images.shape[1], 1, 1)
+
+
+def in_colour(images: Tensor, places: Tensor, grid: tuple[int, int], colour: Tensor) -> Tensor:
+    """The batch with each of some places, [places, patches], in one colour, one after the other."""
     size = list(images.shape[-2:])
-
-    def without(places: Tensor) -> Tensor:
-        covered = F.interpolate(places.float().unflatten(1, grid)[:, None], size, mode="nearest")
-        return question.ask(torch.where(covered[:, None] > 0, colour, images).flatten(0, 1))
-
-    return without
+    covered = F.interpolate(places.float().unflatten(1, grid)[:, None], size, mode="nearest")
+    return torch.where(covered[:, None] > 0, colour, images).flatten(0, 1)
 
 
 def _grid(question: Question, patch: int | tuple[int, int] | None) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """What is asked: a model, images, and for which class; and how the model is run for an answer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ class Question:
     Items do not see each other in evaluation, so that the gradient of the sum holds that of each.
 
     Attributes:
+        forward: what takes images; the model, if nothing else is told.
         model: in evaluation while `looking` is open.
         images: [batch, channels, height, width], a leaf that requires a gradient, so that all that
             is made of it is in the graph, whether parameters are frozen or not.
@@ -39,10 +40,12 @@ class Question:
         layers: Layers = None,
         grid: tuple[int, int] | None = None,
         num_prefix_tokens: int | None = None,
+        forward: Callable[[Tensor], Any] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         self.model = model
+        self.forward = model if forward is None else forward
         with torch.inference_mode(False):  # a clone made there can have gradients
             self.images = _checked(images).detach().clone().requires_grad_()
         self.target = _as_classes(target, self.images)
@@ -63,7 +66,7 @@ class Question:
         A batch of n times as many images is n copies of the batch, one after the other.
         """
         images = self.images if images is None else images
-        logits = logits_of(self.model(images), type(self.model).__name__)
+        logits = logits_of(self.forward(images), type(self.model).__name__)
         if len(logits) != len(images):
             raise ValueError(
                 f"model: expected logits of {len(images)} images, got {list(logits.shape)}"
@@ -123,7 +126,7 @@ class Question:
                     module.register_forward_hook(leave, with_kwargs=True),
                 ):
                     stack.callback(handle.remove)
-            self.model(self.images)
+            self.forward(self.images)
         found = [*broken, self.model][0]
         where = f"the module {names[found]!r}" if names[found] else type(found).__name__
         return (

@@ -91,7 +91,7 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
         )
     exact = torch.float64 if last.query.dtype == torch.float64 else torch.float32
     start = (is_read.to(exact) / is_read.sum()).expand(question.batch, -1).contiguous()
-    chosen = _chosen([step.call.layer for step in steps], question.layers, default)
+    chosen = chosen_layers([step.call.layer for step in steps], question.layers, default)
     for step, is_used in zip(steps, chosen, strict=True):
         step.is_used = is_used
     height, width = question.images.shape[-2:]
@@ -186,7 +186,7 @@ def _tokens_of_queries(
     return torch.stack(rows)
 
 
-def _chosen(names: list[str], layers: Layers, default: Layers) -> list[bool]:
+def chosen_layers(names: list[str], layers: Layers, default: Layers) -> list[bool]:
     """Which of the layers are asked for, by position or by name (`*` matches anything)."""
     layers = default if layers is None else layers
     if layers is None:

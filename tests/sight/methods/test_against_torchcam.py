@@ -1,18 +1,37 @@
-"""Grad-CAM against torchcam, which nothing but this test needs."""
+"""LeGrad and Grad-CAM against torchcam, which nothing but this test needs."""
 
 import pytest
 import torch
 from torch import nn
-from torchvision.models import resnet18
+from torchvision.models import VisionTransformer, resnet18
 
 from attnkit.sight import explain
 
 torchcam = pytest.importorskip("torchcam.methods")
 
 
+@pytest.fixture
+def vit():
+    model = VisionTransformer(32, 8, 3, 3, 24, 48, num_classes=7).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
 def scaled(maps):
     low, high = maps.amin(dim=(1, 2), keepdim=True), maps.amax(dim=(1, 2), keepdim=True)
     return (maps - low) / (high - low)
+
+
+def test_legrad(vit):
+    images = torch.randn(2, 3, 32, 32)
+    read = lambda tokens: vit.heads(vit.encoder.ln(tokens)[:, 0])  # noqa: E731
+    with torchcam.LeGrad(vit, list(vit.encoder.layers), score_projection=read) as extractor:
+        logits = vit(images)
+        (theirs,) = extractor([5, 2], logits)
+    ours = explain(vit, images, [5, 2], "legrad").map
+    torch.testing.assert_close(scaled(ours), theirs, atol=1e-5, rtol=1e-4)
 
 
 def test_grad_cam_of_a_convolutional_network():
