@@ -103,6 +103,8 @@ _HOME = {
     "lightning": "attnkit.lightning",
     "load": "attnkit.lightning.export.exported",
     "metrics": "attnkit.metrics",
+    "trust": "attnkit.sight.trust.judge",
+    "perturbation_curves": "attnkit.sight.trust.curves",
 }
 
 __all__ = [*_HOME]
@@ -182,5 +184,7 @@ if TYPE_CHECKING:
     from attnkit.sight.diagnosis.diagnose import diagnose_attention
     from attnkit.sight.explain import explain
     from attnkit.sight.explanation import Explanation
+    from attnkit.sight.trust.curves import perturbation_curves
+    from attnkit.sight.trust.judge import trust
     from attnkit.surgery.insert import insert_attention, remove_attention
     from attnkit.surgery.replace import replace_attention

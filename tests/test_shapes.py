@@ -36,7 +36,7 @@ query_blocks=3 key_blocks=4 channels=18 height=12 width=20 head_channels=9 class
 nodes=19 targets=19 sources=29 edges=23 edge_dim=17 pairs=37 position_dim=30
 source_channels=8 target_channels=10 in_channels=18 out_channels=78
 positions=15 memory_dim=28 words=32 vocabulary_size=33 layers=1 hypotheses=2 returned=3
-map_height=3 map_width=5 points=41
+map_height=3 map_width=5 mask_height=21 mask_width=25 points=41 places=15 orders=2
 """
 SIZES: Sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", NAMES)}
 """Every name of a dimension, and how large it is in the examples below."""
@@ -478,7 +478,11 @@ def sight():
     images, classes = floats("batch channels height width"), integers("batch", below="classes")
     yield called(attnkit.explain, vit, images, classes)
     yield called(attnkit.Explanation.share.fget, attnkit.explain(vit, images))
-    yield called(attnkit.explain, vit, images, classes, floats("batch map_height map_width"))
+    map = floats("batch map_height map_width")
+    yield called(attnkit.explain, vit, images, classes, map)
+    yield called(attnkit.perturbation_curves, vit, images, classes, map, but={"points": 4})
+    masks = torch.ones(shape("batch mask_height mask_width"), dtype=torch.bool)
+    yield called(attnkit.trust, vit, images, classes, map, masks=masks, but={"points": 4})
 
 
 EXAMPLES = {

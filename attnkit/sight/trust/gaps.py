@@ -1,0 +1,90 @@
+"""What is lost where a map points, against what is lost anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from attnkit.metrics.perturbation import perturbation_gap
+from attnkit.sight.trust.case import Case
+from attnkit.sight.trust.curves import answers, removed_counts, shares
+from attnkit.sight.trust.places import removal_ranks
+from attnkit.sight.trust.removal import REMOVALS
+from attnkit.sight.trust.result import Fall, Score
+
+SAID_SHARE = 0.2
+
+Curves = dict[str, Annotated[Tensor, "orders batch points"]]
+"""By map: most-first and least-first; of "random" one order and its reverse by turns."""
+
+
+def score_gaps(case: Case, fractions: Sequence[float]) -> None:
+    """For each kind of removal: gaps, what is lost without a fifth, and the verdicts."""
+    places = case.grid[0] * case.grid[1]
+    counts = removed_counts(fractions, places)
+    if len(counts) < 3:
+        raise ValueError(
+            f"fractions: expected one that is some and not all of {places} patches, "
+            f"got {list(fractions)}"
+        )
+    case.result.removed = removed = shares(counts).to(case.maps["map"])
+    said = min(range(1, len(counts) - 1), key=lambda n: abs(float(removed[n]) - SAID_SHARE))
+    by_map = {name: _both_orders(case, map) for name, map in case.maps.items()}
+    by_map["random"] = torch.cat([_both_orders(case, map) for map in case.random])
+    ranks, sizes = torch.cat([*by_map.values()]), [len(ranks) for ranks in by_map.values()]
+    for kind, answer in case.removals.items():
+        said_by = f"removing patches, {REMOVALS[kind]}"
+        found = answers(case.question, answer, ranks, counts, case.batch_size, said_by)
+        logit, probability = (
+            dict(zip(by_map, values.split(sizes), strict=True)) for values in found
+        )
+        score, gaps = _gaps(case, f"gap in p, {REMOVALS[kind]}", probability)
+        _gaps(case, f"gap in logit, {REMOVALS[kind]}", logit)
+        case.result.gaps[kind] = gaps
+        case.result.curves[kind] = probability
+        case.result.verdicts[kind] = _verdicts(score)
+        case.result.falls[kind] = _fall(probability, removed, said)
+
+
+def _both_orders(case: Case, map: Tensor) -> Annotated[Tensor, "2 batch places", int]:
+    most = removal_ranks(map, case.generator)
+    return torch.stack((most, most.shape[1] - 1 - most))
+
+
+def _gaps(case: Case, name: str, curves: Curves) -> tuple[Score, Annotated[Tensor, "batch"]]:
+    """The score, and the map's gap of each image."""
+    gaps = {
+        key: perturbation_gap(both[::2], both[1::2], case.result.removed)
+        for key, both in curves.items()
+    }
+    # of an order and its reverse the gaps are each other's negative, so that their mean is 0
+    drawn = gaps.pop("random")
+    within = 2 * float((drawn.square().mean() / drawn.shape[1]).sqrt())
+    return case.add(name, gaps, random=0.0, within=within), gaps["map"][0]
+
+
+def _verdicts(score: Score) -> tuple[str, ...]:
+    """Better or not than what else there is, by more than parts random maps."""
+    assert score.within is not None
+    others = {
+        "random": (0.0, score.within),
+        "centre": (score.centre, score.within * 2**0.5),
+        "input gradient": (score.input_gradient, score.within * 2**0.5),
+    }
+    return tuple(
+        f"{'better' if score.map - other > least else 'no better'} than {against}"
+        for against, (other, least) in others.items()
+        if other is not None
+    )
+
+
+def _fall(curves: Curves, removed: Annotated[Tensor, "points"], said: int) -> Fall:
+    """What is lost at one point of the curves."""
+    random = curves["random"][..., said].mean(dim=1)
+    middle, error = float(random.mean()), float(random.std() / len(random) ** 0.5)
+    whole, without = (float(curves["map"][0, :, point].mean()) for point in (0, said))
+    low, high = middle - 2 * error, middle + 2 * error
+    return Fall(float(removed[said]), whole, without, middle, low, high, len(random))
