@@ -148,6 +148,8 @@ class _CallMode(TorchFunctionMode):
 class _OperatorMode(TorchDispatchMode):
     """Sees which operator the call was dispatched to."""
 
+    supports_higher_order_operators = True  # such as flex_attention, which are let through
+
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self.recorder = recorder

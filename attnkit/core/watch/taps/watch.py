@@ -13,6 +13,7 @@ from attnkit.core.watch.taps.edge_call import EdgeCall, edge_call, is_of_edges
 from attnkit.core.watch.taps.functions import FunctionTap
 from attnkit.core.watch.taps.layers import ChosenCalls, LayerChoice, Layers
 from attnkit.core.watch.taps.pyg import attention_convolutions, watch_convolutions
+from attnkit.core.watch.taps.transformers import watch_interface
 
 Call = AttentionCall | EdgeCall
 
@@ -67,6 +68,7 @@ def told_of_attention(
         stack.enter_context(running.followed())
         stack.callback(model.register_forward_hook(listener.has_run).remove)
         stack.enter_context(FunctionTap())
+        stack.enter_context(watch_interface())
         convolutions = {
             name: module
             for name, module in attention_convolutions(model).items()
@@ -135,8 +137,8 @@ class _Listener:
         if missed:
             more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
             raise ValueError(
-                f"model: {kind} computes attention by a softmax and a product of its own, which "
-                f"are not seen, in {', '.join(missed[:3])}{more}; "
+                f"model: {kind} computes attention by functions of its own, which are not seen, "
+                f"in {', '.join(missed[:3])}{more}; "
                 "attnkit.replace_attention(model) first"
             )
         if not choice.names and not choice.ran:

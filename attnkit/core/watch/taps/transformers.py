@@ -1,0 +1,135 @@
+"""Attention that transformers' attention interface computes without torch's function.
+
+Models of transformers ask `AttentionInterface` for the function that their configuration names.
+That of "sdpa" calls torch's, which is seen anyway; "eager", "flex_attention", the flash kernels and
+what users register are told here. Nothing of transformers is imported.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Inputs
+from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, unheard
+from attnkit.core.masks.base import Mask
+from attnkit.core.masks.sequences import Causal, Padding
+from attnkit.core.scores.kinds import ScaledDot
+from attnkit.core.watch.taps.call import AttentionCall
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+@contextmanager
+def watch_interface() -> Iterator[None]:
+    """In the block the listeners are told of what transformers' interface computes."""
+    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    chosen = getattr(interface, "get_interface", None)
+    if interface is None or chosen is None:
+        yield
+        return
+
+    def get_interface(self: Any, name: str, default: Callable) -> Callable:
+        return partial(_told, name, chosen(self, name, default))
+
+    with patch.object(interface, "get_interface", get_interface):
+        yield
+
+
+def _told(
+    name: str,
+    function: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None = None,
+    *args: Any,
+    **options: Any,
+) -> tuple:
+    """What the function returns, its output first, [batch, queries, heads, value_dim]."""
+    given = module, query, key, value, attention_mask, *args
+    is_packed = query.shape[2] == 1 and query.shape[1] != key.shape[1]
+    # with one query "sdpa" may give torch the heads as queries
+    is_torchs = name in ("sdpa", None) and not (is_packed and attention_mask is not None)
+    if is_torchs or not LISTENERS or is_recomputed():
+        return function(*given, **options)
+    with unheard() as listeners:
+        output, *rest = function(*given, **options)
+        seen = output.transpose(1, 2)
+        inputs = None
+        if not args:
+            inputs = _inputs(module, query, key, value, attention_mask, **options)
+        if inputs is not None and _explains(inputs, seen):
+            tell(listeners, Seen("transformers", inputs, seen))
+            output = seen.transpose(1, 2)
+        else:
+            for listener in listeners:
+                listener.miss()
+    return output, *rest
+
+
+def _inputs(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> Inputs:
+    """The arguments as they are meant; whether the function means them so the output must tell."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    mask: Mask | Tensor | None = None
+    bias = position_bias
+    if isinstance(attention_mask, BlockMask):
+        sizes = query.shape[0], query.shape[1], num_queries, num_keys
+        mask = create_mask(attention_mask.mask_mod, *sizes, device=str(query.device))
+    elif attention_mask is None:
+        is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        mask = Causal("bottom_right") if is_causal and num_queries > 1 else None
+    elif attention_mask.ndim == 2:
+        mask = Padding(attention_mask.bool())
+        if is_causal or getattr(module, "is_causal", False):
+            mask = mask & Causal("bottom_right")
+    elif attention_mask.dtype == torch.bool:
+        mask = attention_mask[..., :num_keys]
+    else:
+        added = attention_mask[..., :num_keys]
+        bias = added if bias is None else bias + added
+    return check_inputs(
+        query,
+        key,
+        value,
+        score=ScaledDot(scale=scaling, softcap=softcap),
+        mask=mask,
+        bias=bias,
+        dropout_p=dropout,
+    )
+
+
+def _explains(inputs: Inputs, output: Tensor) -> bool:
+    """Whether the output's first and last rows are A V, but of padding, whose rows are 0."""
+    if inputs.dropout_p:
+        return True
+    rows = [0, inputs.num_queries - 1]
+    with torch.no_grad():
+        weights = AttentionCall("", "", inputs, output).weights(rows)
+        value = inputs.repeated_heads()[1].to(weights.dtype)
+        expected = torch.einsum("bhik,bhkd->bhid", weights, value)
+        actual = output[:, :, rows].to(weights.dtype)
+        error = (actual - expected).abs().masked_fill(actual == 0, 0.0)
+        largest = expected.abs().amax()
+    return bool((error <= _TOLERANCE.get(inputs.query.dtype, 3e-2) * (1 + largest)).all())
