@@ -1,0 +1,19 @@
+"""The code of docs/sight.md runs, in the order of the page."""
+
+import re
+from pathlib import Path
+
+import torch
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sight.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_code_of_the_page(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    assert len(SNIPPETS) >= 3
+    exec(compile("\n".join(SNIPPETS), "sight.md", "exec"), {"__name__": "__main__"})
+    said = capfd.readouterr().out
+    assert "blocks.3.attn" in said
+    assert "relevance of 2 images on 14 x 14" in said
