@@ -14,6 +14,7 @@ from attnkit.core.running import module_name
 from attnkit.core.watch.capture import capture_attention
 from attnkit.layers.gates.gate import capture_gates
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
+from attnkit.layers.maps.spatial import SpatialAttention
 from attnkit.lightning.errors import UserError
 
 MAX_PREFIX_TOKENS = 16  # class and register tokens tried for a model that does not say
@@ -89,7 +90,7 @@ def layer_maps(
         if kind == "gate":
             maps.append(_of_gate(name, values[0]))
         else:
-            maps.append(_of_attention(name, model.get_submodule(name), values, image, prefix))
+            maps.append(_of_attention(name, model, values, image, prefix))
     return maps, output
 
 
@@ -100,15 +101,22 @@ def _of_gate(name: str, values: Tensor) -> LayerMap:
 
 
 def _of_attention(
-    name: str, layer: nn.Module, weights: Tensor, image: Tensor, prefix: tuple[int | None, bool]
+    name: str, model: nn.Module, weights: Tensor, image: Tensor, prefix: tuple[int | None, bool]
 ) -> LayerMap:
+    layer, around = (model.get_submodule(path) for path in (name, name.rpartition(".")[0]))
     num_keys = weights.shape[-1]
     if isinstance(layer, _OVER_CHANNELS):
         pairs = weights[0].mean(0) * num_keys
         return LayerMap(name, "attention", pairs, "pairs of channels")
-    if len(weights) > 1:  # along the rows or columns of a map, which are a batch of their own
-        lines = weights.mean(dim=(1, 2)) * num_keys
-        return LayerMap(name, "attention", lines.T if "column" in name else lines, "image")
+    if isinstance(around, SpatialAttention) and around.pattern == "axial":
+        lines = weights.mean(dim=(1, 2)) * num_keys  # each row or column is an item of the batch
+        is_column = layer is around.column_attention
+        return LayerMap(name, "attention", lines.T if is_column else lines, "image")
+    if len(weights) > 1:
+        raise UserError(
+            f"layer: {name!r} attends within {len(weights)} parts of the image, windows or the "
+            "like, which are not drawn; inspect.layer or the argument layer chooses another"
+        )
     values = over_image(weights[0].mean(0), image, prefix) * num_keys
     return LayerMap(name, "attention", values, "image")
 

@@ -289,3 +289,62 @@ def test_a_model_without_attention_fails_before_training(small_net, loader, make
 def test_refuses():
     with pytest.raises(ValueError, match="num_images: expected 1 or more, got 0"):
         AttentionMaps(num_images=0)
+
+
+class Axial(nn.Module):
+    """Positions are the means of 7 x 7 pixels; each looks at the brightest of its row, then of its
+    column, in which all are then as bright as the brightest of their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spatial = SpatialAttention(1, pattern="axial", residual=None)
+        with torch.no_grad():
+            for attention in (self.spatial.attention, self.spatial.column_attention):
+                attention.in_proj.weight.copy_(torch.tensor([[0.0], [10.0], [1.0]]))
+                attention.in_proj.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))
+                attention.out_proj.weight.fill_(1.0)
+                attention.out_proj.bias.zero_()
+
+    def forward(self, images):
+        return self.spatial(F.avg_pool2d(images.mean(1, keepdim=True), 7))
+
+
+def test_axial_attention_is_drawn_along_rows_and_columns():
+    image = torch.zeros(3, 21, 35)  # 3 x 5 positions
+    image[:, 7:14, 21:28] = 1.0
+    model = Axial().eval()
+    (rows, columns), _ = layer_maps(model, image, "*", None)
+    assert [rows.layer, columns.layer] == ["spatial.attention", "spatial.column_attention"]
+    share = torch.e**10 / (torch.e**10 + 4)
+    expected = torch.ones(3, 5)
+    expected[1] = 5 * (1 - share) / 4
+    expected[1, 3] = 5 * share
+    torch.testing.assert_close(rows.values, expected)
+    after = model.spatial.attention.in_proj.weight[2].item() * share  # how bright row 1 is then
+    share = torch.e ** (10 * after) / (torch.e ** (10 * after) + 2)
+    expected = torch.full((3, 5), 3 * (1 - share) / 2)
+    expected[1] = 3 * share
+    torch.testing.assert_close(columns.values, expected)
+    assert rows.over == columns.over == "image"
+
+
+def test_a_map_of_one_row_or_column():
+    for size, shapes in (((7, 35), [(1, 5), (1, 5)]), ((21, 7), [(3, 1), (3, 1)])):
+        found, _ = layer_maps(Axial().eval(), torch.rand(3, *size), "*", None)
+        assert [one.values.shape for one in found] == shapes
+
+
+class Windows(nn.Module):
+    """Attention within the upper and the lower half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(1, num_heads=1)
+
+    def forward(self, images):
+        return self.attention(images.mean(1).reshape(2, -1, 1))
+
+
+def test_windows_are_refused():
+    with pytest.raises(UserError, match="layer: 'attention' attends within 2 parts of the image"):
+        layer_maps(Windows(), torch.rand(3, 6, 5), -1, None)
