@@ -253,6 +253,18 @@ def test_decoding_steps_are_seen():
         torch.testing.assert_close(call.weights(), whole[:, :, step : step + 1, : step + 1])
 
 
+def test_what_was_compiled_stays_compiled():
+    block = attnkit.MultiHeadAttention(14, 2)
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    x = torch.randn(3, 5, 14)
+    expected = compiled(x)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        with watch_attention(compiled) as calls:
+            torch.testing.assert_close(compiled(x), expected)
+        torch.testing.assert_close(compiled(x), expected)
+    assert len(calls) == 1
+
+
 def test_bad_arguments():
     x = torch.randn(BATCH, HEADS, QUERIES, DIM, requires_grad=True)
     model = Plain(lambda x, p: F.scaled_dot_product_attention(x, x, x, dropout_p=p))
