@@ -104,6 +104,7 @@ _HOME = {
     "load": "attnkit.lightning.export.exported",
     "metrics": "attnkit.metrics",
     "trust": "attnkit.sight.trust.judge",
+    "Trust": "attnkit.sight.trust.result",
     "perturbation_curves": "attnkit.sight.trust.curves",
 }
 
@@ -186,5 +187,6 @@ if TYPE_CHECKING:
     from attnkit.sight.explanation import Explanation
     from attnkit.sight.trust.curves import perturbation_curves
     from attnkit.sight.trust.judge import trust
+    from attnkit.sight.trust.result import Trust
     from attnkit.surgery.insert import insert_attention, remove_attention
     from attnkit.surgery.replace import replace_attention

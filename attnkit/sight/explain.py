@@ -110,6 +110,12 @@ def explain(
     logits, classes = question.logits, question.target
     assert logits is not None
     assert classes is not None
+
+    def again(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
+        given: dict[str, Any] = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
+        wanted = classes if has_target else None
+        return explain(model, images, wanted, method, layers=layers, **given, **options).map
+
     return Explanation(
         method=name,
         map=places,
@@ -125,6 +131,7 @@ def explain(
         notes=question.notes,
         is_signed=is_signed,
         has_target=has_target,
+        again=None if isinstance(method, Tensor) else again,
     )
 
 

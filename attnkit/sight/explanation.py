@@ -1,7 +1,7 @@
 """What `attnkit.explain` returns."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from attnkit.models.captioning.word_decoder import PAD
 from attnkit.sight.layer_table import LayerTable
 from attnkit.sight.picture import draw_maps, save
+from attnkit.sight.trust.judge import trust
+from attnkit.sight.trust.result import Trust
 
 
 @dataclass(eq=False, repr=False)
@@ -35,6 +37,7 @@ class Explanation:
     words: of a captioner, a map for each word; `target` is then the sentence, and what belongs to
         it has a number for each word. `map` is the mean over the words.
     images, model: what was explained.
+    again: the method for a model, images and a class for each; None: the map came without one.
     """
 
     method: str
@@ -52,6 +55,7 @@ class Explanation:
     is_signed: bool = False
     has_target: bool = True
     words: Annotated[Tensor, "batch words map_height map_width"] | None = None
+    again: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
 
     @property
     def share(self) -> Annotated[Tensor, "batch"] | None:
@@ -63,6 +67,25 @@ class Explanation:
         total = sizes.sum(dim=1)
         prefix = sizes[:, : self.num_prefix_tokens].sum(dim=1)
         return torch.where(total > 0, prefix / total, torch.zeros_like(total))
+
+    def trust(self, **options: Any) -> Trust:
+        """How far to trust the map: `attnkit.trust` of it, with its method.
+
+            print(attnkit.explain(vit, images).trust())
+
+        Args:
+            options: of `attnkit.trust`: `masks`, `removals`, `full`, …
+
+        Raises:
+            TypeError, ValueError: as `attnkit.trust`; maps of words.
+        """
+        if self.words is not None:
+            raise ValueError(
+                "trust: expected maps of classes, got those of words; for each word, wrap the "
+                "captioner in a module that returns that word's logits, and call attnkit.trust"
+            )
+        known = {"target": self.target, "map": self.map, "method": self.again}
+        return trust(self.model, self.images, **known | options)
 
     def _arrays(self) -> dict[str, Tensor]:
         """The tensors, on the CPU, by name."""

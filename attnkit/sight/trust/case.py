@@ -57,6 +57,8 @@ class Case:
         try:
             self.maps["input_gradient"] = self.on_grid(input_gradient(question))
         except RuntimeError as error:
+            if not str(error).startswith("model: "):
+                raise  # no memory, for one
             self.result.unavailable["input gradient"] = str(error).partition(";")[0]
         self.masks = None if masks is None else masks.to(question.images.device)
         if self.masks is not None:

@@ -192,12 +192,26 @@ def test_a_model_without_gradient_or_with_one_logit(vit, images):
                 return self.vit(images)[:, :1]
 
     found = attnkit.trust(Broken(), images, 0, torch.rand(7, 3, 5))
-    assert found.unavailable["input gradient"].startswith("model: ")
+    assert found.unavailable["input gradient"] == "model: Broken stops the gradient"
     assert all(score.input_gradient is None for score in found.scores)
     assert "input gradient" not in repr(found).splitlines()[0]
     with torch.no_grad():
         expected = vit(images)[:, 0].sigmoid()
     torch.testing.assert_close(found.curves["mean"]["map"][0, :, 0], expected)
+
+
+def test_an_error_of_the_model_is_not_taken_for_a_missing_gradient(linear, images):
+    calls = []
+
+    def run_out(module, args):
+        calls.append(module)
+        if torch.is_grad_enabled():
+            raise RuntimeError("out of memory")
+
+    linear.register_forward_pre_hook(run_out)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        attnkit.trust(linear, images, None, torch.rand(7, 3, 5), removals=["mean"])
+    assert len(calls) == 2
 
 
 def example(**changes):
