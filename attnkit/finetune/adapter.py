@@ -1,7 +1,5 @@
 """What was trained, alone, in a small file: written and put onto the base again."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

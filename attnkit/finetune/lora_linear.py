@@ -1,7 +1,5 @@
 """A linear layer with a low-rank change of its frozen weight: W + s·B·A, of LoRA."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +45,7 @@ class LoRALinear(nn.Linear):
         scale: float,
         dropout: float = 0.0,
         rows: Sequence[tuple[int, int]] | None = None,
-    ) -> LoRALinear:
+    ) -> "LoRALinear":
         """Make a linear layer one of these, in place; A as the layers of torch begin, B zero."""
         weight = layer.weight
         weight.requires_grad_(False)

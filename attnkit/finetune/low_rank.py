@@ -1,7 +1,5 @@
 """LoRA: frozen weights with a low-rank change beside them, and such changes merged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

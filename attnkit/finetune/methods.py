@@ -1,7 +1,5 @@
 """Fine-tuning by training a part of the parameters that a network has."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from attnkit.core.arguments import at_least, positive

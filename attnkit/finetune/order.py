@@ -1,7 +1,5 @@
 """The order of a network's layers: its head, its blocks, and how deep each parameter lies."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """What was done to a network to fine-tune it: a record that stays on it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Which linear layers of a network are adapted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Our Vision Transformer with pretrained weights: timm's, from a file, a folder or the hub."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

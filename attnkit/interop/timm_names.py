@@ -1,7 +1,5 @@
 """The parameters of timm's Vision Transformer under the names of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """timm's networks under the argument names of this toolkit, with weights of their own or others."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

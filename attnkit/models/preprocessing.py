@@ -1,7 +1,5 @@
 """What pretrained networks expect of images: their size, mean, standard deviation, …"""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

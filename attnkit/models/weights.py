@@ -1,7 +1,5 @@
 """Weights from a file, a Hugging Face folder or the hub, read without running code."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

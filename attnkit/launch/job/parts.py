@@ -1,7 +1,5 @@
 """What a module is made of, from the configuration; and whether it can be made, before its data."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Iterator, Mapping

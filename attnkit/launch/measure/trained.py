@@ -1,7 +1,5 @@
 """What is trained of a model, and the memory that it saves against training all of it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Features of a frozen network, computed once for each sample."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

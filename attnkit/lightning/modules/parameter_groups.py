@@ -1,7 +1,5 @@
 """Optimizer parameter groups: what is decayed, and the learning rates of layers and head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Starting a training from the weights of an earlier one, with another head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
