@@ -68,7 +68,7 @@ def _on_map(question: Question, layer: int | str | None) -> Tensor:
     def remember(name: str) -> Callable[..., None]:
         def hook(module: object, args: object, output: Any) -> None:
             channels_first = _channels_first(output, height, width)
-            if channels_first is not None and output.requires_grad:
+            if channels_first is not None and _is_map(output, question.batch):
                 maps.pop(name, None)
                 maps[name] = output
 
@@ -92,6 +92,14 @@ def _on_map(question: Question, layer: int | str | None) -> Tensor:
         t.detach().permute(0, *places, channels).flatten(1, 2) for t in (output, gradient)
     )
     return _cam(tokens, gradient).unflatten(1, (output.shape[places[0]], output.shape[places[1]]))
+
+
+def _is_map(output: Tensor, batch: int) -> bool:
+    """Whether an output in the graph is of the batch's images, and no table, and no weights."""
+    if not output.requires_grad or len(output) != batch:
+        return False
+    sums = output.detach().sum(dim=-1)
+    return not torch.allclose(sums, torch.ones_like(sums))
 
 
 def _channels_first(output: Any, height: int, width: int) -> bool | None:

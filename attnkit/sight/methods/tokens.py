@@ -79,6 +79,7 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
             question.ask()  # raises what has nothing to do with attention
             raise ValueError(f"{error}, or take another method: {OTHERS}") from None
         raise
+    calls = _without_unread(calls, y, question)
     _check_calls(calls, question.batch, method)
     steps = _steps(calls, question)
     last = steps[-1].call
@@ -108,6 +109,22 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     )
     question.chain = Chain(steps, start, grid, y)
     return question.chain
+
+
+def _without_unread(calls: Sequence[Any], y: Tensor, question: Question) -> list[Any]:
+    """The calls up to the last one that y depends on: some models have a pooling they don't use."""
+    for number in reversed(range(len(calls))):
+        output = calls[number].output
+        if not (output.requires_grad and y.requires_grad):
+            break
+        if (
+            torch.autograd.grad(y.sum(), output, retain_graph=True, allow_unused=True)[0]
+            is not None
+        ):
+            unread = [call.layer for call in calls[number + 1 :]]
+            question.notes += [f"the logits do not depend on {layer!r}" for layer in unread]
+            return list(calls[: number + 1])
+    return list(calls)
 
 
 def has_token_attention(question: Question) -> bool:
