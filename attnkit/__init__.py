@@ -96,6 +96,7 @@ _HOME = {
     "remove_attention": "attnkit.surgery.insert",
     "sight": "attnkit.sight",
     "diagnose_attention": "attnkit.sight.diagnosis.diagnose",
+    "edge_fidelity": "attnkit.sight.graphs.fidelity",
     "explain": "attnkit.sight.explain",
     "Explanation": "attnkit.sight.explanation",
     "replace_attention": "attnkit.surgery.replace",
@@ -185,6 +186,7 @@ if TYPE_CHECKING:
     from attnkit.sight.diagnosis.diagnose import diagnose_attention
     from attnkit.sight.explain import explain
     from attnkit.sight.explanation import Explanation
+    from attnkit.sight.graphs.fidelity import edge_fidelity
     from attnkit.sight.trust.curves import perturbation_curves
     from attnkit.sight.trust.judge import trust
     from attnkit.sight.trust.result import Trust

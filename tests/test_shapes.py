@@ -423,6 +423,8 @@ def graphs():
     inputs, labels = (x, *graph), torch.arange(19) % 31
     model = attnkit.GAT(18, 16, 31, edge_dim=17)
     yield called(attnkit.diagnose_attention, model, inputs, labels=labels)
+    node = int(edge_index[1].mode().values)
+    yield called(attnkit.edge_fidelity, model, inputs, floats("edges"), node)
     model = attnkit.GraphTransformer(18, 16, 31, edge_dim=17, position_dim=30, readout="edge")
     options = {"batch": torch.zeros(19).long(), "positions": floats("nodes position_dim")}
     options["pairs"] = integers("2 pairs", below="nodes")

@@ -1,13 +1,15 @@
 """`attnkit.explain`: what a model's answer for images depends on, or where it looks."""
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from attnkit.sight.captions import Said, captioner_of, explain_captions
 from attnkit.sight.explanation import Explanation
+from attnkit.sight.graphs.explain import explain_graph
+from attnkit.sight.graphs.explanation import GraphExplanation
 from attnkit.sight.layer_table import layer_table
 from attnkit.sight.methods.grid import find_grid
 from attnkit.sight.methods.question import Layers, Question, Target, looking
@@ -17,9 +19,19 @@ Map = Annotated[Tensor, "batch map_height map_width"] | Annotated[Tensor, "batch
 MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
+@overload
+def explain(model: nn.Module, inputs: Tensor, *args: Any, **kwargs: Any) -> Explanation: ...
+
+
+@overload
+def explain(
+    model: nn.Module, inputs: tuple[Any, ...] | dict[str, Any], *args: Any, **kwargs: Any
+) -> GraphExplanation: ...
+
+
 def explain(
     model: nn.Module,
-    inputs: Annotated[Tensor, "batch channels height width"],
+    inputs: Annotated[Tensor, "batch channels height width"] | tuple[Any, ...] | dict[str, Any],
     target: Target | Said = None,
     method: str | MapFunction | Map = "relevance",
     *,
@@ -27,7 +39,7 @@ def explain(
     grid: tuple[int, int] | None = None,
     num_prefix_tokens: int | None = None,
     **options: Any,
-) -> Explanation:
+) -> Explanation | GraphExplanation:
     """A map of what a model's answer depends on, or of where it looks, on the model's own grid.
 
         seen = attnkit.explain(vit, images)
@@ -59,10 +71,16 @@ def explain(
     or None for the likeliest words, and the methods are "attention", "relevance", "input_gradient",
     "occlusion", "random" and "centre"; relevance goes through decoder and encoder.
 
+    A model of a graph, of attnkit, torch_geometric or your own, is explained edge by edge,
+    `seen.edges` in the order of `edge_index`, for the logit of a node: `index`. `inputs` are then
+    (x, edge_index, …), or a dictionary of arguments, and the methods "attention", "relevance",
+    "input_gradient" (of a factor on an edge's messages), "occlusion" (the edge taken out) and
+    "random"; `seen.trust()` is its fidelity beside random edges.
+
     Args:
         model: returns logits [batch, classes], or an object with `.logits`: models of attnkit,
             timm, torchvision, transformers and your own, a LightningModule as well.
-        inputs: images, as the model takes them.
+        inputs: images, as the model takes them; or what it is called with for a graph.
         target: a class for all images, or one for each; None: the class that is predicted. Refused
             by methods that do not know of it.
         method: a name of the table; a function (model, images, classes) -> map; or a map that
@@ -72,7 +90,9 @@ def explain(
         grid: rows and columns of the patches; None: found, and said in `notes`.
         num_prefix_tokens: class and register tokens before the patches; None: found.
         options: of the method: `baseline` and `num_steps` of "integrated_gradients"; `baseline`,
-            `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre".
+            `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre". Of
+            graphs `index`, the node, left out where the model gives one row for a graph, and
+            `num_hops`, in how many steps edges reach it, if that is not to be counted.
 
     Raises:
         TypeError: a model, images or a target of another type; an option that the method lacks.
@@ -80,6 +100,11 @@ def explain(
             for a method that does not know of it; layers or a grid that the model does not have.
         RuntimeError: the model stops the gradient; the message names the module.
     """
+    if isinstance(inputs, tuple | Mapping):
+        for name, given in {"grid": grid, "num_prefix_tokens": num_prefix_tokens}.items():
+            if given is not None:
+                raise TypeError(f"{name}: a graph has none; leave it out")
+        return explain_graph(model, inputs, target=target, method=method, layers=layers, **options)
     if captioner_of(model) is not None:
         for name, given in {"grid": grid, "num_prefix_tokens": num_prefix_tokens}.items():
             if given is not None:

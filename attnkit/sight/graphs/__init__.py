@@ -1,0 +1,1 @@
+"""Which edges of a graph a model's answer depends on, and how far to trust that."""
