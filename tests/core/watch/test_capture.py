@@ -234,3 +234,24 @@ def test_methods_other_than_forward():
     with torch.no_grad(), attnkit.capture_attention(model, -1) as captured:
         model.forward_features(x)
     assert list(captured) == ["blocks.2.attn"]
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_convolution_of_torch_geometric(loops):
+    from torch_geometric.nn import GATConv
+
+    torch.manual_seed(1)
+    model = nn.ModuleList([GATConv(5, 7, heads=3, add_self_loops=loops)])
+    x, edges = torch.randn(4, 5), torch.tensor([[0, 1, 2, 3, 3], [1, 2, 0, 0, 2]])
+    _, (_, expected) = model[0](x, edges, return_attention_weights=True)
+    with attnkit.capture_attention(model) as captured:
+        model[0](x, edges)
+    torch.testing.assert_close(captured["0"][0], expected.detach())
+    with attnkit.capture_attention(model, layers=-1, rows=[4, 0], heads=2) as captured:
+        model[0](x, edges)
+    torch.testing.assert_close(captured["0"][0], expected.detach()[[4, 0]][:, [2]])
+    with (
+        pytest.raises(IndexError, match=r"0: rows: there are \d, got 9"),
+        attnkit.capture_attention(model, rows=9),
+    ):
+        model[0](x, edges)

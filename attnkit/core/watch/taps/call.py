@@ -132,7 +132,7 @@ class AttentionCall:
         ):
             if output_gradient is not None:
                 weights = weights.mul_(gradient).relu_()
-            total += torch.einsum("bi,bhik->bk", r[:, block], weights)
+            total += (r[:, None, None, block] @ weights).sum(dim=(1, 2))
         return total / len(heads)
 
     def _blocks(
