@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from attnkit.metrics.perturbation import perturbation_gap
-from attnkit.sight.trust.case import Case
+from attnkit.sight.trust.case import Case, Values
 from attnkit.sight.trust.curves import answers, removed_counts, shares
 from attnkit.sight.trust.places import removal_ranks
 from attnkit.sight.trust.removal import REMOVALS
 from attnkit.sight.trust.result import Fall, Score
 
 SAID_SHARE = 0.2
+ENOUGH_IMAGES = 10
+"""From which on two maps are compared by how their difference varies from image to image."""
 
 Curves = dict[str, Annotated[Tensor, "orders batch points"]]
 """By map: most-first and least-first; of "random" one order and its reverse by turns."""
@@ -43,9 +45,9 @@ def score_gaps(case: Case, fractions: Sequence[float]) -> None:
         )
         score, gaps = _gaps(case, f"gap in p, {REMOVALS[kind]}", probability)
         _gaps(case, f"gap in logit, {REMOVALS[kind]}", logit)
-        case.result.gaps[kind] = gaps
+        case.result.gaps[kind] = gaps["map"]
         case.result.curves[kind] = probability
-        case.result.verdicts[kind] = _verdicts(score)
+        case.result.verdicts[kind] = _verdicts(score.within or 0.0, gaps)
         case.result.falls[kind] = _fall(probability, removed, said)
 
 
@@ -54,8 +56,8 @@ def _both_orders(case: Case, map: Tensor) -> Annotated[Tensor, "2 batch places",
     return torch.stack((most, most.shape[1] - 1 - most))
 
 
-def _gaps(case: Case, name: str, curves: Curves) -> tuple[Score, Annotated[Tensor, "batch"]]:
-    """The score, and the map's gap of each image."""
+def _gaps(case: Case, name: str, curves: Curves) -> tuple[Score, Values]:
+    """The score, and the gaps of each image."""
     gaps = {
         key: perturbation_gap(both[::2], both[1::2], case.result.removed)
         for key, both in curves.items()
@@ -63,22 +65,22 @@ def _gaps(case: Case, name: str, curves: Curves) -> tuple[Score, Annotated[Tenso
     # of an order and its reverse the gaps are each other's negative, so that their mean is 0
     drawn = gaps.pop("random")
     within = 2 * float((drawn.square().mean() / drawn.shape[1]).sqrt())
-    return case.add(name, gaps, random=0.0, within=within), gaps["map"][0]
+    found = {key: gap[0] for key, gap in gaps.items()}
+    return case.add(name, found, random=0.0, within=within), found
 
 
-def _verdicts(score: Score) -> tuple[str, ...]:
-    """Better or not than what else there is, by more than parts random maps."""
-    assert score.within is not None
-    others = {
-        "random": (0.0, score.within),
-        "centre": (score.centre, score.within * 2**0.5),
-        "input gradient": (score.input_gradient, score.within * 2**0.5),
-    }
-    return tuple(
-        f"{'better' if score.map - other > least else 'no better'} than {against}"
-        for against, (other, least) in others.items()
-        if other is not None
-    )
+def _verdicts(within: float, gaps: Values) -> tuple[str, ...]:
+    """Better or not than what else there is, by more than two standard errors."""
+    words = [f"{'better' if float(gaps['map'].mean()) > within else 'no better'} than random"]
+    for name in ("centre", "input_gradient"):
+        if name in gaps:
+            more = gaps["map"] - gaps[name]
+            least = within * 2**0.5
+            if len(more) >= ENOUGH_IMAGES:
+                least = 2 * float(more.std()) / len(more) ** 0.5
+            better = "better" if float(more.mean()) > least else "no better"
+            words.append(f"{better} than {name.replace('_', ' ')}")
+    return tuple(words)
 
 
 def _fall(curves: Curves, removed: Annotated[Tensor, "points"], said: int) -> Fall:

@@ -55,7 +55,8 @@ def trust(
       target's probability or logit (`attnkit.metrics.PerturbationGap`). Equal values go by lot. A
       random map's is 0 ± two standard errors σ/√images, σ² the mean square of the gaps of random
       orders, of which half are the other half reversed. Better than random is beyond that; better
-      than centre or input gradient by more than √2 times it, what parts two random maps.
+      than centre or input gradient by more than two standard errors of the difference over the
+      images, or, of fewer than 10, than √2 times that of random maps, which parts two of these.
     - **class sensitivity**: 1 − Spearman's ρ of the maps of the two most likely classes; 0 for
       what cannot depend on the class. Class-specific from 0.1 on. Needs `method`.
     - **similarity, all weights random**: ρ of the map and that of the model whose weights changed

@@ -9,6 +9,7 @@ from torch import nn
 
 import attnkit
 from attnkit.sight.trust.agreement import kendall, spearman, with_random_weights
+from attnkit.sight.trust.gaps import _verdicts
 from attnkit.sight.trust.result import VERDICTS, Fall, Score, Trust
 
 CONTROLS = {"name", "map", "random", "within", "centre", "input_gradient", "oracle"}
@@ -66,6 +67,22 @@ def test_a_random_map_of_many_images_is_within_two_standard_errors(linear):
         for name in ("gap in p, mean colour", "gap in logit, mean colour"):
             assert abs(found[name].map) < 1.5 * found[name].within
             assert found[name].random == 0
+
+
+def test_two_maps_are_compared_image_by_image():
+    torch.manual_seed(6)
+    of_images = torch.randn(16)  # far more than what parts the maps
+    more = 0.1 + 0.05 * torch.randn(16)
+    gaps = {"map": of_images + more, "centre": of_images, "input_gradient": of_images + 2 * more}
+    error = 2 * more.std() / 4
+    assert error < more.mean() < 0.2 < abs(of_images).mean()
+    words = _verdicts(0.3, gaps)
+    assert words[1:] == ("better than centre", "no better than input gradient")
+    # of a few images, it takes more than what parts random maps
+    few = {key: values[:9] for key, values in gaps.items()}
+    least = float((few["map"] - few["centre"]).mean())
+    assert _verdicts(least / 1.4, few)[1] == "no better than centre"
+    assert _verdicts(least / 1.43, few)[1] == "better than centre"
 
 
 def test_what_cannot_depend_on_the_class_has_sensitivity_exactly_0(vit, images):
