@@ -86,6 +86,33 @@ def data_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def stand_in():
+    """In place of a pretrained network: timm's smallest Vision Transformer (160 pixels, patch 16),
+    for 11 classes, with random positions, norms and head."""
+    import timm
+
+    torch.manual_seed(0)
+    network = timm.create_model("test_vit", num_classes=11).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return network
+
+
+@pytest.fixture(scope="module")
+def stand_in_files(stand_in, tmp_path_factory) -> Path:
+    """Its weights as net.safetensors, and in the folder hf with a mean of its own; for more."""
+    import timm
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("weights")
+    save_file(stand_in.state_dict(), folder / "net.safetensors")
+    config = {**stand_in.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "num_classes": 11}
+    model = {"num_classes": 11, "pretrained_cfg": config}
+    timm.models.save_for_hf(stand_in, folder / "hf", model_config=model, safe_serialization=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def graph_files() -> ModuleType:
     """tests/graph_files.py: writers of made-up graph data."""
     path = Path(__file__).with_name("graph_files.py")

@@ -5,9 +5,7 @@ import logging
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
-from torch import nn
 
 from attnkit.interop import PretrainedViT
 
@@ -17,22 +15,13 @@ SAME = {**OURS, "image_size": 160, "patch_size": 16, "num_classes": 11}
 
 
 @pytest.fixture(scope="module")
-def theirs():
-    torch.manual_seed(0)
-    network = timm.create_model("test_vit", num_classes=11).eval()
-    for parameter in network.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return network
+def theirs(stand_in):
+    return stand_in
 
 
 @pytest.fixture(scope="module")
-def saved(theirs, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("weights")
-    state = theirs.state_dict()
-    save_file(state, folder / "net.safetensors")
-    timm.models.save_for_hf(
-        theirs, folder / "hf", model_config={"num_classes": 11}, safe_serialization=True
-    )
+def saved(stand_in_files):
+    folder = stand_in_files
     torch.save(PretrainedViT(pretrained=folder / "hf", **SAME).state_dict(), folder / "ours.pth")
     torch.save({"conv_proj.weight": torch.ones(2)}, folder / "other.pth")
     return folder

@@ -6,8 +6,6 @@ import os
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
 from attnkit.models.backbones import timm_backbone
 from attnkit.models.preprocessing import expected_images
@@ -22,28 +20,18 @@ class Evil:
 
 
 @pytest.fixture(scope="module")
-def vit():
-    """timm's smallest, for 11 classes; random positions, norms and heads."""
-    torch.manual_seed(0)
-    network = timm.create_model("test_vit", num_classes=11).eval()
-    for parameter in network.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return network
+def vit(stand_in):
+    return stand_in
 
 
 @pytest.fixture(scope="module")
-def saved(vit, tmp_path_factory):
+def saved(vit, stand_in_files):
     """Its weights in each form, and what is no weights."""
-    folder = tmp_path_factory.mktemp("weights")
-    state = vit.state_dict()
-    save_file(state, folder / "net.safetensors")
+    folder, state = stand_in_files, vit.state_dict()
     torch.save(state, folder / "net.pth")
     torch.save({"state_dict": state, "epoch": 3}, folder / "timm.pth.tar")
     lightning = {f"model.{name}": tensor for name, tensor in state.items()}
     torch.save({"state_dict": {**lightning, "mean": torch.ones(3)}}, folder / "run.ckpt")
-    mean = {**vit.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "num_classes": 11}
-    model = {"num_classes": 11, "pretrained_cfg": mean}
-    timm.models.save_for_hf(vit, folder / "hf", model_config=model, safe_serialization=True)
     torch.save({"state_dict": state, "more": Evil()}, folder / "evil.pth")
     torch.save([1, 2], folder / "list.pth")
     torch.save({"a": 3}, folder / "number.pth")

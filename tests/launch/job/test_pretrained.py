@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import save_file
 
 QUICK = ("trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "data.batch_size=4",
          "callbacks.curves=null", "logger.tensorboard=null")  # fmt: skip
@@ -24,18 +22,10 @@ class Evil:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Weights of test_vit for 11 classes, in a folder with another mean; photos; bad files."""
-    folder = tmp_path_factory.mktemp("saved")
-    torch.manual_seed(0)
-    network = timm.create_model("test_vit", num_classes=11)
-    save_file(network.state_dict(), folder / "net.safetensors")
-    config = {**network.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "num_classes": 11}
-    timm.models.save_for_hf(
-        network, folder / "hf", model_config={"num_classes": 11, "pretrained_cfg": config},
-        safe_serialization=True,
-    )  # fmt: skip
-    torch.save({"state_dict": network.state_dict(), "more": Evil()}, folder / "evil.pth")
+def saved(stand_in, stand_in_files):
+    """Weights for 11 classes, in a folder with another mean; photos; bad files."""
+    folder = stand_in_files
+    torch.save({"state_dict": stand_in.state_dict(), "more": Evil()}, folder / "evil.pth")
     (folder / "junk.pth").write_bytes(b"junk")
     (folder / "empty").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (3, 9, 40, 50, 3), dtype=np.uint8)
