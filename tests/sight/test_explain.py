@@ -7,7 +7,7 @@ import torch
 from lightning import LightningModule
 from PIL import Image
 from torch import nn
-from torchvision.models import VisionTransformer, resnet18
+from torchvision.models import DenseNet, VisionTransformer, resnet18
 
 import attnkit
 from attnkit.sight import METHODS, explain
@@ -220,6 +220,72 @@ def test_a_model_of_half_precision():
     half = explain(model.bfloat16(), images.bfloat16(), 3).map
     assert half.dtype == torch.float32
     torch.testing.assert_close(half / half.sum(), exact / exact.sum(), atol=0.05, rtol=0.2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_may_begin_in_place(method):
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = randomised(ours())
+
+        def forward(self, images):
+            return self.model(images.mul_(0.5).add_(0.1))
+
+    model, images = InPlace(), torch.randn(2, 3, 32, 48)
+    kept = images.clone()
+    first = explain(model, images, method=method)
+    assert torch.equal(images, kept)
+    assert torch.equal(first.images, kept)
+    expected = explain(model.model, kept * 0.5 + 0.1, method=method).map
+    scale = {"input_gradient": 0.5}.get(method, 1)
+    if method != "integrated_gradients":  # whose baseline is another
+        torch.testing.assert_close(first.map, scale * expected, atol=1e-5, rtol=1e-4)
+
+
+def checkpointed():
+    model = of_timm()
+    model.set_grad_checkpointing()
+    return model
+
+
+def compiled():
+    return torch.compile(of_timm(), backend="eager")
+
+
+@pytest.mark.parametrize("make", [checkpointed, compiled])
+def test_what_runs_another_way_gives_the_same_maps(make):
+    torch.manual_seed(3)
+    plain, images = randomised(of_timm()), torch.randn(2, 3, 32, 48)
+    other = make()
+    state = {name.removeprefix("_orig_mod."): p for name, p in plain.state_dict().items()}
+    getattr(other, "_orig_mod", other).load_state_dict(state)
+    for method in (*ATTENTION, "grad_cam", "occlusion"):
+        one, two = (explain(model, images, method=method) for model in (plain, other))
+        torch.testing.assert_close(one.map, two.map, msg=method)
+
+
+def test_autocast():
+    model, images = randomised(ours()), torch.randn(2, 3, 32, 48)
+    exact = {m: explain(model, images, method=m).map for m in ATTENTION}
+    with torch.autocast("cpu", torch.bfloat16):
+        for method, expected in exact.items():
+            got = explain(model, images, method=method).map.float()
+            torch.testing.assert_close(
+                got / got.sum(), expected / expected.sum(), atol=0.05, rtol=0.2
+            )
+
+
+def test_grad_cam_of_a_map_that_is_changed_in_place():
+    model = randomised(DenseNet(4, (1, 1), 8, num_classes=7))
+    images = torch.randn(2, 3, 64, 96)
+    seen = explain(model.double(), images.double(), 3, "grad_cam")
+    assert seen.map.dtype == torch.float64
+    maps = torch.relu(model.eval().features(images.double())).detach().requires_grad_()
+    y = model.classifier(maps.mean(dim=(2, 3)))[:, 3].sum()
+    (gradient,) = torch.autograd.grad(y, maps)
+    expected = (maps * gradient.mean(dim=(2, 3), keepdim=True)).sum(dim=1).relu().detach()
+    torch.testing.assert_close(seen.map, expected)
 
 
 # --- pictures and arrays --------------------------------------------------------------------------

@@ -66,7 +66,8 @@ class Question:
         A batch of n times as many images is n copies of the batch, one after the other.
         """
         images = self.images if images is None else images
-        logits = logits_of(self.forward(images), type(self.model).__name__)
+        # a copy, since a model may begin in place, and a leaf with a gradient may not be written
+        logits = logits_of(self.forward(images.clone()), type(self.model).__name__)
         if len(logits) != len(images):
             raise ValueError(
                 f"model: expected logits of {len(images)} images, got {list(logits.shape)}"
@@ -126,7 +127,7 @@ class Question:
                     module.register_forward_hook(leave, with_kwargs=True),
                 ):
                     stack.callback(handle.remove)
-            self.forward(self.images)
+            self.forward(self.images.clone())
         found = [*broken, self.model][0]
         where = f"the module {names[found]!r}" if names[found] else type(found).__name__
         return (

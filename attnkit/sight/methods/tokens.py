@@ -131,7 +131,7 @@ def has_token_attention(question: Question) -> bool:
     """Whether the model has attention, and all of it is between the tokens of a whole image."""
     try:
         with torch.no_grad(), watch_attention(question.model) as calls:
-            question.model(question.images)
+            question.forward(question.images.clone())
     except ValueError:  # none is seen; whatever else it was, the next run raises it again
         return False
     return bool(calls) and _why_no_chain(calls, question.batch) is None
