@@ -63,6 +63,19 @@ class Identity(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class Shapes(TorchFunctionMode):
+    """Of the queries that torch's function was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            self.queries.add(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
 # timm
 
 FUSED = {
@@ -311,19 +324,31 @@ def test_gradients_through_the_interface():
         torch.testing.assert_close(sdpa, eager, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()
-def test_steps_of_generation_with_grouped_heads():
+def test_steps_of_generation_with_grouped_heads(padded):
+    """With a mask transformers gives torch the heads of one query as queries."""
     model, _, given = make_transformers("Llama", "sdpa")
-    whole = captured_as_recorded(model, lambda: model(**given)[0])
-    ids, mask = given["input_ids"], given["attention_mask"]
+    ids = given["input_ids"][:, :9]
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, : 2 if padded else 0] = 0
+    whole = captured_as_recorded(model, lambda: model(ids, mask)[0])
     cache = transformers.DynamicCache(config=model.config)
-    with attnkit.capture_attention(model) as captured:
+    kept = {"past_key_values": cache}
+    with attnkit.capture_attention(model) as captured, Shapes() as shapes:
         for step in range(9):
-            model(ids[:, step : step + 1], mask[:, : step + 1], past_key_values=cache)
+            now = slice(step, step + 1)
+            kept["position_ids"] = torch.full((2, 1), step)
+            model(ids[:, now], mask[:, : step + 1], **kept)
+    assert ((2, 2, 3, 4) in shapes.queries) == padded
     for layer, calls in captured.items():
+        assert len(calls) == 9
         for step, weights in enumerate(calls):
             expected = whole[layer][0][:, :, step : step + 1, : step + 1]
-            torch.testing.assert_close(weights, expected, atol=1e-5, rtol=1e-5)
+            real = expected.sum(dim=-1) > 0
+            if padded and step < 2:
+                real[1] = False
+            torch.testing.assert_close(weights[real], expected[real], atol=1e-5, rtol=1e-5)
 
 
 def test_what_an_interface_does_not_mean_is_not_told():
