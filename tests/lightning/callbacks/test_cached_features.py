@@ -5,12 +5,16 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
 
 import attnkit
 from attnkit.finetune import head_only
 from attnkit.lightning import CachedFeatures
 from attnkit.lightning.callbacks import cached_features
+from attnkit.tasks.captioning import ImageCaptioning, ScenesData
 from attnkit.tasks.image_classification import DigitsData, ImageClassification
+from attnkit.tasks.node_classification import NodeClassification
 
 
 class Counting(attnkit.ViT):
@@ -98,3 +102,38 @@ def test_where_they_can_not_be_kept_training_goes_on_without(fit, arguments, rea
     callback = next(c for c in trainer.callbacks if isinstance(c, CachedFeatures))
     assert not callback._rows
     assert module.model.seen > 3 * 1400
+
+
+def captioning():
+    data = ScenesData(num_train=4, num_val=2, num_test=2, image_size=24, batch_size=2)
+    data.setup()
+    facts = data.describe()
+    model = attnkit.Captioner(
+        attnkit.CNNEncoder(24, dim=16, stages=[[8], [8]]),
+        attnkit.TransformerDecoder(
+            facts["vocabulary_size"], facts["max_words"], dim=16, depth=1, num_heads=2
+        ),
+    )
+    names = ("vocabulary", "max_words", "image_size", "mean", "std")
+    facts = {name: facts[name] for name in names}
+    return partial(ImageCaptioning, model, **facts), data.train_dataloader()
+
+
+def graph():
+    network = attnkit.GAT(in_channels=3, hidden_channels=4, num_classes=5, num_layers=2, heads=2)
+    edges, labels = torch.randint(7, (2, 20)), torch.arange(7) % 5
+    nodes = Data(torch.randn(7, 3), edges, y=labels, train_mask=labels > 0)
+    module = partial(NodeClassification, network, num_classes=5)
+    return module, DataLoader([nodes], batch_size=None)
+
+
+@pytest.mark.parametrize("task", [captioning, graph])
+def test_other_tasks_say_that_they_keep_none(make_trainer, caplog, task):
+    make, batches = task()
+    with caplog.at_level("INFO"):
+        make_trainer(max_epochs=1).fit(make(finetune=partial(head_only, cache=True)), batches)
+    said = [r.getMessage() for r in caplog.records if r.name == cached_features.__name__]
+    assert said == [
+        "finetune=head: features are computed in every epoch anew: the network is not called with "
+        "one tensor of samples"
+    ]
