@@ -84,7 +84,9 @@ class Explanation:
                 "trust: expected maps of classes, got those of words; for each word, wrap the "
                 "captioner in a module that returns that word's logits, and call attnkit.trust"
             )
-        known = {"target": self.target, "map": self.map, "method": self.again}
+        known: dict[str, Any] = {"target": self.target, "map": self.map, "method": self.again}
+        if self.tokens is not None:
+            known["grid"] = tuple(self.map.shape[1:])  # of the patches, whether the model says so
         return trust(self.model, self.images, **known | options)
 
     def _arrays(self) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
 from attnkit.core.hidden import hide_keys
-from attnkit.sight.methods.grid import MAX_PREFIX_TOKENS
+from attnkit.sight.methods.grid import MAX_PREFIX_TOKENS, patch_grid
 from attnkit.sight.methods.question import Question, logits_of
 from attnkit.sight.trust.places import Grid, Places, as_pixels
 
@@ -74,16 +74,24 @@ def hiding(question: Question, grid: Grid) -> Answer:
     """
     images = question.images.detach()[:4]
     generator = torch.Generator().manual_seed(0)
-    places = grid[0] * grid[1]
-    num_prefix = _prefix_tokens(question, images, places)
+    places, height, width = grid[0] * grid[1], *images.shape[-2:]
+    patches = patch_grid(question.model, (height, width)) or grid
+    of_each = patches[0] // grid[0], patches[1] // grid[1]
+    if (grid[0] * of_each[0], grid[1] * of_each[1]) != patches:
+        raise NotAvailableError(
+            f"a place of {grid[0]} x {grid[1]} is not some of the model's "
+            f"{patches[0]} x {patches[1]} patches"
+        )
+    num_prefix = _prefix_tokens(question, images, patches[0] * patches[1])
     half = torch.rand(len(images), places, generator=generator).argsort(dim=1) < (places + 1) // 2
     half = half.to(images.device)
-    height, width = images.shape[-2:]
     noise = torch.randn(images.shape, generator=generator).to(images) * images.std() + images.mean()
     noisy = torch.where(as_pixels(half, grid, (height, width)), noise, images)
 
     def answer(images: Tensor, removed: Tensor) -> Tensor:
-        with hide_keys(removed, num_prefix):
+        of_rows = removed.unflatten(1, grid).repeat_interleave(of_each[0], dim=1)
+        hidden = of_rows.repeat_interleave(of_each[1], dim=2).flatten(1)
+        with hide_keys(hidden, num_prefix):
             return logits_of(question.model(images))
 
     with torch.no_grad():

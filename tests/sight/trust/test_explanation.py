@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import attnkit
 from attnkit.sight import METHODS
@@ -28,6 +29,30 @@ def test_options_of_the_method_are_kept(vit, images):
     found = first.again(vit, images, first.target)
     assert torch.equal(found, first.map)
     assert not torch.equal(found, attnkit.explain(vit, images).map)
+
+
+class Tokens(nn.Module):
+    """Attention of 18 x 20 pixels, which says nothing of patches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(1, 1, 6))
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, images):
+        tokens = images.flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.first.expand(len(images), -1, -1), tokens], dim=1)
+        return self.head(tokens[:, 0] + self.attention(tokens, tokens, tokens)[0][:, 0])
+
+
+def test_what_is_removed_are_the_patches_that_were_found():
+    torch.manual_seed(0)
+    seen = attnkit.explain(Tokens(), torch.randn(2, 6, 18, 20))
+    assert seen.map.shape == (2, 18, 20)
+    found = seen.trust()
+    assert not found.unavailable
+    assert found.removed.tolist() == pytest.approx([0, 0.2, 0.5, 1])  # 72 and 180 of 360
 
 
 def test_a_given_map_has_no_method(vit, images):

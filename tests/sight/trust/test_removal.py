@@ -94,6 +94,24 @@ class Pooled(nn.Module):
         return self.attention(tokens, tokens, tokens)[0].mean(dim=1)
 
 
+def test_a_place_may_be_several_patches():
+    torch.manual_seed(2)
+    vit = ready(timm.models.VisionTransformer((8, 12), 2, 2, 5, "token", 24, 2, 3))
+    images = torch.randn(3, 2, 8, 12).double()
+    removed = torch.tensor([[True, False, False, True], [False] * 4, [False, True, True, True]])
+    question = Question(vit, images, 1)
+    with looking(vit), torch.no_grad():
+        found = removal("mask", question, (2, 2))(images, removed)
+        quarters = images.clone()
+        for item, place in removed.nonzero().tolist():
+            row, column = divmod(place, 2)
+            quarters[item, :, 4 * row : 4 * row + 4, 6 * column : 6 * column + 6] = 9.0
+        torch.testing.assert_close(removal("mask", question, (2, 2))(quarters, removed), found)
+        assert (vit(images) - found)[[0, 2]].abs().amax(dim=1).min() > 1e-3
+        with pytest.raises(NotAvailableError, match="a place of 3 x 2 is not some of the model's"):
+            removal("mask", question, (3, 2))
+
+
 def eager():
     vit = timm_vit()
     for block in vit.blocks:
