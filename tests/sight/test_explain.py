@@ -42,6 +42,12 @@ class Module(LightningModule):
         return self.model(images)
 
 
+def of_a_task():
+    from attnkit.tasks.image_classification import ImageClassification
+
+    return ImageClassification(ours(), num_classes=7, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+
+
 class Outputs(nn.Module):
     """As transformers' models return."""
 
@@ -68,6 +74,7 @@ MODELS = {
     "timm, DINOv2": (lambda: of_timm("vit_small_patch14_reg4_dinov2"), 5),
     "timm, DeiT": (lambda: of_timm("deit_tiny_distilled_patch16_224"), 2),
     "Lightning": (lambda: Module(ours()), 1),
+    "a task": (of_a_task, 1),
     "outputs with .logits": (lambda: Outputs(of_timm()), 1),
 }
 
@@ -417,7 +424,7 @@ BAD = {
     "no logits": (lambda: ours(num_classes=7).patch_embed, {}, TypeError, "expected logits .batch"),
     "no tensor": (ours, {"inputs": [1.0]}, TypeError, "inputs: expected images as a tensor"),
     "one image": (ours, {"inputs": IMAGES[0]}, ValueError, "images.None. is a batch of one"),
-    "integers": (ours, {"inputs": IMAGES.byte()}, TypeError, "inputs: expected floating-point"),
+    "integers": (ours, {"inputs": IMAGES.byte()}, TypeError, "got torch.uint8; .* 255 for"),
     "empty": (ours, {"inputs": IMAGES[:0]}, ValueError, "inputs: there is no image in a batch"),
     "target too large": (ours, {"target": 7}, ValueError, "7 classes, expected 0 to 6, got 7"),
     "target below 0": (ours, {"target": -1}, ValueError, "target: expected a class from 0, got -1"),

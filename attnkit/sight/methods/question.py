@@ -187,8 +187,8 @@ def _checked(images: Tensor) -> Tensor:
         )
     if not images.is_floating_point():
         raise TypeError(
-            f"inputs: expected floating-point images, got {images.dtype}; transform them as for "
-            "the model's forward"
+            f"inputs: expected floating-point images, got {images.dtype}; transform them, or "
+            "divide by 255 for a model that takes 0 to 1"
         )
     if images.numel() == 0:
         raise ValueError(f"inputs: there is no image in a batch {list(images.shape)}")
