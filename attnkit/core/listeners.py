@@ -30,8 +30,8 @@ class Listener(Protocol):
     def see(self, seen: Seen) -> None:
         """Attention ran."""
 
-    def miss(self) -> None:
-        """Attention ran of which nothing can be told."""
+    def miss(self, what: str, advice: str) -> None:
+        """Attention ran of which nothing can be told: which it is, and what helps."""
 
 
 LISTENERS: list[Listener] = []
@@ -52,6 +52,15 @@ def is_recomputed() -> bool:
     """Whether a backward pass is running, in which activation checkpointing runs a forward again:
     nobody is told of what was told before."""
     return torch._C._current_graph_task_id() != -1
+
+
+def tell_missed(listeners: list[Listener], *, is_nested: bool = False) -> None:
+    """Attention ran that is not seen: of nested tensors, or by the model's own functions."""
+    for listener in listeners:
+        if is_nested:
+            listener.miss("of nested tensors", "pad them and give a mask")
+        else:
+            listener.miss("by functions of its own", "attnkit.replace_attention(model) first")
 
 
 def tell(listeners: list[Listener], seen: Seen) -> None:

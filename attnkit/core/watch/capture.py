@@ -47,10 +47,10 @@ def capture_attention(
     The kernels that compute the output stay what they were: the weights asked for, and no others,
     are computed beside them, without gradients and before dropout, for every call. Seen are all
     layers of attnkit, torch's `MultiheadAttention`, and whoever calls torch's
-    `scaled_dot_product_attention`: timm's models, those of transformers, plain code. Of a graph
-    they are [edges, heads], in the caller's order. What runs again in a backward pass, as with
-    activation checkpointing, is not a further call. Compiled modules run uncompiled inside the
-    block, since nothing could be seen of them.
+    `scaled_dot_product_attention`: timm's models, those of transformers, of which its eager and
+    flex interfaces are seen too, plain code. Of a graph they are [edges, heads], in the caller's
+    order. What runs again in a backward pass, as with activation checkpointing, is not a further
+    call. Compiled modules run uncompiled inside the block, since nothing could be seen of them.
 
     Args:
         model: any module. One of yours may have a method

@@ -179,6 +179,17 @@ def test_attention_that_is_not_seen_is_named(kinds, layers, named, grad):
         model(x)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_where_they_are_asked_for():
+    nested = torch.nested.nested_tensor([torch.randn(3, 5, 7)] * 2)
+    model = Mixed("seen")
+    with (
+        pytest.raises(ValueError, match=r"attention of nested tensors, .* in layers.0; pad them"),
+        attnkit.capture_attention(model),
+    ):
+        model(nested)
+
+
 def test_eager_layers_that_were_not_asked_for_are_left_alone():
     model = Mixed("seen", "eager", "seen").eval()
     x = torch.randn(2, 3, 5, 7)

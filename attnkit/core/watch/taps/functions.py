@@ -3,7 +3,7 @@
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from attnkit.core.listeners import LISTENERS, is_recomputed
+from attnkit.core.listeners import LISTENERS, is_recomputed, tell_missed
 from attnkit.core.watch.taps.eager import EagerAttention
 from attnkit.core.watch.taps.multihead import told_multi_head
 from attnkit.core.watch.taps.products import told_product
@@ -38,8 +38,7 @@ class FunctionTap(TorchFunctionMode):
             return told_multi_head(args, kwargs)
         output = func(*args, **kwargs)
         if self.eager.is_found(func, args, kwargs, output):
-            for listener in LISTENERS:
-                listener.miss()
+            tell_missed(LISTENERS)
         return output
 
 

@@ -9,7 +9,7 @@ from torch.nn.attention.bias import CausalBias
 
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
-from attnkit.core.listeners import Seen, tell, unheard
+from attnkit.core.listeners import Seen, tell, tell_missed, unheard
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Causal
 
@@ -18,6 +18,9 @@ def told_product(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """What torch's function returns, of which the listeners are told."""
     with unheard() as listeners:
         output = F.scaled_dot_product_attention(*args, **kwargs)
+        if output.is_nested:
+            tell_missed(listeners, is_nested=True)
+            return output
         inputs = sdpa_inputs(*args, **kwargs)
         # the caller goes on with a view of what is told, so that this has a gradient
         seen = output.reshape(*inputs.query.shape[:3], output.shape[-1])
@@ -40,8 +43,6 @@ def sdpa_inputs(
     Three are [batch, tokens, channels], one head, but with enable_gqa [heads, tokens, channels]; of
     more than four those before the heads are one batch.
     """
-    if query.is_nested:
-        raise ValueError("query: attention of nested tensors is not seen; pad them and give a mask")
     ndim = max(query.ndim, key.ndim, value.ndim)
     tensors = [tensor[(None,) * (ndim - tensor.ndim)] for tensor in (query, key, value)]
     if ndim == 3 and not enable_gqa:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
-from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, unheard
+from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, tell_missed, unheard
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.scores.kinds import ScaledDot
@@ -71,8 +71,7 @@ def _told(
             tell(listeners, Seen("transformers", inputs, seen))
             output = seen.transpose(1, 2)
         else:
-            for listener in listeners:
-                listener.miss()
+            tell_missed(listeners)
     return output, *rest
 
 

@@ -93,7 +93,7 @@ class _Listener:
         self.running = running
         self.chosen = chosen
         self.served = served
-        self.missed: dict[str, None] = {}
+        self.missed: dict[str, tuple[str, str]] = {}
 
     def see(self, seen: Seen) -> None:
         layer = self._layer(seen)
@@ -106,10 +106,10 @@ class _Listener:
             call = AttentionCall(layer, seen.tap, seen.inputs, seen.output, is_graph)
             self.chosen.add(call)
 
-    def miss(self) -> None:
+    def miss(self, what: str, advice: str) -> None:
         layer = self._layer(None)
         if layer is not None:
-            self.missed[layer] = None
+            self.missed[layer] = what, advice
             self.chosen.choice.note(layer)
 
     def _layer(self, seen: Seen | None) -> str | None:
@@ -133,13 +133,14 @@ class _Listener:
         choice = self.chosen.choice
         self.chosen.settle()
         kind = type(self.running.model).__name__
-        missed = [name or "(the model)" for name in self.missed if choice.has(name)]
+        missed = [name for name in self.missed if choice.has(name)]
         if missed:
+            what, advice = self.missed[missed[0]]
+            first = ", ".join(name or "(the model)" for name in missed[:3])
             more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
             raise ValueError(
-                f"model: {kind} computes attention by functions of its own, which are not seen, "
-                f"in {', '.join(missed[:3])}{more}; "
-                "attnkit.replace_attention(model) first"
+                f"model: {kind} computes attention {what}, which are not seen, in {first}{more}; "
+                f"{advice}, or leave them out by layers="
             )
         if not choice.names and not choice.ran:
             raise ValueError(
