@@ -14,7 +14,7 @@ from attnkit.finetune.low_rank import merged
 from attnkit.finetune.record import finetuned
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.export.exported import CONFIG, WEIGHTS, load, write_config, write_weights
-from attnkit.lightning.export.program import Program, write_onnx, write_torch_export
+from attnkit.lightning.export.program import Program, check_onnx, write_onnx, write_torch_export
 
 ADAPTER = "adapter.safetensors"
 Format = Literal["safetensors", "torch_export", "onnx"]
@@ -121,6 +121,8 @@ class Export:
             try:
                 if not programs:
                     raise UserError(f"{type(module).__name__} describes no programs()")
+                if kind == "onnx":
+                    check_onnx()  # before the network is traced, which takes long
                 for name, program in programs.items():
                     if name not in traced:
                         traced[name] = program.trace()

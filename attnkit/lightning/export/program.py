@@ -115,16 +115,16 @@ def write_torch_export(program: Program, exported: ExportedProgram, path: Path) 
     return program.difference(reloaded)
 
 
-def write_onnx(program: Program, exported: ExportedProgram, path: Path) -> float:
-    """Write a program in ONNX's form; its largest difference from the network in onnxruntime.
-
-    Raises:
-        UserError: the extra `onnx` is not installed.
-    """
+def check_onnx() -> None:
+    """UserError if the extra `onnx` is not installed."""
     if missing := [name for name in ONNX_EXTRA if find_spec(name) is None]:
         raise UserError(
             f"onnx: needs {', '.join(missing)}: not installed\n  pip install 'attnkit[onnx]'"
         )
+
+
+def write_onnx(program: Program, exported: ExportedProgram, path: Path) -> float:
+    """Write a program in ONNX's form; its largest difference from the network in onnxruntime."""
     import onnxruntime
 
     with torch.no_grad(), _quiet():

@@ -1,5 +1,6 @@
 """Checkpoint files: whole or not there, intact or refused, plain data only."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from attnkit.lightning import CheckpointError, RunError, SafeCheckpoints, UserError
 from attnkit.lightning import VerifiedCheckpointIO as IO
 from attnkit.lightning.files import replacing
-from attnkit.lightning.resume.checkpoints import load, newest_intact, save
+from attnkit.lightning.resume.checkpoints import check_writable, load, newest_intact, save
 
 
 @pytest.fixture
@@ -301,45 +302,39 @@ def test_the_temporary_folder_does_not_matter(tmp_path, checkpoint, monkeypatch)
             assert loaded(tmp_path / "a.ckpt")["number"] == number
 
 
-READ_ONLY = """
-import os, sys, torch
-from attnkit.lightning import RunError, UserError
-from attnkit.lightning.resume.checkpoints import check_writable, load, save
-folder = sys.argv[1]
-save({"state_dict": {"weight": torch.ones(3)}}, folder + "/a.ckpt")
-os.chmod(folder, 0o555)
-if os.geteuid() == 0:  # to whom nothing is read-only
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-for attempt in range(10):
-    try:
-        save({"state_dict": {"weight": torch.zeros(3)}}, folder + "/a.ckpt")
-    except RunError as error:
-        print(error)
-    try:
-        check_writable(folder)
-    except UserError as error:
-        print(error)
-    assert load(folder + "/a.ckpt")["state_dict"]["weight"].sum() == 3
-"""
+def _try_to_write(folder, said):
+    """As an ordinary user; to root nothing is read-only."""
+    os.chmod(folder, 0o555)
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    for _ in range(10):
+        for attempt in (
+            lambda: save({"state_dict": {"weight": torch.zeros(3)}}, f"{folder}/a.ckpt"),
+            lambda: check_writable(folder),
+        ):
+            try:
+                attempt()
+            except (RunError, UserError) as error:
+                said.put((type(error).__name__, str(error)))
+        assert load(f"{folder}/a.ckpt")["state_dict"]["weight"].sum() == 3
+    said.put(None)
 
 
 def test_a_read_only_folder_as_an_ordinary_user():
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        done = subprocess.run(
-            [sys.executable, "-c", READ_ONLY, folder],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        path = f"{folder}/a.ckpt"
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == 10 * [
-        f"{path}: can't be written: Permission denied; the one before is intact",
-        f"{folder}: can't be written to: Permission denied",
+        save({"state_dict": {"weight": torch.ones(3)}}, f"{folder}/a.ckpt")
+        forked = multiprocessing.get_context("fork")
+        said = forked.SimpleQueue()
+        process = forked.Process(target=_try_to_write, args=(folder, said))
+        process.start()
+        process.join(timeout=60)
+        assert process.exitcode == 0
+        path, found = f"{folder}/a.ckpt", list(iter(said.get, None))
+    assert found == 10 * [
+        ("RunError", f"{path}: can't be written: Permission denied; the one before is intact"),
+        ("UserError", f"{folder}: can't be written to: Permission denied"),
     ]
 
 
