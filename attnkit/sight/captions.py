@@ -84,6 +84,15 @@ def explain_captions(
     words = words.detach() * (sentences.said != PAD)[..., None, None]
     number = (sentences.said != PAD).sum(dim=1).clamp(min=1)
     chosen = sentences.said[..., None]
+
+    def again(model: nn.Module, images: Tensor, said: Tensor) -> Tensor:
+        found = explain_captions(model, images, said, method, layers, options).words
+        assert found is not None
+        return found
+
+    def one_word(image: int, word: int) -> nn.Module:
+        return WordLogits(captioner, sentences.before[image, : word + 1])
+
     return Explanation(
         method=method,
         map=words.sum(dim=1) / number[:, None, None],
@@ -99,7 +108,26 @@ def explain_captions(
         is_signed=known.is_signed,
         has_target=known.has_target,
         words=words,
+        again=again,
+        one_word=one_word,
     )
+
+
+class WordLogits(nn.Module):
+    """A captioner as a classifier of the next word, behind the words before it."""
+
+    before: Tensor
+
+    def __init__(self, captioner: nn.Module, before: Annotated[Tensor, "words", int]) -> None:
+        super().__init__()
+        self.captioner = captioner
+        self.register_buffer("before", before[None])
+
+    def forward(
+        self, images: Annotated[Tensor, "batch channels height width"]
+    ) -> Annotated[Tensor, "batch classes"]:
+        """The logits of the word."""
+        return self.captioner(images, self.before.expand(len(images), -1))[:, -1]
 
 
 def captioner_of(model: nn.Module) -> Any:

@@ -37,7 +37,9 @@ class Explanation:
     words: of a captioner, a map for each word; `target` is then the sentence, and what belongs to
         it has a number for each word. `map` is the mean over the words.
     images, model: what was explained.
-    again: the method for a model, images and a class for each; None: the map came without one.
+    again: the method for a model, images and a class for each; None: the map came without one. Of
+        a captioner, for sentences, and it gives maps of words.
+    one_word: of a captioner, the classifier of a word of an image's sentence.
     """
 
     method: str
@@ -56,6 +58,7 @@ class Explanation:
     has_target: bool = True
     words: Annotated[Tensor, "batch words map_height map_width"] | None = None
     again: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
+    one_word: Callable[[int, int], nn.Module] | None = None
 
     @property
     def share(self) -> Annotated[Tensor, "batch"] | None:
@@ -68,26 +71,57 @@ class Explanation:
         prefix = sizes[:, : self.num_prefix_tokens].sum(dim=1)
         return torch.where(total > 0, prefix / total, torch.zeros_like(total))
 
-    def trust(self, **options: Any) -> Trust:
+    def trust(self, image: int | None = None, word: int | None = None, **options: Any) -> Trust:
         """How far to trust the map: `attnkit.trust` of it, with its method.
 
             print(attnkit.explain(vit, images).trust())
+            print(attnkit.explain(captioner, images).trust(image=0, word=3))
 
         Args:
+            image, word: which word of a captioner's sentences is judged, behind those before it.
             options: of `attnkit.trust`: `masks`, `removals`, `full`, …
 
         Raises:
-            TypeError, ValueError: as `attnkit.trust`; maps of words.
+            TypeError, ValueError: as `attnkit.trust`; an image or a word that is not there, or
+                where there are no words.
         """
         if self.words is not None:
-            raise ValueError(
-                "trust: expected maps of classes, got those of words; for each word, wrap the "
-                "captioner in a module that returns that word's logits, and call attnkit.trust"
-            )
+            return self._trust_word(image, word, options)
+        if image is not None or word is not None:
+            raise ValueError("word: only the words of a captioner are judged one by one")
         known: dict[str, Any] = {"target": self.target, "map": self.map, "method": self.again}
         if self.tokens is not None:
             known["grid"] = tuple(self.map.shape[1:])  # of the patches, whether the model says so
         return trust(self.model, self.images, **known | options)
+
+    def _trust_word(self, image: int | None, word: int | None, options: dict[str, Any]) -> Trust:
+        """A word as the class of one image, by the captioner behind the words before it."""
+        assert self.words is not None
+        number, length, *grid = self.words.shape
+        for name, index, size in (("image", image, number), ("word", word, length)):
+            if index is None or not 0 <= index < size:
+                raise ValueError(f"{name}: expected one from 0 to {size - 1}, got {index}")
+        assert image is not None
+        assert word is not None
+        assert self.again is not None
+        assert self.one_word is not None
+        if self.target[image, word] == PAD:
+            raise ValueError(f"word: the sentence of image {image} ends before word {word}")
+        if word + 1 >= grid[0] * grid[1] and "mask" in options.get("removals", ("mask",)):
+            raise ValueError(
+                f"word: behind {word} words, these and the {grid[0] * grid[1]} places of the image "
+                "cannot be told apart by their number, to hide them; take removals=['mean']"
+            )
+        again, before = self.again, self.target[image : image + 1, :word]
+
+        def of_word(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
+            said = torch.cat([before, classes[:, None]], dim=1)
+            return again(model.get_submodule("captioner"), images, said)[:, word]
+
+        known: dict[str, Any] = {"target": self.target[image : image + 1, word]}
+        known |= {"map": self.words[image : image + 1, word], "method": of_word, "grid": (*grid,)}
+        model, images = self.one_word(image, word), self.images[image : image + 1]
+        return trust(model, images, **known | options)
 
     def _arrays(self) -> dict[str, Tensor]:
         """The tensors, on the CPU, by name."""

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import attnkit
+from attnkit.models.captioning.word_decoder import END, PAD, START
 from attnkit.sight import METHODS
 
 
@@ -67,6 +68,69 @@ def test_bad_options(vit, images):
     seen = attnkit.explain(vit, images)
     with pytest.raises(TypeError, match="removal"):
         seen.trust(removal="mean")
-    seen.words = torch.rand(7, 4, 3, 5)
-    with pytest.raises(ValueError, match="trust: expected maps of classes, got those of words"):
-        seen.trust()
+    with pytest.raises(ValueError, match="word: only the words of a captioner are judged"):
+        seen.trust(word=2)
+
+
+@pytest.fixture
+def captioner():
+    torch.manual_seed(0)
+    encoder = attnkit.ViTEncoder((16, 24), dim=12, depth=2, num_heads=3, num_registers=2)
+    decoder = attnkit.TransformerDecoder(23, 11, dim=12, depth=2, num_heads=3)
+    model = attnkit.Captioner(encoder, decoder)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+SAID = torch.tensor([[7, 9, 4, 21, END], [5, 17, END, PAD, PAD]])
+
+
+@pytest.mark.parametrize("method", ["relevance", "attention"])
+def test_a_word_of_a_sentence(captioner, method):
+    images = torch.randn(2, 3, 16, 24)
+    seen = attnkit.explain(captioner, images, SAID, method=method)
+    found = seen.trust(image=0, word=3, full=True)
+    assert found.removed.tolist() == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1])
+    torch.testing.assert_close(
+        found.curves["mask"]["map"][:, 0, 0], seen.probability[0, 3].expand(2)
+    )
+    assert {*found.verdicts} == {"mask", "mean", "class", "weights"}
+    # the same by hand
+    before = torch.tensor([[START, 7, 9, 4]])
+    grid, map = seen.words.shape[2:], seen.words[:1, 3]
+
+    class Next(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.captioner = captioner
+
+        def forward(self, images):
+            return captioner(images, before.expand(len(images), -1))[:, 3]
+
+    expected = attnkit.trust(Next(), images[:1], 21, map, grid=tuple(grid), full=True)
+    name = "gap in logit, tokens masked"
+    assert found[name].map == pytest.approx(expected[name].map, rel=1e-5)
+    again = seen.again(captioner, images[:1], SAID[:1])
+    torch.testing.assert_close(again, seen.words[:1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "image: expected one from 0 to 1, got None"),
+        ({"image": 0}, "word: expected one from 0 to 4, got None"),
+        ({"image": 2, "word": 0}, "image: expected one from 0 to 1, got 2"),
+        (
+            {"image": 0, "word": 5},
+            "word: behind 5 words, these and the 6 places of the image cannot",
+        ),
+        ({"image": 1, "word": 3}, "word: the sentence of image 1 ends before word 3"),
+    ],
+)
+def test_bad_words(captioner, options, message):
+    longer = torch.cat([torch.full((2, 2), 3), SAID], dim=1)
+    said = longer if options.get("word") == 5 else SAID
+    seen = attnkit.explain(captioner, torch.randn(2, 3, 16, 24), said, method="centre")
+    with pytest.raises(ValueError, match=message):
+        seen.trust(**options)
