@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from attnkit.lightning import TaskModule
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import mean_of_losses
-from attnkit.lightning.modules.monitors import check_monitors, is_own
+from attnkit.lightning.modules.monitors import check_monitors, validates_as_known
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioning.captioner import Captioner
 from attnkit.models.captioning.generate import Sentences, checked_options
@@ -188,7 +188,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
 
     def on_fit_start(self) -> None:
         """UserError if a callback or the schedule follows a metric that is never logged."""
-        if is_own(type(self)):  # a class of the user's may log more
+        if validates_as_known(type(self)):  # a class of the user's may log more
             check_monitors(self.trainer, ["val/loss", *(f"val/{n}" for n in self.val_metrics)])
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:

@@ -127,6 +127,33 @@ def test_a_monitor_that_nothing_logs_is_refused_at_once(tmp_path):
         quiet(tmp_path, max_epochs=1).fit(module(scheduler=plateau), loader, loader)
 
 
+class OwnOptimizer(ImageClassification):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OwnMetric(ImageClassification):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val/mine", 1.0)
+
+
+def test_of_ones_own_class_what_it_logs_is_known_where_it_does_not_validate(tmp_path):
+    loader = DataLoader(samples(), batch_size=11)
+
+    def fit(cls, monitor):
+        task = module()
+        task.__class__ = cls
+        trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping(monitor)])
+        trainer.fit(task, loader, loader)
+        return trainer.current_epoch
+
+    with pytest.raises(UserError, match=r"nothing logs its monitor 'val/mine'; of validation"):
+        fit(OwnOptimizer, "val/mine")
+    assert fit(OwnOptimizer, "val/f1") == 1
+    assert fit(OwnMetric, "val/mine") == 1
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_class_weights_are_torchs(tmp_path, smoothing):
     data, weights = samples(20), [0.5, 1.0, 2.0, 0.0, 1.0, 3.0, 0.25]

@@ -27,7 +27,7 @@ from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers.wandb import WandbRun
 from attnkit.lightning.modules.module import TaskModule
-from attnkit.lightning.modules.monitors import is_own, unlogged
+from attnkit.lightning.modules.monitors import unlogged
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.warm_start import trained_on, warm_start
 from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
@@ -121,7 +121,7 @@ class Session:
         if not (self.start or self.config["ckpt"]) and self.config.get("model"):
             node = {"_target_": self.config["module"]["_target_"], "_partial_": True}
             made = build(node, at="module").func
-            if isinstance(made, type) and is_own(made):  # others may make something else of it
+            if made.__module__.startswith("attnkit."):  # others may make something else of it
                 rehearse(self.config)
 
     def _describer(self) -> Callable[[], Mapping[str, Any]] | None:

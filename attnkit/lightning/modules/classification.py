@@ -19,7 +19,7 @@ from attnkit.lightning.arguments import at_least
 from attnkit.lightning.callbacks.class_report import ClassScore, class_scores, show_class_scores
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule
-from attnkit.lightning.modules.monitors import check_monitors, is_own
+from attnkit.lightning.modules.monitors import check_monitors, validates_as_known
 
 MAX_CONFUSION_CLASSES = 1000
 
@@ -136,7 +136,7 @@ class ClassificationModule(TaskModule):
 
     def on_fit_start(self) -> None:
         """UserError if a callback or the schedule follows a metric that is never logged."""
-        if is_own(type(self)):  # a class of the user's may log more
+        if validates_as_known(type(self)):  # a class of the user's may log more
             check_monitors(self.trainer, [f"val/{name}" for name in self.val_metrics])
 
     def on_test_epoch_end(self) -> None:

@@ -8,7 +8,11 @@ from lightning import Callback, LightningModule, Trainer
 
 from attnkit.lightning.errors import UserError
 
-_KNOWN_PACKAGES = {"attnkit", "lightning", "pytorch_lightning"}
+_KNOWN = {"attnkit", "lightning", "pytorch_lightning"}  # packages
+_VALIDATION = (
+    *("validation_step", "evaluate", "on_validation_start", "on_validation_epoch_start"),
+    *("on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end"),
+)
 # What Lightning says after the first epoch: of ModelCheckpoint, of EarlyStopping, of a schedule.
 _LIGHTNINGS = (
     r"`ModelCheckpoint\(monitor='(.+?)'\)` could not find the monitored key.*?: \[(.*?)\]",
@@ -28,15 +32,16 @@ def check_monitors(trainer: Trainer, validation: Iterable[str]) -> None:
         validation: all that the module logs of validation.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if all(_package(callback) in _KNOWN_PACKAGES for callback in callbacks):
+    if all(_package(callback) in _KNOWN for callback in callbacks):
         for name, monitor in _followed(trainer):
             if not monitor.startswith("train") and monitor not in validation:
                 raise _unlogged(name, monitor, "of validation there are", validation)
 
 
-def is_own(module: type[LightningModule]) -> bool:
-    """Whether a class is attnkit's, of which it is known what it logs."""
-    return module.__module__.partition(".")[0] == "attnkit"
+def validates_as_known(module: type[LightningModule]) -> bool:
+    """Whether all that a class logs of validation is known: nothing of it is the user's own."""
+    steps = [getattr(module, name, None) for name in _VALIDATION]
+    return all(step is None or step.__module__.partition(".")[0] in _KNOWN for step in steps)
 
 
 class MonitorsInSanityCheck(Callback):
