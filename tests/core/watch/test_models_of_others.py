@@ -4,7 +4,6 @@ import pytest
 import timm
 import torch
 import torchvision
-import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -12,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 import attnkit
 from attnkit.core.watch.taps.gradients import output_gradients
 from attnkit.core.watch.taps.watch import watch_attention
+
+transformers = pytest.importorskip("transformers")
 
 IMAGE = 32
 SMALL = {"patch_size": 8, "embed_dim": 12, "num_heads": 3, "depth": 2}

@@ -5,7 +5,6 @@ import timm
 import torch
 import torchvision
 from torch import nn
-from transformers import ViTConfig, ViTForImageClassification
 
 import attnkit
 from attnkit.core.hidden import hide_keys
@@ -31,11 +30,12 @@ def torchvisions():
 
 
 def transformers_vit():
-    config = ViTConfig(
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
         hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=31,
         image_size=12, patch_size=4, num_channels=2, num_labels=5,
     )  # fmt: skip
-    return ViTForImageClassification(config)
+    return transformers.ViTForImageClassification(config)
 
 
 def ready(model):
