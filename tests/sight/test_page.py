@@ -17,4 +17,5 @@ def test_the_code_of_the_page(tmp_path, monkeypatch, capfd):
     said = capfd.readouterr().out
     assert "blocks.3.attn" in said
     assert "relevance of 2 images on 14 x 14" in said
+    assert "Without the 4 edges that rank first, p(" in said
     assert "Without the 20 % of patches that this map ranks first (tokens masked)" in said

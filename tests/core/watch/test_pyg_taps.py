@@ -265,6 +265,11 @@ def test_edges_that_are_not_the_callers_are_refused():
     edges, places = callers_places(torch.tensor([[0, 2, 2, 0, 1], [1, 0, 1, 0, 1]]), given)
     assert edges.tolist() == [[0, 1, 2, 2, 0, 1], [1, 1, 0, 1, 0, 1]]
     assert places.tolist() == [0, 2, 3, 4, 5]
+    edges, places = callers_places(
+        torch.tensor([[1, 2, 0, 1, 2], [1, 1, 1, 0, 0]]), torch.tensor([[0, 2, 1, 2], [1, 0, 0, 1]])
+    )
+    assert edges.tolist() == [[0, 2, 1, 2, 1], [1, 0, 0, 1, 1]]
+    assert places.tolist() == [4, 3, 0, 2, 1]
     with pytest.raises(ValueError, match="edge_index: the layer goes along 2 edges that are not"):
         callers_places(torch.tensor([[0, 1], [1, 2]]), given)
 
