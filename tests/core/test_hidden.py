@@ -107,6 +107,26 @@ def test_torchs_encoder_with_masks_of_its_own(mask):
     assert hiding.masked == {13: 2}
 
 
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
+def test_torchs_function_of_heads_with_padding(kind):
+    torch.manual_seed(5)
+    block = randomize(nn.MultiheadAttention(22, 2))
+    tokens = torch.randn(13, 3, 22).double()
+    hidden, padding = torch.rand(2, 3, 13) < 0.3
+    hidden[:, 0] = padding[:, 0] = False
+
+    def attended(padding):
+        given = (tokens, tokens, tokens, 22, 2, block.in_proj_weight, block.in_proj_bias)
+        given += (None, None, False, 0.0, block.out_proj.weight, block.out_proj.bias)
+        return F.multi_head_attention_forward(*given, key_padding_mask=padding)[0]
+
+    expected = attended(hidden | padding)
+    if kind != torch.bool:
+        padding = torch.zeros(3, 13, dtype=kind).masked_fill(padding, -torch.inf)
+    with hide_keys(hidden):
+        torch.testing.assert_close(attended(padding), expected)
+
+
 @pytest.mark.parametrize("mask", ["none", "bool", "float", "causal", "3d"])
 def test_torchs_function(mask):
     torch.manual_seed(2)

@@ -78,6 +78,8 @@ def test_two_maps_are_compared_image_by_image():
     assert error < more.mean() < 0.2 < abs(of_images).mean()
     words = _verdicts(0.3, gaps)
     assert words[1:] == ("better than centre", "no better than input gradient")
+    near = gaps | {"centre": gaps["map"] - more + more.mean() - 0.75 * error}
+    assert _verdicts(0.3, near)[1] == "no better than centre"  # one and a half standard errors
     # of a few images, it takes more than what parts random maps
     few = {key: values[:9] for key, values in gaps.items()}
     least = float((few["map"] - few["centre"]).mean())
