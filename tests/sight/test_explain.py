@@ -79,7 +79,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+# each is another way to say what one of the others holds
+SLOW = {"registers", "timm, registers", "timm, mean", "timm, DeiT", "Lightning"}
+NAMES = [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in MODELS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_method_on_every_kind_of_vit(name):
     make, prefix = MODELS[name]
     model = randomised(make())
