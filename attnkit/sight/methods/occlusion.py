@@ -12,6 +12,7 @@ from attnkit.core.hidden import hide_keys
 from attnkit.sight.methods.grid import patch_grid
 from attnkit.sight.methods.question import Question
 from attnkit.sight.methods.tokens import Chain, has_token_attention, watch
+from attnkit.sight.progress import shown
 
 Removal = Literal["tokens", "colour"]
 
@@ -65,7 +66,7 @@ def occlusion(
         at_once = max(1, batch_size // question.batch)
         after = [
             without(some).unflatten(0, (len(some), question.batch))
-            for some in places.split(at_once)
+            for some in shown(places.split(at_once), "occlusion")
         ]
     return (before - torch.cat(after)).T.unflatten(1, grid)
 

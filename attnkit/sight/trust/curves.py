@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
 from attnkit.sight.methods.question import Question, Target, looking
+from attnkit.sight.progress import shown
 from attnkit.sight.trust.places import Grid, on_grid, removal_grid, removal_ranks
 from attnkit.sight.trust.removal import Answer, removal
 
 FRACTIONS = (0.2, 0.5)
 """Shares that are removed, beside nothing and all."""
-SECONDS_WITHOUT_PROGRESS = 2.0
 
 
 class PerturbationCurves(NamedTuple):
@@ -134,7 +130,7 @@ def answers_without(
     assert question.target is not None
     images, (steps, batch, _) = question.images.detach(), removed.shape
     flat, found = removed.flatten(0, 1), []
-    for chunk in _shown(torch.arange(steps * batch).split(batch_size), description):
+    for chunk in shown(torch.arange(steps * batch).split(batch_size), description):
         items = (chunk % batch).to(images.device)
         with torch.no_grad():
             logits = answer(images[items], flat[chunk.to(flat.device)])
@@ -163,21 +159,3 @@ def check_map(map: Tensor, question: Question, name: str = "map") -> None:
         )
     if not map.isfinite().all():
         raise ValueError(f"{name}: expected finite values, got NaN or infinite ones")
-
-
-def _shown(chunks: Sequence[Tensor], description: str) -> Iterator[Tensor]:
-    """The chunks, with a progress bar where they take longer than some seconds."""
-    start = time.monotonic()
-    with ExitStack() as stack:
-        progress = None
-        for number, chunk in enumerate(chunks):
-            if progress is None and time.monotonic() - start > SECONDS_WITHOUT_PROGRESS:
-                console = Console(stderr=True)
-                progress = Progress(
-                    console=console, transient=True, disable=not console.is_terminal
-                )
-                stack.enter_context(progress)
-                task = progress.add_task(description, total=len(chunks))
-            if progress is not None:
-                progress.update(task, completed=number)
-            yield chunk

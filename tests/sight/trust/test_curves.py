@@ -9,7 +9,7 @@ from rich.console import Console
 
 import attnkit
 from attnkit.metrics import PerturbationGap
-from attnkit.sight.trust import curves as curves_file
+from attnkit.sight import progress as progress_file
 from attnkit.sight.trust.curves import PerturbationCurves, perturbation_curves, removed_counts
 from attnkit.sight.trust.places import as_pixels, on_grid, removal_ranks
 
@@ -62,10 +62,12 @@ def test_chunks_cut_through_images_and_orders(linear, images):
 def test_a_progress_bar_where_it_takes_long(linear, images, monkeypatch, seconds):
     shown = StringIO()
     console = Console(file=shown, force_terminal=True, width=80)
-    monkeypatch.setattr(curves_file, "Console", lambda stderr: console)
-    monkeypatch.setattr(curves_file, "SECONDS_WITHOUT_PROGRESS", seconds)
+    monkeypatch.setattr(progress_file, "Console", lambda stderr: console)
+    monkeypatch.setattr(progress_file, "SECONDS_WITHOUT_PROGRESS", seconds)
     perturbation_curves(linear, images, 3, torch.rand(7, 3, 5), batch_size=2)
     assert ("removing patches" in shown.getvalue()) == (seconds < 0)
+    attnkit.explain(linear, images, 3, "occlusion", patch=(2, 5), batch_size=2)
+    assert ("occlusion" in shown.getvalue()) == (seconds < 0)
 
 
 def test_a_sparse_map_loses_exactly_what_is_asked():
