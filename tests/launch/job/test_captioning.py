@@ -120,6 +120,7 @@ def test_decoding_changes_in_the_run_folder(attnkit, trained):
     assert figures("beam") != figures(trained / "run")
 
 
+@pytest.mark.slow
 def test_all_decoders_in_one_table(attnkit):
     done = attnkit("-m", *TINY, "decoder=transformer,lstm_hard", "run_dir=sweep")
     assert done.code == 0, done.err

@@ -82,6 +82,7 @@ def test_a_checkpoint_needs_no_pretrained_weights(attnkit, monkeypatch):
     assert asked == [True, True, False]  # tried before the data are read, made, tested
 
 
+@pytest.mark.slow
 def test_all_in_one_table(attnkit):
     """The ablation: figures beside costs, what was tuned in words, a picture."""
     done = attnkit(
