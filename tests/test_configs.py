@@ -37,6 +37,8 @@ TRAINED = [
     " scheduler=plateau trainer=cpu",
     *(f"task=vit trainer={trainer}" for trainer in ("gpu", "ddp", "fsdp")),
     "task=vit model=timm scheduler=polynomial trainer=cpu",
+    "task=vit experiment=cifar10_vit data=image_folder trainer=cpu",
+    "task=channel experiment=cifar10_resnet data=image_folder trainer=cpu",
     "task=spatial backbone=timm attention=se data=cifar10 finetune=head scheduler=step trainer=cpu",
     *(
         f"task=spatial attention={attention} trainer=cpu"
