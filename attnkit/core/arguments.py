@@ -6,6 +6,13 @@ from typing import Any
 from torch import Tensor
 
 
+def in_a_line(given: object) -> str:
+    """What was given, in one line: of a tensor its type and shape."""
+    if isinstance(given, Tensor):
+        return f"a tensor {list(given.shape)} of {given.dtype}"
+    return " ".join(repr(given).split())
+
+
 def at_least(least: float, **arguments: float | None) -> None:
     """Each is a finite number not below `least`; None is left to others."""
     for name, value in arguments.items():

@@ -17,6 +17,7 @@ from attnkit.sight.methods.gradients import sum_over
 from attnkit.sight.methods.occlusion import colours_of, in_colour
 from attnkit.sight.methods.question import Layers, Question, looking
 from attnkit.sight.methods.tokens import chosen_layers
+from attnkit.sight.progress import shown
 
 Said = Annotated[Tensor, "batch words", int]
 
@@ -256,7 +257,7 @@ def _occlusion(
     places = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=images.device)
     after = [
         sentences.ask(in_colour(images, some, grid, colour)).unflatten(0, (len(some), -1))
-        for some in places.split(max(1, batch_size // len(images)))
+        for some in shown(places.split(max(1, batch_size // len(images))), "occlusion")
     ]
     drops = before - torch.cat(after)  # [places, batch, words]
     return drops.permute(1, 2, 0).unflatten(2, grid)

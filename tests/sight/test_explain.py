@@ -7,6 +7,7 @@ import torch
 from lightning import LightningModule
 from PIL import Image
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchvision.models import DenseNet, VisionTransformer, resnet18
 
 import attnkit
@@ -392,6 +393,15 @@ class Cut(nn.Module):
         return x.detach()
 
 
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = ours()
+
+    def forward(self, x):
+        return checkpoint(self.model, x, use_reentrant=True)
+
+
 def in_inference_mode():
     with torch.inference_mode():
         return ours()
@@ -419,6 +429,12 @@ BAD = {
         RuntimeError,
         "model: NoGradient stops the gradient; remove the torch.no_grad or .detach",
     ),
+    "reentrant": (
+        Reentrant,
+        {},
+        RuntimeError,
+        "model: Reentrant stops the gradient; .* with use_reentrant=False",
+    ),
     "detached": (
         Detached,
         {"method": "input_gradient"},
@@ -434,6 +450,13 @@ BAD = {
     "target too large": (ours, {"target": 7}, ValueError, "7 classes, expected 0 to 6, got 7"),
     "target below 0": (ours, {"target": -1}, ValueError, "target: expected a class from 0, got -1"),
     "targets": (ours, {"target": [1, 2, 3]}, ValueError, "or 2, one for each image, got 3"),
+    "target of words": (ours, {"target": "cat"}, TypeError, "as integers, got 'cat'"),
+    "map for target": (
+        ours,
+        {"target": torch.rand(2, 3, 5)},
+        TypeError,
+        r"as integers, got a tensor \[2, 3, 5\] of torch.float32",
+    ),
     "target of floats": (ours, {"target": 1.5}, TypeError, "target: expected a class, or one for"),
     "target unknown": (
         ours,

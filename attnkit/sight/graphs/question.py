@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import in_a_line
 from attnkit.core.masks.edges import Edges
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.watch.taps.edge_call import EdgeCall
@@ -172,7 +173,7 @@ def _number(name: str, given: Any, least: int = 0) -> int | None:
     try:
         number = as_integer(given)
     except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {given!r}") from None
+        raise TypeError(f"{name}: expected an integer, got {in_a_line(given)}") from None
     if number < least:
         raise ValueError(f"{name}: expected {least} or more, got {number}")
     return number

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import in_a_line
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name
 from attnkit.core.watch.undisturbed import undisturbed
@@ -131,8 +132,9 @@ class Question:
         found = [*broken, self.model][0]
         where = f"the module {names[found]!r}" if names[found] else type(found).__name__
         return (
-            f"model: {where} stops the gradient; remove the torch.no_grad or .detach() in it, or "
-            "take method='occlusion', which needs none"
+            f"model: {where} stops the gradient; remove the torch.no_grad or .detach() in it "
+            "(checkpoint activations with use_reentrant=False), or take method='occlusion', which "
+            "needs none"
         )
 
 
@@ -198,9 +200,15 @@ def _checked(images: Tensor) -> Tensor:
 def _as_classes(target: Target, images: Tensor) -> Tensor | None:
     if target is None:
         return None
-    classes = torch.as_tensor(target, device=images.device)
-    if classes.is_floating_point() or classes.dtype == torch.bool or classes.ndim > 1:
-        raise TypeError(f"target: expected a class, or one for each image, got {target!r}")
+    try:
+        classes = torch.as_tensor(target, device=images.device)
+        is_right = not classes.is_floating_point() and classes.dtype != torch.bool
+    except (TypeError, ValueError, RuntimeError):  # words, lists of different lengths
+        is_right = False
+    if not is_right or classes.ndim > 1:
+        raise TypeError(
+            f"target: expected a class, or one for each image, as integers, got {in_a_line(target)}"
+        )
     if classes.ndim == 1 and len(classes) != len(images):
         raise ValueError(
             f"target: expected one class, or {len(images)}, one for each image, got {len(classes)}"

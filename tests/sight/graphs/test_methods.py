@@ -220,6 +220,11 @@ class Stopping(Two):
         ({}, {"index": 23}, "index: the model answers for 23 nodes, got 23"),
         ({}, {"index": -1}, "index: expected 0 or more, got -1"),
         ({}, {"index": 1.5}, r"index: expected an integer, got 1\.5"),
+        (
+            {},
+            {"target": torch.rand(3, 4)},
+            r"target: .* integer, got a tensor \[3, 4\] of",
+        ),
         ({}, {"target": 4}, "target: the model has 4 classes, got 4"),
         ({}, {"num_hops": 0}, "num_hops: expected 1 or more, got 0"),
         ({}, {"method": "rollout"}, "method: expected one of attention, relevance, input_grad"),

@@ -24,14 +24,12 @@ class AttentionCall:
         or "transformers".
     inputs: what the kernel was given; under autocast in autocast's dtype.
     output: in autograd's graph if there is one, so that it has a gradient.
-    is_grad_enabled: whether it ran where autograd makes graphs.
     """
 
     layer: str
     tap: str
     inputs: Inputs
     output: Annotated[Tensor, "batch heads queries value_dim"]
-    is_grad_enabled: bool = True
 
     @property
     def query(self) -> Annotated[Tensor, "batch heads queries head_dim"]:

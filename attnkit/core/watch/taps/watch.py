@@ -24,7 +24,7 @@ def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Ca
 
         with watch_attention(model) as calls:
             logits = model(images)
-        gradients = output_gradients(logits[:, 3].sum(), calls)
+        gradients = torch.autograd.grad(logits[:, 3].sum(), [call.output for call in calls])
 
     Seen are `attend`, so all attention of attnkit, torch's `scaled_dot_product_attention`, whoever
     calls it, and torch_geometric's convolutions. The kernels are what they are without it. What
@@ -102,9 +102,7 @@ class _Listener:
         if is_of_edges(seen.inputs, is_batched=seen.is_batched):
             self.chosen.add(edge_call(layer, seen.inputs, seen.output))
         else:
-            is_graph = torch.is_grad_enabled()
-            call = AttentionCall(layer, seen.tap, seen.inputs, seen.output, is_graph)
-            self.chosen.add(call)
+            self.chosen.add(AttentionCall(layer, seen.tap, seen.inputs, seen.output))
 
     def miss(self, what: str, advice: str) -> None:
         layer = self._layer(None)
