@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnkit.lightning.files import replacing
 from attnkit.lightning.maps.picture import as_picture
+from attnkit.sight.colours import as_numbers, scale_of
 
 _SIDE = 2.4  # inches of an image
 _SMALL = 1.6  # of one of many
@@ -49,15 +50,13 @@ def draw_maps(
         picture = as_picture(image)
         row[0].imshow(picture)
         row[0].set_title(caption, fontsize=8, loc="left")
-        numbers = [one.detach().float().cpu().numpy() for one in some]
-        size_of_all = max((float(abs(one).max()) for one in numbers), default=0.0) or 1.0
-        low, colours = (-size_of_all, "RdBu_r") if is_signed else (0.0, "inferno")
+        scale = scale_of(some, is_signed=is_signed)
         high, wide = picture.shape[:2]
         shown = None
-        for panel, one, word in zip(row[1:], numbers, words, strict=False):
+        for panel, one, word in zip(row[1:], some, words, strict=False):
             shown = panel.imshow(
-                one, cmap=colours, vmin=low, vmax=size_of_all, interpolation="nearest",
-                extent=(-0.5, wide - 0.5, high - 0.5, -0.5),
+                as_numbers(one), cmap=scale.name, vmin=scale.low, vmax=scale.high,
+                interpolation="nearest", extent=(-0.5, wide - 0.5, high - 0.5, -0.5),
             )  # fmt: skip
             panel.set_title(word.replace("$", "\\$"), fontsize=8)
         if shown is not None:
