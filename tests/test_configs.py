@@ -62,6 +62,7 @@ TRAINED = [
     "task=captioning encoder=timm decoder=lstm data=coco_captions trainer=cpu",
     "task=captioning encoder=vit decoder=lstm_hard data=karpathy finetune=lora trainer=cpu",
     "task=graph data=dictionary_lookup experiment=dictionary_lookup trainer=cpu",
+    "task=graph model=gatv2 data=infection trainer=cpu",
     pytest.param("task=vit model=vit_base trainer=cpu", marks=pytest.mark.slow),
 ]
 QUICK = (

@@ -8,6 +8,7 @@ from attnkit.tasks.node_classification.dictionary_lookup import (
 )
 from attnkit.tasks.node_classification.digits_graph import DigitsGraphData as DigitsGraphData
 from attnkit.tasks.node_classification.heterophilous import HeterophilousData as HeterophilousData
+from attnkit.tasks.node_classification.infection import InfectionData as InfectionData
 from attnkit.tasks.node_classification.module import NodeClassification as NodeClassification
 from attnkit.tasks.node_classification.neighbors import NeighborBatches as NeighborBatches
 from attnkit.tasks.node_classification.planetoid import PlanetoidData as PlanetoidData

@@ -1,8 +1,8 @@
 """DictionaryLookup: small graphs on which only attention that depends on the query can be right."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data
 
-from attnkit.lightning.arguments import at_least, held_out
+from attnkit.lightning.arguments import at_least, held_out, one_of
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.loaders import SplitData, make_loader
 from attnkit.tasks.node_classification.data import SPLITS
@@ -30,21 +30,28 @@ class DictionaryLookupData(SplitData):
     `torch_geometric.data.Batch` makes of `batch_size` such graphs; its `train_mask`, `val_mask`
     or `test_mask` are the queries.
 
+    One edge is right for each query, that of its own key: `true_edges`, for maps of edges to be
+    held against. A network need not look along it while values are a permutation, since one's own
+    value is the one that the other keys lack. With `values="independent"` each key's value is drawn
+    by itself, others say nothing of it, and the right edge is needed. An edge drawn by lot is right
+    in one of k cases; 1/degree is the same for all edges (AUROC 0.5), and the truth's is 1.
+
     Source: Brody et al., How Attentive are Graph Attention Networks?, 2022. They split in two and
     choose the best test accuracy; here there are validation graphs for that.
 
     Args:
         k: keys, at least 2.
-        num_graphs: in all splits together, if there are as many permutations.
+        values: "permutation", as published, or "independent": each key's drawn by itself.
+        num_graphs: in all splits together, if there are as many.
         val_fraction: of the graphs.
         test_fraction: of the graphs.
         batch_size: graphs per step and process.
         num_workers: processes that make batches.
-        seed: of the permutations and their order.
+        seed: of the values and their order.
 
     Raises:
         ValueError: an argument out of range.
-        UserError: in `setup`, if there are too few permutations for three splits.
+        UserError: in `setup`, if there are too few graphs for three splits.
     """
 
     num_splits = 1
@@ -53,6 +60,7 @@ class DictionaryLookupData(SplitData):
         self,
         k: int = 10,
         *,
+        values: Literal["permutation", "independent"] = "permutation",
         num_graphs: int = 32000,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
@@ -66,7 +74,9 @@ class DictionaryLookupData(SplitData):
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers, seed=seed)
         held_out(val_fraction=val_fraction, test_fraction=test_fraction)
+        one_of(("permutation", "independent"), values=values)
         self.k = k
+        self.values = values
         self.num_graphs = num_graphs
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
@@ -76,16 +86,28 @@ class DictionaryLookupData(SplitData):
         self.sets: dict[str, LookupGraphs] = {}
 
     def setup(self, stage: str | None = None) -> None:
-        """Draw the permutations and split them, once."""
+        """Draw the values and split them, once."""
         if self.sets:
             return
-        permutations = distinct_permutations(self.k, self.num_graphs, self.seed)
-        count = len(permutations)
+        draw = distinct_permutations if self.values == "permutation" else distinct_values
+        values = draw(self.k, self.num_graphs, self.seed)
+        count = len(values)
         val, test = (max(1, round(count * f)) for f in (self.val_fraction, self.test_fraction))
         if count <= val + test:
-            raise UserError(f"data.k: {self.k} has {count} permutations, too few for three splits")
-        parts = permutations.split([count - val - test, val, test])
+            raise UserError(f"data.k: {self.k} has {count} graphs, too few for three splits")
+        parts = values.split([count - val - test, val, test])
         self.sets = {name: LookupGraphs(p, name) for name, p in zip(SPLITS, parts, strict=True)}
+
+    def true_edges(self, graph: Data, index: int) -> Tensor | None:
+        """The edge from a query's own key, of a graph or a batch of them.
+
+        Returns:
+            bool [edges], one of them true; None for a key.
+        """
+        attribute = graph.x[:, : self.k].argmax(dim=1)
+        source, target = graph.edge_index
+        right = (target == index) & (attribute[source] == attribute[index])
+        return right if right.any() else None
 
     @property
     def num_classes(self) -> int:
@@ -121,20 +143,20 @@ class DictionaryLookupData(SplitData):
 
 
 class LookupGraphs(Dataset):
-    """DictionaryLookup graphs of these permutations [graphs, k], fetched by the batch."""
+    """DictionaryLookup graphs of these values [graphs, k], fetched by the batch."""
 
-    def __init__(self, permutations: Tensor, split: str) -> None:
-        self.permutations = permutations
+    def __init__(self, values: Tensor, split: str) -> None:
+        self.values = values
         self.split = split
 
     def __len__(self) -> int:
-        return len(self.permutations)
+        return len(self.values)
 
     def __getitem__(self, number: int) -> Data:
         return self.__getitems__([number])
 
     def __getitems__(self, numbers: Sequence[int]) -> Data:
-        values = self.permutations[torch.as_tensor(numbers)]
+        values = self.values[torch.as_tensor(numbers)]
         graphs, k = values.shape
         attributes = torch.arange(k).repeat(2).expand(graphs, -1)
         shown = torch.cat([torch.zeros_like(values), values + 1], dim=1)  # 0: no value
@@ -157,10 +179,25 @@ class LookupGraphs(Dataset):
 
 def distinct_permutations(k: int, count: int, seed: int) -> Tensor:
     """`count` different permutations of 0 … k − 1 in random order, or all if there are fewer."""
+    return _distinct(
+        lambda draws, generator: torch.rand((draws, k), generator=generator).argsort(dim=1),
+        min(count, math.factorial(k)),
+        seed,
+    )
+
+
+def distinct_values(k: int, count: int, seed: int) -> Tensor:
+    """`count` different rows of k values, each from 0 … k − 1, or all if there are fewer."""
+    return _distinct(
+        lambda draws, generator: torch.randint(k, (draws, k), generator=generator),
+        min(count, k**k),
+        seed,
+    )
+
+
+def _distinct(draw: Callable[[int, torch.Generator], Tensor], count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    count = min(count, math.factorial(k))
-    found = torch.empty((0, k), dtype=torch.int64)
+    found = draw(2 * count, generator).unique(dim=0)
     while len(found) < count:
-        more = torch.rand((2 * count, k), generator=generator).argsort(dim=1)
-        found = torch.cat([found, more]).unique(dim=0)
+        found = torch.cat([found, draw(2 * count, generator)]).unique(dim=0)
     return found[torch.randperm(len(found), generator=generator)[:count]]

@@ -22,7 +22,7 @@ def ready(k=5, **options):
 
 def test_a_graph_asks_for_the_value_of_each_key():
     data = ready(k=5)
-    permutation = data.sets["train"].permutations[3]
+    permutation = data.sets["train"].values[3]
     graph = data.sets["train"][3]
     attribute = graph.x[:, :5].argmax(dim=1)
     shown = graph.x[:, 5:].argmax(dim=1)
@@ -54,7 +54,7 @@ def test_combinations_of_the_test_are_unseen():
     data = ready(k=7, num_graphs=1000)
     sizes = [len(data.sets[name]) for name in ("train", "val", "test")]
     assert sizes == [800, 100, 100]
-    seen = [tuple(p) for name in data.sets for p in data.sets[name].permutations.tolist()]
+    seen = [tuple(p) for name in data.sets for p in data.sets[name].values.tolist()]
     assert len(set(seen)) == 1000
     assert all(sorted(p) == list(range(7)) for p in seen)
 
@@ -67,6 +67,33 @@ def test_permutations_are_all_or_as_many_as_asked_for():
     assert not torch.equal(many, distinct_permutations(30, 500, seed=2))
     first = torch.bincount(distinct_permutations(5, 60, seed=3)[:, 0], minlength=5)
     assert first.min() >= 6  # of 60 of 120, every value should lead about 12
+
+
+def test_independent_values_say_nothing_of_each_other():
+    data = ready(k=4, values="independent", num_graphs=10_000)
+    found = torch.cat([data.sets[name].values for name in ("train", "val", "test")])
+    assert len(found) == len(found.unique(dim=0)) == 4**4  # all there are, each in one split
+    assert len(data.sets["test"]) == 26
+    many = ready(k=9, values="independent", num_graphs=900).sets["train"].values
+    assert many.min() == 0
+    assert many.max() == 8
+    assert min(len(row.unique()) for row in many) < 9
+    graph = ready(k=9, values="independent").sets["test"][3]
+    values = graph.x[9:, 9:].argmax(dim=1) - 1
+    assert graph.y[:9].tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("values", ["permutation", "independent"])
+def test_the_true_edge_comes_from_the_key_whose_value_is_asked_for(values):
+    data = ready(k=4, values=values)
+    batch = data.sets["test"].__getitems__([1, 0])
+    for query in batch.test_mask.nonzero()[:, 0].tolist():
+        true = data.true_edges(batch, query)
+        source, target = batch.edge_index[:, true]
+        assert target.tolist() == [query]
+        assert source.tolist() == [query + 4]
+        assert batch.y[source] == batch.y[query]
+    assert data.true_edges(batch, 4) is None  # a key
 
 
 class OneLayer(nn.Module):
@@ -116,6 +143,7 @@ def test_gatv2_can_and_gat_cannot(tmp_path):
         ({"batch_size": 0}, "batch_size: expected 1 or more"),
         ({"num_workers": -1}, "num_workers: expected 0 or more"),
         ({"seed": -1}, "seed: expected 0 or more"),
+        ({"values": "free"}, "values: expected permutation or independent, got 'free'"),
         ({"val_fraction": 0.0}, "val_fraction, test_fraction: expected above 0"),
     ],
 )
@@ -125,5 +153,5 @@ def test_wrong_arguments_are_named(options, message):
 
 
 def test_too_few_permutations_are_named():
-    with pytest.raises(UserError, match=r"data.k: 2 has 2 permutations, too few"):
+    with pytest.raises(UserError, match=r"data.k: 2 has 2 graphs, too few"):
         ready(k=2)
