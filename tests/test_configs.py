@@ -35,6 +35,8 @@ TRAINED = [
     "task=graph model=gat_sep data=heterophilous scheduler=warmup_cosine trainer=cpu",
     "task=vit experiment=digits_quick logger=wandb finetune=last_blocks callbacks=early_stopping"
     " scheduler=plateau trainer=cpu",
+    "task=vit data=needle_digits trainer=cpu",
+    "task=spatial data=planted_shortcut trainer=cpu",
     *(f"task=vit trainer={trainer}" for trainer in ("gpu", "ddp", "fsdp")),
     "task=vit model=timm scheduler=polynomial trainer=cpu",
     "task=vit experiment=cifar10_vit data=image_folder trainer=cpu",

@@ -11,11 +11,12 @@ from attnkit.lightning.arguments import at_least
 from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.drawing import draw
-from attnkit.tasks.captioning.grammar import captions_of
+from attnkit.tasks.captioning.grammar import captions_of, words_of_objects
 from attnkit.tasks.captioning.scenes import DIGITS, draw_scene
 from attnkit.tasks.captioning.sets import CaptionSet
 from attnkit.tasks.images.sets import MemoryImages
 from attnkit.tasks.images.sizes import sides
+from attnkit.tasks.images.truth import Truth
 
 _DIGIT_FRACTIONS = [0.1, 0.2]  # of the handwriting, for val and for both test splits
 
@@ -74,6 +75,19 @@ class ScenesData(CaptionDataModule):
             split: compose(split, count, side, digits, self.seed)
             for (split, count), digits in parts
         }
+
+    def truth(self, split: str = "test") -> Truth:
+        """The scenes of val or a test split, and where their two things are seen; after `setup`."""
+        scenes = self.sets.get(split)
+        if scenes is None or "masks" not in scenes.others:
+            raise RuntimeError(f"truth: {split!r} has no masks; val, test and compositional have")
+        everything = scenes.others["scene"]
+
+        def objects_of(image: int, sentence: str) -> list[tuple[int, int]]:
+            return words_of_objects(sentence, everything[image])
+
+        images = scenes.images.fetch(torch.arange(len(scenes)))
+        return Truth(images, scenes.others["masks"], objects_of=objects_of)
 
     def _handwriting(self) -> list[dict[str, np.ndarray]]:
         """Name of a digit to images uint8 [images, 8, 8], of each split."""

@@ -7,9 +7,15 @@ from attnkit.tasks.image_classification.describe import describe_batches as desc
 from attnkit.tasks.image_classification.digits import DigitsData as DigitsData
 from attnkit.tasks.image_classification.image_folder import ImageFolderData as ImageFolderData
 from attnkit.tasks.image_classification.module import ImageClassification as ImageClassification
+from attnkit.tasks.image_classification.needle_digits import NeedleDigits as NeedleDigits
 from attnkit.tasks.image_classification.network import attention_network as attention_network
+from attnkit.tasks.image_classification.planted_shortcut import (
+    PlantedShortcut as PlantedShortcut,
+)
 from attnkit.tasks.images.predict import ImagePaths as ImagePaths
 from attnkit.tasks.images.predict import PredictData as PredictData
 from attnkit.tasks.images.sets import FileImages as FileImages
 from attnkit.tasks.images.sets import ImageSet as ImageSet
 from attnkit.tasks.images.sets import MemoryImages as MemoryImages
+from attnkit.tasks.images.truth import KnowsTruth as KnowsTruth
+from attnkit.tasks.images.truth import Truth as Truth

@@ -1,0 +1,86 @@
+"""Digits beside a coloured mark that goes with the class, or does not: is a shortcut found?"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attnkit.lightning.arguments import one_of, shares
+from attnkit.tasks.image_classification.composed import (
+    COLOURS,
+    DIGIT,
+    Composed,
+    ComposedDigits,
+    Digits,
+    as_uint8,
+    cells_of,
+)
+
+SIDE = 16
+MARK = 4  # pixels of a side
+_CELLS = SIDE // MARK
+
+
+class PlantedShortcut(ComposedDigits):
+    """A grey digit in the middle, and a mark of 4 × 4 pixels at the border, 16 × 16 pixels in all.
+
+    In training and validation the mark has the colour of the label's class with a probability of
+    `strength`, and else one drawn at random: at 1 it is all that a model needs, at 0 it says
+    nothing. In the test it is drawn at random, unless `test_mark` is "training", so that the
+    accuracy says whether the model looks at the digit. `painted` swaps marks: a model whose answer
+    follows relies on them.
+
+    The mask is the mark, of the class of its colour. A map at random has 1/16 of its mass there, a
+    Gaussian about the middle less.
+
+    Args:
+        strength: from 0 to 1.
+        place: of the mark: "random" at the border, or the upper left "corner".
+        test_mark: "random", or "training".
+        **options: as of `ComposedDigits`.
+    """
+
+    patch = MARK
+
+    def __init__(
+        self,
+        *,
+        strength: float = 1.0,
+        place: Literal["random", "corner"] = "random",
+        test_mark: Literal["random", "training"] = "random",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        shares(strength=strength)
+        one_of(("random", "corner"), place=place)
+        one_of(("random", "training"), test_mark=test_mark)
+        self.strength, self.place, self.test_mark = strength, place, test_mark
+
+    def compose(self, split: str, count: int, digits: Digits) -> Composed:
+        labels = digits.integers(10, count)
+        ink, others = digits.draw(labels), digits.integers(10, count)
+        strength = self.strength if split != "test" or self.test_mark == "training" else 0.0
+        marks = torch.where(digits.uniform(count) < strength, labels, others)
+        border = torch.tensor([0, 1, 2, 3, 4, 7, 8, 11, 12, 13, 14, 15])  # of 4 × 4 cells
+        cells = border[digits.integers(len(border), count)]
+        if self.place == "corner":
+            cells = torch.zeros_like(cells)
+        canvas = torch.zeros(count, 3, SIDE, SIDE)
+        middle = (SIDE - DIGIT) // 2
+        canvas[:, :, middle : middle + DIGIT, middle : middle + DIGIT] = ink[:, None]
+        masks = cells_of(_CELLS, MARK) == cells[:, None, None]
+        images = as_uint8(canvas)
+        return Composed(painted(images, masks, marks), labels, masks[:, None], marks[:, None])
+
+
+def painted(images: Tensor, masks: Tensor, marks: Tensor) -> Tensor:
+    """Images uint8 [images, 3, height, width] with marks of these classes.
+
+    To swap a mark is to intervene: where the answer follows, the model relies on it.
+
+    Args:
+        masks: bool [images, height, width], where the marks are.
+        marks: int64 [images], classes.
+    """
+    colours = torch.tensor(COLOURS, dtype=torch.uint8)[marks][:, :, None, None]
+    return torch.where(masks[:, None], colours, images)
