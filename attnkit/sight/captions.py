@@ -18,32 +18,17 @@ from attnkit.sight.methods.occlusion import colours_of, in_colour
 from attnkit.sight.methods.question import Layers, Question, looking
 from attnkit.sight.methods.tokens import chosen_layers
 from attnkit.sight.progress import shown
+from attnkit.sight.sentences import Sentences, WordLogits, captioner_of
 
 Said = Annotated[Tensor, "batch words", int]
 
 
-class _Sentences(NamedTuple):
-    """A captioner, its question, and what it is made to say."""
+class _Sentences(Sentences):
+    """With the question that is asked of it."""
 
-    captioner: Any
-    question: Question
-    said: Tensor
-
-    @property
-    def before(self) -> Tensor:
-        """The word before each."""
-        starts = self.said.new_full((len(self.said), 1), START)
-        return torch.cat([starts, self.said[:, :-1]], dim=1)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.captioner.grid
-
-    def ask(self, images: Tensor) -> Tensor:
-        """The logit of each word, [batch, words]; of n copies of the batch, n times as many."""
-        copies = len(images) // len(self.said)
-        logits = self.captioner(images, self.before.repeat(copies, 1))
-        return logits.gather(2, self.said.repeat(copies, 1)[..., None])[..., 0]
+    def __init__(self, question: Question, said: Tensor) -> None:
+        super().__init__(question.model, said)
+        self.question = question
 
 
 def explain_captions(
@@ -77,10 +62,10 @@ def explain_captions(
     with looking(captioner):
         if said is None:
             said = captioner.generate(question.images.detach()).words
-        sentences = _Sentences(captioner, question, said)
+        sentences = _Sentences(question, said)
         question.forward = sentences.ask
         with torch.no_grad():
-            logits = captioner(question.images, sentences.before)
+            logits = sentences.logits(question.images)
         words = known.function(sentences, **options)
     words = words.detach() * (sentences.said != PAD)[..., None, None]
     number = (sentences.said != PAD).sum(dim=1).clamp(min=1)
@@ -112,31 +97,6 @@ def explain_captions(
         again=again,
         one_word=one_word,
     )
-
-
-class WordLogits(nn.Module):
-    """A captioner as a classifier of the next word, behind the words before it."""
-
-    before: Tensor
-
-    def __init__(self, captioner: nn.Module, before: Annotated[Tensor, "words", int]) -> None:
-        super().__init__()
-        self.captioner = captioner
-        self.register_buffer("before", before[None])
-
-    def forward(
-        self, images: Annotated[Tensor, "batch channels height width"]
-    ) -> Annotated[Tensor, "batch classes"]:
-        """The logits of the word."""
-        return self.captioner(images, self.before.expand(len(images), -1))[:, -1]
-
-
-def captioner_of(model: nn.Module) -> Any:
-    """The captioner that a model is, or that a module of a task holds; None: neither."""
-    for found in (model, getattr(model, "model", None)):
-        if callable(getattr(getattr(found, "decoder", None), "word_weights", None)):
-            return found
-    return None
 
 
 # --- methods --------------------------------------------------------------------------------------

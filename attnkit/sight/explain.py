@@ -6,7 +6,7 @@ from typing import Annotated, Any, overload
 import torch
 from torch import Tensor, nn
 
-from attnkit.sight.captions import Said, captioner_of, explain_captions
+from attnkit.sight.captions import Said, explain_captions
 from attnkit.sight.explanation import Explanation
 from attnkit.sight.graphs.explain import explain_graph
 from attnkit.sight.graphs.explanation import GraphExplanation
@@ -14,6 +14,7 @@ from attnkit.sight.layer_table import layer_table
 from attnkit.sight.methods.grid import find_grid
 from attnkit.sight.methods.question import Layers, Question, Target, looking
 from attnkit.sight.methods.table import METHODS
+from attnkit.sight.sentences import captioner_of
 
 Map = Annotated[Tensor, "batch map_height map_width"] | Annotated[Tensor, "batch tokens"]
 MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
