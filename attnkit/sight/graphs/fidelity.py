@@ -36,7 +36,7 @@ class EdgeFidelity:
     target: the class.
     num_draws: of random edges.
     verdict: "better than random", "no better than random" or "worse than random": whether the mean
-        of `plus` over k is above, among or below those of the draws.
+        of `plus` − `minus` over k is above, among or below those of the draws.
     """
 
     rows: list[dict[str, float]]
@@ -142,7 +142,7 @@ def fidelity_of(
         row, of_draws = _row(whole, plus, minus, question.target or 0)
         rows.append({"k": float(k), **row})
         drawn.append(of_draws)
-    ours = sum(row["plus"] for row in rows) / len(rows)
+    ours = sum(row["plus"] - row["minus"] for row in rows) / len(rows)
     others = torch.stack(drawn).mean(dim=0)
     verdict = "no better than random"
     if ours > float(others.max()):
@@ -163,7 +163,8 @@ def _without(question: GraphQuestion, edges: Tensor, alone: bool) -> Tensor:
 def _row(
     whole: Tensor, plus: Tensor, minus: Tensor, target: int
 ) -> tuple[dict[str, float], Tensor]:
-    """Of the order asked for, the first, and of the draws, the others; and `plus` of each draw."""
+    """Of the order asked for, the first, and of the draws, the others; and `plus` − `minus` of each
+    draw."""
     p = whole[target]
     is_target = float(whole.argmax() == target)
     found = {"plus": plus, "minus": minus}
@@ -180,4 +181,4 @@ def _row(
         row[f"random_{name}"] = float(values.mean())
         row[f"random_{name}_low"] = float(values.min())
         row[f"random_{name}_high"] = float(values.max())
-    return row, p - plus[1:, target]
+    return row, minus[1:, target] - plus[1:, target]

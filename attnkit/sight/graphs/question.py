@@ -15,6 +15,7 @@ from attnkit.core.watch.taps.edge_call import EdgeCall
 from attnkit.core.watch.taps.layers import Layers
 from attnkit.core.watch.taps.watch import watch_attention
 from attnkit.layers.graph.attention import GraphAttention
+from attnkit.sight.graphs.part import of_nodes, renumbered
 from attnkit.sight.methods.question import logits_of
 
 
@@ -49,6 +50,9 @@ class GraphQuestion:
         self.target = target
         self.logits: Tensor | None = None
         self.notes: list[str] = []
+        self._num_nodes = 0
+        self._known_part: GraphQuestion | None = None
+        self._is_part_known = False
         self._read(inputs)
         self.num_hops = count_hops(model) if num_hops is None else num_hops
         if index is None or self.num_hops is None:
@@ -64,13 +68,19 @@ class GraphQuestion:
     def num_edges(self) -> int:
         return self.edge_index.shape[1]
 
-    def ask(self, keep: Tensor | None = None) -> Tensor:
-        """The logits [classes] with these edges alone, [edges] bool; None: with all."""
+    def answers(self, keep: Tensor | None = None) -> Tensor:
+        """The logits [nodes or 1, classes] with these edges alone, [edges] bool; None: with all."""
         args, kwargs = self.args, self.kwargs
         if keep is not None:
             args = tuple(self._kept(place, given, keep) for place, given in enumerate(args))
             kwargs = {name: self._kept(name, given, keep) for name, given in kwargs.items()}
-        found = logits_of(self.model(*args, **kwargs), type(self.model).__name__)
+        return logits_of(self.model(*args, **kwargs), type(self.model).__name__)
+
+    def ask(self, keep: Tensor | None = None) -> Tensor:
+        """The logits [classes] of the node or the graph, with these edges alone."""
+        if keep is not None and (part := self._part()) is not None:
+            return part.ask(keep[self.candidates])
+        found = self.answers(keep)
         if self.index is None and len(found) != 1:
             raise ValueError(f"index: expected one of the {len(found)} nodes, got None")
         if self.index is not None and self.index >= len(found):
@@ -81,8 +91,34 @@ class GraphQuestion:
         if self.target >= len(logits):
             raise ValueError(f"target: the model has {len(logits)} classes, got {self.target}")
         if self.logits is None:
-            self.logits = logits.detach()
+            self.logits, self._num_nodes = logits.detach(), len(found)
         return logits
+
+    def _part(self) -> "GraphQuestion | None":
+        """The same question of the edges that can reach the node, whose answer is the same, where
+        they are few; None where they are not, or the model looks at more of the graph than that,
+        by a norm over all nodes, say."""
+        if self.index is None or self.logits is None or self._is_part_known:
+            return self._known_part
+        self._is_part_known = True
+        given = self.edge_index[:, self.candidates]
+        nodes, edges, index = renumbered(given, self.index)
+        is_named = all(place in self.names for place in range(len(self.args)))
+        if not edges.shape[1] or 2 * len(nodes) > self._num_nodes or not is_named:
+            return None
+
+        def thin(place: int | str, one: Any) -> Any:
+            if place == self.place and not isinstance(one, Edges):
+                return edges
+            return of_nodes(self._kept(place, one, self.candidates), nodes, edges, self._num_nodes)
+
+        inputs = {name: thin(name, one) for name, one in self.kwargs.items()}
+        inputs |= {self.names[place]: thin(place, one) for place, one in enumerate(self.args)}
+        part = GraphQuestion(self.model, inputs, index, self.target, self.num_hops)
+        part._is_part_known = True
+        if torch.allclose(part.ask(), self.logits, rtol=1e-4, atol=1e-4):
+            self._known_part = part
+        return self._known_part
 
     def calls(self, layers: Layers = None, *, graph: bool = False) -> tuple[list[EdgeCall], Tensor]:
         """The attention along the edges asked of, in its order, and the logit of the class; in

@@ -197,15 +197,16 @@ def test_what_is_printed_and_saved(graph, tmp_path):
     found = explain(randomized(Two()), graph, INDEX)
     lines = str(found).splitlines()
     assert lines[0].startswith(f"relevance of node 11: class {found.target} (predicted), p = ")
+    assert lines[1].split() == ["edge", "score", "share", "steps"]
     source, target = graph[1][:, int(found.edges.argmax())].tolist()
-    assert lines[1].split()[:3] == [str(source), "→", str(target)]
-    assert lines[6].startswith("Self-loops that layers added took ")
-    assert lines[7].endswith("of 37 edges reach the node in 2 steps.")
+    assert lines[2].split()[:3] == [str(source), "→", str(target)]
+    assert lines[7].startswith("Self-loops that layers added took ")
+    assert lines[8].endswith("of 37 edges reach the node in 2 steps.")
     saved = torch.load(found.save(tmp_path / "seen.pt"))
     assert torch.equal(saved["edges"], found.edges)
     assert found.save(tmp_path / "seen.npz").exists()
-    with pytest.raises(ValueError, match=r"path: expected \.npz or \.pt, got"):
-        found.save(tmp_path / "seen.png")
+    with pytest.raises(ValueError, match=r"path: expected \.png, .*or \.pt, got "):
+        found.save(tmp_path / "seen.txt")
 
 
 class Stopping(Two):
