@@ -48,7 +48,7 @@ def score_gaps(case: Case, fractions: Sequence[float]) -> None:
         case.result.gaps[kind] = gaps["map"]
         case.result.curves[kind] = probability
         case.result.verdicts[kind] = _verdicts(score.within or 0.0, gaps)
-        case.result.falls[kind] = _fall(probability, removed, said)
+        case.result.falls[kind] = fall(probability, removed, said)
 
 
 def _both_orders(case: Case, map: Tensor) -> Annotated[Tensor, "2 batch places", int]:
@@ -83,7 +83,7 @@ def _verdicts(within: float, gaps: Values) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _fall(curves: Curves, removed: Annotated[Tensor, "points"], said: int) -> Fall:
+def fall(curves: Curves, removed: Annotated[Tensor, "points"], said: int) -> Fall:
     """What is lost at one point of the curves."""
     random = curves["random"][..., said].mean(dim=1)
     middle, error = float(random.mean()), float(random.std() / len(random) ** 0.5)
