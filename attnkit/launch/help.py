@@ -25,6 +25,9 @@ attnkit: train, test and use attention models. Settings are key=value, parts are
   attnkit run=test ckpt=RUN_DIR                     test again; its configuration is known
   attnkit run=predict ckpt=RUN_DIR images=PATH      label a folder or a file; writes a CSV
   attnkit run=inspect ckpt=RUN_DIR images=PATH      of captions: where it looked at each word
+  attnkit run=explain ckpt=RUN_DIR images=PATH      where it looks, how far to trust it: one page
+  attnkit run=explain ckpt=RUN_DIR explain.nodes=[12]      of a graph
+  attnkit run=explain model=timm model.name=NAME images=PATH    a network nobody trained here
   attnkit run=export ckpt=RUN_DIR                   safe weights, torch.export, ONNX
   attnkit resume=latest                             go on after an interruption
   attnkit -m optimizer.lr=1e-3,2e-3 seeds=3         one run for each value, one ranked table

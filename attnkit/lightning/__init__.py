@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.throughput import Throughput
     from attnkit.lightning.described import DescribedData
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
+    from attnkit.lightning.explained import Explained
     from attnkit.lightning.export.export import Export
     from attnkit.lightning.export.program import Program
     from attnkit.lightning.loggers.metrics_csv import MetricsCSV

@@ -17,6 +17,7 @@ from torchvision.transforms import v2
 from attnkit.lightning import ClassificationModule
 from attnkit.lightning.arguments import at_least, shares_below_1
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 from attnkit.tasks.image_classification.describe import describe_batches
 from attnkit.tasks.images.decode import PREPARED
@@ -147,6 +148,17 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         """The class in whose folder each file lies, or nothing."""
         folders = [Path(path).parent.name for path in paths]
         return [name if name in self.class_names else "" for name in folders]
+
+    def explained(self, batch: Any) -> Explained:
+        """What `attnkit.explain` is given of a batch: this module and pixels from 0 to 1."""
+        images, *rest = batch
+        pixels = images if images.is_floating_point() else images.to(self.mean.dtype) / 255
+        made = Explained(self, pixels, pictures=pixels, class_names=self.class_names)
+        if rest and isinstance(rest[0], Tensor):
+            made.truth = rest[0]
+        elif rest:
+            made.names = list(rest[0])
+        return made
 
     def programs(self) -> dict[str, Program]:
         """`model`: uint8 images to logits, the normalisation inside."""

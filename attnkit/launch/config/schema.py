@@ -41,6 +41,8 @@ class Config:
     """The callback that run=inspect gives the predictions to."""
     export: dict[str, Any] | None = None
     """What run=export gives the module to."""
+    explain: dict[str, Any] | None = None
+    """What run=explain explains, how, and how far it is judged."""
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     finetune: dict[str, Any] | None = None
@@ -66,7 +68,7 @@ class Config:
     ckpt: str | Path | None = None
     """A checkpoint, or a run folder (its best.ckpt)."""
     images: str | Path | None = None
-    """For run=predict and run=inspect, where the task has `predict`: a folder or a file."""
+    """For run=predict, inspect and explain, where the task has `predict`: a folder or a file."""
     compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False
     """torch.compile of the model, with this mode."""
     precision: str | int = 32
@@ -94,7 +96,7 @@ class TrainerExtras:
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
     "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
-    "export", "optimizer", "scheduler", "finetune",
+    "export", "explain", "optimizer", "scheduler", "finetune",
 )  # fmt: skip
 
 # Keys that are looked for in the wrong place or are gone, and what to write instead.
@@ -103,6 +105,7 @@ INSTEAD = {
     "head_lr": "finetune.head_lr",
     "group_size": "leave it out: augmentation is drawn for each image",
     "freeze": "finetune=head, last_blocks, lora or bitfit",
+    "nodes": "of run=explain: explain.nodes=[12,51]",
 }
 
 # Nodes that hold several objects by name.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from attnkit.launch.job import screen
-from attnkit.launch.job.one_run import Session, loaded
+from attnkit.launch.job.one_run import Session
 from attnkit.lightning.build.build import build
 from attnkit.lightning.callbacks.predictions import PredictionsFile
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.export.export import Export
-from attnkit.lightning.resume import checkpoints
 
 
 def test(session: Session) -> dict[str, float] | None:
@@ -46,10 +43,7 @@ def export(session: Session) -> dict[str, float] | None:
     session.make_trainer()
     if not session.begin():
         return None
-    if session.ckpt is not None:
-        checkpoint = checkpoints.load(session.ckpt)
-        module.on_load_checkpoint(checkpoint)
-        loaded(partial(module.load_state_dict, checkpoint["state_dict"]), session.ckpt)
+    session.restore()
     writer = build(session.config["export"], at="export")
     if not isinstance(writer, Export):
         raise UserError(f"export: {session.config['export']['_target_']} is no Export")

@@ -45,9 +45,10 @@ class Kind:
         command: dotted name of the function that carries the command line out, given a `Request`
             (job/request.py) and the launcher of ranks or None, and returns the exit code.
         stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
-        needs: which of `ckpt`, `sweep`, `inspect` and `export` must be there.
+        needs: which of `ckpt`, `sweep`, `inspect`, `explain` and `export` must be there.
         leaves: arguments of the trainer it does not read.
         in_sweeps: whether `-m` runs several of them.
+        has_table: whether its work shows a table of its own, in the place of that of the figures.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Kind:
     needs: tuple[str, ...] = ()
     leaves: frozenset[str] = frozenset()
     in_sweeps: bool = True
+    has_table: bool = False
 
     @property
     def trains(self) -> bool:
@@ -115,6 +117,13 @@ KINDS = {
             stage="predict",
             needs=("ckpt", "inspect"),
             leaves=_FIT | {"limit_test_batches"},
+        ),
+        Kind(
+            "explain",
+            _MODEL | {"explain", "data", "predict", "ckpt", "images", "run_dir", "seed"},
+            work="attnkit.launch.job.explaining.explain",
+            needs=("explain",),
+            has_table=True,
         ),
         Kind(
             "export",

@@ -140,10 +140,15 @@ class Session:
             images = self.config["images"]
             self.data = build({**node, **facts}, at="predict", images=images)
             return self.data
-        self.data = self._new_data()
+        self.make_own_data()
         if type(self.data).predict_dataloader is LightningDataModule.predict_dataloader:
             target = self.config["data"]["_target_"]
             raise UserError(f"run=predict: {target} has no predict_dataloader")
+        return self.data
+
+    def make_own_data(self) -> LightningDataModule:
+        """The run's own data; of a trained module, which knows what it was made for."""
+        self.data = self._new_data()
         return self.data
 
     def _follow_weights(self) -> None:
@@ -185,6 +190,13 @@ class Session:
             target = model if isinstance(model, nn.Module) else self.module
             target.compile(mode="default" if mode is True else mode)
         return self.module
+
+    def restore(self) -> None:
+        """Give the module the weights of the checkpoint, where it does not have them yet."""
+        if self.ckpt is not None:
+            checkpoint = checkpoints.load(self.ckpt)
+            self.module.on_load_checkpoint(checkpoint)
+            loaded(partial(self.module.load_state_dict, checkpoint["state_dict"]), self.ckpt)
 
     def make_trainer(self) -> Trainer:
         """The trainer, with the callbacks and loggers that take part."""

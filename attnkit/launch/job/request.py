@@ -119,8 +119,10 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     if config.get("resume") is not None:
         return _resumed(request)
     check_uses(request)
-    if "ckpt" in kind.needs:
+    if "ckpt" in kind.needs or (config.get("ckpt") is not None and "ckpt" in kind.uses):
         return _evaluation(request)
+    if "explain" in kind.needs:
+        _check_untrained(request)
     if request.base is not None:
         request = _on_base(request, request.base)
         config = request.config
@@ -232,19 +234,37 @@ def _check_parts_of(request: Request) -> None:
         )
     if "export" in kind.needs and not config.get("export"):
         raise UserError("run=export: needs export, which is null; leave it as it is by default")
+    if "explain" in kind.needs and not config.get("explain"):
+        raise UserError("run=explain: needs explain, which is null; leave it as it is by default")
     if "images" not in kind.uses:
         return
     images = config.get("images")
-    for typed in request.overrides if config.get("predict") is not None else ():
-        if dotted_key(typed).partition(".")[0] == "data":
-            raise UserError(
-                f"{typed}: does nothing in run={kind.name}, which reads images=…\n"
-                "  of those: predict.batch_size, predict.num_workers, …"
-            )
-    if config.get("predict") is None and images is not None:
-        raise UserError(f"images={images}: this task predicts its own data; leave it out")
-    if config.get("predict") is not None and images is None:
+    if config.get("predict") is None:
+        if images is not None:
+            own = "predicts its own data" if "explain" not in kind.needs else "has no images"
+            raise UserError(f"images={images}: this task {own}; leave it out")
+        return
+    if images is None and "explain" not in kind.needs:
         raise UserError(f"run={config['run']}: needs images=PATH, a folder or a file")
+    idle, instead = "data", "which reads images=…\n  of those: predict.batch_size, …"
+    if images is None:  # of its own test data
+        idle, instead = "predict", "without images=PATH; of the test data: data.batch_size, …"
+    for typed in request.overrides:
+        if dotted_key(typed).partition(".")[0] == idle:
+            raise UserError(f"{typed}: does nothing in run={kind.name}, {instead}")
+
+
+def _check_untrained(request: Request) -> None:
+    """Whether a model can be explained that nobody trained here: it must know its images itself."""
+    target = (request.config.get("model") or {}).get("_target_")
+    if target != "attnkit.models.timm_backbone":
+        raise UserError(
+            "run=explain: needs ckpt=PATH, a checkpoint or a run folder\n"
+            "  of a network that nobody trained here: model=timm model.name=NAME images=PATH"
+        )
+    if request.config.get("images") is None:
+        raise UserError("run=explain: without ckpt=PATH it needs images=PATH, a folder or a file")
+    _check_parts_of(request)
 
 
 def _on_base(request: Request, base: Path) -> Request:
@@ -284,6 +304,8 @@ def _evaluation(request: Request) -> Job:
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
         if saved.get("export") is None:  # the run is older than it
             saved["export"] = OmegaConf.to_container(given["export"], resolve=False)
+        explain = given.get("explain")  # what to do with a saved run is not taken over from it
+        saved["explain"] = explain and OmegaConf.to_container(explain, resolve=False)
         if "inspect" in request.kind.needs and saved.get("inspect") is None:
             usual = request.composer.compose([f"task={saved['task']}"]).get("inspect")
             saved["inspect"] = usual and OmegaConf.to_container(usual, resolve=False)

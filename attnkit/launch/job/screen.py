@@ -189,7 +189,8 @@ def final(job: Job, results: Mapping[str, float]) -> None:
         table.add_row("attention kernels", ", ".join(kernels))
     if "best_epoch" in results and any(name.startswith("test/") for name in results):
         table.caption = "test: of the best epoch's checkpoint"
-    show(table)
+    if not job.kind.has_table:
+        show(table)
     folder = job.folder
     left = {
         "best": folder / "checkpoints" / "best.ckpt",
@@ -199,6 +200,9 @@ def final(job: Job, results: Mapping[str, float]) -> None:
         "steps": folder / "steps.csv",
         "predictions": folder / PREDICTIONS,
         "inspect": folder / "inspect",
+        "page": folder / "explain.html",
+        "scores": folder / "scores.csv",
+        "maps": folder / "maps.npz",
         "export": Path((job.config.get("export") or {}).get("folder") or folder / "export"),
         "results": folder / RESULTS,
     }

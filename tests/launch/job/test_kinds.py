@@ -26,6 +26,7 @@ CHANGED = {
     "predict": "predict.batch_size=19",
     "inspect": "inspect.num_images=3",
     "export": "export.formats=[safetensors]",
+    "explain": "explain.batch_size=29",
     "optimizer": "optimizer.lr=0.0625",
     "scheduler": "scheduler.warmup_fraction=0.25",
     "trainer": "trainer.deterministic=true",
@@ -111,11 +112,11 @@ def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kin
 
     monkeypatch.setattr(building, "_call", noting_call)
     monkeypatch.setattr(trainers, "Trainer", noting_trainer)
-    from_checkpoint = "ckpt" in kind.needs
+    from_checkpoint = "ckpt" in kind.uses
     keys = [k for k in CHANGED if k in kind.uses and k not in ALONE | {"compile"}]
     if from_checkpoint:
         keys.remove("model")  # of the checkpoint, whose weights would not care about dropout
-    if kind.stage == "predict":
+    if "images" in keys:
         keys.remove("data")  # the images are the data
     if kind.name == "bench":
         keys.remove("callbacks")  # of which only averages of weights take part

@@ -1,0 +1,209 @@
+"""`run=explain`: a page, a table and arrays of where a model looks, and how far to trust them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch.utils.data import DataLoader, Subset
+
+from attnkit.launch.job import folder as folders
+from attnkit.launch.job import screen
+from attnkit.launch.job.one_run import Session, loaded
+from attnkit.launch.job.parts import fill
+from attnkit.lightning.build.build import build
+from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.explained import Explained
+from attnkit.lightning.telling.say import say
+from attnkit.models.preprocessing import expected_images
+from attnkit.models.weights import read_source, timm_config
+from attnkit.sight.progress import steps
+from attnkit.sight.report import Report
+
+_PACKAGES = ("attnkit", "torch", "timm")
+
+
+def explain(session: Session) -> dict[str, float] | None:
+    """Explain images, sentences or nodes; leaves explain.html, scores.csv and maps.npz."""
+    report = build(session.config["explain"], at="explain")
+    if not isinstance(report, Report):
+        raise UserError(f"explain: {session.config['explain']['_target_']} is no Report")
+    facts = [] if session.config["ckpt"] else _of_timm(session)
+    module = session.make_module()
+    session.make_trainer()
+    session.restore()
+    device = _device(report.device)
+    batch, how = _chosen(session, report)
+    explained = _explained(module, batch, device)
+    against = None
+    with _told():
+        report.check(explained)
+        if report.against is not None:
+            against = _explained(_other(module, report.against), batch, device)
+    facts = [*_facts(session, report, device), *facts, how, *explained.notes]
+    facts = [fact for fact in facts if fact]
+    if not session.begin():
+        return None
+    for fact in facts:
+        say(fact)
+    with _told():
+        say(f"methods: {', '.join(report.methods)}; {report.cost(explained)}")
+        with steps(report.num_steps(explained)) as step:
+            found = report(
+                explained, session.folder, title=_title(session), facts=facts, against=against,
+                step=step,
+            )  # fmt: skip
+    screen.show(found.table(_title(session)))
+    for sentence in found.said[:1]:
+        say(sentence)
+    return {"explained": float(len(explained.inputs)), "parameters": session.num_parameters}
+
+
+def _title(session: Session) -> str:
+    return f"{session.config['task']} · explain"
+
+
+def _facts(session: Session, report: Report, device: torch.device) -> list[str]:
+    """What is explained, with which weights and versions."""
+    model = getattr(session.module, "model", session.module)
+    ckpt = session.config["ckpt"]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    facts = [f"model: {type(model).__name__}, {session.num_parameters:,} parameters"]
+    facts += [f"checkpoint: {ckpt}"] if ckpt else []
+    facts += [f"against: {report.against}"] if report.against else []
+    return [*facts, f"versions: {versions}; on {device.type}"]
+
+
+def _explained(module: LightningModule, batch: Any, device: torch.device) -> Explained:
+    """What the module says is explained of a batch."""
+    look = getattr(module, "explained", None)
+    if look is None:
+        raise UserError(
+            f"run=explain: {type(module).__name__} does not say what is explained of a batch; give "
+            "it a method explained(batch), see attnkit.lightning.Explained"
+        )
+    module.to(device).eval()
+    with torch.no_grad():
+        found = look(module.transfer_batch_to_device(batch, device, 0))
+    if not isinstance(found, Explained):
+        raise UserError(
+            f"run=explain: {type(module).__name__}.explained: expected "
+            f"attnkit.lightning.Explained, got {type(found).__name__}"
+        )
+    return found
+
+
+def _other(module: LightningModule, path: Any) -> LightningModule:
+    """The module of another checkpoint, built as it was saved."""
+    ckpt = folders.checkpoint(str(path))
+    load = partial(type(module).load_from_checkpoint, ckpt, map_location="cpu", weights_only=True)
+    wrong = (AttributeError, LookupError, TypeError, ValueError)
+    try:
+        return loaded(load, ckpt, wrong)
+    except UserError as error:
+        raise UserError(f"explain.against: {error}") from error
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What is wrong with an argument of the explanation, under the name it was typed with."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        name = str(error).partition(":")[0]
+        if name in ("method", "methods", "target", "nodes", "against", "num_images", "trust"):
+            raise UserError(f"explain.{first_line(error)}") from error
+        if name in ("model", "grid", "inputs", "index", "removals", "layers"):
+            raise UserError(f"run=explain: {first_line(error)}") from error
+        raise
+
+
+def _device(asked: str | None) -> torch.device:
+    try:
+        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"explain.device: {asked!r} is not there: {first_line(error)}") from error
+    return device
+
+
+# --- what is explained ----------------------------------------------------------------------------
+
+
+def _chosen(session: Session, report: Report) -> tuple[Any, str]:
+    """A batch of what is explained, and how it was chosen."""
+    images = session.config["images"]
+    data = session.make_predict_data(session.module) if images else session.make_own_data()
+    data.trainer = session.trainer
+    session.trainer.strategy.connect(session.module)  # whom data asks for sizes and words
+    data.prepare_data()
+    data.setup("predict" if images else "test")
+    if session.config["predict"] is None:  # a graph is one batch
+        return next(iter(data.predict_dataloader())), ""
+    loader = data.predict_dataloader() if images else _first(data.test_dataloader())
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or not hasattr(dataset, "__len__"):
+        raise UserError("data: its test loader has no data set to choose from; give images=PATH")
+    labels = getattr(dataset, "labels", None)
+    count = min(report.num_images, len(dataset))
+    rows, how = list(range(count)), "the first"
+    if not images and labels is not None:
+        rows, how = _by_turns(labels.tolist(), count), "the first of each class by turns"
+    some = DataLoader(Subset(dataset, rows), batch_size=count, collate_fn=loader.collate_fn)
+    batch = data.on_after_batch_transfer(next(iter(some)), 0)
+    source = f"images in {images}" if images else "test images"
+    return batch, f"chosen: {count} of {len(dataset):,} {source}, {how}"
+
+
+def _first(loaders: Any) -> Any:
+    """The first of several loaders, or the one there is."""
+    if isinstance(loaders, dict):
+        loaders = list(loaders.values())
+    return loaders[0] if isinstance(loaders, list | tuple) else loaders
+
+
+def _by_turns(labels: list[int], count: int) -> list[int]:
+    """The first of each class, then the second of each, and so on."""
+    seen: dict[int, int] = {}
+    turns = []
+    for row, label in enumerate(labels):
+        seen[label] = seen.get(label, -1) + 1
+        turns.append((seen[label], label, row))
+    return [row for _, _, row in sorted(turns)[:count]]
+
+
+# --- a network nobody trained here ----------------------------------------------------------------
+
+
+def _of_timm(session: Session) -> list[str]:
+    """Fill in what timm says of a network: sizes, mean and deviation, classes; what a reader must
+    know of its weights."""
+    config = session.config
+    node, module = config["model"], config["module"]
+    has_weights = bool(node.get("pretrained") or node.get("weights"))
+    try:
+        facts = expected_images(node if has_weights else {**node, "pretrained": True})
+        known = timm_config(facts.get("name") or node.get("name")) or {}
+        if node.get("weights"):
+            known |= read_source(node["weights"]).config
+    except ValueError as error:
+        raise UserError(f"model.{error}") from error
+    if node.get("image_size"):
+        facts["image_size"] = node["image_size"]
+    facts["num_classes"] = known.get("num_classes")
+    missing = [key for key in ("name", "image_size", "num_classes") if not facts.get(key)]
+    if missing:
+        raise UserError(
+            f"model: not known of {node.get('name')}: {missing[0]}; model.{missing[0]}=…"
+        )
+    asked = {key: node[key] for key in ("in_channels", "num_classes") if node.get(key) is not None}
+    for part in (node, module):
+        fill(part, {**facts, **asked})
+    if has_weights:
+        return []
+    return ["weights: random; maps and scores are those of a network that has learned nothing"]

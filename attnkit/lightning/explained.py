@@ -1,0 +1,53 @@
+"""What a module of a task says is explained of a batch, for `run=explain` and for anyone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from torch import Tensor, nn
+
+
+@dataclass(eq=False)
+class Explained:
+    """What `attnkit.explain` is given of a batch, and what a reader is to see beside it.
+
+    A LightningModule has it made by a method `explained(batch)`; without one it cannot be explained
+    by `run=explain`, as with it any module can:
+
+        class Cells(LightningModule):
+            def explained(self, batch):
+                images, labels = batch
+                return Explained(self, images, pictures=images, truth=labels)
+
+    model: returns logits [batch, classes] of `inputs`; or a captioner; or a model of a graph.
+    inputs: images as the model takes them, or (x, edge_index) of a graph.
+    pictures: the images as people see them; None: a graph.
+    class_names: of the classes, or of a graph's; empty: their numbers.
+    truth: the right class of each image or node; None: unknown.
+    names: of the images, such as their files; empty: their numbers.
+    masks: where the evidence of the right answer is, for `attnkit.trust`; None: unknown.
+    sentences: of a captioner, what it says, and `words` the texts of its words.
+    notes: what a reader should know of all this, a sentence each.
+    """
+
+    model: nn.Module
+    inputs: Any
+    pictures: Annotated[Tensor, "batch channels height width"] | None = None
+    class_names: Sequence[str] = ()
+    truth: Annotated[Tensor, "batch", int] | None = None
+    names: Sequence[str] = ()
+    masks: Annotated[Tensor, "batch height width", bool] | None = None
+    sentences: Annotated[Tensor, "batch words", int] | None = None
+    words: Sequence[Sequence[str]] = ()
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """`images`, `sentences` or `nodes`."""
+        if self.sentences is not None:
+            return "sentences"
+        return "nodes" if self.pictures is None else "images"
+
+    def class_name(self, number: int) -> str:
+        """The name of a class, or its number."""
+        return self.class_names[number] if number < len(self.class_names) else str(number)

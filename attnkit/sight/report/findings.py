@@ -1,0 +1,71 @@
+"""What was found, in the forms that are kept: rows, arrays, parts of a page."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from attnkit.lightning.files import replacing
+
+SCORES, MAPS, PAGE = "scores.csv", "maps.npz", "explain.html"
+
+Row = Mapping[str, Any]
+"""By column; what is not known is None or left out."""
+
+
+@dataclass(eq=False)
+class Findings:
+    """What `Report` found.
+
+    rows: of `scores.csv`, which has the columns of the first row that are filled anywhere.
+    arrays: of `maps.npz`, by name.
+    sections: of the page, one a thing explained.
+    shown: the table on the screen: headings, then rows of texts.
+    caption: below it.
+    said: sentences, the most important first.
+    """
+
+    rows: list[Row]
+    arrays: dict[str, np.ndarray]
+    sections: list[Any] = field(default_factory=list)
+    shown: Sequence[Sequence[str]] = ()
+    caption: str = ""
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def header(self) -> list[str]:
+        """The columns that are filled in some row, in the order of the first that has them."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        return [name for name in names if any(row.get(name) is not None for row in self.rows)]
+
+    def cells(self) -> list[list[str]]:
+        """The rows as `scores.csv` has them: numbers of six digits, nothing where unknown."""
+        return [[_cell(row.get(name)) for name in self.header] for row in self.rows]
+
+    def write(self, folder: Path) -> None:
+        """Write `scores.csv` and `maps.npz`."""
+        with (folder / SCORES).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([self.header, *self.cells()])
+        with replacing(folder / MAPS) as file:
+            np.savez_compressed(file, **self.arrays)  # type: ignore[arg-type]
+
+    def table(self, title: str) -> Table:
+        """The table on the screen, of 80 columns."""
+        table = Table(title=title, title_justify="left", caption=self.caption or None, width=80)
+        table.caption_justify = "left"
+        headings, *rows = self.shown
+        for place, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if place else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

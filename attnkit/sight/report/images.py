@@ -1,0 +1,175 @@
+"""Images: a row for each method, judged over all of them, and a part of the page for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnkit.lightning.explained import Explained
+from attnkit.sight.explain import explain
+from attnkit.sight.explanation import Explanation
+from attnkit.sight.methods.table import METHODS
+from attnkit.sight.report.findings import Findings, Row
+from attnkit.sight.trust.agreement import spearman
+from attnkit.sight.trust.result import Trust
+
+if TYPE_CHECKING:
+    from attnkit.sight.report.report import Report
+
+# columns of scores.csv, and what `Trust` calls them
+_GAPS = {"mask": "gap in p, tokens masked", "mean": "gap in p, mean colour"}
+_SCORES = {
+    "class_sensitivity": "class sensitivity",
+    "similarity_random_weights": "similarity, all weights random",
+    "similarity_another_image": "similarity, another image",
+    "spearman_input_gradient": "spearman, input gradient",
+    "pointing": "pointing",
+    "mass_over_chance": "mass over chance",
+}
+_CONTROLS = ("random", "centre", "input_gradient", "oracle")
+_SHOWN = {
+    "class\nsensitivity": "class_sensitivity",
+    "random\nweights": "similarity_random_weights",
+    "input\ngradient": "spearman_input_gradient",
+    "mass over\nchance": "mass_over_chance",
+}
+_CAPTION = (
+    "gap: ± is how far from 0 random maps are. class sensitivity 0: blind to the class. "
+    "random weights, input gradient: rank correlations."
+)
+
+
+def explain_images(
+    report: Report,
+    explained: Explained,
+    against: Explained | None,
+    step: Callable[[str], None],
+) -> Findings:
+    """What each method says of the images, and how far to trust it."""
+    seen: dict[str, Explanation] = {}
+    other: dict[str, Explanation] = {}
+    judged: dict[str, Trust] = {}
+    classes = report.class_of(explained)
+    for method in report.methods:
+        step(method)
+        seen[method] = explain(explained.model, explained.inputs, classes, method)
+        if against is not None:
+            other[method] = _against(against, seen[method])
+        if report.trust != "none":
+            step(f"{method}: how far to trust it")
+            judged[method] = seen[method].trust(
+                full=report.trust == "full",
+                masks=explained.masks,
+                batch_size=report.batch_size,
+                seed=report.seed,
+            )
+    rows: list[Row] = [
+        _row(method, seen[method], judged.get(method), other.get(method)) for method in seen
+    ]
+    rows += _controls(next(iter(judged.values()), None), seen)
+    return Findings(
+        rows,
+        _arrays(seen, judged, other),
+        shown=_shown(rows),
+        caption=_CAPTION if judged else "",
+        said=[f"{method}: {trust}" for method, trust in judged.items()],
+    )
+
+
+def _against(against: Explained, seen: Explanation) -> Explanation:
+    """The same classes of the same images, of another model."""
+    method = seen.method
+    target = seen.target if METHODS[method].has_target else None
+    other = explain(against.model, against.inputs, target, method)
+    if other.map.shape != seen.map.shape:
+        ours, theirs = (" x ".join(map(str, one.map.shape[1:])) for one in (seen, other))
+        raise ValueError(
+            f"against: its maps are {theirs}, the first model's {ours}; expected the same grid"
+        )
+    return other
+
+
+def _row(
+    method: str, seen: Explanation, trust: Trust | None, other: Explanation | None
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"map": method, "images": len(seen.map)}
+    row |= _of(trust, "map")
+    for kind, words in (trust.verdicts if trust else {}).items():
+        row[f"verdict_{kind}"] = "; ".join(words)
+    if seen.share is not None and seen.num_prefix_tokens:
+        row["prefix_share"] = float(seen.share.mean())
+    if other is not None:
+        row["spearman_against"] = float(spearman(seen.map, other.map).mean())
+    return row
+
+
+def _of(trust: Trust | None, whose: str) -> dict[str, float | None]:
+    """The scores of the map, or of what it is held against."""
+    known = {score.name: score for score in trust.scores} if trust else {}
+    found: dict[str, float | None] = {}
+    for kind, name in _GAPS.items():
+        if name in known:
+            found[f"gap_{kind}"] = getattr(known[name], whose)
+            found[f"gap_{kind}_random"] = known[name].within
+    for column, name in _SCORES.items():
+        if name in known:
+            found[column] = getattr(known[name], whose)
+    return found
+
+
+def _controls(trust: Trust | None, seen: Mapping[str, Explanation]) -> list[Row]:
+    """What every map is held against, as far as it is not one of the maps."""
+    if trust is None:
+        return []
+    rows = [{"map": name, "images": trust.num_images, **_of(trust, name)} for name in _CONTROLS]
+    return [
+        row
+        for row in rows
+        if row["map"] not in seen and any(row.get(f"gap_{kind}") is not None for kind in _GAPS)
+    ]
+
+
+def _shown(rows: list[Row]) -> list[list[str]]:
+    """Headings and cells of the table on the screen."""
+    kinds = [kind for kind in _GAPS if any(row.get(f"gap_{kind}") is not None for row in rows)]
+    shown = {
+        heading: name
+        for heading, name in {**_SHOWN, "other\nmodel": "spearman_against"}.items()
+        if any(row.get(name) is not None for row in rows)
+    }
+    headings = {"mask": "gap, tokens\nmasked", "mean": "gap, mean\ncolour"}
+    table = [["map", *(headings[kind] for kind in kinds), *shown]]
+    for row in rows:
+        gaps = [_signed(row.get(f"gap_{kind}"), row.get(f"gap_{kind}_random")) for kind in kinds]
+        name = str(row["map"]).replace("_", " ")
+        table.append([name, *gaps, *(_signed(row.get(name)) for name in shown.values())])
+    return table
+
+
+def _signed(value: float | None, within: float | None = None) -> str:
+    if value is None:
+        return ""
+    number = f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
+    return number if within is None else f"{number} ± {within:.2f}"
+
+
+def _arrays(
+    seen: Mapping[str, Explanation],
+    judged: Mapping[str, Trust],
+    other: Mapping[str, Explanation],
+) -> dict[str, np.ndarray]:
+    """By name and method: maps [images, rows, columns], gaps [images], what the model says."""
+    arrays: dict[str, Any] = {}
+    first = next(iter(seen.values()))
+    for name in ("target", "predicted", "logit", "probability"):
+        arrays[name] = getattr(first, name)
+    for method, one in seen.items():
+        arrays[f"map_{method}"] = one.map
+        if one.tokens is not None:
+            arrays[f"tokens_{method}"] = one.tokens
+    arrays |= {f"against_{method}": one.map for method, one in other.items()}
+    for method, trust in judged.items():
+        arrays |= {f"gap_{kind}_{method}": gap for kind, gap in trust.gaps.items()}
+    return {name: tensor.cpu().numpy() for name, tensor in arrays.items()}

@@ -1,0 +1,209 @@
+"""`Report`: what is explained, by which methods, and how far it is judged."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from attnkit.core.arguments import at_least
+from attnkit.lightning.explained import Explained
+from attnkit.sight import captions
+from attnkit.sight.graphs.methods import EDGE_METHODS
+from attnkit.sight.methods.question import looking
+from attnkit.sight.methods.table import METHODS
+from attnkit.sight.page.page import write_page
+from attnkit.sight.page.section import Table
+from attnkit.sight.report.findings import PAGE, Findings
+from attnkit.sight.report.images import explain_images
+
+MOST_IMAGES = 64
+TRUSTS = ("fast", "full", "none")
+_METHODS: Mapping[str, Mapping[str, Any]] = {
+    "images": METHODS,
+    "sentences": captions.METHODS,
+    "nodes": EDGE_METHODS,
+}
+_WITHOUT: Mapping[str, tuple[str, ...]] = {
+    "images": ("nodes",),
+    "sentences": ("nodes", "target"),
+    "nodes": (),
+}
+
+
+class Report:
+    """Explanations of images, sentences or nodes as a page, a table and arrays.
+
+        report = attnkit.sight.report.Report(methods=["attention", "relevance"])
+        found = report(Explained(vit, images, pictures=images), "seen")
+        print(found.rows[0]["gap_mean"])
+
+    Leaves `explain.html`, `scores.csv` and `maps.npz` in the folder.
+
+    Args:
+        method: of `attnkit.explain`; what the page shows first. None: the first of `methods`, or
+            relevance.
+        methods: several of them, each with its rows and maps.
+        trust: "fast" and "full" judge each map, as `attnkit.trust` does, with `full=True` or
+            without; "none" does not.
+        num_images: how many, for whoever chooses them; 64 at most.
+        target: the class to explain, its name or its number; None: the predicted one.
+        nodes: of a graph, their numbers.
+        against: another checkpoint, for whoever loads models: its maps stand beside the first's.
+        batch_size: images in a forward.
+        seed: of random orders.
+        device: where the model runs, for whoever puts it there; None: a GPU if there is one.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        method: str | None = None,
+        *,
+        methods: Sequence[str] | None = None,
+        trust: Literal["fast", "full", "none"] | None = "fast",
+        num_images: int = 8,
+        target: str | int | None = None,
+        nodes: Sequence[int] | None = None,
+        against: str | Path | None = None,
+        batch_size: int = 64,
+        seed: int = 0,
+        device: str | None = None,
+    ) -> None:
+        trust = trust or "none"  # of YAML, where none is null
+        if trust not in TRUSTS:
+            raise ValueError(f"trust: expected one of {', '.join(TRUSTS)}, got {trust!r}")
+        at_least(1, num_images=num_images, batch_size=batch_size)
+        at_least(0, seed=seed)
+        if num_images > MOST_IMAGES:
+            raise ValueError(
+                f"num_images: expected {MOST_IMAGES} or fewer, which a page can show, got "
+                f"{num_images}; for whole test sets there is attnkit.metrics.PerturbationGap"
+            )
+        if methods is not None and not methods:
+            raise ValueError("methods: expected some, got none")
+        asked = [*([method] if method else []), *(methods or [])]
+        self.methods = [*dict.fromkeys(asked)] or ["relevance"]
+        self.trust, self.num_images, self.target = trust, num_images, target
+        self.nodes = None if nodes is None else list(nodes)
+        self.against, self.batch_size, self.seed, self.device = against, batch_size, seed, device
+
+    def check(self, explained: Explained) -> None:
+        """Whether all that was asked can be asked of this; before anything is computed.
+
+        Raises:
+            ValueError: a method, a class, nodes or other arguments that this does not have.
+        """
+        kind, known = explained.kind, _METHODS[explained.kind]
+        for name in _WITHOUT[kind]:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: not of {kind}, which are explained here; leave it out")
+        for method in self.methods:
+            if method not in known:
+                raise ValueError(
+                    f"method: expected one of {', '.join(known)} for {kind}, got {method!r}"
+                )
+        if self.target is not None:
+            blind = next((m for m in self.methods if not known[m].has_target), None)
+            if blind is not None:
+                raise ValueError(
+                    f"target: {blind!r} gives the same map for every class; leave one of them out"
+                )
+            self.class_of(explained)
+        if kind == "nodes":
+            self._check_nodes(explained)
+
+    def class_of(self, explained: Explained) -> int | None:
+        """The number of the class that is asked for.
+
+        Raises:
+            ValueError: there is no such class.
+        """
+        names, target = list(explained.class_names), self.target
+        if target is None:
+            return None
+        if isinstance(target, int):
+            if target < 0 or (names and target >= len(names)):
+                last = len(names) - 1
+                raise ValueError(f"target: expected a class from 0 to {last}, got {target}")
+            return target
+        if target not in names:
+            some = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+            raise ValueError(
+                f"target: expected the name of a class ({some or 'there are none'}) or its number, "
+                f"got {target!r}"
+            )
+        return names.index(target)
+
+    def cost(self, explained: Explained) -> str:
+        """How many forwards this will take, and how long, from a first batch."""
+        forwards = self.num_forwards(explained)
+        images = explained.inputs[: self.batch_size]
+        with looking(explained.model), torch.no_grad():
+            seconds = []
+            for _ in range(2):  # the first one warms up
+                start = time.perf_counter()
+                explained.model(images)
+                seconds.append(time.perf_counter() - start)
+        each = min(seconds) / len(images)
+        return f"about {forwards:,} forwards of an image, {_time(forwards * each)}"
+
+    def num_forwards(self, explained: Explained) -> int:
+        """About how many images go through the model."""
+        judging = {"none": 0, "fast": 70, "full": 320}[self.trust]
+        return len(explained.inputs) * len(self.methods) * (3 + judging)
+
+    def num_steps(self, explained: Explained) -> int:
+        """How often `step` is told what is done next."""
+        return len(self.methods) * (1 if self.trust == "none" else 2)
+
+    def __call__(
+        self,
+        explained: Explained,
+        folder: str | os.PathLike[str],
+        *,
+        title: str = "Explanations",
+        facts: Sequence[str] = (),
+        against: Explained | None = None,
+        step: Callable[[str], None] = lambda doing: None,
+    ) -> Findings:
+        """Explain, judge and write; returns what was found.
+
+        Args:
+            explained: the model and what it is asked.
+            folder: where to write.
+            title: of the page.
+            facts: about the model and how the images were chosen, for the page.
+            against: another model and the same images.
+            step: told what is done next.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as `attnkit.explain` and `attnkit.trust`.
+        """
+        self.check(explained)
+        found = explain_images(self, explained, against, step)
+        folder = Path(folder)
+        found.write(folder)
+        table = Table(found.header, found.cells())
+        write_page(folder / PAGE, title=title, facts=facts, table=table, sections=found.sections)
+        return found
+
+    def _check_nodes(self, explained: Explained) -> None:
+        number = len(explained.inputs[0])
+        if not self.nodes:
+            raise ValueError(f"nodes: expected some of 0 to {number - 1}, as nodes=[12,51]")
+        for node in self.nodes:
+            if not 0 <= node < number:
+                raise ValueError(f"nodes: expected some of 0 to {number - 1}, got {node}")
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return "less than a second"
+    return f"about {seconds:.0f} s" if seconds < 120 else f"about {seconds / 60:.0f} minutes"
