@@ -11,6 +11,7 @@ from torch import Tensor
 from attnkit.sight.graphs.table import steps_to
 
 MOST_RANKED, MOST_EDGES = 24, 120
+LEAST = 1e-4  # of the largest number: what is less may be rounding, whose sign says nothing
 # the soft colours of ColorBrewer's Set3 without its grey, on which black numbers are legible
 CLASS_COLOURS = (
     "#8dd3c7", "#fdb462", "#bebada", "#b3de69", "#80b1d3", "#fccde5", "#ffed6f", "#bc80bd",
@@ -89,7 +90,8 @@ def ego_graph(
     places = candidates.cpu().nonzero()[:, 0]
     places = places[scores[places].abs().argsort(descending=True, stable=True)]
     first = places[:most].tolist()
-    ranked = [place for place in first if scores[place] != 0]
+    largest = float(scores[first].abs().max()) if first else 0.0
+    ranked = [place for place in first if abs(float(scores[place])) > LEAST * largest]
     ends = edge_index.T.tolist()
     steps = None
     if index is not None:
@@ -104,7 +106,6 @@ def ego_graph(
     drawn = [*first, *ways, *inside][: max(MOST_EDGES, len(taken))]
     at = _layout(sorted(nodes), [ends[place] for place in drawn], index, steps)
     radius = min(0.085, 0.3 / math.sqrt(len(nodes)))
-    largest = float(scores[ranked].abs().max()) if ranked else 0.0
     is_ranked, bends, edges = set(ranked), _bends([ends[place] for place in drawn]), []
     for place, bend in zip(drawn, bends, strict=True):
         source, target = ends[place]
