@@ -4,6 +4,7 @@ from attnkit.tasks.image_classification.augment import Augment as Augment
 from attnkit.tasks.image_classification.cifar10 import CIFAR10Data as CIFAR10Data
 from attnkit.tasks.image_classification.data import ImageDataModule as ImageDataModule
 from attnkit.tasks.image_classification.describe import describe_batches as describe_batches
+from attnkit.tasks.image_classification.digit_grid import DigitGrid as DigitGrid
 from attnkit.tasks.image_classification.digits import DigitsData as DigitsData
 from attnkit.tasks.image_classification.image_folder import ImageFolderData as ImageFolderData
 from attnkit.tasks.image_classification.module import ImageClassification as ImageClassification

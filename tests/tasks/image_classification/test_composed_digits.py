@@ -1,11 +1,14 @@
 """Pictures composed of digits: what is drawn, and that masks are where it is."""
 
+import dataclasses
+
 import pytest
 import torch
 from sklearn.datasets import load_digits
 
 from attnkit.tasks.captioning import ScenesData, words_of
 from attnkit.tasks.image_classification import (
+    DigitGrid,
     DigitsData,
     KnowsTruth,
     NeedleDigits,
@@ -17,7 +20,7 @@ from attnkit.tasks.image_classification.planted_shortcut import painted
 FEW = {"num_train": 311, "num_val": 7, "num_test": 53}
 INK = (torch.from_numpy(load_digits().images) * (255 / 16)).round().to(torch.uint8)
 CLASSES = torch.from_numpy(load_digits().target)
-ALL = {"needle": NeedleDigits, "shortcut": PlantedShortcut}
+ALL = {"needle": NeedleDigits, "grid": DigitGrid, "shortcut": PlantedShortcut}
 
 
 def made(kind, **options):
@@ -78,6 +81,12 @@ def test_masks_follow_the_pictures_to_another_size(kind):
     large = made(kind, image_size=[48, 64], interpolation="nearest").truth()
     assert large.images.shape[-2:] == large.masks.shape[-2:] == (48, 64)
     coloured = large.images.amax(dim=1) != large.images.amin(dim=1)
+    if kind == "grid":
+        assert torch.equal(large.masks.sum(dim=1), torch.ones(53, 48, 64))
+        coloured = large.images[:, 0].where(large.masks[:, 0], 0) > 0
+        large = dataclasses.replace(large, masks=large.masks[:, :1])
+        assert large.masks[:, :, :24].any()
+        assert not large.masks[:, :, 24:].any()
     assert coloured.any()
     assert not (coloured & ~large.masks.any(dim=1)).any()
 
@@ -103,6 +112,22 @@ def test_distractors_are_as_many_as_asked_for():
         assert filled.max() == 1 + digits + strokes  # a piece of a digit may be empty
         if not strokes:
             assert filled.min() == 1 + digits
+
+
+@pytest.mark.parametrize("cells", [2, 3])
+def test_each_cell_of_a_grid_holds_its_class(cells):
+    data = made("grid", cells=cells)
+    truth, labels = data.truth(), data.sets["test"].labels
+    each = cells**2
+    assert truth.classes.shape == (53, each)
+    assert (truth.masks.sum(dim=1) == 1).all()
+    for image in range(0, 53, each):
+        assert len(truth.classes[image].unique()) == each
+        for mask, number in zip(truth.masks[image], truth.classes[image], strict=True):
+            assert is_digit(truth.images[image][0, mask].view(8, 8), number)
+        if image + each <= 53:  # once with each of its classes
+            assert torch.equal(labels[image : image + each], truth.classes[image])
+            assert (truth.images[image : image + each] == truth.images[image]).all()
 
 
 @pytest.mark.parametrize(("strength", "low", "high"), [(1.0, 1, 1), (0.5, 0.4, 0.7), (0.0, 0, 0.2)])
@@ -171,6 +196,7 @@ def test_other_data_know_no_truth():
         ("needle", {"num_train": 0}, ValueError, "num_train"),
         ("needle", {"num_distractors": -1}, ValueError, "num_distractors"),
         ("needle", {"num_distractors": 12}, ValueError, "at most 15, got 12 [+] 4"),
+        ("grid", {"cells": 4}, ValueError, "cells: expected 2 or 3"),
         ("shortcut", {"strength": 1.5}, ValueError, "strength"),
         ("shortcut", {"place": "middle"}, ValueError, "place"),
         ("shortcut", {"test_mark": "none"}, ValueError, "test_mark"),
