@@ -99,6 +99,7 @@ _HOME = {
     "edge_fidelity": "attnkit.sight.graphs.fidelity",
     "explain": "attnkit.sight.explain",
     "Explanation": "attnkit.sight.explanation",
+    "Sight": "attnkit.sight.training.sight",
     "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
@@ -187,6 +188,7 @@ if TYPE_CHECKING:
     from attnkit.sight.explain import explain
     from attnkit.sight.explanation import Explanation
     from attnkit.sight.graphs.fidelity import edge_fidelity
+    from attnkit.sight.training.sight import Sight
     from attnkit.sight.trust.curves import perturbation_curves
     from attnkit.sight.trust.judge import trust
     from attnkit.sight.trust.result import Trust

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from attnkit.core.watch.taps.call import AttentionCall
 from attnkit.core.watch.taps.watch import watch_attention
+from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.sight.methods.flow import Step
 from attnkit.sight.methods.grid import Grid, find_grid
 from attnkit.sight.methods.question import Layers, Question
 
+_OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
 OTHERS = "grad_cam, input_gradient, integrated_gradients or occlusion need no attention"
 
 
@@ -80,7 +82,7 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
             raise ValueError(f"{error}, or take another method: {OTHERS}") from None
         raise
     calls = _without_unread(calls, y, question)
-    _check_calls(calls, question.batch, method)
+    _check_calls(calls, question, method)
     steps = _steps(calls, question)
     last = steps[-1].call
     (gradient,) = question.gradients(y, [last.output], keep=True)
@@ -134,11 +136,11 @@ def has_token_attention(question: Question) -> bool:
             question.forward(question.images.clone())
     except ValueError:  # none is seen; whatever else it was, the next run raises it again
         return False
-    return bool(calls) and _why_no_chain(calls, question.batch) is None
+    return bool(calls) and _why_no_chain(calls, question) is None
 
 
-def _check_calls(calls: Sequence[Any], batch: int, method: str) -> None:
-    why = _why_no_chain(calls, batch)
+def _check_calls(calls: Sequence[Any], question: Question, method: str) -> None:
+    why = _why_no_chain(calls, question)
     if why is not None:
         raise ValueError(f"method: {method!r} follows tokens from layer to layer, but {why}")
     layer, times = Counter(call.layer for call in calls).most_common(1)[0]
@@ -149,12 +151,15 @@ def _check_calls(calls: Sequence[Any], batch: int, method: str) -> None:
         )
 
 
-def _why_no_chain(calls: Sequence[Any], batch: int) -> str | None:
+def _why_no_chain(calls: Sequence[Any], question: Question) -> str | None:
     """Why the calls are not layers over the tokens of a whole image."""
+    batch = question.batch
     num_tokens = getattr(calls[0], "num_keys", 0)
     for number, call in enumerate(calls):
         if not isinstance(call, AttentionCall):
             return f"{call.layer!r} attends over the edges of a graph"
+        if isinstance(question.module(call.layer), _OVER_CHANNELS):
+            return f"{call.layer!r} attends over channels, which are no places; {OTHERS}"
         if len(call.query) != batch:
             pieces = len(call.query) // batch
             return f"{call.layer!r} attends within windows, {pieces} an image; {OTHERS}"

@@ -1,0 +1,1 @@
+"""Looking at a model while it trains, in tests and in predictions: callbacks."""

@@ -1,0 +1,259 @@
+"""`callbacks=sight`: does the model look better as it learns?"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from PIL import Image
+from torch import Tensor
+
+from attnkit.lightning.arguments import at_least
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.explained import Explained
+from attnkit.lightning.files import in_log_folder, replacing
+from attnkit.lightning.loggers.pictures import log_picture
+from attnkit.sight.explain import explain
+from attnkit.sight.explanation import Explanation
+from attnkit.sight.training.history import History, draw_history
+from attnkit.sight.trust.removal import REMOVALS, NotAvailableError
+from attnkit.sight.trust.result import CLASS_SENSITIVITY
+
+
+class _Look(NamedTuple):
+    """How a model is looked at, the same in all epochs, so that these can be compared."""
+
+    method: str
+    removal: str
+
+
+class Sight(Callback):
+    """Maps of a few fixed images of the validation, and how far to trust them, every n epochs.
+
+    Logged to every logger, of `attnkit.trust` of the predicted classes:
+
+    - `val/sight_gap`: what p loses where the map points; `_centre`, `_input_gradient`: of those
+    - `val/sight_random`: a random map's gap is this near to 0, two standard errors
+    - `val/sight_class_sensitivity`: 0 for a map that cannot depend on the class
+    - `val/sight_prefix_share`: what class and register tokens take of the map, if there are any
+    - of a captioner, `val/sight_gap` is the mean over the words, and `val/sight_words` the share of
+      words whose map is better than random
+
+    A picture of the maps goes to the folder, `epoch_001.png`, and to every logger that takes images
+    (TensorBoard, Weights & Biases); `scores.png` shows the scores over the epochs, also of a
+    resumed run. Random numbers, gradients and modes are as they were without it. With several
+    processes the first one looks, while the others wait at the next step. What it took of the
+    training is told at its end: about 40 forwards an image and time, of a caption some 200.
+
+    What is explained is what `explained` of the module says (`attnkit.lightning.Explained`), else
+    the module itself and the images that come first in a batch, behind which may be classes.
+
+    Args:
+        num_images: at most; of the first validation batch, of as many classes as it has.
+        every_n_epochs: the first, every n-th after it, and the last.
+        method: of `attnkit.explain`; None: "relevance" where there is attention between the parts
+            of the image, else "grad_cam".
+        folder: for the pictures; None for `sight` in the trainer's log folder.
+
+    Raises:
+        UserError: in the check before training, a model of a graph, or one that the method does not
+            serve.
+    """
+
+    def __init__(
+        self,
+        num_images: int = 8,
+        every_n_epochs: int = 5,
+        method: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        at_least(1, num_images=num_images, every_n_epochs=every_n_epochs)
+        self.num_images = num_images
+        self.every_n_epochs = every_n_epochs
+        self.method = method
+        self._given_folder = folder
+        self.folder: Path | None = None
+        self.history: History = {}
+        self._batch: Any = None
+        self._look: _Look | None = None
+        self._seconds = 0.0
+        self._began = time.monotonic()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.folder = in_log_folder(trainer, self._given_folder, "sight")
+
+    def state_dict(self) -> dict[str, Any]:
+        history = {name: [list(point) for point in points] for name, points in self.history.items()}
+        return {"history": history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = {
+            name: [(epoch, value) for epoch, value in points]
+            for name, points in state_dict["history"].items()
+        }
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began, self._seconds = time.monotonic(), 0.0
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if batch_idx or dataloader_idx or not trainer.is_global_zero or not self._is_due(trainer):
+            return
+        start = time.monotonic()
+        if self._batch is None:
+            self._batch = _some(batch, self.num_images)
+        with trainer.precision_plugin.forward_context():
+            given = _explained(pl_module, self._batch)
+            seen = self._seen(given)
+            if not trainer.sanity_checking:  # which is only to learn that it works
+                self._tell(trainer, given, seen)
+        self._seconds += time.monotonic() - start
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero or not self.history:
+            return
+        assert self.folder is not None
+        figure = draw_history(self.history)
+        with replacing(self.folder / "scores.png") as file:
+            figure.savefig(file, format="png", dpi=120)
+        share = self._seconds / max(1e-9, time.monotonic() - self._began)
+        rank_zero_info(
+            f"sight: {self._seconds:.1f} s, {100 * share:.1f} % of the training; "
+            f"{self.folder / 'scores.png'}"
+        )
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        epoch = trainer.current_epoch
+        is_last = trainer.max_epochs is not None and epoch + 1 == trainer.max_epochs
+        return trainer.sanity_checking or is_last or epoch % self.every_n_epochs == 0
+
+    def _seen(self, given: Explained) -> Explanation:
+        """The maps; the first time, the method and the kind of removal are chosen."""
+        if given.kind == "nodes":
+            raise UserError(
+                "Sight: shows images and captions, and this is a graph; attnkit.explain explains "
+                "its nodes"
+            )
+        method = self.method or (self._look.method if self._look else None)
+        try:
+            seen = explain(given.model, given.inputs, given.sentences, method or "relevance")
+        except (ValueError, TypeError) as error:
+            if method is not None:
+                raise UserError(f"Sight: {error}") from error
+            seen = explain(given.model, given.inputs, method="grad_cam")
+        if self._look is None:
+            self._look = _Look(seen.method, _removal(seen))
+        return seen
+
+    def _tell(self, trainer: Trainer, given: Explained, seen: Explanation) -> None:
+        assert self.folder is not None
+        assert self._look is not None
+        scores = _scores(seen, self._look.removal)
+        for name, value in scores.items():
+            self.history.setdefault(name, []).append((trainer.current_epoch + 1, value))
+        # not by the module's log, which would repeat them in the epochs without a look
+        logged = {f"val/{name}": value for name, value in scores.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({**logged, "epoch": trainer.current_epoch}, trainer.global_step)
+        path = self.folder / f"epoch_{trainer.current_epoch + 1:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        seen.save(path, given.words or None)
+        with Image.open(path) as picture:
+            log_picture(trainer, "val/sight", np.asarray(picture.convert("RGB")))
+
+
+def _explained(module: Any, batch: Any) -> Explained:
+    """What the module says is explained, on its device."""
+    batch = module.transfer_batch_to_device(batch, module.device, 0)
+    if callable(getattr(module, "explained", None)):
+        return module.explained(batch)
+    images, *rest = batch if isinstance(batch, list | tuple) else [batch]
+    if not isinstance(images, Tensor) or images.ndim != 4:
+        raise UserError(
+            "Sight: expected a batch that begins with images [batch, channels, height, width], or "
+            f"a module with a method explained(batch), as {type(module).__name__} has none"
+        )
+    truth = rest[0] if rest and isinstance(rest[0], Tensor) else None
+    pixels = images if images.is_floating_point() else images.float() / 255
+    return Explained(module, pixels, pictures=pixels, truth=truth)
+
+
+def _removal(seen: Explanation) -> str:
+    if seen.words is not None:
+        return "mean"
+    try:
+        seen.trust(removals=["mask"], fractions=[0.5], orders=2)
+    except NotAvailableError:
+        return "mean"
+    return "mask"
+
+
+def _scores(seen: Explanation, removal: str) -> dict[str, float]:
+    """By name, without `val/`."""
+    if seen.words is not None:
+        words = [word for words in seen.trust_words().scores for word in words]
+        return {
+            "sight_gap": sum(word.gap for word in words) / len(words),
+            "sight_words": sum(word.is_better for word in words) / len(words),
+        }
+    trust = seen.trust(removals=[removal])
+    gap = trust[f"gap in p, {REMOVALS[removal]}"]
+    found = {
+        "sight_gap": gap.map,
+        "sight_random": gap.within,
+        "sight_gap_centre": gap.centre,
+        "sight_gap_input_gradient": gap.input_gradient,
+    }
+    if seen.has_target:
+        found["sight_class_sensitivity"] = trust[CLASS_SENSITIVITY].map
+    if seen.share is not None and seen.num_prefix_tokens:
+        found["sight_prefix_share"] = float(seen.share.mean())
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _some(batch: Any, number: int) -> Any:
+    """Some rows of a batch on the CPU, of as many classes as there are, in their order."""
+    labels = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
+    size = _size(batch)
+    if isinstance(labels, Tensor) and labels.ndim == 1 and len(labels) == size:
+        seen: dict[int, int] = {}
+        turn = []
+        for label in labels.tolist():
+            turn.append(seen.get(label, 0))
+            seen[label] = turn[-1] + 1
+        rows = sorted(sorted(range(size), key=lambda row: turn[row])[:number])
+    else:
+        rows = list(range(min(number, size)))
+    return _rows(batch, rows, size)
+
+
+def _size(batch: Any) -> int:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Tensor) or not isinstance(values, Sequence | type({}.values())):
+        return len(batch) if isinstance(batch, Tensor) else 0
+    return next((len(value) for value in values if isinstance(value, Tensor) and value.ndim), 0)
+
+
+def _rows(batch: Any, rows: list[int], size: int) -> Any:
+    if isinstance(batch, Tensor):
+        is_of_rows = batch.ndim and len(batch) == size
+        return batch[torch.tensor(rows)].detach().cpu() if is_of_rows else batch
+    if isinstance(batch, Mapping):
+        return {name: _rows(value, rows, size) for name, value in batch.items()}
+    if isinstance(batch, tuple) or (isinstance(batch, list) and isinstance(batch[0], Tensor)):
+        return [_rows(value, rows, size) for value in batch]
+    if isinstance(batch, list) and len(batch) == size:
+        return [batch[row] for row in rows]
+    return batch

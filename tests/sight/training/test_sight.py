@@ -1,0 +1,193 @@
+"""Scores and maps while a model trains."""
+
+import re
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.image import imread
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import attnkit
+from attnkit.lightning import MetricsCSV, UserError
+from attnkit.lightning.explained import Explained
+from attnkit.models.captioning.word_decoder import END, PAD
+from attnkit.sight.training.sight import Sight
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return self.model(images)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def vit():
+    torch.manual_seed(0)
+    options = {"dim": 12, "depth": 2, "num_heads": 3, "dropout_p": 0.1, "num_classes": 10}
+    return Classifier(attnkit.ViT(image_size=8, patch_size=2, in_channels=1, **options))
+
+
+@pytest.fixture(scope="module")
+def loader():
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images[:55], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return DataLoader(TensorDataset(images, torch.tensor(labels[:55])), batch_size=20)
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    def made(callbacks, **options):
+        options = {"max_epochs": 3, "logger": False, "enable_checkpointing": False} | options
+        return lightning.Trainer(
+            accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=callbacks, **options,
+        )  # fmt: skip
+
+    return made
+
+
+def test_scores_and_pictures_go_to_every_logger(loader, trainer, tmp_path, caplog):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoardLogger(tmp_path, name="", version="")
+    table = MetricsCSV(tmp_path)
+    sight = Sight(num_images=4, every_n_epochs=2)
+    trained = trainer([sight], logger=[board, table], max_epochs=4)
+    with caplog.at_level("INFO"):
+        trained.fit(vit(), loader, loader)
+
+    names = sorted(path.name for path in (tmp_path / "sight").iterdir())
+    assert names == ["epoch_001.png", "epoch_003.png", "epoch_004.png", "scores.png"]
+    assert all(imread(tmp_path / "sight" / name).std() > 0.1 for name in names)
+    scores = {"gap", "random", "gap_centre", "gap_input_gradient", "class_sensitivity"}
+    expected = {f"sight_{name}" for name in scores | {"prefix_share"}}
+    assert set(sight.history) == expected
+    assert all([epoch for epoch, _ in points] == [1, 3, 4] for points in sight.history.values())
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert len(events.Images("val/sight")) == 3
+    seen = [event.value for event in events.Scalars("val/sight_gap")]
+    assert seen == pytest.approx([value for _, value in sight.history["sight_gap"]])
+    assert "val/sight_gap" in (tmp_path / "metrics.csv").read_text()
+    assert re.search(r"sight: \d+\.\d s, \d+\.\d % of the training; .*scores\.png", caplog.text)
+
+
+def test_the_scores_are_those_of_trust(loader, trainer, tmp_path):
+    sight, module = Sight(num_images=5, folder=tmp_path / "maps"), vit()
+    trainer([sight], max_epochs=1).fit(module, loader, loader)
+    images = loader.dataset.tensors[0][:5]  # 0, 1, 2, 3, 4: of as many classes
+    trust = attnkit.explain(module, images).trust(removals=["mask"])
+    score = trust["gap in p, tokens masked"]
+    assert sight.history["sight_gap"] == [(1, pytest.approx(score.map, abs=1e-6))]
+    assert sight.history["sight_random"] == [(1, pytest.approx(score.within, abs=1e-6))]
+    assert sight.history["sight_gap_centre"] == [(1, pytest.approx(score.centre, abs=1e-6))]
+    share = float(attnkit.explain(module, images).share.mean())
+    assert sight.history["sight_prefix_share"] == [(1, pytest.approx(share, abs=1e-6))]
+
+
+def test_of_as_many_classes_as_the_batch_has(trainer, tmp_path):
+    """Seven images of three classes in order: one of each before a second of any."""
+    images, labels = torch.rand(7, 1, 8, 8), torch.tensor([4, 4, 4, 4, 1, 1, 9])
+    sight = Sight(num_images=4, folder=tmp_path / "maps")
+    trained = trainer([sight], max_epochs=1)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=7)
+    trained.validate(vit(), loader, verbose=False)
+    assert sight._batch[1].tolist() == [4, 4, 1, 9]
+    assert torch.equal(sight._batch[0], images[[0, 1, 4, 6]])
+
+
+def test_training_is_the_same_with_it_and_after_a_resumption(loader, trainer, tmp_path):
+    """Weights bit for bit: no random number, gradient or mode is touched, dropout included."""
+
+    def fitted(sight, max_epochs=2, **options):
+        module = vit()
+        trained = trainer([sight] if sight else [], max_epochs=max_epochs)
+        trained.fit(module, loader, loader, **options)
+        return module, trained
+
+    first, again = (Sight(num_images=2, every_n_epochs=1) for _ in "12")
+    plain, looked = fitted(None)[0], fitted(first)[0]
+    _, half = fitted(Sight(num_images=2, every_n_epochs=1), max_epochs=1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = [fitted(one, ckpt_path=tmp_path / "half.ckpt")[0] for one in (None, again)]
+    for one, other in ((plain, looked), resumed):
+        for name, value in one.state_dict().items():
+            assert torch.equal(other.state_dict()[name], value), name
+    assert [epoch for epoch, _ in again.history["sight_gap"]] == [1, 2]
+    assert again.history["sight_gap"][0] == first.history["sight_gap"][0]
+
+
+def test_a_network_with_channel_attention_has_maps_of_the_image(loader, trainer, tmp_path):
+    """64 channels are no 8 x 8 positions."""
+    network = nn.Sequential(
+        nn.Conv2d(1, 64, 3, padding=1), attnkit.ChannelAttention(64), nn.AdaptiveAvgPool2d(4),
+        nn.Conv2d(64, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+    sight = Sight(num_images=2, folder=tmp_path / "maps")
+    trainer([sight], max_epochs=1).fit(Classifier(network), loader, loader)
+    assert sight._look == ("grad_cam", "mean")
+
+
+class Captions(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = attnkit.Captioner(
+            attnkit.ViTEncoder((8, 12), dim=12, depth=1, num_heads=3, patch_size=2),
+            attnkit.TransformerDecoder(23, 7, dim=12, depth=1, num_heads=3),
+        )
+
+    def explained(self, batch):
+        said = torch.tensor([[7, 9, END], [5, END, PAD]])
+        names = [["a", "cat", "<end>"], ["dogs", "<end>"]]
+        images = batch["image"]
+        return Explained(self.model, images, images, sentences=said, words=names)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def test_captions(trainer, tmp_path):
+    module = Captions()
+    batch = {"image": torch.rand(2, 3, 8, 12), "references": [["a cat"], ["dogs"]]}
+    sight = Sight(folder=tmp_path / "maps")
+    loader = DataLoader([batch], batch_size=None)
+    trainer([sight]).validate(module, loader, verbose=False)
+    words = [w for s in attnkit.explain(module, batch["image"], module.explained(batch).sentences)
+             .trust_words().scores for w in s]  # fmt: skip
+    gap = sum(word.gap for word in words) / 5
+    assert sight.history["sight_gap"] == [(1, pytest.approx(gap, abs=1e-6))]
+    assert (tmp_path / "maps" / "epoch_001.png").exists()
+
+
+def test_what_it_does_not_show_is_refused_before_training(loader, trainer):
+    module = vit()
+    with pytest.raises(UserError, match="Sight: method: expected one of attention, value_weighted"):
+        trainer([Sight(method="rollot")]).fit(module, loader, loader)
+    module.explained = lambda batch: Explained(module, (batch[0], None))
+    with pytest.raises(UserError, match="Sight: shows images and captions, and this is a graph"):
+        trainer([Sight()]).fit(module, loader, loader)
+    texts = DataLoader(TensorDataset(torch.rand(4, 3), torch.ones(4).long()))
+    with pytest.raises(UserError, match="Sight: expected a batch that begins with images"):
+        trainer([Sight()]).validate(Texts(), texts)
+    with pytest.raises(ValueError, match="every_n_epochs: expected 1 or more, got 0"):
+        Sight(every_n_epochs=0)
+
+
+class Texts(lightning.LightningModule):
+    def validation_step(self, batch, batch_idx):
+        pass
