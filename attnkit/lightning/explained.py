@@ -1,6 +1,6 @@
 """What a module of a task says is explained of a batch, for `run=explain` and for anyone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ class Explained:
     truth: the right class of each image or node; None: unknown.
     names: of the images, such as their files; empty: their numbers.
     masks: where the evidence of the right answer is, for `attnkit.trust`; None: unknown.
+    true_edges: of a graph, the edges that a node's right answer is found by, [edges] bool.
     sentences: of a captioner, what it says, and `words` the texts of its words.
     notes: what a reader should know of all this, a sentence each.
     """
@@ -37,6 +38,7 @@ class Explained:
     truth: Annotated[Tensor, "batch", int] | None = None
     names: Sequence[str] = ()
     masks: Annotated[Tensor, "batch height width", bool] | None = None
+    true_edges: Callable[[int], Tensor | None] | None = None
     sentences: Annotated[Tensor, "batch words", int] | None = None
     words: Sequence[Sequence[str]] = ()
     notes: list[str] = field(default_factory=list)
@@ -47,6 +49,10 @@ class Explained:
         if self.sentences is not None:
             return "sentences"
         return "nodes" if self.pictures is None else "images"
+
+    def name(self, number: int) -> str:
+        """The name of an image, or its number."""
+        return self.names[number] if self.names else f"image {number}"
 
     def class_name(self, number: int) -> str:
         """The name of a class, or its number."""

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from attnkit.lightning import TaskModule
+from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import mean_of_losses
 from attnkit.lightning.modules.monitors import check_monitors, validates_as_known
@@ -127,6 +128,24 @@ class ImageCaptioning(NormalizesImages, TaskModule):
     def caption(self, images: Tensor, **decoding: Any) -> list[str]:
         """The sentences that the model says of images; options as in `Captioner.generate`."""
         return self._texts(self._say(images, **decoding))
+
+    def explained(self, batch: Mapping[str, Any]) -> Explained:
+        """What `attnkit.explain` is given of a batch: the captioner, images and what it says."""
+        images = batch["image"]
+        pixels = images if images.is_floating_point() else images.to(self.mean.dtype) / 255
+        said = self._say(pixels, **self._decoding(0)).words
+        words = [[number for number in row if number != PAD] for row in said.tolist()]
+        return Explained(
+            self.model,
+            self.normalized(pixels),
+            pictures=pixels,
+            sentences=said,
+            words=[[self._text_of(number) for number in row] for row in words],
+            names=[str(name) for name in batch.get("path", ())],
+        )
+
+    def _text_of(self, number: int) -> str:
+        return "<end>" if number == END else self.tokenizer.decode([number])
 
     def programs(self) -> dict[str, Program]:
         """`encoder`: uint8 images to a memory; `decoder`: of each word the logits of the next.

@@ -14,6 +14,7 @@ from torchmetrics.classification import BinaryAUROC
 
 from attnkit.core.masks.edges import Edges
 from attnkit.lightning import ClassificationModule, UserError
+from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 
 
@@ -101,6 +102,18 @@ class NodeClassification(ClassificationModule):
             "label": [self.class_names[number] for number in label.tolist()],
             "probability": probability.tolist(),
         }
+
+    def explained(self, batch: Data) -> Explained:
+        """What `attnkit.explain` is given of a graph: the model, features and edges.
+
+        Raises:
+            UserError: a sampled sub-graph.
+        """
+        if "batch_size" in batch:
+            raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
+        return Explained(
+            self.model, (batch.x, batch.edge_index), class_names=self.class_names, truth=batch.y
+        )
 
     def programs(self) -> dict[str, Program]:
         """`model`: features and edges of a graph of any size to logits."""

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from lightning import LightningModule
+from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Subset
 
 from attnkit.launch.job import folder as folders
@@ -38,11 +38,12 @@ def explain(session: Session) -> dict[str, float] | None:
     session.make_trainer()
     session.restore()
     device = _device(report.device)
-    batch, how = _chosen(session, report)
+    batch, rows, how = _chosen(session, report)
     explained = _explained(module, batch, device)
     against = None
     with _told():
         report.check(explained)
+        _beside(session, report, explained, batch, rows)
         if report.against is not None:
             against = _explained(_other(module, report.against), batch, device)
     facts = [*_facts(session, report, device), *facts, how, *explained.notes]
@@ -61,7 +62,8 @@ def explain(session: Session) -> dict[str, float] | None:
     screen.show(found.table(_title(session)))
     for sentence in found.said[:1]:
         say(sentence)
-    return {"explained": float(len(explained.inputs)), "parameters": session.num_parameters}
+    count = len(report.nodes or explained.inputs)
+    return {"explained": float(count), "parameters": session.num_parameters}
 
 
 def _title(session: Session) -> str:
@@ -135,8 +137,8 @@ def _device(asked: str | None) -> torch.device:
 # --- what is explained ----------------------------------------------------------------------------
 
 
-def _chosen(session: Session, report: Report) -> tuple[Any, str]:
-    """A batch of what is explained, and how it was chosen."""
+def _chosen(session: Session, report: Report) -> tuple[Any, list[int], str]:
+    """A batch of what is explained, its places in the data, and how it was chosen."""
     images = session.config["images"]
     data = session.make_predict_data(session.module) if images else session.make_own_data()
     data.trainer = session.trainer
@@ -144,7 +146,9 @@ def _chosen(session: Session, report: Report) -> tuple[Any, str]:
     data.prepare_data()
     data.setup("predict" if images else "test")
     if session.config["predict"] is None:  # a graph is one batch
-        return next(iter(data.predict_dataloader())), ""
+        is_whole = type(data).predict_dataloader is not LightningDataModule.predict_dataloader
+        loader = data.predict_dataloader() if is_whole else _first(data.test_dataloader())
+        return next(iter(loader)), [], "" if is_whole else "chosen: the first batch of the test"
     loader = data.predict_dataloader() if images else _first(data.test_dataloader())
     dataset = getattr(loader, "dataset", None)
     if dataset is None or not hasattr(dataset, "__len__"):
@@ -157,7 +161,33 @@ def _chosen(session: Session, report: Report) -> tuple[Any, str]:
     some = DataLoader(Subset(dataset, rows), batch_size=count, collate_fn=loader.collate_fn)
     batch = data.on_after_batch_transfer(next(iter(some)), 0)
     source = f"images in {images}" if images else "test images"
-    return batch, f"chosen: {count} of {len(dataset):,} {source}, {how}"
+    return batch, rows, f"chosen: {count} of {len(dataset):,} {source}, {how}"
+
+
+def _beside(
+    session: Session, report: Report, explained: Explained, batch: Any, rows: list[int]
+) -> None:
+    """What the data know besides: names of test images, and where the evidence is."""
+    if session.config["images"]:
+        root = str(session.config["images"])
+        explained.names = [name.removeprefix(root).lstrip("/") or name for name in explained.names]
+        return
+    if explained.kind == "nodes":
+        look = getattr(session.data, "true_edges", None)
+        explained.true_edges = look and partial(look, batch)
+        return
+    explained.names = explained.names or [f"Test image {row}" for row in rows]
+    look = getattr(session.data, "truth", None)
+    if look is None or explained.kind != "images" or explained.truth is None:
+        return
+    truth, target = look("test"), report.class_of(explained)
+    classes = explained.truth.tolist() if target is None else [target] * len(rows)
+    masks = [truth.mask_of(row, one) for row, one in zip(rows, classes, strict=True)]
+    found = [mask for mask in masks if mask is not None]
+    if len(found) == len(masks):
+        explained.masks = torch.stack(found).to(explained.truth.device)
+    else:
+        explained.notes.append("masks: not all images hold the class that is asked for")
 
 
 def _first(loaders: Any) -> Any:

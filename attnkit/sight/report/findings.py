@@ -65,6 +65,14 @@ class Findings:
         return table
 
 
+def number(value: float | None, within: float | None = None) -> str:
+    """Of a number two digits, with ± a range; of None nothing."""
+    if value is None:
+        return ""
+    text = f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
+    return text if within is None else f"{text} ± {within:.2f}"
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return ""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+import torch
 
 from attnkit.lightning.explained import Explained
 from attnkit.sight.explain import explain
 from attnkit.sight.explanation import Explanation
+from attnkit.sight.methods.question import logits_of, looking
 from attnkit.sight.methods.table import METHODS
-from attnkit.sight.report.findings import Findings, Row
+from attnkit.sight.page.images import image_sections
+from attnkit.sight.report.asked import Asked, Step
+from attnkit.sight.report.findings import Findings, Row, number
 from attnkit.sight.trust.agreement import spearman
 from attnkit.sight.trust.result import Trust
-
-if TYPE_CHECKING:
-    from attnkit.sight.report.report import Report
 
 # columns of scores.csv, and what `Trust` calls them
 _GAPS = {"mask": "gap in p, tokens masked", "mean": "gap in p, mean colour"}
@@ -42,40 +43,70 @@ _CAPTION = (
 
 
 def explain_images(
-    report: Report,
-    explained: Explained,
-    against: Explained | None,
-    step: Callable[[str], None],
+    asked: Asked, explained: Explained, against: Explained | None, step: Step
 ) -> Findings:
     """What each method says of the images, and how far to trust it."""
     seen: dict[str, Explanation] = {}
     other: dict[str, Explanation] = {}
     judged: dict[str, Trust] = {}
-    classes = report.class_of(explained)
-    for method in report.methods:
+    for method in asked.methods:
         step(method)
-        seen[method] = explain(explained.model, explained.inputs, classes, method)
+        seen[method] = explain(explained.model, explained.inputs, asked.target, method)
         if against is not None:
             other[method] = _against(against, seen[method])
-        if report.trust != "none":
+        if asked.trust != "none":
             step(f"{method}: how far to trust it")
             judged[method] = seen[method].trust(
-                full=report.trust == "full",
+                full=asked.is_full,
                 masks=explained.masks,
-                batch_size=report.batch_size,
-                seed=report.seed,
+                batch_size=asked.batch_size,
+                seed=asked.seed,
             )
     rows: list[Row] = [
         _row(method, seen[method], judged.get(method), other.get(method)) for method in seen
     ]
     rows += _controls(next(iter(judged.values()), None), seen)
+    step("the page")
     return Findings(
         rows,
         _arrays(seen, judged, other),
+        sections=_sections(asked, explained, seen, judged, other),
         shown=_shown(rows),
         caption=_CAPTION if judged else "",
         said=[f"{method}: {trust}" for method, trust in judged.items()],
     )
+
+
+def _sections(
+    asked: Asked,
+    explained: Explained,
+    seen: Mapping[str, Explanation],
+    judged: Mapping[str, Trust],
+    other: Mapping[str, Explanation],
+) -> list[Any]:
+    """A part of the page for each image."""
+    first = asked.methods[0]
+    beside = {"the other checkpoint": other[first]} if first in other else {}
+    if METHODS[first].has_target:
+        beside |= {"another class": _of_another_class(explained, seen[first])}
+    labels = None if explained.truth is None else explained.truth.tolist()
+    return image_sections(
+        list(seen.values()),
+        [judged.get(method) for method in seen],
+        titles=[explained.name(number) for number in range(len(seen[first].map))],
+        labels=labels,
+        class_names=explained.class_names,
+        against=beside,
+        batch_size=asked.batch_size,
+    )
+
+
+def _of_another_class(explained: Explained, seen: Explanation) -> Explanation:
+    """The same method for the likeliest of the other classes."""
+    with looking(explained.model), torch.no_grad():
+        logits = logits_of(explained.model(explained.inputs)).clone()
+    logits.scatter_(1, seen.target[:, None], -torch.inf)
+    return explain(explained.model, explained.inputs, logits.argmax(dim=1), seen.method)
 
 
 def _against(against: Explained, seen: Explanation) -> Explanation:
@@ -142,17 +173,10 @@ def _shown(rows: list[Row]) -> list[list[str]]:
     headings = {"mask": "gap, tokens\nmasked", "mean": "gap, mean\ncolour"}
     table = [["map", *(headings[kind] for kind in kinds), *shown]]
     for row in rows:
-        gaps = [_signed(row.get(f"gap_{kind}"), row.get(f"gap_{kind}_random")) for kind in kinds]
+        gaps = [number(row.get(f"gap_{kind}"), row.get(f"gap_{kind}_random")) for kind in kinds]
         name = str(row["map"]).replace("_", " ")
-        table.append([name, *gaps, *(_signed(row.get(name)) for name in shown.values())])
+        table.append([name, *gaps, *(number(row.get(name)) for name in shown.values())])
     return table
-
-
-def _signed(value: float | None, within: float | None = None) -> str:
-    if value is None:
-        return ""
-    number = f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
-    return number if within is None else f"{number} ± {within:.2f}"
 
 
 def _arrays(

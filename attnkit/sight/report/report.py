@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning.explained import Explained
 from attnkit.sight import captions
 from attnkit.sight.graphs.methods import EDGE_METHODS
-from attnkit.sight.methods.question import looking
 from attnkit.sight.methods.table import METHODS
 from attnkit.sight.page.page import write_page
 from attnkit.sight.page.section import Table
+from attnkit.sight.report.asked import Asked, Step
+from attnkit.sight.report.cost import cost_of
 from attnkit.sight.report.findings import PAGE, Findings
 from attnkit.sight.report.images import explain_images
+from attnkit.sight.report.nodes import explain_nodes
+from attnkit.sight.report.sentences import explain_sentences
 
 MOST_IMAGES = 64
 TRUSTS = ("fast", "full", "none")
@@ -30,8 +30,8 @@ _METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 _WITHOUT: Mapping[str, tuple[str, ...]] = {
     "images": ("nodes",),
-    "sentences": ("nodes", "target"),
-    "nodes": (),
+    "sentences": ("nodes", "target", "against"),
+    "nodes": ("against",),
 }
 
 
@@ -118,6 +118,8 @@ class Report:
             self.class_of(explained)
         if kind == "nodes":
             self._check_nodes(explained)
+        if kind == "sentences" and self.trust == "full":
+            raise ValueError("trust: expected fast or none for sentences, got 'full'")
 
     def class_of(self, explained: Explained) -> int | None:
         """The number of the class that is asked for.
@@ -143,25 +145,13 @@ class Report:
 
     def cost(self, explained: Explained) -> str:
         """How many forwards this will take, and how long, from a first batch."""
-        forwards = self.num_forwards(explained)
-        images = explained.inputs[: self.batch_size]
-        with looking(explained.model), torch.no_grad():
-            seconds = []
-            for _ in range(2):  # the first one warms up
-                start = time.perf_counter()
-                explained.model(images)
-                seconds.append(time.perf_counter() - start)
-        each = min(seconds) / len(images)
-        return f"about {forwards:,} forwards of an image, {_time(forwards * each)}"
-
-    def num_forwards(self, explained: Explained) -> int:
-        """About how many images go through the model."""
-        judging = {"none": 0, "fast": 70, "full": 320}[self.trust]
-        return len(explained.inputs) * len(self.methods) * (3 + judging)
+        return cost_of(self._asked(explained), explained)
 
     def num_steps(self, explained: Explained) -> int:
         """How often `step` is told what is done next."""
-        return len(self.methods) * (1 if self.trust == "none" else 2)
+        if explained.kind == "nodes":
+            return len(self.methods) * len(self.nodes or ())
+        return len(self.methods) * (1 if self.trust == "none" else 2) + 1
 
     def __call__(
         self,
@@ -171,7 +161,7 @@ class Report:
         title: str = "Explanations",
         facts: Sequence[str] = (),
         against: Explained | None = None,
-        step: Callable[[str], None] = lambda doing: None,
+        step: Step = lambda doing: None,
     ) -> Findings:
         """Explain, judge and write; returns what was found.
 
@@ -187,12 +177,30 @@ class Report:
             ValueError, TypeError, RuntimeError: as `attnkit.explain` and `attnkit.trust`.
         """
         self.check(explained)
-        found = explain_images(self, explained, against, step)
+        asked = self._asked(explained)
+        if explained.kind == "images":
+            found = explain_images(asked, explained, against, step)
+        elif explained.kind == "sentences":
+            found = explain_sentences(asked, explained, step)
+        else:
+            found = explain_nodes(asked, explained, step)
         folder = Path(folder)
         found.write(folder)
-        table = Table(found.header, found.cells())
+        facts = [*facts, f"table: {found.caption}"] if found.caption else facts
+        headings, *rows = found.shown
+        table = Table([heading.replace("\n", " ") for heading in headings], rows)
         write_page(folder / PAGE, title=title, facts=facts, table=table, sections=found.sections)
         return found
+
+    def _asked(self, explained: Explained) -> Asked:
+        return Asked(
+            methods=tuple(self.methods),
+            target=self.class_of(explained),
+            trust=self.trust,
+            nodes=tuple(self.nodes or ()),
+            batch_size=self.batch_size,
+            seed=self.seed,
+        )
 
     def _check_nodes(self, explained: Explained) -> None:
         number = len(explained.inputs[0])
@@ -201,9 +209,3 @@ class Report:
         for node in self.nodes:
             if not 0 <= node < number:
                 raise ValueError(f"nodes: expected some of 0 to {number - 1}, got {node}")
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1:
-        return "less than a second"
-    return f"about {seconds:.0f} s" if seconds < 120 else f"about {seconds / 60:.0f} minutes"

@@ -1,0 +1,119 @@
+"""Nodes of a graph: a row for each node and method, and a part of the page for each node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torchmetrics.functional.classification import binary_auroc
+
+from attnkit.lightning.explained import Explained
+from attnkit.sight.explain import explain
+from attnkit.sight.graphs.explanation import GraphExplanation
+from attnkit.sight.graphs.fidelity import EdgeFidelity
+from attnkit.sight.page.graphs import graph_section
+from attnkit.sight.report.asked import Asked, Step
+from attnkit.sight.report.findings import Findings, Row, number
+
+_DRAWS = {"fast": 20, "full": 200}
+_CAPTION = (
+    "p lost: of the class's probability without the edges that rank first, the mean over how many; "
+    "random: the same of random edges, the least and the most of the draws. p left: what is lost "
+    "with these edges alone."
+)
+
+
+def explain_nodes(asked: Asked, explained: Explained, step: Step) -> Findings:
+    """Which edges each method gives most for each node, and how far the answer needs them."""
+    seen: dict[tuple[int, str], GraphExplanation] = {}
+    judged: dict[tuple[int, str], EdgeFidelity] = {}
+    for node in asked.nodes:
+        for method in asked.methods:
+            key = node, method
+            step(f"node {node}: {method}")
+            seen[key] = explain(explained.model, explained.inputs, asked.target, method, index=node)
+            if asked.trust != "none" and int(seen[key].candidates.sum()) > 1:
+                judged[key] = seen[key].fidelity(num_draws=_DRAWS[asked.trust], seed=asked.seed)
+    rows = [_row(explained, one, judged.get(key)) for key, one in seen.items()]
+    return Findings(
+        rows,
+        _arrays(seen),
+        sections=[
+            _section(explained, seen[node, asked.methods[0]], judged.get((node, asked.methods[0])))
+            for node in asked.nodes
+        ],
+        shown=_shown(rows),
+        caption=_CAPTION if judged else "",
+        said=[f"node {node}, {method}: {one}" for (node, method), one in judged.items()],
+    )
+
+
+def _row(explained: Explained, seen: GraphExplanation, trust: EdgeFidelity | None) -> Row:
+    assert seen.index is not None
+    row: dict[str, Any] = {
+        "node": seen.index,
+        "map": seen.method,
+        "class": explained.class_name(seen.target),
+        "predicted": explained.class_name(seen.predicted),
+        "label": None,
+        "probability": seen.probability,
+        "edges": int(seen.candidates.sum()),
+    }
+    if explained.truth is not None:
+        row["label"] = explained.class_name(int(explained.truth[seen.index]))
+    if seen.share:
+        row["self_loops_share"] = seen.share
+    if trust is not None:
+        for name in ("plus", "random_plus", "random_plus_low", "random_plus_high"):
+            row[f"fidelity_{name}"] = sum(one[name] for one in trust.rows) / len(trust.rows)
+        for name in ("minus", "random_minus"):
+            row[f"fidelity_{name}"] = sum(one[name] for one in trust.rows) / len(trust.rows)
+        row["verdict"] = trust.verdict
+    right = explained.true_edges(seen.index) if explained.true_edges else None
+    if right is not None:
+        row["auroc"] = _auroc(seen, right.to(seen.edges.device))
+    return row
+
+
+def _auroc(seen: GraphExplanation, right: Tensor) -> float | None:
+    """How well the numbers part the right edges from the others; ties count half."""
+    scores, among = seen.edges[seen.candidates], right[seen.candidates]
+    if not among.any() or among.all():
+        return None
+    ranks = scores.unique(return_inverse=True)[1].double()
+    return float(binary_auroc(ranks / ranks.max().clamp(min=1), among.long()))
+
+
+def _section(explained: Explained, seen: GraphExplanation, trust: EdgeFidelity | None) -> Any:
+    title = f"Node {seen.index}"
+    return graph_section(title, seen, trust, explained.class_names, explained.truth)
+
+
+def _shown(rows: list[Row]) -> list[list[str]]:
+    has_truth = any(row.get("auroc") is not None for row in rows)
+    table = [["node", "map", "class", "p", "edges", "p lost", "random", "p left"]]
+    table[0] += ["AUROC"] if has_truth else []
+    for row in rows:
+        drawn = [number(row.get(f"fidelity_random_plus_{end}")) for end in ("low", "high")]
+        cells = [
+            str(row["node"]),
+            str(row["map"]).replace("_", " "),
+            str(row["class"]),
+            number(row["probability"]),
+            str(row["edges"]),
+            number(row.get("fidelity_plus")),
+            " to ".join(drawn) if drawn[0] else "",
+            number(row.get("fidelity_minus")),
+        ]
+        table.append(cells + ([number(row.get("auroc"))] if has_truth else []))
+    return table
+
+
+def _arrays(seen: dict[tuple[int, str], GraphExplanation]) -> dict[str, np.ndarray]:
+    """Numbers of the edges by node and method, [edges], and the edges."""
+    arrays = {
+        f"edges_{node}_{method}": one.edges.cpu().numpy() for (node, method), one in seen.items()
+    }
+    first = next(iter(seen.values()))
+    return {**arrays, "edge_index": first.edge_index.cpu().numpy()}

@@ -1,0 +1,145 @@
+"""`run=explain` of graphs, captions, data with masks and networks that nobody trained here."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from attnkit.launch.main import main
+
+QUIET = ("trainer=cpu", "callbacks.curves=null", "logger.tensorboard=null")
+TIMM = ("model=timm", "model.name=vit_tiny_patch16_224", "+model.depth=2", "model.image_size=64")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The runs `graph`, `captions` and `needle`, and a picture."""
+    folder = tmp_path_factory.mktemp("explain")
+    graph = ("task=graph", "data=dictionary_lookup", "data.k=3", "trainer.max_epochs=2")
+    captions = (
+        "task=captioning", "encoder.dim=16", "encoder.stages=[[8],[8],[16]]", "decoder.dim=16",
+        "data.image_size=24", "data.num_train=32", "data.num_val=4", "data.num_test=5",
+        "data.batch_size=8", "trainer.max_epochs=2",
+    )  # fmt: skip
+    needle = (
+        "task=vit", "data=needle_digits", "data.num_train=100", "data.num_val=20",
+        "data.num_test=20", "model.dim=16", "model.depth=1", "model.num_heads=1",
+        "trainer.max_epochs=1",
+    )  # fmt: skip
+    for name, command in {"graph": graph, "captions": captions, "needle": needle}.items():
+        assert main([*command, *QUIET, f"run_dir={folder / name}"]) == 0
+    pixels = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "picture.png")
+    return folder
+
+
+def rows_of(folder) -> list[dict[str, str]]:
+    with Path(folder, "scores.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_nodes(attnkit, runs):
+    methods = "explain.methods=[attention,occlusion]"
+    done = attnkit("run=explain", f"ckpt={runs}/graph", "explain.nodes=[2,1]", methods, "run_dir=x")
+    assert done.code == 0, done.err
+    assert [(row["node"], row["map"]) for row in rows_of("x")] == [
+        (node, method) for node in "21" for method in ("attention", "occlusion")
+    ]
+    assert all(row["verdict"].endswith("than random") for row in rows_of("x"))
+    assert all(0 <= float(row["auroc"]) <= 1 for row in rows_of("x"))
+    arrays = np.load("x/maps.npz")
+    assert arrays["edges_2_attention"].shape == arrays["edge_index"].shape[1:]
+    page = Path("x/explain.html").read_text()
+    assert page.count("<h2>") == 2
+    assert "Node 2" in page
+    assert "forwards of what reaches a node" in done.out
+
+
+def test_sentences(attnkit, runs):
+    done = attnkit("run=explain", f"ckpt={runs}/captions", "explain.num_images=2", "run_dir=x")
+    assert done.code == 0, done.err
+    assert "2 of 5 test images, the first" in done.out
+    rows, arrays = rows_of("x"), np.load("x/maps.npz")
+    assert {row["image"] for row in rows} == {"Test image 0", "Test image 1"}
+    images, words, *_ = arrays["map_relevance"].shape
+    assert images == 2
+    assert arrays["words"].shape == (2, words)
+    said = [word for sentence in arrays["words"] for word in sentence if word]
+    assert said == [row["word"] for row in rows]
+    assert all(
+        (float(row["gap"]) > float(row["gap_random"])) is row["verdict"].startswith("better")
+        for row in rows
+    )
+    assert Path("x/explain.html").read_text().count("<h2>") == 2
+
+
+def test_masks_of_the_data_are_used(attnkit, runs):
+    """A map of the mask itself has all its mass in it: the row `oracle`."""
+    done = attnkit("run=explain", f"ckpt={runs}/needle", "explain.num_images=4", "run_dir=x")
+    assert done.code == 0, done.err
+    over = {row["map"]: float(row["mass_over_chance"]) for row in rows_of("x")}
+    assert over["random"] == 1
+    assert over["oracle"] > 3
+    assert over["oracle"] > max(v for name, v in over.items() if name != "oracle")
+    assert "mass" in done.out
+
+
+def test_a_network_that_nobody_trained(attnkit, runs):
+    done = attnkit("run=explain", *TIMM, f"images={runs}/picture.png", "run_dir=x")
+    assert done.code == 0, done.err
+    assert "weights: random" in done.out
+    assert "weights</dt><dd>random" in Path("x/explain.html").read_text()
+    assert np.load("x/maps.npz")["map_relevance"].shape == (1, 4, 4)
+    config = Path("x/config.yaml").read_text()
+    assert "num_classes: 1000" in config
+    assert "0.5" in config, "the mean of the network's own"
+
+
+REFUSED = [
+    (("ckpt=RUNS/graph",), "explain.nodes: expected some of 0 to"),
+    (("ckpt=RUNS/graph", "explain.nodes=[1,100000]"), "explain.nodes: expected some of 0 to"),
+    (
+        ("ckpt=RUNS/graph", "explain.nodes=[1]", "images=RUNS/picture.png"),
+        "has no images; leave",
+    ),
+    (
+        ("ckpt=RUNS/graph", "explain.nodes=[1]", "explain.method=rollout"),
+        "nodes, got 'rollout'",
+    ),
+    (("ckpt=RUNS/captions", "explain.method=legrad"), "for sentences, got 'legrad'"),
+    (("ckpt=RUNS/captions", "explain.target=1"), "explain.target: not of sentences"),
+    (("ckpt=RUNS/captions", "explain.trust=full"), "explain.trust: expected fast or none"),
+    (("ckpt=RUNS/needle", "explain.against=RUNS/captions"), "does not hold num_classes"),
+    (("task=captioning", "ckpt=RUNS/needle/checkpoints/best.ckpt"), "task=captioning"),
+    ((), "run=explain: needs ckpt=PATH, a checkpoint or a run folder"),
+    ((*TIMM,), "run=explain: without ckpt=PATH it needs images=PATH"),
+    (
+        ("model=timm", "model.name=vit_tinny", "images=RUNS/picture.png"),
+        "model.name: expected a name",
+    ),
+    (
+        ("model=timm", "model.name=resnet18", "images=RUNS/picture.png", "model.image_size=32"),
+        "run=explain: ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=lambda given: str(given)[-50:])
+def test_refused(attnkit, runs, given, said):
+    done = attnkit("run=explain", *(one.replace("RUNS", str(runs)) for one in given))
+    assert done.code == 2, done.out + done.err
+    assert said in done.err
+    assert len(done.err.strip().splitlines()) <= 3
+    assert not [*Path.cwd().iterdir()]
+
+
+def test_a_class_without_explained_is_told(attnkit, mine):
+    assert mine("run_dir=trained").code == 0
+    done = mine("run=explain", "ckpt=trained", "run_dir=x")
+    assert done.code == 2
+    assert "give it a method explained(batch)" in done.err
+    assert not Path("x").exists()
+    assert torch.is_grad_enabled()
