@@ -75,8 +75,9 @@ def explain(
     A model of a graph, of attnkit, torch_geometric or your own, is explained edge by edge,
     `seen.edges` in the order of `edge_index`, for the logit of a node: `index`. `inputs` are then
     (x, edge_index, …), or a dictionary of arguments, and the methods "attention", "relevance",
-    "input_gradient" (of a factor on an edge's messages), "occlusion" (the edge taken out) and
-    "random"; `seen.trust()` is its fidelity beside random edges.
+    "input_gradient" (of a factor on an edge's messages), "occlusion" (the edge taken out),
+    "removal_gradient" (its first order, in one backward) and "random"; `seen.trust()` is its
+    fidelity beside random edges, `seen.top()` a table, and `seen.save("seen.png")` a drawing.
 
     Args:
         model: returns logits [batch, classes], or an object with `.logits`: models of attnkit,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnkit.core.watch.taps.edge_call import EdgeCall
 from attnkit.core.watch.taps.layers import Layers
 from attnkit.sight.graphs.question import GraphQuestion
 
@@ -36,7 +37,7 @@ def attention(question: GraphQuestion, layers: Layers) -> EdgeMap:
 def relevance(question: GraphQuestion, layers: Layers) -> EdgeMap:
     """Σ over layers of mean over heads of (∂y/∂α · α)⁺ (Chefer et al., Generic Attention-model
     Explainability, 2021, equation 5)."""
-    parts = _gradient_times_attention(question, layers)
+    parts, _ = _gradient_times_attention(question, layers)
     total = [_split(question, part.clamp(min=0).mean(dim=1)) for part in parts]
     return EdgeMap(*(torch.stack(part).sum(dim=0) for part in zip(*total, strict=True)))
 
@@ -44,8 +45,30 @@ def relevance(question: GraphQuestion, layers: Layers) -> EdgeMap:
 def input_gradient(question: GraphQuestion, layers: Layers) -> EdgeMap:
     """|∂y/∂m_e| of a factor m_e = 1 on the messages along an edge, in all layers at once: the sum
     over layers and heads of ∂y/∂α · α."""
-    parts = _gradient_times_attention(question, layers)
+    parts, _ = _gradient_times_attention(question, layers)
     total = [_split(question, part.sum(dim=1)) for part in parts]
+    sums = EdgeMap(*(torch.stack(part).sum(dim=0) for part in zip(*total, strict=True)))
+    return EdgeMap(sums.edges.abs(), sums.loops.abs())
+
+
+def removal_gradient(question: GraphQuestion, layers: Layers) -> EdgeMap:
+    """|Σ over layers and heads of ⟨∂y/∂o, o − o₋ₑ⟩|, o what a node receives and o₋ₑ the same
+    without the edge, attention being over those that are left. In ∂y/∂α, with the sums over the
+    other edges into the same node:
+
+        ⟨∂y/∂o, o − o₋ₑ⟩ = αₑ (∂y/∂αₑ − Σ αⱼ ∂y/∂αⱼ / Σ αⱼ)
+
+    It is what `occlusion` measures, to first order, in one backward; and unlike ∂y/∂α · α it does
+    not change if a number is added to all that a node can receive."""
+    total = []
+    for part, call in zip(*_gradient_times_attention(question, layers), strict=True):
+        part, weights = part.double(), call.weights.double()  # a difference of sums: α may be 1
+        target = call.edge_index[1]
+        nothing = part.new_zeros(max(call.num_nodes), part.shape[1])
+        others = nothing.index_add(0, target, part)[target] - part
+        rest = nothing.index_add(0, target, weights)[target] - weights
+        mean = torch.where(rest > 0, others / rest.where(rest > 0, 1.0), 0.0)
+        total.append(_split(question, (part - weights * mean).sum(dim=1).to(call.weights.dtype)))
     sums = EdgeMap(*(torch.stack(part).sum(dim=0) for part in zip(*total, strict=True)))
     return EdgeMap(sums.edges.abs(), sums.loops.abs())
 
@@ -82,13 +105,16 @@ EDGE_METHODS = {
     "attention": EdgeMethod(attention, has_target=False),
     "relevance": EdgeMethod(relevance),
     "input_gradient": EdgeMethod(input_gradient),
+    "removal_gradient": EdgeMethod(removal_gradient),
     "occlusion": EdgeMethod(occlusion, has_layers=False, is_signed=True),
     "random": EdgeMethod(random, has_target=False, has_layers=False, options=("seed",)),
 }
 
 
-def _gradient_times_attention(question: GraphQuestion, layers: Layers) -> list[Tensor]:
-    """∂y/∂α · α of each call, [edges and loops, heads]."""
+def _gradient_times_attention(
+    question: GraphQuestion, layers: Layers
+) -> tuple[list[Tensor], list[EdgeCall]]:
+    """∂y/∂α · α of each call, [edges and loops, heads]; and the calls."""
     calls, y = question.calls(layers, graph=True)
     seen = [call.seen_in for call in calls]
     if not y.requires_grad or not all(tensor.requires_grad for tensor in seen):
@@ -97,12 +123,13 @@ def _gradient_times_attention(question: GraphQuestion, layers: Layers) -> list[T
             "or .detach() in it, or take method='occlusion', which needs none"
         )
     gradients = torch.autograd.grad(y, seen, allow_unused=True)
-    return [
+    parts = [
         torch.zeros_like(call.weights)
         if gradient is None
         else (call.weight_gradient(gradient) * call.weights).detach()
         for call, gradient in zip(calls, gradients, strict=True)
     ]
+    return parts, calls
 
 
 def _split(question: GraphQuestion, values: Tensor) -> EdgeMap:

@@ -76,6 +76,23 @@ def test_explanations_are_the_same_of_ours_and_of_pygs_layers(graph):
         assert found.target == theirs.target == int(model(*graph)[INDEX].argmax())
 
 
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("convolution", [pyg.GATConv, pyg.GATv2Conv])
+def test_the_gradient_of_a_removal_is_occlusion_where_the_answer_is_linear(loops, convolution):
+    """One layer, whose output is the answer: then first order is all there is, also for a node of
+    one edge and for an edge that has all the attention."""
+    torch.manual_seed(3)
+    edges = torch.tensor([[1, 2, 3, 4, 2, 4], [0, 0, 0, 0, 3, 0]])
+    x = torch.randn(5, CHANNELS) * 3
+    model = randomized(convolution(CHANNELS, CLASSES, HEADS, concat=False, add_self_loops=loops))
+    for layer in (model, attnkit.interop.from_pyg(model)):
+        for index, count in ((0, 5), (3, 1)):
+            lost = explain(layer, (x, edges), index, 2, "occlusion").edges
+            found = explain(layer, (x, edges), index, 2, "removal_gradient").edges
+            torch.testing.assert_close(found, lost.abs(), atol=1e-4, rtol=1e-4)
+            assert int((found > 1e-3).sum()) == count
+
+
 def test_relevance_is_the_positive_part_of_gradient_times_attention(graph):
     """The layers written out, with explicit weights."""
     x, edges = without_loops(graph)
