@@ -9,10 +9,11 @@ import numpy as np
 from lightning import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import in_log_folder, replacing
+from attnkit.lightning.maps.overlay import overlaid, scale
+from attnkit.lightning.maps.picture import as_picture
 from attnkit.models.captioning.word_decoder import END, PAD
 
 COLUMNS = 6
@@ -21,10 +22,10 @@ COLUMNS = 6
 class WordMaps(Callback):
     """In prediction, a page and the arrays of each image: `<image>.png` and `<image>.npz`.
 
-    The page shows the image with its caption, and for each word the image under the map of where
-    the decoder looked when it said the word: one layer, the mean over its heads, brightest where it
-    looked most. The arrays are `words` (strings, the end last) and `weights` [layers, heads, words,
-    height, width], of the encoder's grid; those of a word add up to 1.
+    The page shows the image with its caption, and for each word the image in light tones under the
+    map of where the decoder looked when it said the word: one layer, the mean over its heads, on
+    the encoder's grid, with one scale for all words. The arrays are `words` (strings, the end last)
+    and `weights` [layers, heads, words, height, width], of that grid; those of a word add up to 1.
 
     Args:
         folder: for the files; None for `word_maps` in the trainer's log folder.
@@ -76,22 +77,21 @@ class WordMaps(Callback):
             self.pages += 1
 
     def _page(self, image: Tensor, caption: str, words: list[str], maps: Tensor) -> Figure:
-        pixels = image.permute(1, 2, 0).numpy()
-        if pixels.dtype != np.uint8:
-            pixels = (pixels * 255).clip(0, 255).astype(np.uint8)
-        shown = maps[self.layer].mean(0)
-        shown = F.interpolate(shown[None], size=tuple(image.shape[-2:]), mode="bilinear")[0]
+        picture = as_picture(image)
+        shown = maps[self.layer].mean(0).numpy()
+        top = max(float(shown.max(initial=0)), 1e-12)
         rows = math.ceil((len(words) + 1) / COLUMNS)
-        figure = Figure(figsize=(1.9 * COLUMNS, 2.1 * rows + 0.5), layout="constrained")
+        figure = Figure(figsize=(1.9 * COLUMNS + 1, 2.1 * rows + 0.5), layout="constrained")
         figure.suptitle(_shown(caption))
         panels = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
         for panel in panels:
             panel.axis("off")
-        panels[0].imshow(pixels)
+        panels[0].imshow(picture, interpolation="nearest")
         for panel, word, map_ in zip(panels[1:], words, shown, strict=False):
-            panel.imshow(pixels)
-            panel.imshow(np.zeros((*pixels.shape[:2], 3)), alpha=_shade(map_).numpy())
-            panel.set_title(_shown(word), fontsize=10)
+            panel.imshow(overlaid(picture, map_, top), interpolation="nearest")
+            panel.set_title(_shown(word), fontsize=11)
+        label = "attention, one scale for all words"
+        figure.colorbar(scale(top), ax=list(panels), label=label, shrink=0.8, pad=0.01)
         return figure
 
 
@@ -110,8 +110,3 @@ def _words(tokenizer: Any, numbers: list[int]) -> list[str]:
 def _shown(text: str) -> str:
     """For matplotlib, to whom dollar signs would be the ends of a formula."""
     return text.replace("$", r"\$")
-
-
-def _shade(map_: Tensor) -> Tensor:
-    """How dark each pixel becomes: not at all where the model looked most."""
-    return 0.85 * (1 - map_ / map_.max().clamp(min=1e-12))

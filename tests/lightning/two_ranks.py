@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from attnkit import MultiHeadAttention
+from attnkit import MultiHeadAttention, Sight
 from attnkit.lightning import (
     EMA,
     AttentionMaps,
@@ -61,6 +61,7 @@ if __name__ == "__main__":
         callbacks=[
             KernelRecord(),
             AttentionMaps(num_images=2),
+            Sight(num_images=2, every_n_epochs=2),
             Throughput(),
             EMA(),
             LearningCurves(),

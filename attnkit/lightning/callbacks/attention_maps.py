@@ -15,11 +15,10 @@ from attnkit.core.kernels.record import unrecorded
 from attnkit.core.watch.capture import capture_attention
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.files import in_log_folder, replacing
+from attnkit.lightning.loggers.pictures import log_picture
 from attnkit.lightning.maps.layers import (
-    MAX_PREFIX_TOKENS,
     LayerMap,
     chosen_layers,
-    find_grid,
     layer_maps,
     over_image,
     prefix_of,
@@ -130,7 +129,7 @@ class AttentionMaps(Callback):
         name = f"epoch_{epoch + 1:03d}" if stage == "val" else stage
         with replacing(self.folder / f"{name}.png") as file:
             Image.fromarray(pixels).save(file, "PNG")
-        _send_image(trainer, f"{stage}/attention", pixels)
+        log_picture(trainer, f"{stage}/attention", pixels)
 
     on_validation_batch_end: Any = partialmethod(_look, stage="val")
     on_test_batch_end: Any = partialmethod(_look, stage="test")
@@ -157,8 +156,10 @@ class AttentionMaps(Callback):
     def _maps(self, model: nn.Module, image: Tensor) -> tuple[list[LayerMap], Any]:
         if not self.rollout:
             return layer_maps(model, image, self.layer, self.num_prefix_tokens)
-        values, num_keys = self._rolled_out(model, image)
-        return [LayerMap("rollout", "attention", values * num_keys, "image")], model(image[None])
+        values, num_keys = rollout(model, image, self.num_prefix_tokens)
+        took = 1 - float(values.sum()) if values.numel() < num_keys else None
+        shown = LayerMap("rollout", "attention", values.cpu() * num_keys, "image", took)
+        return [shown], model(image[None])
 
     @torch.no_grad()
     def attention_map(self, model: nn.Module, image: Tensor) -> Tensor:
@@ -167,25 +168,13 @@ class AttentionMaps(Callback):
         The model runs as it stands: call `eval()` before to be rid of dropout.
         """
         if self.rollout:
-            return self._rolled_out(model, image)[0]
+            return rollout(model, image, self.num_prefix_tokens)[0].cpu()
         with unrecorded(), capture_attention(model, layers=self.layer) as captured:
             model(image[None])
         if not captured:
             raise ValueError(f"layer: {self.layer!r} did not run")
         weights = [*captured.values()][-1][-1][0].float().mean(0)
         return over_image(weights, image, prefix_of(model, self.num_prefix_tokens)).cpu()
-
-    def _rolled_out(self, model: nn.Module, image: Tensor) -> tuple[Tensor, int]:
-        with unrecorded(), capture_attention(model) as captured:
-            model(image[None])
-        layers = [weights[-1][0].float().mean(0) for weights in captured.values()]
-        told, has_class_token = prefix_of(model, self.num_prefix_tokens)
-        tried = [told, 0] if told is not None else range(MAX_PREFIX_TOKENS + 1)
-        num_keys = layers[-1].shape[-1]
-        height, width = image.shape[-2:]
-        number, _ = find_grid(num_keys, height, width, tried)
-        flow = rollout(layers, number)
-        return over_image(flow, image, (number, has_class_token)).cpu(), num_keys
 
 
 def _prediction(output: Any, module: nn.Module) -> str:
@@ -196,13 +185,3 @@ def _prediction(output: Any, module: nn.Module) -> str:
     probability, number = output[0].float().softmax(0).max(0)
     name = names[int(number)] if names else int(number)
     return f"says: {name} ({100 * float(probability):.0f} %)"
-
-
-def _send_image(trainer: Trainer, name: str, pixels: Any) -> None:
-    for logger in trainer.loggers:
-        if hasattr(logger, "log_image"):
-            logger.log_image(name, images=[pixels], step=trainer.global_step)
-            continue
-        writer = getattr(logger, "experiment", None)
-        if writer is not None and hasattr(writer, "add_image"):
-            writer.add_image(name, pixels, trainer.global_step, dataformats="HWC")

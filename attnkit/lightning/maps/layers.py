@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name
 from attnkit.core.watch.capture import capture_attention
+from attnkit.core.watch.taps.call import AttentionCall
+from attnkit.core.watch.taps.watch import watch_attention
 from attnkit.layers.gates.gate import capture_gates
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.layers.maps.spatial import SpatialAttention
@@ -34,6 +36,8 @@ class LayerMap(NamedTuple):
     values: Tensor
     over: str
     """Over what: "image", "channels" or "pairs of channels"."""
+    prefix: float | None = None
+    """Of attention over tokens, what the class and register tokens before the image took."""
 
 
 def chosen_layers(model: nn.Module, layer: int | str) -> tuple[str, list[str]]:
@@ -117,8 +121,9 @@ def _of_attention(
             f"layer: {name!r} attends within {len(weights)} parts of the image, windows or the "
             "like, which are not drawn; inspect.layer or the argument layer chooses another"
         )
-    values = over_image(weights[0].mean(0), image, prefix) * num_keys
-    return LayerMap(name, "attention", values, "image")
+    values = over_image(weights[0].mean(0), image, prefix)
+    took = 1 - float(values.sum()) if values.numel() < num_keys else None
+    return LayerMap(name, "attention", values * num_keys, "image", took)
 
 
 def over_image(weights: Tensor, image: Tensor, prefix: tuple[int | None, bool]) -> Tensor:
@@ -166,18 +171,39 @@ def find_grid(
     )
 
 
-def rollout(layers: list[Tensor], num_prefix_tokens: int) -> Tensor:
-    """Product over layers of (weights + identity) / 2, [rows of the last layer, tokens]."""
-    num_tokens = layers[-1].shape[-1]
-    flow = torch.eye(num_tokens, device=layers[-1].device)
-    for weights in layers:
-        if weights.shape[-1] != num_tokens:
+def rollout(model: nn.Module, image: Tensor, given: int | None) -> tuple[Tensor, int]:
+    """Over an image the row that is read of the product over layers of (weights + identity) / 2.
+
+        r ← (r + r A) / 2      from the last layer down, A the mean over heads
+
+    so that no product of layers is held, nor the weights of one. Returns the map [rows, columns],
+    and the number of tokens.
+
+    Raises:
+        ValueError: layers of different tokens; tokens that are no grid over the image.
+    """
+    told, has_class_token = prefix_of(model, given)
+    with unrecorded(), watch_attention(model) as seen:
+        model(image[None])
+    calls = [call for call in seen if isinstance(call, AttentionCall)]  # a graph has no image
+    last = calls[-1]
+    num_tokens = last.num_keys
+    tried = [told, 0] if told is not None else range(MAX_PREFIX_TOKENS + 1)
+    height, width = image.shape[-2:]
+    number, grid = find_grid(num_tokens, height, width, tried)
+    r = torch.zeros(1, last.num_queries, device=image.device)
+    if number and has_class_token:
+        r[:, 0] = 1
+    else:
+        r += 1 / last.num_queries
+    for call in reversed(calls):
+        if call.num_keys != num_tokens:
             raise ValueError(
-                f"rollout: the layers have different tokens, {weights.shape[-1]} and {num_tokens}"
+                f"rollout: the layers have different tokens, {call.num_keys} and {num_tokens}"
             )
-        if len(weights) == num_tokens or num_prefix_tokens:
-            # A last layer computed for the class token only has that one row.
-            identity = torch.eye(num_tokens, device=weights.device)[: len(weights)]
-            weights = (weights + identity) / 2
-        flow = weights @ flow
-    return flow
+        moved = call.propagate(r)
+        # A last layer computed for the class token only has that one row.
+        if call.num_queries == num_tokens or number:
+            moved = (moved + nn.functional.pad(r, (0, num_tokens - r.shape[1]))) / 2
+        r = moved
+    return r[0, number:].reshape(grid), num_tokens

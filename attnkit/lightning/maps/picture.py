@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attnkit.lightning.maps.layers import LayerMap
+from attnkit.lightning.maps.overlay import COLOURS, overlaid, scale
 
 _SIDE = 2.0  # inches of an image
 _LONGEST = 22  # characters of a title's line
@@ -26,7 +27,8 @@ def draw_maps(images: Tensor, maps: Sequence[Sequence[LayerMap]], titles: Sequen
     """A column for each image: the image, and a row for each layer.
 
     A layer has one scale for all images, which is drawn beside them. Attention is shown as a
-    multiple of even attention, gates between 0 and 1: a map that is even has one colour.
+    multiple of even attention, gates between 0 and 1: a map that is even has one colour. Maps
+    lie on the image in light tones, each place in one colour.
 
     Args:
         images: [batch, channels, height, width], uint8, or floats of any range.
@@ -41,7 +43,7 @@ def draw_maps(images: Tensor, maps: Sequence[Sequence[LayerMap]], titles: Sequen
     panels = figure.subplots(1 + num_layers, count, squeeze=False)
     pictures = [as_picture(image) for image in images]
     for panel, picture, title in zip(panels[0], pictures, titles, strict=True):
-        panel.imshow(picture)
+        panel.imshow(picture, interpolation="nearest")
         panel.set_title("\n".join(map(_short, title.split("\n"))), fontsize=9)
         panel.axis("off")
     for row, layers in zip(panels[1:], zip(*maps, strict=True), strict=True):
@@ -49,14 +51,13 @@ def draw_maps(images: Tensor, maps: Sequence[Sequence[LayerMap]], titles: Sequen
         largest = max(float(one.values.max()) for one in layers)
         top = 1.0 if first.kind == "gate" else max(2.0, largest)
         row[0].set_title(first.layer, fontsize=9, loc="left")
-        shown: Any = None
         for panel, picture, one in zip(row, pictures, layers, strict=True):
-            shown = _draw(panel, picture, one, top) or shown
+            _draw(panel, picture, one, top)
         label = _SCALES[first.kind, first.over]
-        if shown is not None:
-            figure.colorbar(shown, ax=list(row), label=label, shrink=0.9, pad=0.01)
-        else:
+        if first.over == "channels":
             row[0].set_ylabel(label, fontsize=8)
+        else:
+            figure.colorbar(scale(top), ax=list(row), label=label, shrink=0.9, pad=0.01)
     return figure
 
 
@@ -69,27 +70,23 @@ def pixels_of(figure: Figure) -> np.ndarray:
     return np.array(canvas.buffer_rgba())[..., :3]
 
 
-def _draw(panel: Any, picture: np.ndarray, one: LayerMap, top: float) -> Any:
+def _draw(panel: Any, picture: np.ndarray, one: LayerMap, top: float) -> None:
     if one.over == "channels":
         panel.step(range(len(one.values)), one.values.tolist(), where="mid", lw=1)
         panel.set(ylim=(0, 1))
         panel.set_xlabel("channel", fontsize=8)
         panel.tick_params(labelsize=7)
         panel.set_box_aspect(picture.shape[0] / picture.shape[1])
-        return None
+        return
     values = one.values.numpy()
-    if one.over == "image":
-        high, wide = picture.shape[:2]
-        extent = (-0.5, wide - 0.5, high - 0.5, -0.5)
-        panel.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=1)
-        shown = panel.imshow(
-            values, cmap="inferno", vmin=0, vmax=top, alpha=0.65, extent=extent,
-            interpolation="bilinear",
-        )  # fmt: skip
-    else:
-        shown = panel.imshow(values, cmap="inferno", vmin=0, vmax=top, interpolation="nearest")
     panel.axis("off")
-    return shown
+    if one.over == "image":
+        panel.imshow(overlaid(picture, values, top), interpolation="nearest")
+    else:
+        panel.imshow(values, cmap=COLOURS, vmin=0, vmax=top, interpolation="nearest")
+    if one.prefix is not None:
+        said = f"class and registers took {100 * one.prefix:.0f} %"
+        panel.text(0.5, -0.04, said, ha="center", va="top", fontsize=7, transform=panel.transAxes)
 
 
 def as_picture(image: Tensor) -> np.ndarray:

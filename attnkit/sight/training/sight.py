@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from PIL import Image
 from torch import Tensor
@@ -23,6 +24,8 @@ from attnkit.sight.explanation import Explanation
 from attnkit.sight.training.history import History, draw_history
 from attnkit.sight.trust.removal import REMOVALS, NotAvailableError
 from attnkit.sight.trust.result import CLASS_SENSITIVITY
+
+_SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 class _Look(NamedTuple):
@@ -62,7 +65,7 @@ class Sight(Callback):
 
     Raises:
         UserError: in the check before training, a model of a graph, or one that the method does not
-            serve.
+            serve; weights in parts (FSDP, DeepSpeed), which one process alone cannot run.
     """
 
     def __init__(
@@ -85,6 +88,11 @@ class Sight(Callback):
         self._began = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, _SHARDED):
+            raise UserError(
+                "Sight: one process looks, and this strategy keeps a part of the weights in each; "
+                "explain the checkpoint afterwards"
+            )
         self.folder = in_log_folder(trainer, self._given_folder, "sight")
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+import matplotlib
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -17,6 +19,7 @@ from attnkit import (
 )
 from attnkit.lightning import AttentionMaps, UserError
 from attnkit.lightning.maps.layers import LayerMap, find_grid, layer_maps
+from attnkit.lightning.maps.overlay import overlaid
 from attnkit.lightning.maps.picture import draw_maps
 
 
@@ -194,14 +197,43 @@ def test_an_even_map_looks_even_and_has_a_scale():
     figure, (top, below) = picture(even)
     assert top.get_title() == "true: a\nsays: b (93 %)"
     assert below.get_title("left") == "blocks.1.attention"
-    *_, heat = below.get_images()
-    assert heat.get_clim() == (0, 2)  # so that its colour is the middle one
     (bar,) = (axes for axes in figure.axes if axes not in (top, below))
     assert bar.get_ylabel() == "attention: 1 is even"
-    uneven = even._replace(values=torch.tensor([[0.5, 7.0]]))
-    assert picture(uneven)[1][1].get_images()[-1].get_clim() == (0, 7)
+    assert bar.get_ylim() == (0, 2)  # so that its colour is the middle one
+    assert not list(below.texts)
+    uneven = even._replace(values=torch.tensor([[0.5, 7.0]]), prefix=0.613)
+    figure, (_, below) = picture(uneven)
+    assert figure.axes[-1].get_ylim() == (0, 7)
+    assert [text.get_text() for text in below.texts] == ["class and registers took 61 %"]
     gate = LayerMap("gate", "gate", torch.full((3, 5), 0.5), "image")
-    assert picture(gate)[1][1].get_images()[-1].get_clim() == (0, 1)
+    assert picture(gate)[0].axes[-1].get_ylim() == (0, 1)
+
+
+def test_each_place_has_one_colour_and_the_image_shows_through():
+    """Of 6 x 7 pixels and 2 x 3 places: rows 0 to 2, columns 0 to 2, 3 and 4, 5 and 6."""
+    values = np.array([[0.0, 0.5, 1.0], [2.0, 0.25, 0.75]])
+    white = overlaid(np.ones((6, 7, 3)), values, top=1.0)
+    assert white.shape == (240, 280, 3)  # 40 for each pixel
+    scale = matplotlib.colormaps["OrRd"]
+    for (row, column), pixels in {
+        (0, 0): white[:120, :94], (0, 1): white[:120, 94:187], (1, 2): white[120:, 187:],
+    }.items():  # fmt: skip
+        expected = np.broadcast_to(scale(values[row, column])[:3], pixels.shape)
+        np.testing.assert_allclose(pixels, expected)
+    np.testing.assert_allclose(white[239, 0], scale(1.0)[:3])  # beyond the scale's end
+    black = overlaid(np.zeros((6, 7, 3)), values, top=1.0)
+    np.testing.assert_allclose(black, white / 2)
+
+
+def test_what_the_prefix_took():
+    vit = make_vit(num_registers=2)
+    image = torch.randn(3, 6, 10)
+    (found,), _ = layer_maps(vit, image, -1, None)
+    with capture_attention(vit, layers=-1) as captured:
+        vit(image[None])
+    (weights,) = captured["blocks.1.attention"]
+    assert found.prefix == pytest.approx(float(weights[0].mean(0)[0, :3].sum()), abs=1e-6)
+    assert layer_maps(make_vit(pooling="mean"), image, -1, None)[0][0].prefix is None
 
 
 def test_gates_of_channels_are_a_curve():

@@ -1,11 +1,13 @@
 """Scores and maps while a model trains."""
 
 import re
+from types import SimpleNamespace
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import FSDPStrategy
 from matplotlib.image import imread
 from sklearn.datasets import load_digits
 from torch import nn
@@ -184,6 +186,9 @@ def test_what_it_does_not_show_is_refused_before_training(loader, trainer):
     texts = DataLoader(TensorDataset(torch.rand(4, 3), torch.ones(4).long()))
     with pytest.raises(UserError, match="Sight: expected a batch that begins with images"):
         trainer([Sight()]).validate(Texts(), texts)
+    sharded = SimpleNamespace(strategy=object.__new__(FSDPStrategy))
+    with pytest.raises(UserError, match="Sight: one process looks, and this strategy keeps a part"):
+        Sight().setup(sharded, module, "fit")
     with pytest.raises(ValueError, match="every_n_epochs: expected 1 or more, got 0"):
         Sight(every_n_epochs=0)
 
