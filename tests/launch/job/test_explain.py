@@ -143,3 +143,25 @@ def test_refused(attnkit, runs, changes, said):
     assert len(done.err.strip().splitlines()) <= 3
     assert "Traceback" not in done.err
     assert not [*Path.cwd().iterdir()]
+
+
+def test_a_folder_that_cannot_be_written(attnkit, runs, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = attnkit("run=explain", f"ckpt={runs / 'one'}", f"run_dir={tmp_path / 'file' / 'x'}")
+    assert done.code == 2
+    assert "run_dir" in done.err
+    assert len(done.err.strip().splitlines()) <= 3
+
+
+def test_a_network_without_attention(attnkit, runs):
+    """What needs attention is refused, what does not is explained."""
+    cnn = ("model=timm", "model.name=resnet10t", "model.image_size=64")
+    given = (*cnn, f"images={runs / 'pictures'}", "explain.num_images=1", "explain.trust=none")
+    done = attnkit("run=explain", *given, "run_dir=x")
+    assert done.code == 2
+    assert "attention" in done.err
+    assert len(done.err.strip().splitlines()) <= 3
+    assert not [*Path.cwd().iterdir()]
+    done = attnkit("run=explain", *given, "explain.method=grad_cam", "run_dir=x")
+    assert done.code == 0, done.err
+    assert np.load("x/maps.npz")["map_grad_cam"].shape == (1, 2, 2)
