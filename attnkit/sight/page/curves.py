@@ -29,8 +29,15 @@ def sentences(trust: Trust, image: int) -> list[tuple[str, str]]:
         within = 2 * float(drawn.square().mean().sqrt())
         gap = float(trust.gaps[kind][image])
         verdict = VERDICTS[0] if gap > within else VERDICTS[1]
-        lost = fall(one, trust.removed, point).sentence(kind, 1)
-        said.append((lost, f"Gap {_signed(gap)}, random maps 0 ± {within:.2f}: {verdict}."))
+        lost = fall(one, trust.removed, point)
+        # two standard errors of a mean reach beyond what a probability can be
+        lost = lost._replace(low=max(0.0, lost.low), high=min(1.0, lost.high))
+        said.append(
+            (
+                lost.sentence(kind, 1),
+                f"Gap {_signed(gap)}, random maps 0 ± {within:.2f}: {verdict}.",
+            )
+        )
     return said
 
 

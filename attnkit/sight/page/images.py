@@ -258,7 +258,7 @@ def _without(without: Without, number: int, frame: str, target: str) -> str:
     whole = float(without.whole[number])
     loss = (whole - without.p[number]).unflatten(0, without.grid)
     scale = scale_of([without.whole[:, None] - without.p], is_signed=True)
-    low, high = (short(float(p)) for p in without.p[number].aminmax())
+    low, high = (f"{float(p):.2f}" for p in without.p[number].aminmax())
     about = f"p({target}) is {whole:.2f}, and without one patch {low} to {high} ({without.kind})."
     return _map("Each patch left out", loss, scale, frame, f"what p({target}) loses", about)
 

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from sklearn.datasets import load_sample_image
 from torch import nn
 
 import attnkit
@@ -20,7 +21,7 @@ from attnkit.sight.page.heads import scale_of_weights
 from attnkit.sight.page.images import image_sections
 from attnkit.sight.page.page import write_page
 from attnkit.sight.page.section import Table
-from attnkit.sight.page.without import without_each
+from attnkit.sight.page.without import Without, without_each
 
 ROWS, COLUMNS = 3, 5
 NAMES = [f"<script>alert({number})</script>" for number in range(3)]
@@ -166,6 +167,44 @@ def test_methods_have_one_scale_for_all_images(sections, seen):
         assert (pixels(uri) == scale.palette[scale.levels(seen[1].map[number])]).all()
 
 
+def test_another_checkpoint_is_shown_with_the_difference(seen, images):
+    other = attnkit.explain(vit(seed=1), images)
+    sections = image_sections(seen[:1], against={"checkpoint B": other}, patches=False)
+    both = scale_of([seen[0].map, other.map])
+    difference = seen[0].map - other.map
+    signed = scale_of([difference], is_signed=True)
+    for number, section in enumerate(sections):
+        drawn = re.findall(r'src="([^"]+)" alt="Map: ([^.]+)\.', section.html)
+        found = {name: pixels(uri) for uri, name in drawn}
+        assert list(found) == ["relevance", "checkpoint B", "less checkpoint B"]
+        assert (found["relevance"] == both.palette[both.levels(seen[0].map[number])]).all()
+        assert (found["checkpoint B"] == both.palette[both.levels(other.map[number])]).all()
+        colours = signed.palette[signed.levels(difference[number])]
+        assert (found["less checkpoint B"] == colours).all()
+
+
+def test_eight_images_of_a_large_vit_take_two_megabytes(tmp_path, monkeypatch):
+    """12 layers of 12 heads over 196 patches; p without each, which costs 1,568 forwards, drawn."""
+    model = timm.create_model("vit_tiny_patch16_224", embed_dim=24, num_heads=12, num_classes=9)
+    with torch.no_grad():  # attention that is far from even takes most
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)
+    photos = [load_sample_image(name) for name in ("china.jpg", "flower.jpg")]
+    tall = [torch.tensor(photo).permute(2, 0, 1)[None] / 255 for photo in photos]
+    cut = [photo[..., 60 * n : 60 * n + 400] for n in range(4) for photo in tall]
+    images = torch.cat([nn.functional.interpolate(one, (224, 224), mode="area") for one in cut])
+    p = Without((14, 14), torch.rand(8, 196), torch.rand(8), "tokens masked")
+    monkeypatch.setattr("attnkit.sight.page.images.without_each", lambda *_: p)
+    seen = [attnkit.explain(model.eval(), images, method=m) for m in ("attention", "centre")]
+    other = attnkit.explain(model, images + 0.1, method="attention")
+    sections = image_sections(seen, against={"brighter": other})
+    path = tmp_path / "explain.html"
+    write_page(path, title="8", facts=[], table=Table([], []), sections=sections)
+    assert len(sections[7].data["looks"]) == 3
+    assert len(sections[7].data["heads"]["entropy"]) == 12
+    assert path.stat().st_size < 2_000_000
+
+
 def test_sentences_are_of_the_image(trusts):
     for number in range(2):
         for trust in trusts:
@@ -248,6 +287,10 @@ def test_hover_click_and_keys(open_page, path, sections):
     digits = 2 if f"{p:.2f}" != f"{data['whole']:.2f}" else 4
     assert text.endswith(f"from {data['whole']:.{digits}f} to {p:.{digits}f}.")
     assert section.locator(".gone").is_visible()
+    # it stays away while another patch is looked at
+    page.keyboard.press("ArrowUp")
+    assert said.text_content().startswith("The patch at row 1, column 2 looks most at ")
+    assert said.text_content().endswith(text.partition(". Without")[2])
     frame.click(position={"x": box["width"] * 2.5 / COLUMNS, "y": box["height"] * 2.5 / ROWS})
     assert "Without" not in said.text_content()
     assert not section.locator(".gone").is_visible()
