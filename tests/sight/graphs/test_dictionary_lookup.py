@@ -67,6 +67,7 @@ def test_the_edge_that_a_trained_gatv2_needs_is_found(repository):
     # ∂y/∂α is of weights that need not sum to 1, and other edges have their share of it
     assert 0.6 < auroc(model, graphs, "relevance") < 0.99
     assert 0.8 < auroc(model, graphs, "input_gradient") < 0.99
+    assert 0.85 < auroc(model, graphs, "removal_gradient") < 0.99
     assert 0.3 < auroc(model, graphs, "random") < 0.7
     fidelity = attnkit.explain(model, (graphs[0].x, graphs[0].edge_index), index=3).trust()
     assert fidelity.verdict == "better than random"

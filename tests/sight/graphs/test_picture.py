@@ -44,6 +44,11 @@ def test_what_is_far_is_drawn_with_a_way_to_the_node():
     assert [node.number for node in ego.nodes] == [0, 1, 2]
     assert ego.num_left_out == 4
     assert left_out(ego).endswith("2 others in grey, 4 not drawn.")
+    chain = torch.tensor([[1, 2, 3, 4, 4], [0, 1, 2, 3, 1]])
+    ego = ego_graph(torch.tensor([0.0, 0, 0, 1, 0]), chain, torch.ones(5).bool(), 0, most=1)
+    assert [node.number for node in ego.nodes] == [0, 1, 2, 3, 4]
+    ego = ego_graph(torch.tensor([0.0, 0, 0, 1]), chain[:, :4], torch.ones(4).bool(), 0, most=1)
+    assert sorted(edge.place for edge in ego.edges) == [0, 1, 2, 3]  # the whole way
 
 
 def test_nodes_lie_apart_and_edges_end_at_their_rims():
