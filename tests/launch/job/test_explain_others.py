@@ -8,7 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
+import attnkit as toolkit
 from attnkit.launch.main import main
+from attnkit.metrics.localisation import area, mass
+from attnkit.tasks.captioning import ImageCaptioning, ScenesData
+from attnkit.tasks.image_classification import NeedleDigits
 
 QUIET = ("trainer=cpu", "callbacks.curves=null", "logger.tensorboard=null")
 TIMM = ("model=timm", "model.name=vit_tiny_patch16_224", "+model.depth=2", "model.image_size=64")
@@ -75,6 +79,16 @@ def test_sentences(attnkit, runs):
     )
     assert Path("x/explain.html").read_text().count("<h2>") == 2
 
+    data = ScenesData(num_train=32, num_val=4, num_test=5, image_size=24, num_workers=0)
+    data.setup()
+    module = ImageCaptioning.load_from_checkpoint(runs / "captions/checkpoints/best.ckpt").eval()
+    images = module.normalized(data.sets["test"].images.fetch(torch.tensor([0, 1])))
+    trust = toolkit.explain(
+        module.model, images, torch.from_numpy(arrays["sentences"])
+    ).trust_words()
+    gaps = [score.gap for sentence in trust.scores for score in sentence]
+    assert [float(row["gap"]) for row in rows] == pytest.approx(gaps, rel=1e-3, abs=1e-7)
+
 
 def test_masks_of_the_data_are_used(attnkit, runs):
     """A map of the mask itself has all its mass in it: the row `oracle`."""
@@ -84,7 +98,14 @@ def test_masks_of_the_data_are_used(attnkit, runs):
     assert over["random"] == 1
     assert over["oracle"] > 3
     assert over["oracle"] > max(v for name, v in over.items() if name != "oracle")
-    assert "mass" in done.out
+    data = NeedleDigits(num_train=100, num_val=20, num_test=20, num_workers=0)
+    data.setup()
+    labels, truth = data.sets["test"].labels.tolist(), data.truth()
+    first = [labels.index(label) for label in sorted(set(labels))[:4]]
+    masks = torch.stack([truth.mask_of(row, labels[row]) for row in first])
+    maps = torch.from_numpy(np.load("x/maps.npz")["map_relevance"])
+    wanted = float((mass(maps, masks) / area(masks).mean()).mean())
+    assert over["relevance"] == pytest.approx(wanted, rel=1e-3)
 
 
 def test_a_network_that_nobody_trained(attnkit, runs):
