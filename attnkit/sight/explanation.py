@@ -102,7 +102,7 @@ class Explanation:
             print(attnkit.explain(captioner, images).trust_words())
 
         Each word has the gap of its map against random ones, and its probability without the
-        region that the map ranks first. About 120 forwards an image of 36 regions and 12 words.
+        region that the map ranks first. About 200 forwards an image of 36 regions and 12 words.
 
         Args:
             options: `fractions`, `orders`, `seed` and `batch_size`, as of `attnkit.trust`.

@@ -6,6 +6,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
 COLOURS = "OrRd"
+_DARKEST = 0.68  # what black becomes: dark images stay bright, and light ones visible
 _LEAST_PIXELS = 240  # so that places that do not divide the pixels have even sides
 
 
@@ -27,7 +28,7 @@ def overlaid(picture: np.ndarray, values: np.ndarray, top: float) -> np.ndarray:
         for pixels, places in zip(grey.shape[:2], values.shape, strict=True)
     )
     colours = matplotlib.colormaps[COLOURS](Normalize(0, top)(values))[..., :3]
-    return (0.5 + 0.5 * grey) * colours[rows[:, None], columns]
+    return (_DARKEST + (1 - _DARKEST) * grey) * colours[rows[:, None], columns]
 
 
 def scale(top: float) -> ScalarMappable:
