@@ -45,7 +45,8 @@ def test_the_needle_is_found(script):
 def test_a_shortcut_is_found_where_there_is_one(of_marks):
     used, unused = of_marks
     finding = {name for name in used if used[name] >= 5 and unused[name] <= 1.5}
-    assert finding >= {"relevance"}
+    assert finding >= {"relevance", "integrated_gradients", "occlusion"}
+    assert not finding & {"attention", "legrad", "input_gradient", "random", "centre", "oracle"}
 
 
 def test_rows_become_a_table(script):
@@ -61,3 +62,7 @@ def test_rows_become_a_table(script):
     assert "| `relevance` | 5.00 ± 1.41 | 0.50 ± 0.00 | – |" in shown
     assert "not available: rollout" in shown
     assert shown.index("`oracle`") < shown.index("`relevance`")
+    table = script.overview(rows).splitlines()
+    assert table[0] == "| map | needle_digits, vit |"
+    assert "| `relevance` | 5.00 ± 1.41 |" in table
+    assert "| `rollout` | – |" in table
