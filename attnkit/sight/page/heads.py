@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from attnkit.sight.colours import Scale
+from attnkit.sight.diagnosis.findings import SINK
 from attnkit.sight.page.attention import Attention
 from attnkit.sight.page.html import colour_bar, escaped, map_uri
 
-SINK = 0.3
-"""From which share for one token on a head is marked."""
 _SIDE = 44  # pixels of a thumbnail, at least a pixel for each place
 
 
@@ -89,14 +88,14 @@ def heads_html(attention: Attention, image: int) -> str:
         f'</div><div class="numbers">{numbers}</div></div></div>'
         f'<div class="legend">{colour_bar(scale, "times even attention; brighter is cut off")}'
         f'<p class="note">What {reads} looks at. The bar below each is its entropy: full, all keys '
-        f'alike; empty, one key alone. <i class="dot"></i> marks a sink: one token gets over '
-        f'{100 * SINK:.0f} %.</p><p class="said screen" aria-live="polite">Point at a head, or '
-        f"press Tab and arrow keys.</p></div></div></div>"
+        f'alike; empty, one key alone. <i class="dot"></i> marks a sink: one token gets '
+        f'{100 * SINK:.0f} % or more.</p><p class="said screen" aria-live="polite">Point at a '
+        f"head, or press Tab and arrow keys.</p></div></div></div>"
     )
 
 
 def _cell(layer: int, head: int, entropy: float, share: float) -> str:
-    sink = ' class="sink"' if share > SINK else ""
+    sink = ' class="sink"' if share >= SINK else ""
     place = f"--layer: {layer}; --head: {head}; --entropy: {entropy:.3f}"
     return f'<i{sink} style="{place}"><b></b></i>'
 
