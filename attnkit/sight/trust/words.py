@@ -180,7 +180,7 @@ def _first(ranks: Annotated[Tensor, "*orders places", int]) -> Annotated[Tensor,
 
 def _answers(
     sentences: Sentences, images: Tensor, removed: Tensor, grid: tuple[int, int], batch_size: int
-) -> Annotated[Tensor, "steps batch words"]:
+) -> Annotated[Tensor, "_ batch words"]:
     """The probability of each word of the images without some regions."""
     size = (images.shape[2], images.shape[3])
     colour = images.mean(dim=(2, 3), keepdim=True)
@@ -196,7 +196,7 @@ def _answers(
 def _curves(
     whole: Annotated[Tensor, "2 batch words"],
     alone: Annotated[Tensor, "places batch words"],
-    inner: Annotated[Tensor, "orders 2 counts batch words"],
+    inner: Annotated[Tensor, "orders 2 _ batch words"],
     ranks: Annotated[Tensor, "orders 2 batch places", int],
 ) -> tuple[Tensor, Tensor]:
     """Most-first and least-first, [orders, batch, words, points]."""
