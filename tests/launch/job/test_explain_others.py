@@ -14,6 +14,7 @@ from attnkit.metrics.localisation import area, mass
 from attnkit.tasks.captioning import ImageCaptioning, ScenesData
 from attnkit.tasks.image_classification import NeedleDigits
 
+pytestmark = pytest.mark.slow
 QUIET = ("trainer=cpu", "callbacks.curves=null", "logger.tensorboard=null")
 TIMM = ("model=timm", "model.name=vit_tiny_patch16_224", "+model.depth=2", "model.image_size=64")
 
