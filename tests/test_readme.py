@@ -88,4 +88,8 @@ def test_pictures_and_links_are_there():
     readme = (ROOT / "README.md").read_text()
     targets = re.findall(r"\]\(([^)]+)\)", readme)
     assert targets
-    assert not [target for target in targets if not (ROOT / target).exists()]
+    for target in targets:
+        path, _, section = target.partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.M) if section else []
+        assert (ROOT / path).exists(), target
+        assert not section or section in [re.sub(r"\W+", "-", h.lower()) for h in headings], target
