@@ -9,9 +9,10 @@ import matplotlib
 import numpy as np
 from torch import Tensor
 
-SEQUENTIAL, DIVERGING, OVERLAID = "inferno", "RdBu_r", "OrRd"
-"""Matplotlib's names: even steps to the eye from dark to bright; blue, white at 0, red; from nearly
-white to dark red, for maps that lie on an image."""
+from attnkit.lightning.maps import overlay
+
+SEQUENTIAL, DIVERGING = "inferno", "RdBu_r"
+"""Matplotlib's names: even steps to the eye from dark to bright; blue, white at 0, red."""
 
 
 class Scale(NamedTuple):
@@ -54,4 +55,4 @@ def as_numbers(values: Tensor | np.ndarray) -> np.ndarray:
 def overlay_scale(maps: Iterable[Tensor | np.ndarray], *, is_signed: bool = False) -> Scale:
     """As `scale_of`, for maps multiplied onto an image in light tones: 0 is white."""
     low, high, name = scale_of(maps, is_signed=is_signed)
-    return Scale(low, high, name if is_signed else OVERLAID)
+    return Scale(low, high, name if is_signed else overlay.COLOURS)

@@ -102,13 +102,13 @@ def _explained(module: LightningModule, batch: Any, device: torch.device) -> Exp
 
 def _other(module: LightningModule, path: Any) -> LightningModule:
     """The module of another checkpoint, built as it was saved."""
-    ckpt = folders.checkpoint(str(path))
-    load = partial(type(module).load_from_checkpoint, ckpt, map_location="cpu", weights_only=True)
     wrong = (AttributeError, LookupError, TypeError, ValueError)
     try:
-        return loaded(load, ckpt, wrong)
+        ckpt = folders.checkpoint(str(path))
+        load = partial(type(module).load_from_checkpoint, ckpt, map_location="cpu")
+        return loaded(partial(load, weights_only=True), ckpt, wrong)
     except UserError as error:
-        raise UserError(f"explain.against: {error}") from error
+        raise UserError(f"explain.against: {str(error).removeprefix('ckpt: ')}") from error
 
 
 @contextmanager

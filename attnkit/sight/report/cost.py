@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
@@ -10,9 +11,10 @@ from attnkit.sight.graphs.question import GraphQuestion
 from attnkit.sight.methods.grid import patch_grid
 from attnkit.sight.methods.question import looking
 from attnkit.sight.report.asked import Asked
+from attnkit.sight.trust.curves import FRACTIONS
+from attnkit.sight.trust.words import ORDERS
 
 _JUDGING = {"none": 0, "fast": 70, "full": 250}
-_OF_WORDS = {"none": 0, "fast": 120}
 _OF_EDGES = {"none": 0, "fast": 210, "full": 2010}
 _EXPLAINING = 3  # forwards and a backward
 _PATCHES = (8, 8)  # of a model that does not say
@@ -39,7 +41,10 @@ def num_forwards(asked: Asked, explained: Explained) -> int:
         return len(asked.nodes) * methods * (_EXPLAINING + _OF_EDGES[asked.trust])
     images = len(explained.inputs)
     if explained.kind == "sentences":
-        return images * methods * (_EXPLAINING + _OF_WORDS[asked.trust])
+        rows, columns = cast(Any, explained.model).grid
+        of_orders = len(FRACTIONS) * (ORDERS + 2 * max(map(len, explained.words), default=0))
+        judging = 0 if asked.trust == "none" else 2 + rows * columns + of_orders
+        return images * methods * (_EXPLAINING + judging)
     height, width = explained.inputs.shape[-2:]
     rows, columns = patch_grid(explained.model, (height, width)) or _PATCHES
     page, judging = min(rows * columns, _MOST_PATCHES), _JUDGING[asked.trust]

@@ -82,7 +82,12 @@ def test_digits(attnkit, runs):
         )
         assert row["verdict_mean"] == "; ".join(trust.verdicts["mean"])
     assert arrays["predicted"].tolist() == seen.predicted.tolist()
-    assert float(rows["rollout"]["class_sensitivity"]) == 0
+    assert (
+        float(rows["rollout"]["class_sensitivity"])
+        == float(rows["centre"]["class_sensitivity"])
+        == 0
+    )
+    assert rows["random"]["class_sensitivity"] == rows["random"]["similarity_random_weights"] == ""
     assert float(rows["centre"]["gap_mean"]) == pytest.approx(gap.centre, rel=1e-3)
     assert json.loads(Path("seen/results.json").read_text())["explained"] == 8
 
@@ -121,7 +126,7 @@ REFUSED = [
     (("explain.nodes=[1]",), "explain.nodes: not of images, which are explained here"),
     (("nodes=[1]",), "nodes: attnkit has no such key; of run=explain: explain.nodes=[12,51]"),
     (("explain.against=RUNS/coarse",), "explain.against: its maps are 2 x 2, the first model's 4"),
-    (("explain.against=nowhere",), "nowhere"),
+    (("explain.against=nowhere",), "explain.against: no file"),
     (("images=RUNS/one/checkpoints",), "images: no image files under"),
     (("images=nowhere.png",), "images: no file or folder"),
     (
