@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attnkit.core.masks.base import Mask
-from attnkit.core.masks.dense_cache import kept_mask
 from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.masks.kept import kept_mask
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.precision import cast_bias, wide
 from attnkit.core.scores.base import Score, moved

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.kernels.record import note_kernel
@@ -118,6 +119,22 @@ def empty_reasons(inputs: Inputs) -> Iterator[str]:
             f"needs sizes above zero, got query {list(inputs.query.shape)}, "
             f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
         )
+
+
+def with_channels(tensor: Tensor, size: int) -> Tensor:
+    """The tensor with zeros after its channels, up to that many; itself where none are missing."""
+    missing = size - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def first_channels(tensor: Tensor, size: int) -> Tensor:
+    """The first channels; the tensor itself, whose gradient is no copy, where there are no more."""
+    return tensor if tensor.shape[-1] == size else tensor[..., :size]
+
+
+def multiple_of_8(size: int) -> int:
+    """The next one: what fused kernels read at once."""
+    return -(-size // 8) * 8
 
 
 def name_what_has_a_second_derivative(output: Tensor, backend: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
+from functools import lru_cache, partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attnkit.core.inputs import Inputs
@@ -18,14 +18,21 @@ from attnkit.core.kernels.base import (
     dot_product_reasons,
     dropout_reasons,
     empty_reasons,
+    first_channels,
+    multiple_of_8,
+    with_channels,
 )
 from attnkit.core.masks.base import And, Mask, Not, Or
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Blocks, Window2d
+from attnkit.core.masks.kept import kept
 from attnkit.core.masks.sequences import Packed, Window
 
 if TYPE_CHECKING:  # importing it takes as long as importing half of torch
     from torch.nn.attention.flex_attention import BlockMask
+
+
+PAYS = 2**24  # queries × keys
 
 
 class Flex(Backend):
@@ -47,28 +54,27 @@ class Flex(Backend):
         yield from dropout_reasons(inputs)
 
     def pays(self, inputs: Inputs) -> bool:
+        # before, a fused kernel with the dense mask is faster, and nothing is compiled
         sparse = Window | Window2d | Packed | Blocks
-        return any(isinstance(part, sparse) for part in _simple(inputs.mask))
+        return inputs.num_queries * inputs.num_keys >= PAYS and any(
+            isinstance(part, sparse) for part in _simple(inputs.mask)
+        )
 
     def compute(self, inputs: Inputs) -> Tensor:
         inputs = inputs.as_scaled_dot()
-        value_dim = inputs.value.shape[3]
         assert inputs.mask is not None
         blocks = block_mask(inputs.mask, inputs.query, inputs.num_keys)
-        output = _flex_attention(torch.compiler.is_compiling())(
-            _pad(inputs.query),
-            _pad(inputs.key),
-            _pad(inputs.value),
-            block_mask=blocks,
-            scale=inputs.scale,
-            enable_gqa=inputs.is_grouped,
+        tensors = (
+            with_channels(tensor, max(16, multiple_of_8(tensor.shape[3])))
+            for tensor in (inputs.query, inputs.key, inputs.value)
         )
-        return output[..., :value_dim]
+        options = {"block_mask": blocks, "scale": inputs.scale, "enable_gqa": inputs.is_grouped}
+        output = _flex_attention(inputs)(*tensors, options)
+        return first_channels(output, inputs.value.shape[3])
 
 
 def block_mask(mask: Mask, query: Tensor, num_keys: int) -> BlockMask:
     """The mask as FlexAttention reads it, for query [batch, heads, queries, head_dim]."""
-    mask = mask.to(query.device)
     batches, heads = mask.leading
     sizes = (
         query.shape[0] if batches > 1 else None,
@@ -76,21 +82,25 @@ def block_mask(mask: Mask, query: Tensor, num_keys: int) -> BlockMask:
         query.shape[2],
         num_keys,
     )
-    # tensors may be changed in place, so only a mask without any has blocks worth keeping
-    if pytree.tree_leaves(mask) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return _new_block_mask(mask, sizes, query.device)
-    return _kept_block_mask(mask, sizes, query.device)
+    if not pytree.tree_leaves(mask):  # one of the same numbers has the same blocks
+        return _kept_block_mask(mask, sizes, query.device)
+    make = partial(_new_block_mask, mask, sizes, query.device)
+    return kept(mask, "_blocks", sizes, query.device, make)
 
 
 @lru_cache(maxsize=16)
 def _kept_block_mask(mask: Mask, sizes: tuple, device: torch.device) -> BlockMask:
-    return _new_block_mask(mask, sizes, device)
+    with torch.inference_mode(False):  # for training too
+        return _new_block_mask(mask, sizes, device)
 
 
 def _new_block_mask(mask: Mask, sizes: tuple, device: torch.device) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, num_heads, num_queries, num_keys = sizes
+    mask = mask.to(device).tabulated(num_queries, num_keys, device)
     function = _function(mask, num_queries, num_keys)
     return create_block_mask(function, batch, num_heads, num_queries, num_keys, device)
 
@@ -102,12 +112,27 @@ def _function(mask: Mask, num_queries: int, num_keys: int) -> Callable[..., Tens
     return may_look
 
 
-@cache
-def _flex_attention(is_compiling: bool) -> Callable[..., Any]:
+def _flex_attention(inputs: Inputs) -> Callable[..., Any]:
+    if torch.compiler.is_compiling():
+        return _call_flex
+    tensors = inputs.query, inputs.key, inputs.value
+    kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
+    mask = None if pytree.tree_leaves(inputs.mask) else inputs.mask
+    return _compiled((*kinds, torch.is_grad_enabled(), mask))
+
+
+@lru_cache(maxsize=256)
+def _compiled(_: tuple) -> Callable[..., Any]:
+    """A program for these kinds of tensors: torch.compile makes eight of one function's code, and
+    raises an error at the next, which several layers with training and prediction soon are."""
+    code = _call_flex.__code__.replace()  # a copy
+    return torch.compile(FunctionType(code, globals()), dynamic=False)
+
+
+def _call_flex(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
     from torch.nn.attention import flex_attention as flex
 
-    function: Callable[..., Any] = flex.flex_attention
-    return function if is_compiling else torch.compile(function, dynamic=False)
+    return flex.flex_attention(query, key, value, **options)
 
 
 def _simple(mask: Mask | None) -> Iterator[Mask]:
@@ -119,8 +144,3 @@ def _simple(mask: Mask | None) -> Iterator[Mask]:
         yield from _simple(mask.mask)
     elif mask is not None:
         yield mask
-
-
-def _pad(tensor: Tensor) -> Tensor:
-    missing = max(16, -(-tensor.shape[3] // 8) * 8) - tensor.shape[3]
-    return F.pad(tensor, (0, missing)) if missing else tensor

@@ -1,6 +1,6 @@
 """Packed sequences without padding: each is attended on its own, in slices of the packed row."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import and_
@@ -42,7 +42,7 @@ class PackedKernel(Backend):
     def compute(self, inputs: Inputs) -> Tensor:
         (packed,), inside, _ = take_apart(inputs)
         mask = reduce(and_, inside) if inside else None
-        lengths, key_lengths = (lengths.tolist() for lengths in packed.both_lengths)
+        lengths, key_lengths = packed.known_lengths
         # split, whose backward is one concatenation, where each slice would fill a whole gradient
         pieces = zip(
             inputs.query.split(lengths, dim=2),
@@ -93,7 +93,7 @@ def take_apart(inputs: Inputs) -> tuple[list[Packed], list[Mask], list[Mask]]:
 
 
 def _diagonal_blocks(
-    bias: Tensor | None, lengths: list[int], key_lengths: list[int]
+    bias: Tensor | None, lengths: Sequence[int], key_lengths: Sequence[int]
 ) -> list[Tensor | None]:
     """The part of the bias that each sequence reads."""
     blocks: list[Tensor | None] = [None] * len(lengths)

@@ -24,10 +24,14 @@ from attnkit.core.kernels.base import (
     dot_product_reasons,
     dropout_reasons,
     empty_reasons,
+    first_channels,
+    multiple_of_8,
     name_what_has_a_second_derivative,
+    with_channels,
 )
 
 LEAST_QUERIES = 256  # of a part: with fewer, splitting costs what it gains
+SHORT = 64  # tokens: with a bias cuDNN lost at 49 and won at 2,048 of them, on an H100
 
 
 class Sdpa(Backend):
@@ -65,10 +69,9 @@ class Sdpa(Backend):
 
     def readable(self, tensor: Tensor, head_dim: int) -> Tensor:
         """A tensor as the kernel can read it: padded, and its channels beside each other."""
-        missing = head_dim - tensor.shape[-1]
-        if missing:
+        if tensor.shape[-1] != head_dim:
             # zeros add nothing to the scores, and to the output only columns that are cut off again
-            return F.pad(tensor, (0, missing))
+            return with_channels(tensor, head_dim)
         if self.needs_unit_stride and tensor.stride(-1) != 1:
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor
@@ -104,8 +107,7 @@ class Sdpa(Backend):
             )
         if self.kernel != SDPBackend.MATH:
             name_what_has_a_second_derivative(output, self.name)
-        if output.shape[3] != inputs.value.shape[3]:
-            output = output[..., : inputs.value.shape[3]]
+        output = first_channels(output, inputs.value.shape[3])
         return output if alive is None else output.masked_fill(~alive, 0.0)
 
 
@@ -180,7 +182,7 @@ class Cudnn(Sdpa):
     guards_dead_rows = True
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
-        return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
+        return multiple_of_8(_dot_dim(inputs)), multiple_of_8(inputs.value.shape[3])
 
     def cuda_reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from half_precision_reasons(inputs)
@@ -193,6 +195,12 @@ class Cudnn(Sdpa):
         if 1 in (inputs.num_queries, inputs.num_keys):
             yield "needs more than one query and one key"
 
+    def pays(self, inputs: Inputs) -> bool:
+        if inputs.has_attn_mask:
+            return max(inputs.num_queries, inputs.num_keys) > SHORT
+        # where torch itself prefers it: elsewhere flash is as fast
+        return torch.cuda.get_device_capability(inputs.query.device) in ((9, 0), (10, 0))
+
 
 class Efficient(Sdpa):
     """Memory-efficient attention (Rabe and Staats 2021; xformers' kernel)."""
@@ -204,7 +212,7 @@ class Efficient(Sdpa):
     guards_dead_rows = True
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
-        return _multiple_of_8(_dot_dim(inputs)), _multiple_of_8(inputs.value.shape[3])
+        return multiple_of_8(_dot_dim(inputs)), multiple_of_8(inputs.value.shape[3])
 
     def cuda_reasons(self, inputs: Inputs) -> Iterator[str]:
         if inputs.query.dtype == torch.float64:
@@ -284,10 +292,6 @@ def _square_reasons(inputs: Inputs) -> Iterator[str]:
 def _dot_dim(inputs: Inputs) -> int:
     assert inputs.dot_dim is not None  # the first of the reasons
     return inputs.dot_dim
-
-
-def _multiple_of_8(size: int) -> int:
-    return -(-size // 8) * 8
 
 
 def _revive(term: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """Packed sequences on CUDA, all at once, by torch's kernel for sequences of various lengths."""
 
 from collections.abc import Iterator
-from functools import reduce
+from functools import cache, partial, reduce
+from inspect import signature
 from operator import and_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
@@ -16,9 +16,14 @@ from attnkit.core.kernels.base import (
     dot_product_reasons,
     dropout_reasons,
     empty_reasons,
+    first_channels,
+    multiple_of_8,
+    with_channels,
 )
 from attnkit.core.kernels.packed import PackedKernel, packed_reasons, packing_pays, take_apart
 from attnkit.core.kernels.sdpa import capability_reasons, half_precision_reasons
+from attnkit.core.masks.kept import kept
+from attnkit.core.masks.sequences import Packed
 
 LARGEST_DIM = 256
 
@@ -48,7 +53,7 @@ class VarlenKernel(Backend):
         yield from dropout_reasons(inputs)
         if inside and packed[0].key_lengths is not None:
             yield "aligns Causal and Window at the end of sequences, got key_lengths"
-        if not torch.compiler.is_compiling() and bool((packed[0].both_lengths[1] < 1).any()):
+        if not torch.compiler.is_compiling() and min(packed[0].known_lengths[1], default=1) < 1:
             yield "promises nothing for sequences without keys, got one"
 
     def pays(self, inputs: Inputs) -> bool:
@@ -61,23 +66,43 @@ class VarlenKernel(Backend):
         inputs = inputs.as_scaled_dot()
         batch, _, num_queries, _ = inputs.query.shape
         value_dim = inputs.value.shape[3]
-        dim = -(-max(inputs.query.shape[3], value_dim) // 8) * 8
+        key, value, options = inputs.key, inputs.value, {}
+        if inputs.is_grouped:
+            if _serves_grouped():
+                options["enable_gqa"] = True
+            else:
+                key, value = inputs.repeated_heads()
+        dim = multiple_of_8(max(inputs.query.shape[3], value_dim))
         rows = [
-            F.pad(tensor, (0, dim - tensor.shape[3])).transpose(1, 2).flatten(0, 1)
-            for tensor in (inputs.query, inputs.key, inputs.value)
+            with_channels(tensor, dim).transpose(1, 2).flatten(0, 1)
+            for tensor in (inputs.query, key, value)
         ]
-        cumulative, longest = [], []
-        for lengths in packed.both_lengths:
-            ends = lengths.to(inputs.query.device).repeat(batch).cumsum(0)
-            cumulative.append(F.pad(ends, (1, 0)).to(torch.int32))
-            longest.append(int(lengths.max()))
+        device = inputs.query.device
+        make = partial(_ends, packed, batch, device)
+        ends = kept(packed, "_ends", (batch,), device, make)
+        longest = map(max, packed.known_lengths)
         window = (-1, -1)
         if inside:
             lower, upper = reduce(and_, inside).band(0, 0)
             window = (-1 if lower is None else -lower, -1 if upper is None else upper)
         attention: Any = varlen.varlen_attn
         output = attention(
-            *rows, *cumulative, *longest,
-            scale=inputs.scale, window_size=window, enable_gqa=inputs.is_grouped,
-        )  # fmt: skip
-        return output.unflatten(0, (batch, num_queries)).transpose(1, 2)[..., :value_dim]
+            *rows, *ends, *longest, scale=inputs.scale, window_size=window, **options
+        )
+        output = output.unflatten(0, (batch, num_queries)).transpose(1, 2)
+        return first_channels(output, value_dim)
+
+
+def _ends(packed: Packed, batch: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Where sequences begin, and the last one ends, among the rows of all items: of queries, of
+    keys."""
+    ends = (torch.tensor([0, *batch * lengths]).cumsum(0) for lengths in packed.known_lengths)
+    return tuple(tensor.to(device, torch.int32) for tensor in ends)
+
+
+@cache
+def _serves_grouped() -> bool:
+    """Since torch 2.12."""
+    from torch.nn.attention import varlen
+
+    return "enable_gqa" in signature(varlen.varlen_attn).parameters

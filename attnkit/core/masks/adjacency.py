@@ -112,12 +112,15 @@ class Adjacency:
         bounds = zip(pairwise(nodes), pairwise(edges), strict=True)
         return [(*ends, *places) for ends, places in bounds]
 
-    def chunks(self, size: int, *, by_source: bool = False) -> tuple[Chunks, SplitNodes]:
-        """The edges of each target, or source, in chunks of at most `size`."""
+    def chunks(self, size: int, *, by_source: bool = False) -> tuple[Chunks, SplitNodes, int]:
+        """The edges of each target, or source, in chunks of at most `size`: the chunks, the nodes
+        of several, and how many slots these have."""
         key = ("chunks", size, by_source)
         if key not in self._kept:
             offsets = self.source_offsets if by_source else self.offsets
-            self._kept[key] = split_hubs(offsets, size)
+            chunks, split = split_hubs(offsets, size)
+            num_slots = int(split.last[-1]) if len(split.last) else 0  # read once: the GPU waits
+            self._kept[key] = chunks, split, num_slots
         return self._kept[key]
 
     def copies(self, count: int) -> Adjacency:
@@ -179,10 +182,6 @@ class SplitNodes(NamedTuple):
     node: Tensor
     first: Tensor
     last: Tensor
-
-    @property
-    def num_slots(self) -> int:
-        return int(self.last[-1]) if len(self.last) else 0
 
 
 def split_hubs(offsets: Tensor, size: int) -> tuple[Chunks, SplitNodes]:

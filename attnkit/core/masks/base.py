@@ -91,6 +91,11 @@ class Mask:
         )
         return as_4d(allowed)
 
+    def tabulated(self, num_queries: int, num_keys: int, device: torch.device) -> Mask:
+        """The same mask, with tables in place of what `allows` would compute of all positions at
+        each call; for kernels that compile `allows`."""
+        return self
+
     def to(self, *args, **kwargs) -> Mask:
         """The same mask with its tensors moved as by `Tensor.to`."""
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(*args, **kwargs), self)
@@ -163,6 +168,10 @@ class _Several(Mask):
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         for mask in self.masks:
             mask.check(batch, num_heads, num_queries, num_keys)
+
+    def tabulated(self, num_queries: int, num_keys: int, device: torch.device) -> Mask:
+        where = (num_queries, num_keys, device)
+        return type(self)(tuple(mask.tabulated(*where) for mask in self.masks))
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         where = (batch, head, query, key, num_queries, num_keys)
@@ -254,6 +263,9 @@ class Not(Mask):
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         self.mask.check(batch, num_heads, num_queries, num_keys)
 
+    def tabulated(self, num_queries: int, num_keys: int, device: torch.device) -> Mask:
+        return Not(self.mask.tabulated(num_queries, num_keys, device))
+
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         return ~self.mask.allows(batch, head, query, key, num_queries, num_keys)
 
@@ -271,7 +283,7 @@ def as_mask(mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool]
 
 def as_4d(tensor: Tensor) -> Tensor:
     """A tensor that broadcasts to [batch, heads, queries, keys], with those four dimensions."""
-    return tensor[(None,) * (4 - tensor.ndim)]
+    return tensor.view((1,) * (4 - tensor.ndim) + tensor.shape)
 
 
 def check_broadcastable(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> None:

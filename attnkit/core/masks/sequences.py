@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnkit.core.masks.base import Mask
+from attnkit.core.masks.kept import kept
 
 
 @dataclass(frozen=True)
@@ -165,16 +166,26 @@ class Packed(Mask):
         """The lengths in queries and in keys."""
         return self.lengths, self.lengths if self.key_lengths is None else self.key_lengths
 
+    @property
+    def known_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The same as numbers, read once: of a tensor on a GPU, reading waits for it."""
+
+        def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
+            queries, keys = (tuple(lengths.tolist()) for lengths in self.both_lengths)
+            return queries, keys
+
+        return kept(self, "_lengths", (), self.lengths.device, read)
+
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if torch.compiler.is_compiling():
             return  # lengths have no values yet
         tokens = ("queries", num_queries), ("keys", num_keys)
-        for (name, total), lengths in zip(tokens, self.both_lengths, strict=True):
-            if len(lengths) and int(lengths.min()) < 0:
-                raise ValueError(f"mask: Packed has a negative length, {int(lengths.min())}")
-            if int(lengths.sum()) != total:
+        for (name, total), lengths in zip(tokens, self.known_lengths, strict=True):
+            if min(lengths, default=0) < 0:
+                raise ValueError(f"mask: Packed has a negative length, {min(lengths)}")
+            if sum(lengths) != total:
                 raise ValueError(
-                    f"mask: the lengths of Packed sum to {int(lengths.sum())}, "
+                    f"mask: the lengths of Packed sum to {sum(lengths)}, "
                     f"but there are {total} {name}"
                 )
 
@@ -183,9 +194,7 @@ class Packed(Mask):
         ambiguous = [mask for mask in masks if getattr(mask, "align", None) is None]
         if not ambiguous or self.key_lengths is None or torch.compiler.is_compiling():
             return
-        for num_queries, num_keys in zip(
-            self.lengths.tolist(), self.key_lengths.tolist(), strict=True
-        ):
+        for num_queries, num_keys in zip(*self.known_lengths, strict=True):
             for mask in ambiguous:
                 mask.check(1, 1, num_queries, num_keys)
 
@@ -204,6 +213,44 @@ class Packed(Mask):
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         ends, key_ends = (lengths.to(query.device).cumsum(0) for lengths in self.both_lengths)
         return _sequence_of(query, ends) == _sequence_of(key, key_ends)
+
+    def tabulated(self, num_queries: int, num_keys: int, device: torch.device) -> Mask:
+        lengths, key_lengths = (lengths.to(device) for lengths in self.both_lengths)
+        ends, key_ends = lengths.cumsum(0), key_lengths.cumsum(0)
+        sequence = _sequence_of(torch.arange(num_queries, device=device), ends)
+        return _PackedTables(
+            sequence,
+            _sequence_of(torch.arange(num_keys, device=device), key_ends),
+            (ends - lengths)[sequence],
+            (key_ends - key_lengths)[sequence],
+            lengths[sequence],
+            key_lengths[sequence],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _PackedTables(Mask):
+    """`Packed`, as kernels look it up: of each query [queries] and of each key [keys] its sequence;
+    of each query where its sequence begins, in queries and in keys, and how long it is."""
+
+    sequence: Tensor
+    key_sequence: Tensor
+    start: Tensor
+    key_start: Tensor
+    length: Tensor
+    key_length: Tensor
+    packs_sequences = True
+
+    def within(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return (
+            query - self.start[query],
+            key - self.key_start[query],
+            self.length[query],
+            self.key_length[query],
+        )
+
+    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        return self.sequence[query] == self.key_sequence[key]
 
 
 def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
@@ -232,3 +279,4 @@ pytree.register_constant(Causal)
 pytree.register_dataclass(Padding)
 pytree.register_constant(Window)
 pytree.register_dataclass(Packed)
+pytree.register_dataclass(_PackedTables)

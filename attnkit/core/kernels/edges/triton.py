@@ -27,7 +27,8 @@ from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive, ScaledDot
 
 CHUNK = 256  # edges that one program computes at most
-TILE = 1024  # numbers of a tile of edges × channels, which one warp holds in its registers
+WIDTH = 256  # channels of all its heads
+TILE = 512  # numbers of a tile of edges × heads × channels, which one warp holds in registers
 LARGEST_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,7 +91,7 @@ def attend_edges(inputs: Inputs) -> Tensor:
     if inputs.dropout_p:
         seed = torch.randint(2**62, (1,), device=query.device)  # drawn there, so nobody waits
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
-    sizes = (heads, batch * heads, heads // kv_heads)
+    sizes = (heads, batch, heads // kv_heads)
     plan = _Plan(adjacency, kind, _Numbers(*sizes, scale, slope, inputs.dropout_p, seed))
     return _TritonEdgeSoftmax.apply(plan, query, key, value, vector)
 
@@ -134,16 +135,16 @@ class _Sums(NamedTuple):
     parts: _Table
 
     @classmethod
-    def of(cls, tensor: Tensor, split: SplitNodes) -> "_Sums":
+    def of(cls, tensor: Tensor, num_slots: int) -> "_Sums":
         batch, heads, _, channels = tensor.shape
-        shape = (batch, heads, split.num_slots, channels)
+        shape = (batch, heads, num_slots, channels)
         parts = tensor.new_empty(shape, dtype=torch.float32)
         return cls(_Table.of(tensor), _Table.of(parts))
 
 
 class _Numbers(NamedTuple):
     num_heads: int
-    num_lanes: int  # batch × heads
+    num_batches: int
     groups: int  # heads that share a head of keys
     scale: float
     slope: float
@@ -201,94 +202,95 @@ class _Run:
         return _Tables(_Table.of(self.query), _Table.of(self.key), _Table.of(self.value), vector)
 
     @cached_property
-    def constants(self) -> dict[str, Any]:
-        """What kernels are compiled for."""
-        dim, value_dim = self.key.shape[3], self.value.shape[3]
-        block = _block(max(dim, value_dim))
-        return {"SCORE": self.plan.score, "DIM": dim, "VALUE_DIM": value_dim, "BLOCK": block}
+    def channels(self) -> int:
+        """Of a head, in tiles: powers of two."""
+        return _power_of_2(max(self.key.shape[3], self.value.shape[3]))
+
+    def launch(self, kernel: Any, num_chunks: int, num_heads: int, *arguments: object) -> None:
+        """For each chunk of each batch item, some of the heads at a time."""
+        heads = _heads_at_once(num_heads, self.channels)
+        _launch(
+            kernel,
+            self.plan.numbers.num_batches * num_heads // heads * num_chunks,
+            *arguments,
+            self.plan.numbers,
+            SCORE=self.plan.score,
+            DIM=self.key.shape[3],
+            VALUE_DIM=self.value.shape[3],
+            HEADS=heads,
+            BLOCK=_block(heads * self.channels),
+        )
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of each target, [batch, heads, targets, 1]."""
         from attnkit.core.kernels.edges.triton_kernels import forward_kernel, merge_kernel
 
-        adjacency, numbers = self.plan.adjacency, self.plan.numbers
-        chunks, split = adjacency.chunks(CHUNK)
+        adjacency, heads = self.plan.adjacency, self.plan.numbers.num_heads
+        chunks, split, num_slots = adjacency.chunks(CHUNK)
         output = _empty_like(self.query, self.value.shape[3], self.value.dtype)
         lse = _empty_like(self.query, 1, torch.float32)
-        sums, lse_sums = _Sums.of(output, split), _Sums.of(lse, split)
-        heads, lanes = numbers.num_heads, numbers.num_lanes
-        arguments = (self.tables, adjacency.source, chunks, sums, lse_sums, numbers)
-        _launch(forward_kernel, lanes * len(chunks.node), *arguments, **self.constants)
-        sizes = {"DIM": output.shape[3], "BLOCK": _block(output.shape[3])}
-        programs = lanes * len(split.node)
-        _launch(merge_kernel, programs, sums, lse_sums, split, heads, lanes, **sizes)
+        sums, lse_sums = _Sums.of(output, num_slots), _Sums.of(lse, num_slots)
+        arguments = (self.tables, adjacency.source, chunks, sums, lse_sums)
+        self.launch(forward_kernel, len(chunks.node), heads, *arguments)
+        _put_together(merge_kernel, output, split, sums, lse_sums)
         return output, lse
 
     def target_gradients(
         self, output: Tensor, lse: Tensor, gradient: Tensor, wants_vector: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The gradients of query and vector, and delta, which those of the sources need."""
-        from attnkit.core.kernels.edges.triton_kernels import target_gradients_kernel
+        from attnkit.core.kernels.edges.triton_kernels import sum_kernel, target_gradients_kernel
 
         adjacency, (batch, heads, _, dim) = self.plan.adjacency, self.query.shape
-        chunks, split = adjacency.chunks(CHUNK)
+        chunks, split, num_slots = adjacency.chunks(CHUNK)
         of_query, delta = _empty_like(self.query, dim), torch.empty_like(lse)
-        vector_parts = None
-        if wants_vector:
-            vector_parts = lse.new_empty(batch, heads, len(chunks.node), dim)
-        sums = _Sums.of(of_query, split)
-        _launch(
+        parts = lse.new_empty(batch, heads, len(chunks.node), dim) if wants_vector else None
+        sums = _Sums.of(of_query, num_slots)
+        self.launch(
             target_gradients_kernel,
-            batch * heads * len(chunks.node),
+            len(chunks.node),
+            heads,
             self.tables,
             adjacency.source,
             chunks,
             *(_Table.of(tensor) for tensor in (output, lse, gradient, delta)),
             sums,
-            None if vector_parts is None else _Table.of(vector_parts),
-            self.plan.numbers,
-            **self.constants,
+            None if parts is None else _Table.of(parts),
         )
-        _add_parts(sums, of_query, split)
-        of_vector = None if vector_parts is None else vector_parts.sum(dim=2, keepdim=True)
-        return of_query, of_vector, delta
+        _put_together(sum_kernel, of_query, split, sums)
+        return of_query, None if parts is None else parts.sum(dim=2, keepdim=True), delta
 
     def source_gradients(
         self, lse: Tensor, gradient: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The gradients of key and value."""
-        from attnkit.core.kernels.edges.triton_kernels import source_gradients_kernel
+        from attnkit.core.kernels.edges.triton_kernels import source_gradients_kernel, sum_kernel
 
         adjacency = self.plan.adjacency
-        chunks, split = adjacency.chunks(CHUNK, by_source=True)
-        of_key = _empty_like(self.key, self.key.shape[3])
-        of_value = _empty_like(self.value, self.value.shape[3])
-        key_sums, value_sums = _Sums.of(of_key, split), _Sums.of(of_value, split)
-        _launch(
+        chunks, split, num_slots = adjacency.chunks(CHUNK, by_source=True)
+        results = [_empty_like(tensor, tensor.shape[3]) for tensor in (self.key, self.value)]
+        sums = [_Sums.of(result, num_slots) for result in results]
+        self.launch(
             source_gradients_kernel,
-            of_key.shape[0] * of_key.shape[1] * len(chunks.node),
+            len(chunks.node),
+            self.key.shape[1],
             self.tables,
             adjacency.target_by_source,
             adjacency.by_source,
             chunks,
             *(_Table.of(tensor) for tensor in (lse, gradient, delta)),
-            key_sums,
-            value_sums,
-            self.plan.numbers,
-            **self.constants,
+            *sums,
         )
-        _add_parts(key_sums, of_key, split)
-        _add_parts(value_sums, of_value, split)
-        return of_key, of_value
+        for result, of_result in zip(results, sums, strict=True):
+            _put_together(sum_kernel, result, split, of_result)
+        return results[0], results[1]
 
 
-def _add_parts(sums: _Sums, whole: Tensor, split: SplitNodes) -> None:
-    from attnkit.core.kernels.edges.triton_kernels import sum_kernel
-
+def _put_together(kernel: Any, whole: Tensor, split: SplitNodes, *sums: _Sums) -> None:
+    """The nodes of several chunks, from their parts."""
     batch, heads, _, dim = whole.shape
-    lanes = batch * heads
-    sizes = {"DIM": dim, "BLOCK": _block(dim)}
-    _launch(sum_kernel, lanes * len(split.node), sums, split, heads, lanes, **sizes)
+    sizes = {"DIM": dim, "BLOCK": _block(_power_of_2(dim))}
+    _launch(kernel, batch * heads * len(split.node), *sums, split, heads, batch, **sizes)
 
 
 def _launch(kernel: Any, num_programs: int, *arguments: object, **constants: object) -> None:
@@ -296,9 +298,19 @@ def _launch(kernel: Any, num_programs: int, *arguments: object, **constants: obj
         kernel[(num_programs,)](*arguments, **constants, num_warps=1)
 
 
-def _block(dim: int) -> int:
+def _heads_at_once(num_heads: int, channels: int) -> int:
+    """The largest power of two that divides the heads, within `WIDTH` channels."""
+    return min(num_heads & -num_heads, max(1, WIDTH // channels))
+
+
+def _block(channels: int) -> int:
     """Edges of a tile."""
-    return max(1, min(32, TILE // (1 << (dim - 1).bit_length())))
+    return max(1, min(32, TILE // channels))
+
+
+def _power_of_2(size: int) -> int:
+    """The next one."""
+    return 1 << (size - 1).bit_length()
 
 
 def _empty_like(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,8 +1,9 @@
 """The Triton kernels of attention over edges; the only file that imports Triton.
 
-One program computes one lane, a head of a batch item, of one chunk of a node's edges. Lanes come
-first in the grid, so that the heads of a node, which stand side by side in memory, are read
-together. Score and gradients, where s_e is the score of edge e from source j to target i:
+One program computes some heads of a batch item for one chunk of a node's edges, as tiles [edges,
+heads, channels]: the heads of a node stand side by side in memory, so that a warp reads its row at
+once, and the sums over edges stay in registers. Score and gradients, where s_e is the score of edge
+e from source j to target i:
 
     s_e = Σ_c factor_c · match_c(q_i, k_j)      match = q · k, factor = scale; or
                                                 match = activation(q + k), factor = vector
@@ -17,52 +18,73 @@ import triton.language as tl
 
 
 @triton.jit
-def _place(table, batch, head, node):
-    """Where the channels of a node begin; of several nodes if there are several."""
+def _places(table, batch, heads):
+    """Where the channels of each head begin, for node 0, [heads]."""
     # in 64 bits: nodes × heads × channels need not fit in 32
-    place = table.pointer + batch.to(tl.int64) * table.batch + head.to(tl.int64) * table.head
-    return place + node.to(tl.int64) * table.node
+    place = table.pointer + batch.to(tl.int64) * table.batch
+    return place + heads.to(tl.int64) * table.head
 
 
 @triton.jit
-def _row(table, batch, head, node, DIM: tl.constexpr):
-    """One node's channels, [1, columns], with zeros after DIM."""
+def _is_channel(DIM: tl.constexpr):
+    """Which columns of a tile are channels: all of them if their number is a power of two."""
     columns = tl.arange(0, triton.next_power_of_2(DIM))
-    place = _place(table, batch, head, node)
-    return tl.load(place + columns, columns < DIM, other=0.0).to(tl.float32)[None, :]
+    if triton.next_power_of_2(DIM) == DIM:
+        return columns >= 0
+    else:
+        return columns < DIM
 
 
 @triton.jit
-def _rows(table, batch, head, nodes, is_edge, DIM: tl.constexpr):
-    """The channels of each edge's node, [edges, columns], with zeros where there is no edge."""
+def _row(table, batch, heads, node, DIM: tl.constexpr):
+    """One node's channels, [heads, columns], with zeros after DIM."""
     columns = tl.arange(0, triton.next_power_of_2(DIM))
-    places = _place(table, batch, head, nodes)[:, None] + columns[None, :]
-    wanted = is_edge[:, None] & (columns < DIM)[None, :]
+    places = (_places(table, batch, heads) + node.to(tl.int64) * table.node)[:, None]
+    wanted = _is_channel(DIM)[None, :]
+    return tl.load(places + columns[None, :], wanted, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _numbers(table, batch, heads, nodes, is_edge, other):
+    """A number of each edge's node, from a table of one channel, [edges, heads]."""
+    places = _places(table, batch, heads)[None, :] + (nodes.to(tl.int64) * table.node)[:, None]
+    return tl.load(places, is_edge[:, None], other=other)
+
+
+@triton.jit
+def _rows(table, batch, heads, nodes, is_edge, DIM: tl.constexpr):
+    """The channels of each edge's node, [edges, heads, columns], with zeros where is no edge."""
+    columns = tl.arange(0, triton.next_power_of_2(DIM))[None, None, :]
+    node = (nodes.to(tl.int64) * table.node)[:, None, None]
+    places = _places(table, batch, heads)[None, :, None] + node + columns
+    wanted = is_edge[:, None, None] & _is_channel(DIM)[None, None, :]
     return tl.load(places, wanted, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(table, batch, head, node, row, DIM: tl.constexpr):
-    """The channels [columns] of a node."""
+def _store(table, batch, heads, node, row, DIM: tl.constexpr):
+    """The channels [heads, columns] of a node."""
     columns = tl.arange(0, triton.next_power_of_2(DIM))
-    tl.store(_place(table, batch, head, node) + columns, row, columns < DIM)
+    places = (_places(table, batch, heads) + node.to(tl.int64) * table.node)[:, None]
+    tl.store(places + columns[None, :], row, _is_channel(DIM)[None, :])
 
 
 @triton.jit
-def _store_sums(sums, batch, head, node, slot, row, DIM: tl.constexpr):
-    """The channels [columns] of a node, or of the part of it that has a slot."""
+def _store_sums(sums, batch, heads, node, slot, row, DIM: tl.constexpr):
+    """The channels [heads, columns] of a node, or of the part of it that has a slot."""
     if slot < 0:
-        _store(sums.whole, batch, head, node, row, DIM)
+        _store(sums.whole, batch, heads, node, row, DIM)
     else:
-        _store(sums.parts, batch, head, slot, row, DIM)
+        _store(sums.parts, batch, heads, slot, row, DIM)
 
 
 @triton.jit
-def _factor(tables, numbers, batch, head, SCORE: tl.constexpr, DIM: tl.constexpr):
+def _factor(tables, numbers, batch, heads, SCORE: tl.constexpr, DIM: tl.constexpr):
+    """[heads, columns], or [1, 1] where it is the same for all."""
     if SCORE == "dot":
-        return tl.full((1, triton.next_power_of_2(DIM)), numbers.scale, tl.float32)
+        return tl.full((1, 1), numbers.scale, tl.float32)
     else:
-        return _row(tables.vector, batch, head, tl.zeros((), tl.int32), DIM)
+        return _row(tables.vector, batch, heads, tl.zeros((), tl.int32), DIM)
 
 
 @triton.jit
@@ -89,27 +111,34 @@ def _match_gradient(query, key, other, numbers, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _keep(places, batch, head, numbers):
+def _keep(places, batch, heads, numbers):
     """What dropout multiplies the weights of edges by, drawn from a counter: the place of the edge
-    in the order of targets, batch item and head. So every kernel draws the same."""
+    in the order of targets, batch item and head. So every kernel draws the same; [edges, heads]."""
     if numbers.seed is None:
-        return tl.full(places.shape, 1.0, tl.float32)
+        return tl.full((1, 1), 1.0, tl.float32)
     else:
-        place = places.to(tl.uint32)
-        zero = place * 0
-        item, head = zero + batch.to(tl.uint32), zero + head.to(tl.uint32)
+        zero = places.to(tl.uint32)[:, None] * 0 + heads.to(tl.uint32)[None, :] * 0
+        place, head = zero + places.to(tl.uint32)[:, None], zero + heads.to(tl.uint32)[None, :]
+        item = zero + batch.to(tl.uint32)
         bits, _, _, _ = tl.philox(tl.load(numbers.seed), place, item, head, zero)
         kept = tl.uint_to_uniform_float(bits) >= numbers.dropout_p
         return tl.where(kept, 1 / (1 - numbers.dropout_p), 0.0)
 
 
 @triton.jit
-def _chunk(chunks, num_heads, num_lanes):
-    """Which batch item and head, and which edges of which node, this program computes."""
-    lane, chunk = tl.program_id(0) % num_lanes, tl.program_id(0) // num_lanes
-    node, slot = tl.load(chunks.node + chunk), tl.load(chunks.slot + chunk)
-    start, stop = tl.load(chunks.start + chunk), tl.load(chunks.stop + chunk)
-    return lane // num_heads, lane % num_heads, node, slot, start, stop
+def _program(num_heads, num_batches, HEADS: tl.constexpr):
+    """Which batch item, which heads and which of the rest this program computes."""
+    num_blocks = num_heads // HEADS
+    lane, rest = tl.program_id(0) % (num_batches * num_blocks), tl.program_id(0)
+    heads = (lane % num_blocks) * HEADS + tl.arange(0, HEADS)
+    return lane // num_blocks, heads, rest // (num_batches * num_blocks)
+
+
+@triton.jit
+def _chunk(chunks, index):
+    """Which edges of which node, and the slot of what they sum to."""
+    node, slot = tl.load(chunks.node + index), tl.load(chunks.slot + index)
+    return node, slot, tl.load(chunks.start + index), tl.load(chunks.stop + index)
 
 
 @triton.jit
@@ -123,34 +152,36 @@ def forward_kernel(
     SCORE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """output_i = Σ_e p_e keep_e v_j and lse_i = log Σ_e exp s_e, in one pass over the edges."""
-    batch, head, node, slot, start, stop = _chunk(chunks, numbers.num_heads, numbers.num_lanes)
-    kv_head = head // numbers.groups
-    q = _row(tables.query, batch, head, node, DIM)
-    factor = _factor(tables, numbers, batch, head, SCORE, DIM)
-    largest = -float("inf")
-    total = 0.0
-    sums = tl.zeros((triton.next_power_of_2(VALUE_DIM),), tl.float32)
+    batch, heads, index = _program(numbers.num_heads, numbers.num_batches, HEADS)
+    node, slot, start, stop = _chunk(chunks, index)
+    kv_heads = heads // numbers.groups
+    q = _row(tables.query, batch, heads, node, DIM)[None]
+    factor = _factor(tables, numbers, batch, heads, SCORE, DIM)[None]
+    largest = tl.full((HEADS,), -float("inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    sums = tl.zeros((HEADS, triton.next_power_of_2(VALUE_DIM)), tl.float32)
     for first in range(start, stop, BLOCK):
         places = first + tl.arange(0, BLOCK)
         is_edge = places < stop
         nodes = tl.load(source + places, is_edge, other=0)
-        k = _rows(tables.key, batch, kv_head, nodes, is_edge, DIM)
-        v = _rows(tables.value, batch, kv_head, nodes, is_edge, VALUE_DIM)
-        score = tl.sum(factor * _match(q, k, numbers, SCORE), axis=1)
-        score = tl.where(is_edge, score, -float("inf"))
+        k = _rows(tables.key, batch, kv_heads, nodes, is_edge, DIM)
+        v = _rows(tables.value, batch, kv_heads, nodes, is_edge, VALUE_DIM)
+        score = tl.sum(factor * _match(q, k, numbers, SCORE), axis=2)
+        score = tl.where(is_edge[:, None], score, -float("inf"))
         larger = tl.maximum(largest, tl.max(score, axis=0))
-        weight = tl.exp(score - larger)
+        weight = tl.exp(score - larger[None, :])
         decay = tl.exp(largest - larger)
         total = total * decay + tl.sum(weight, axis=0)
-        kept = weight * _keep(places, batch, head, numbers)
-        sums = sums * decay + tl.sum(kept[:, None] * v, axis=0)
+        kept = weight * _keep(places, batch, heads, numbers)
+        sums = sums * decay[:, None] + tl.sum(kept[:, :, None] * v, axis=0)
         largest = larger
     total = tl.maximum(total, 1.0)  # the largest score alone counts 1, unless there are no edges
-    _store_sums(output, batch, head, node, slot, sums / total, VALUE_DIM)
-    _store_sums(lse, batch, head, node, slot, largest + tl.log(total), 1)
+    _store_sums(output, batch, heads, node, slot, sums / total[:, None], VALUE_DIM)
+    _store_sums(lse, batch, heads, node, slot, (largest + tl.log(total))[:, None], 1)
 
 
 @triton.jit
@@ -168,37 +199,38 @@ def target_gradients_kernel(
     SCORE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """delta_i; d q_i = factor Σ_e d s_e ∂match/∂q; of each chunk Σ_e d s_e match, for d vector."""
-    batch, head, node, slot, start, stop = _chunk(chunks, numbers.num_heads, numbers.num_lanes)
-    kv_head = head // numbers.groups
-    q = _row(tables.query, batch, head, node, DIM)
-    g = _row(gradient, batch, head, node, VALUE_DIM)
-    factor = _factor(tables, numbers, batch, head, SCORE, DIM)
-    logarithm = tl.load(_place(lse, batch, head, node))
-    shift = tl.sum(g * _row(output, batch, head, node, VALUE_DIM))
-    tl.store(_place(delta, batch, head, node), shift)  # every chunk of the node stores the same
-    query_sums = tl.zeros((triton.next_power_of_2(DIM),), tl.float32)
+    batch, heads, index = _program(numbers.num_heads, numbers.num_batches, HEADS)
+    node, slot, start, stop = _chunk(chunks, index)
+    kv_heads = heads // numbers.groups
+    q = _row(tables.query, batch, heads, node, DIM)[None]
+    g = _row(gradient, batch, heads, node, VALUE_DIM)
+    factor = _factor(tables, numbers, batch, heads, SCORE, DIM)
+    logarithm = tl.sum(_row(lse, batch, heads, node, 1), axis=1)[None, :]
+    shift = tl.sum(g * _row(output, batch, heads, node, VALUE_DIM), axis=1)
+    _store(delta, batch, heads, node, shift[:, None], 1)  # each chunk of the node stores the same
+    query_sums = tl.zeros((HEADS, triton.next_power_of_2(DIM)), tl.float32)
     vector_sums = query_sums
     for first in range(start, stop, BLOCK):
         places = first + tl.arange(0, BLOCK)
         is_edge = places < stop
         nodes = tl.load(source + places, is_edge, other=0)
-        k = _rows(tables.key, batch, kv_head, nodes, is_edge, DIM)
-        v = _rows(tables.value, batch, kv_head, nodes, is_edge, VALUE_DIM)
+        k = _rows(tables.key, batch, kv_heads, nodes, is_edge, DIM)
+        v = _rows(tables.value, batch, kv_heads, nodes, is_edge, VALUE_DIM)
         match = _match(q, k, numbers, SCORE)
-        score = tl.sum(factor * match, axis=1)
-        weight = tl.where(is_edge, tl.exp(score - logarithm), 0.0)
-        keep = _keep(places, batch, head, numbers)
-        slope = (weight * (keep * tl.sum(g * v, axis=1) - shift))[:, None]  # d score
-        query_sums += tl.sum(slope * _match_gradient(q, k, k, numbers, SCORE), axis=0)
+        score = tl.sum(factor[None] * match, axis=2)
+        weight = tl.where(is_edge[:, None], tl.exp(score - logarithm), 0.0)
+        keep = _keep(places, batch, heads, numbers)
+        slope = weight * (keep * tl.sum(g[None] * v, axis=2) - shift[None, :])  # d score
+        query_sums += tl.sum(slope[:, :, None] * _match_gradient(q, k, k, numbers, SCORE), axis=0)
         if vector_parts is not None:
-            vector_sums += tl.sum(slope * match, axis=0)
-    query_row = tl.sum(factor, axis=0) * query_sums
-    _store_sums(query_gradient, batch, head, node, slot, query_row, DIM)
+            vector_sums += tl.sum(slope[:, :, None] * match, axis=0)
+    _store_sums(query_gradient, batch, heads, node, slot, factor * query_sums, DIM)
     if vector_parts is not None:
-        _store(vector_parts, batch, head, tl.program_id(0) // numbers.num_lanes, vector_sums, DIM)
+        _store(vector_parts, batch, heads, index, vector_sums, DIM)
 
 
 @triton.jit
@@ -216,77 +248,86 @@ def source_gradients_kernel(
     SCORE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """d k_j = factor Σ_e d s_e ∂match/∂k and d v_j = Σ_e p_e keep_e g_i, over the edges in the
     order of their sources. Query heads that share a key head are read one after the other."""
     num_kv_heads = numbers.num_heads // numbers.groups
-    num_kv_lanes = numbers.num_lanes // numbers.groups
-    batch, kv_head, node, slot, start, stop = _chunk(chunks, num_kv_heads, num_kv_lanes)
-    k = _row(tables.key, batch, kv_head, node, DIM)
-    v = _row(tables.value, batch, kv_head, node, VALUE_DIM)
-    key_row = tl.zeros((triton.next_power_of_2(DIM),), tl.float32)
-    value_row = tl.zeros((triton.next_power_of_2(VALUE_DIM),), tl.float32)
+    batch, kv_heads, index = _program(num_kv_heads, numbers.num_batches, HEADS)
+    node, slot, start, stop = _chunk(chunks, index)
+    k = _row(tables.key, batch, kv_heads, node, DIM)[None]
+    v = _row(tables.value, batch, kv_heads, node, VALUE_DIM)[None]
+    key_row = tl.zeros((HEADS, triton.next_power_of_2(DIM)), tl.float32)
+    value_row = tl.zeros((HEADS, triton.next_power_of_2(VALUE_DIM)), tl.float32)
     for member in range(numbers.groups):
-        head = kv_head * numbers.groups + member
-        factor = _factor(tables, numbers, batch, head, SCORE, DIM)
-        key_sums = tl.zeros((triton.next_power_of_2(DIM),), tl.float32)
+        heads = kv_heads * numbers.groups + member
+        factor = _factor(tables, numbers, batch, heads, SCORE, DIM)
+        key_sums = tl.zeros((HEADS, triton.next_power_of_2(DIM)), tl.float32)
         for first in range(start, stop, BLOCK):
             order = first + tl.arange(0, BLOCK)
             is_edge = order < stop
             nodes = tl.load(target + order, is_edge, other=0)
-            places = tl.load(places_by_source + order, is_edge, other=0)
-            q = _rows(tables.query, batch, head, nodes, is_edge, DIM)
-            g = _rows(gradient, batch, head, nodes, is_edge, VALUE_DIM)
-            logarithm = tl.load(_place(lse, batch, head, nodes), is_edge, other=0.0)
-            shift = tl.load(_place(delta, batch, head, nodes), is_edge, other=0.0)
-            score = tl.sum(factor * _match(q, k, numbers, SCORE), axis=1)
-            weight = tl.where(is_edge, tl.exp(score - logarithm), 0.0)
-            keep = _keep(places, batch, head, numbers)
-            value_row += tl.sum((keep * weight)[:, None] * g, axis=0)
-            slope = (weight * (keep * tl.sum(g * v, axis=1) - shift))[:, None]  # d score
-            key_sums += tl.sum(slope * _match_gradient(q, k, q, numbers, SCORE), axis=0)
-        key_row += tl.sum(factor, axis=0) * key_sums
-    _store_sums(key_gradient, batch, kv_head, node, slot, key_row, DIM)
-    _store_sums(value_gradient, batch, kv_head, node, slot, value_row, VALUE_DIM)
+            q = _rows(tables.query, batch, heads, nodes, is_edge, DIM)
+            g = _rows(gradient, batch, heads, nodes, is_edge, VALUE_DIM)
+            logarithm = _numbers(lse, batch, heads, nodes, is_edge, 0.0)
+            shift = _numbers(delta, batch, heads, nodes, is_edge, 0.0)
+            score = tl.sum(factor[None] * _match(q, k, numbers, SCORE), axis=2)
+            weight = tl.where(is_edge[:, None], tl.exp(score - logarithm), 0.0)
+            if numbers.seed is None:
+                kept = weight
+                slope = weight * (tl.sum(g * v, axis=2) - shift)  # d score
+            else:
+                places = tl.load(places_by_source + order, is_edge, other=0)
+                keep = _keep(places, batch, heads, numbers)
+                kept = weight * keep
+                slope = weight * (keep * tl.sum(g * v, axis=2) - shift)
+            value_row += tl.sum(kept[:, :, None] * g, axis=0)
+            key_sums += tl.sum(slope[:, :, None] * _match_gradient(q, k, q, numbers, SCORE), axis=0)
+        key_row += factor * key_sums
+    _store_sums(key_gradient, batch, kv_heads, node, slot, key_row, DIM)
+    _store_sums(value_gradient, batch, kv_heads, node, slot, value_row, VALUE_DIM)
 
 
 @triton.jit
-def _split(split, num_heads, num_lanes):
-    """Which batch item and head of which node this program puts together, and from which slots."""
-    lane, index = tl.program_id(0) % num_lanes, tl.program_id(0) // num_lanes
-    node, first = tl.load(split.node + index), tl.load(split.first + index)
-    return lane // num_heads, lane % num_heads, node, first, tl.load(split.last + index)
+def _split(split, index):
+    """Which node this program puts together, and from which slots."""
+    first, last = tl.load(split.first + index), tl.load(split.last + index)
+    return tl.load(split.node + index), first, last
 
 
 @triton.jit
-def merge_kernel(output, lse, split, num_heads, num_lanes, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def merge_kernel(
+    output, lse, split, num_heads, num_batches, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
     """The output of a node from those of its chunks: a softmax again, of lse over the chunks."""
-    batch, head, node, first_slot, last_slot = _split(split, num_heads, num_lanes)
-    largest = -float("inf")
-    total = 0.0
-    sums = tl.zeros((triton.next_power_of_2(DIM),), tl.float32)
+    batch, heads, index = _program(num_heads, num_batches, 1)
+    node, first_slot, last_slot = _split(split, index)
+    largest = tl.full((1,), -float("inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((1, triton.next_power_of_2(DIM)), tl.float32)
     for first in range(first_slot, last_slot, BLOCK):
         slots = first + tl.arange(0, BLOCK)
         is_slot = slots < last_slot
-        rows = _rows(output.parts, batch, head, slots, is_slot, DIM)
-        score = tl.load(_place(lse.parts, batch, head, slots), is_slot, other=-float("inf"))
+        rows = _rows(output.parts, batch, heads, slots, is_slot, DIM)
+        score = _numbers(lse.parts, batch, heads, slots, is_slot, -float("inf"))
         larger = tl.maximum(largest, tl.max(score, axis=0))
-        weight = tl.exp(score - larger)
+        weight = tl.exp(score - larger[None, :])
         decay = tl.exp(largest - larger)
         total = total * decay + tl.sum(weight, axis=0)
-        sums = sums * decay + tl.sum(weight[:, None] * rows, axis=0)
+        sums = sums * decay[:, None] + tl.sum(weight[:, :, None] * rows, axis=0)
         largest = larger
-    _store(output.whole, batch, head, node, sums / total, DIM)
-    _store(lse.whole, batch, head, node, largest + tl.log(total), 1)
+    _store(output.whole, batch, heads, node, sums / total[:, None], DIM)
+    _store(lse.whole, batch, heads, node, (largest + tl.log(total))[:, None], 1)
 
 
 @triton.jit
-def sum_kernel(sums, split, num_heads, num_lanes, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(sums, split, num_heads, num_batches, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """The gradient of a node from those of its chunks, always added in the same order."""
-    batch, head, node, first_slot, last_slot = _split(split, num_heads, num_lanes)
-    row = tl.zeros((triton.next_power_of_2(DIM),), tl.float32)
+    batch, heads, index = _program(num_heads, num_batches, 1)
+    node, first_slot, last_slot = _split(split, index)
+    row = tl.zeros((1, triton.next_power_of_2(DIM)), tl.float32)
     for first in range(first_slot, last_slot, BLOCK):
         slots = first + tl.arange(0, BLOCK)
-        row += tl.sum(_rows(sums.parts, batch, head, slots, slots < last_slot, DIM), axis=0)
-    _store(sums.whole, batch, head, node, row, DIM)
+        row += tl.sum(_rows(sums.parts, batch, heads, slots, slots < last_slot, DIM), axis=0)
+    _store(sums.whole, batch, heads, node, row, DIM)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from attnkit import Causal, Edges, MultiHeadAttention, Packed, Padding, attend
 from attnkit.core.masks.base import Mask
-from attnkit.core.masks.dense_cache import kept_mask
+from attnkit.core.masks.kept import kept_mask
 from attnkit.layers import TransformerBlock
 
 BATCH, TOKENS, DIM = 3, 7, 16
@@ -158,12 +158,12 @@ def test_nothing_of_a_transform_is_kept():
     with FakeTensorMode() as fake:
         fakes = [fake.from_tensor(tensor) for tensor in (query, key, value)]
         attend(*fakes, mask=future)
-    assert "_kept" not in vars(mask)
-    assert "_kept" not in vars(future)
+    assert "_dense" not in vars(mask)
+    assert "_dense" not in vars(future)
     expected = attend(query, key, value, mask=mask.dense(TOKENS, TOKENS, CPU))
     torch.testing.assert_close(attention(query), expected)
     torch.testing.assert_close(compiled, expected)
-    assert "_kept" in vars(mask)
+    assert "_dense" in vars(mask)
 
 
 def test_an_exported_program_reads_its_own_lengths():
