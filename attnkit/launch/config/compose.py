@@ -85,8 +85,8 @@ class Composer:
         self.config_dir = config_dir
         self.job_name: str | None = None
         """What replaces the task's name in outputs/<task>/…: hydra.job.name."""
-        self.hydra = Hydra("attnkit", ConfigLoaderImpl(search_path))
-        self.loader = self.hydra.config_loader
+        self.loader = ConfigLoaderImpl(search_path)
+        self.hydra = Hydra("attnkit", self.loader)
 
     # --- what there is ---
 
@@ -95,7 +95,7 @@ class Composer:
         shipped = Path(__file__).resolve().parents[2] / "conf"
         return [shipped, *([self.config_dir] if self.config_dir else [])]
 
-    @cached_property  # Hydra reads all its sources again for each
+    @cached_property
     def groups(self) -> dict[str, list[str]]:
         """Each group and its choices."""
         names = sorted(
@@ -107,7 +107,8 @@ class Composer:
             }
             - {"hydra"}
         )
-        return {n: self.loader.get_group_options(n, ObjectType.CONFIG) for n in names}
+        repository = self.loader.repository  # the loader itself copies it for each group
+        return {n: repository.get_group_options(n, ObjectType.CONFIG) for n in names}
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """The overrides as Hydra reads them."""

@@ -68,10 +68,12 @@ def _wrong_kind(target: str) -> str | None:
     if target.partition(".")[0] not in allowlist.PACKAGES:
         return None
     definition = signatures.definition_of(target)
-    if definition is None or definition in map(signatures.definition_of, allowlist.FUNCTIONS):
+    if definition is None:
         return None
     name, is_class = definition
     if is_class and allowlist.is_home(name.rpartition(".")[0]):
+        return None
+    if definition in map(signatures.definition_of, allowlist.FUNCTIONS):
         return None
     kind = f"class, written in {name.rpartition('.')[0]}" if is_class else "function"
     return f"{target} may not be built from a configuration: it is a {kind}"
