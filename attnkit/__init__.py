@@ -100,6 +100,7 @@ _HOME = {
     "explain": "attnkit.sight.explain",
     "Explanation": "attnkit.sight.explanation",
     "Sight": "attnkit.sight.training.sight",
+    "AttentionMaps": "attnkit.sight.training.attention_maps",
     "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
@@ -188,6 +189,7 @@ if TYPE_CHECKING:
     from attnkit.sight.explain import explain
     from attnkit.sight.explanation import Explanation
     from attnkit.sight.graphs.fidelity import edge_fidelity
+    from attnkit.sight.training.attention_maps import AttentionMaps
     from attnkit.sight.training.sight import Sight
     from attnkit.sight.trust.curves import perturbation_curves
     from attnkit.sight.trust.judge import trust

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attnkit.lightning.build.build import allowing
     from attnkit.lightning.callbacks.accumulation import ExactAccumulation
-    from attnkit.lightning.callbacks.attention_maps import AttentionMaps
     from attnkit.lightning.callbacks.cached_features import CachedFeatures
     from attnkit.lightning.callbacks.class_report import ClassReport
     from attnkit.lightning.callbacks.cost import Cost
@@ -69,6 +68,10 @@ __all__ = [*_HOMES]
 
 def __getattr__(name: str):
     if name not in _HOMES:
+        from attnkit.lightning.build.renamed import current
+
+        if (today := current(f"attnkit.lightning.{name}")) != f"attnkit.lightning.{name}":
+            raise ImportError(f"attnkit.lightning.{name} is {today} now")
         raise AttributeError(f"module 'attnkit.lightning' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnkit.metrics.mean_over_images import MeanOverImages
 
@@ -103,8 +102,32 @@ def area(masks: Masks) -> Annotated[Tensor, "batch"]:
 
 def covered(masks: Masks, maps: Maps) -> Maps:
     """The share of each place of the map that the mask covers."""
-    height, width = maps.shape[1:]
-    return F.adaptive_avg_pool2d(masks.to(maps.device).float()[:, None], (height, width))[:, 0]
+    rows, columns = maps.shape[1:]
+    return on_grid(masks.to(maps.device), (rows, columns))
+
+
+def on_grid(
+    masks: Annotated[Tensor, "*batch height width", bool], grid: tuple[int, int]
+) -> Annotated[Tensor, "*batch map_height map_width"]:
+    """The share of each place that the mask covers, a place being a rectangle of the image.
+
+    A map that lies evenly on its places has Σ map · share on the object, exactly, whether places
+    begin between pixels or are smaller than these.
+    """
+    rows, columns = (
+        _overlap(places, side, masks.device)
+        for places, side in zip(grid, masks.shape[-2:], strict=True)
+    )
+    return rows @ masks.float() @ columns.T
+
+
+def _overlap(places: int, side: int, device: torch.device) -> Tensor:
+    """[places, side]: how much of each place every pixel has, along one side."""
+    ends = torch.arange(places + 1, device=device) * side  # in pixels, times places
+    pixels = torch.arange(side + 1, device=device) * places
+    first = torch.maximum(ends[:-1, None], pixels[:-1])
+    last = torch.minimum(ends[1:, None], pixels[1:])
+    return (last - first).clamp(min=0) / side
 
 
 def check_maps(maps: Tensor, masks: Tensor) -> None:

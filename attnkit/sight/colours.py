@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from torch import Tensor
 
-from attnkit.lightning.maps import overlay
-
-SEQUENTIAL, DIVERGING = "inferno", "RdBu_r"
-"""Matplotlib's names: even steps to the eye from dark to bright; blue, white at 0, red."""
+SEQUENTIAL, DIVERGING, OVERLAY = "inferno", "RdBu_r", "OrRd"
+"""Matplotlib's names: even steps to the eye from dark to bright; blue, white at 0, red; white to
+dark red."""
+_DARKEST = 0.68  # what black becomes: dark images stay bright, and light ones visible
+_LEAST_PIXELS = 240  # so that places that do not divide the pixels have even sides
 
 
 class Scale(NamedTuple):
@@ -27,6 +30,11 @@ class Scale(NamedTuple):
         numbers = as_numbers(values)
         shares = (numbers - self.low) / ((self.high - self.low) or 1.0)
         return np.round(255 * shares.clip(0, 1)).astype(np.uint8)
+
+    @property
+    def mappable(self) -> ScalarMappable:
+        """What matplotlib makes a colour bar of."""
+        return ScalarMappable(Normalize(self.low, self.high), self.name)
 
     @property
     def palette(self) -> np.ndarray:
@@ -55,4 +63,25 @@ def as_numbers(values: Tensor | np.ndarray) -> np.ndarray:
 def overlay_scale(maps: Iterable[Tensor | np.ndarray], *, is_signed: bool = False) -> Scale:
     """As `scale_of`, for maps multiplied onto an image in light tones: 0 is white."""
     low, high, name = scale_of(maps, is_signed=is_signed)
-    return Scale(low, high, name if is_signed else overlay.COLOURS)
+    return Scale(low, high, name if is_signed else OVERLAY)
+
+
+def overlaid(picture: np.ndarray, values: np.ndarray, scale: Scale) -> np.ndarray:
+    """The colours of a map times the image in light grey, [pixels, pixels, 3] in [0, 1].
+
+    Nothing is interpolated: pixel (y, x) of an image [height, width] has the value of the place
+    (y · rows // height, x · columns // width).
+
+    Args:
+        picture: [height, width, 3] in [0, 1].
+        values: [rows, columns].
+        scale: of `overlay_scale`.
+    """
+    larger = -(-_LEAST_PIXELS // min(picture.shape[:2]))
+    grey = picture.mean(axis=-1, keepdims=True).repeat(larger, axis=0).repeat(larger, axis=1)
+    rows, columns = (
+        np.arange(pixels) * places // pixels
+        for pixels, places in zip(grey.shape[:2], values.shape, strict=True)
+    )
+    colours = scale.mappable.to_rgba(values)[..., :3]
+    return (_DARKEST + (1 - _DARKEST) * grey) * colours[rows[:, None], columns]

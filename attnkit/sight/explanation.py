@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from attnkit.models.captioning.word_decoder import PAD
+from attnkit.sight.colours import overlay_scale
 from attnkit.sight.layer_table import LayerTable
-from attnkit.sight.picture import draw_maps, save
+from attnkit.sight.picture import Panel, Row, as_picture, draw, save
 from attnkit.sight.sentences import Sentences, captioner_of
 from attnkit.sight.trust.judge import trust
 from attnkit.sight.trust.result import Trust
@@ -163,12 +164,8 @@ class Explanation:
     ) -> Path:
         """Write a picture (.png, .pdf, .svg) or the arrays (.npz, .pt); returns the path.
 
-        The picture has a row for each image: the image, its map on its own grid with the scale's
-        numbers, and what the model says. Nothing is enlarged by interpolation, and each map has its
-        own scale, which is written beside it. Of a captioner it has a map for each word.
-
         Args:
-            names: the words of each sentence, for the pictures of a captioner; None: their numbers.
+            names: of `draw`.
 
         Raises:
             ValueError: another ending.
@@ -180,27 +177,41 @@ class Explanation:
         elif path.suffix == ".pt":
             torch.save(self._arrays(), path)
         elif path.suffix in (".png", ".pdf", ".svg"):
-            save(path, self._draw(names))
+            save(path, self.draw(names))
         else:
             raise ValueError(
                 f"path: expected .png, .pdf, .svg, .npz or .pt, got {path.suffix or path.name!r}"
             )
         return path
 
-    def _draw(self, names: Sequence[Sequence[str]] | None) -> Figure:
-        captions = [self._line(number) for number in range(len(self.map))]
-        if self.words is None:
-            maps = [[one] for one in self.map]
-            titles = [[""] for _ in maps]
-        else:
-            numbers = [[n for n in one if n != PAD] for one in self.target.tolist()]
-            maps = [[*one[: len(said)]] for one, said in zip(self.words, numbers, strict=True)]
-            titles = [[str(n) for n in said] for said in numbers]
-            for row, given in enumerate(names or []):
-                titles[row][: len(given)] = given[: len(titles[row])]
-        return draw_maps(
-            self.images, maps, captions, titles, name=self.method, is_signed=self.is_signed
-        )
+    def draw(
+        self,
+        names: Sequence[Sequence[str]] | None = None,
+        pictures: Annotated[Tensor, "batch channels height width"] | None = None,
+    ) -> Figure:
+        """A row for each image: the image with what the model says, and its map on it.
+
+        The map lies on the image in light tones, each place of its own grid in one colour. Each
+        image has its own scale, whose numbers stand beside it. Of a captioner there is a map for
+        each word.
+
+        Args:
+            names: the words of each sentence, of a captioner; None: their numbers.
+            pictures: the images as people see them; None: as the model takes them.
+        """
+        shown = self.images if pictures is None else pictures
+        return draw([self._row(number, as_picture(one), names) for number, one in enumerate(shown)])
+
+    def _row(self, number: int, picture: np.ndarray, names: Sequence[Any] | None) -> Row:
+        maps, titles, label = self.map[number : number + 1], [""], self.method
+        if self.words is not None:
+            titles = [str(n) for n in self.target[number].tolist() if n != PAD]
+            given = names[number] if names else []
+            titles[: len(given)] = given[: len(titles)]
+            maps, label = self.words[number, : len(titles)], f"{label}, one scale for all words"
+        panels = [Panel(picture, *one) for one in zip(maps, titles, strict=True)]
+        says = Panel(picture, title=self._line(number).replace("; ", "\n"))
+        return Row([says, *panels], overlay_scale(maps, is_signed=self.is_signed), label)
 
     def _line(self, number: int) -> str:
         if self.words is not None:

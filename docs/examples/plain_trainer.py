@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from attnkit import MultiHeadAttention
-from attnkit.lightning import AttentionMaps, KernelRecord, LearningCurves, ResultsFile, Throughput
+from attnkit import AttentionMaps, MultiHeadAttention
+from attnkit.lightning import KernelRecord, LearningCurves, ResultsFile, Throughput
 
 
 class Digits(L.LightningModule):

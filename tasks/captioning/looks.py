@@ -12,34 +12,12 @@ from torchmetrics import Metric
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_csv
+from attnkit.metrics.localisation import on_grid
 from attnkit.tasks.captioning.grammar import attribute_of, words_of_objects
 from attnkit.tasks.captioning.scenes import Scene
 from attnkit.tasks.captioning.tokenizer import END, PAD, Tokenizer, words_of
 
 NAMING = {"noun": "kind", "colour": "colour"}
-
-
-def coverage(masks: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The share of each position's pixels that are an object's, [batch, objects, positions].
-
-    Pixel (y, x) of an image [height, width] belongs to the position (y · rows // height,
-    x · columns // width) and to no other, and a position's attention is taken to lie evenly on its
-    pixels. Σ_j α_j coverage_j is then the mass of α on the object, exactly: as if the weights were
-    brought to pixels, not the masks to positions.
-
-    Args:
-        masks: booleans [batch, objects, height, width].
-        grid: rows and columns of positions.
-    """
-    rows, columns = map(_shares, masks.shape[-2:], grid)
-    return (rows.to(masks.device) @ masks.float() @ columns.T.to(masks.device)).flatten(2)
-
-
-def _shares(side: int, count: int) -> Tensor:
-    """[count, side]: the mean over the pixels of each position, along one side."""
-    owner = torch.arange(side) * count // side
-    owns = (owner == torch.arange(count)[:, None]).float()
-    return owns / owns.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def tokens_of_words(tokenizer: Tokenizer, ids: list[int]) -> list[list[int]]:
@@ -114,7 +92,7 @@ class ObjectLooks(Metric):
             grid: rows and columns of positions.
             tokenizer: what the words are.
         """
-        covered = coverage(masks, grid).to(weights.dtype)
+        covered = on_grid(masks, grid).to(weights.dtype).flatten(2)
         chances = masks.float().mean(dim=(2, 3))
         for item, (numbers, scene) in enumerate(zip(ids.tolist(), scenes, strict=True)):
             caption = tokenizer.decode(numbers)

@@ -1,6 +1,5 @@
 """One page for each image: what the model says of it, and where it looked at each word."""
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ from torch import Tensor
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import in_log_folder, replacing
-from attnkit.lightning.maps.overlay import overlaid, scale
-from attnkit.lightning.maps.picture import as_picture
 from attnkit.models.captioning.word_decoder import END, PAD
-
-COLUMNS = 6
+from attnkit.sight.colours import overlay_scale
+from attnkit.sight.picture import Panel, Row, as_picture, draw, plain, save
 
 
 class WordMaps(Callback):
@@ -72,26 +69,16 @@ class WordMaps(Callback):
             assert self.folder is not None
             with replacing(self.folder / f"{stem}.npz") as file:
                 np.savez_compressed(file, words=np.array(words), weights=maps.numpy())
-            with replacing(self.folder / f"{stem}.png") as file:
-                self._page(image, outputs["caption"][number], words, maps).savefig(file, dpi=110)
+            page = self._page(image, outputs["caption"][number], words, maps)
+            save(self.folder / f"{stem}.png", page)
             self.pages += 1
 
     def _page(self, image: Tensor, caption: str, words: list[str], maps: Tensor) -> Figure:
-        picture = as_picture(image)
-        shown = maps[self.layer].mean(0).numpy()
-        top = max(float(shown.max(initial=0)), 1e-12)
-        rows = math.ceil((len(words) + 1) / COLUMNS)
-        figure = Figure(figsize=(1.9 * COLUMNS + 1, 2.1 * rows + 0.5), layout="constrained")
-        figure.suptitle(_shown(caption))
-        panels = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
-        for panel in panels:
-            panel.axis("off")
-        panels[0].imshow(picture, interpolation="nearest")
-        for panel, word, map_ in zip(panels[1:], words, shown, strict=False):
-            panel.imshow(overlaid(picture, map_, top), interpolation="nearest")
-            panel.set_title(_shown(word), fontsize=11)
+        picture, shown = as_picture(image), maps[self.layer].mean(0)
+        panels = [Panel(picture, *one) for one in zip(shown, words, strict=True)]
         label = "attention, one scale for all words"
-        figure.colorbar(scale(top), ax=list(panels), label=label, shrink=0.8, pad=0.01)
+        figure = draw([Row([Panel(picture), *panels], overlay_scale(shown), label)])
+        figure.suptitle(plain(caption))
         return figure
 
 
@@ -105,8 +92,3 @@ def _words(tokenizer: Any, numbers: list[int]) -> list[str]:
     """Each of the words that were said, the end too."""
     said = (number for number in numbers if number != PAD)
     return ["<end>" if number == END else tokenizer.decode([number]) for number in said]
-
-
-def _shown(text: str) -> str:
-    """For matplotlib, to whom dollar signs would be the ends of a formula."""
-    return text.replace("$", r"\$")

@@ -9,10 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from attnkit import MultiHeadAttention, Sight
+from attnkit import AttentionMaps, MultiHeadAttention, Sight
 from attnkit.lightning import (
     EMA,
-    AttentionMaps,
     KernelRecord,
     LearningCurves,
     ResultsFile,

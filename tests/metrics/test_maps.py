@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nan, tensor
+from torch.nn import functional as F
 from torchmetrics import MetricCollection
 
 from attnkit.metrics import AttributionMass, PerturbationGap, PointingGame
+from attnkit.metrics.localisation import on_grid
 
 TWO_RANKS = Path(__file__).with_name("two_ranks_of_maps.py")
 
@@ -63,6 +65,17 @@ def test_a_map_at_random_scores_its_area(generator):
         mean = score(metric, maps, mask.expand(4000, -1, -1))
         assert 0 < metric.standard_error() < 0.01
         assert abs(mean - 28 / 90) < 3 * metric.standard_error()
+
+
+@pytest.mark.parametrize("grid", [(2, 3), (5, 7), (10, 14), (3, 11)])
+def test_a_place_is_a_rectangle_of_the_image(grid):
+    """Brought to a size that both divide, where each small pixel is a whole place's and pixel's."""
+    masks = torch.rand(2, 3, 5, 7) < 0.4
+    fine = masks.float().repeat_interleave(grid[0], -2).repeat_interleave(grid[1], -1)
+    wanted = F.avg_pool2d(fine, (5, 7))
+    shares = on_grid(masks, grid)
+    torch.testing.assert_close(shares, wanted)
+    torch.testing.assert_close(shares.mean((-2, -1)), masks.float().mean((-2, -1)))
 
 
 def test_places_that_a_mask_cuts_and_ties():

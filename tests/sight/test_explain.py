@@ -1,5 +1,6 @@
 """`attnkit.explain` on models of several libraries; what it leaves alone; and what it refuses."""
 
+import matplotlib
 import numpy as np
 import pytest
 import timm
@@ -318,20 +319,23 @@ def test_save(tmp_path):
 
 
 def test_the_picture_shows_the_map_on_its_own_grid_with_its_scale():
-    from attnkit.sight.picture import draw_maps
-
-    maps = torch.tensor([[[0.0, 1.0, 2.0], [3.0, -4.0, 5.0]]])
-    for is_signed, low, high in ((True, -5, 5), (False, 0, 5)):
-        figure = draw_maps(
-            torch.rand(1, 3, 32, 48), [maps], ["seven"], [["$"]], name="gap", is_signed=is_signed
-        )
-        image, shown = figure.axes[:2]
-        assert image.get_title(loc="left") == "seven"
+    """On a white image the colours are the map's own, and each place has one."""
+    seen = explain(randomised(ours()), torch.ones(2, 3, 32, 48), 3, "occlusion")
+    seen.map[1] *= 10
+    figure = seen.draw()
+    for row, one in zip((0, 1), seen.map, strict=True):
+        image, shown, bar = (figure.axes[number] for number in (2 * row, 2 * row + 1, 4 + row))
+        assert image.get_title("left").startswith("class 3 (predicted")
         (drawn,) = shown.get_images()
-        np.testing.assert_array_equal(drawn.get_array(), maps[0])
         assert drawn.get_interpolation() == "nearest"
-        assert drawn.get_clim() == (low, high)
-        assert figure.axes[2].get_ylabel() == "gap"
+        size = float(one.abs().max())
+        assert bar.get_ylim() == pytest.approx((-size, size))
+        assert bar.get_ylabel() == "occlusion"
+        colours = matplotlib.colormaps["RdBu_r"](0.5 + 0.5 * one.double().numpy() / size)[..., :3]
+        pixels = drawn.get_array()
+        places = pixels.reshape(2, len(pixels) // 2, 3, -1, 3).transpose(0, 2, 1, 3, 4)
+        wanted = np.broadcast_to(colours[:, :, None, None], places.shape)
+        np.testing.assert_allclose(places, wanted, atol=1e-6)
 
 
 def test_it_is_printed_in_words():

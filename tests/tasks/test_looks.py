@@ -11,7 +11,7 @@ from attnkit.tasks.captioning import (
     captions_of,
     words_of_objects,
 )
-from attnkit.tasks.captioning.looks import coverage, tokens_of_words
+from attnkit.tasks.captioning.looks import tokens_of_words
 
 SCENE = {
     "objects": [
@@ -22,25 +22,6 @@ SCENE = {
 }
 # The second object is named first: nouns at 2 and 9, colours at 1 and 8.
 CAPTION = "large turquoise striped disc with a small violet star above it"
-
-
-def test_coverage_of_equal_and_unequal_positions():
-    masks = torch.zeros(1, 2, 5, 7, dtype=torch.bool)
-    masks[0, 0, :3, 2:4] = True
-    masks[0, 1, 4, 6] = True
-    # rows 0 1 2 | 3 4, columns 0 1 2 | 3 4 | 5 6
-    expected = torch.tensor([[3 / 9, 3 / 6, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1 / 4]])
-    torch.testing.assert_close(coverage(masks, (2, 3))[0], expected)
-    weights = torch.rand(6).softmax(0)
-    pixels = torch.zeros(5, 7)
-    for row, rows in enumerate((range(3), range(3, 5))):
-        for column, columns in enumerate((range(3), range(3, 5), range(5, 7))):
-            share = weights[3 * row + column] / (len(rows) * len(columns))
-            for y in rows:
-                pixels[y, list(columns)] = share
-    for number in range(2):
-        mass = pixels[masks[0, number]].sum()
-        torch.testing.assert_close(coverage(masks, (2, 3))[0, number] @ weights, mass)
 
 
 @pytest.mark.parametrize("kind", ["words", "bpe"])

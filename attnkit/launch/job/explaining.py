@@ -22,6 +22,7 @@ from attnkit.lightning.explained import Explained
 from attnkit.lightning.telling.say import say
 from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config
+from attnkit.sight.by_turns import by_turns
 from attnkit.sight.progress import steps
 from attnkit.sight.report import Report
 
@@ -157,7 +158,7 @@ def _chosen(session: Session, report: Report) -> tuple[Any, list[int], str]:
     count = min(report.num_images, len(dataset))
     rows, how = list(range(count)), "the first"
     if not images and labels is not None:
-        rows, how = _by_turns(labels.tolist(), count), "the first of each class by turns"
+        rows, how = by_turns(labels.tolist(), count), "the first of each class by turns"
     some = DataLoader(Subset(dataset, rows), batch_size=count, collate_fn=loader.collate_fn)
     batch = data.on_after_batch_transfer(next(iter(some)), 0)
     source = f"images in {images}" if images else "test images"
@@ -195,16 +196,6 @@ def _first(loaders: Any) -> Any:
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
     return loaders[0] if isinstance(loaders, list | tuple) else loaders
-
-
-def _by_turns(labels: list[int], count: int) -> list[int]:
-    """The first of each class, then the second of each, and so on."""
-    seen: dict[int, int] = {}
-    turns = []
-    for row, label in enumerate(labels):
-        seen[label] = seen.get(label, -1) + 1
-        turns.append((seen[label], label, row))
-    return [row for _, _, row in sorted(turns)[:count]]
 
 
 # --- a network nobody trained here ----------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Files name public names only (`attnkit.ViT`, `attnkit.lightning.EMA`), so that code may move. Before
 version 0.2 some named the file a class was written in; this table leads from those to the public
-names. It is closed: nothing new is written with a path of a file.
+names, and from a public name that is now another.
 """
 
 import warnings
@@ -41,6 +41,7 @@ _FORMER = {
     "attnkit.layers.squeeze_excitation.SqueezeExcitation": "attnkit.layers.SqueezeExcitation",
     "attnkit.layers.squeeze_excitation.SpatialExcitation": "attnkit.layers.SpatialExcitation",
     "attnkit.layers.squeeze_excitation.SCSE": "attnkit.layers.SCSE",
+    "attnkit.lightning.AttentionMaps": "attnkit.AttentionMaps",
     "attnkit.lightning.ema.EMA": "attnkit.lightning.EMA",
     "attnkit.lightning.optim.warmup_cosine": "attnkit.lightning.warmup_cosine",
     "attnkit.models.backbones.timm_backbone": "attnkit.models.timm_backbone",

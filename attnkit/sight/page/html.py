@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from attnkit.lightning.maps.picture import as_picture
 from attnkit.sight.colours import Scale
 from attnkit.sight.page.section import Table
+from attnkit.sight.picture import as_picture
 
 _LOSSLESS = 64 * 64  # pixels of an image up to which it is stored without loss
 

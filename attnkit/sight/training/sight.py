@@ -6,22 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from PIL import Image
 from torch import Tensor
 
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.explained import Explained
-from attnkit.lightning.files import in_log_folder, replacing
-from attnkit.lightning.loggers.pictures import log_picture
+from attnkit.lightning.files import in_log_folder
+from attnkit.sight.by_turns import by_turns
 from attnkit.sight.explain import explain
 from attnkit.sight.explanation import Explanation
+from attnkit.sight.picture import save
 from attnkit.sight.training.history import History, draw_history
+from attnkit.sight.training.show import show
 from attnkit.sight.trust.removal import REMOVALS, NotAvailableError
 from attnkit.sight.trust.result import CLASS_SENSITIVITY
 
@@ -133,9 +133,7 @@ class Sight(Callback):
         if not trainer.is_global_zero or not self.history:
             return
         assert self.folder is not None
-        figure = draw_history(self.history)
-        with replacing(self.folder / "scores.png") as file:
-            figure.savefig(file, format="png", dpi=120)
+        save(self.folder / "scores.png", draw_history(self.history))
         share = self._seconds / max(1e-9, time.monotonic() - self._began)
         rank_zero_info(
             f"sight: {self._seconds:.1f} s, {100 * share:.1f} % of the training; "
@@ -176,10 +174,7 @@ class Sight(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({**logged, "epoch": trainer.current_epoch}, trainer.global_step)
         path = self.folder / f"epoch_{trainer.current_epoch + 1:03d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        seen.save(path, given.words or None)
-        with Image.open(path) as picture:
-            log_picture(trainer, "val/sight", np.asarray(picture.convert("RGB")))
+        show(trainer, "val/sight", seen.draw(given.words or None, given.pictures), path)
 
 
 def _explained(module: Any, batch: Any) -> Explained:
@@ -232,16 +227,11 @@ def _scores(seen: Explanation, removal: str) -> dict[str, float]:
 
 
 def _some(batch: Any, number: int) -> Any:
-    """Some rows of a batch on the CPU, of as many classes as there are, in their order."""
+    """Some rows of a batch on the CPU, of as many classes as there are."""
     labels = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
     size = _size(batch)
     if isinstance(labels, Tensor) and labels.ndim == 1 and len(labels) == size:
-        seen: dict[int, int] = {}
-        turn = []
-        for label in labels.tolist():
-            turn.append(seen.get(label, 0))
-            seen[label] = turn[-1] + 1
-        rows = sorted(sorted(range(size), key=lambda row: turn[row])[:number])
+        rows = by_turns(labels.tolist(), number)
     else:
         rows = list(range(min(number, size)))
     return _rows(batch, rows, size)

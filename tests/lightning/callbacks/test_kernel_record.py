@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from attnkit.lightning import AttentionMaps, KernelRecord, ResultsFile
+from attnkit import AttentionMaps
+from attnkit.lightning import KernelRecord, ResultsFile
 
 
 @pytest.mark.parametrize(("backend", "kernel"), [("auto", "flash"), ("math", "math")])

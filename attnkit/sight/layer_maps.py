@@ -1,26 +1,29 @@
 """What a layer of attention, or a gate, makes of one image, in a form that can be drawn."""
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name
 from attnkit.core.watch.capture import capture_attention
-from attnkit.core.watch.taps.call import AttentionCall
-from attnkit.core.watch.taps.watch import watch_attention
 from attnkit.layers.gates.gate import capture_gates
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.layers.maps.spatial import SpatialAttention
 from attnkit.lightning.errors import UserError
+from attnkit.sight.colours import OVERLAY, Scale
+from attnkit.sight.explain import explain
+from attnkit.sight.methods.grid import find_grid
+from attnkit.sight.picture import Panel, Row, as_picture, draw
 
-MAX_PREFIX_TOKENS = 16  # class and register tokens tried for a model that does not say
 _WEIGHTS = "attention_weights"
+_LABELS = {"attention": "attention: 1 is even", "gate": "gate, mean of channels"}
 _OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
 
 
@@ -79,7 +82,6 @@ def layer_maps(
 ) -> tuple[list[LayerMap], Any]:
     """The maps of some layers over an image [channels, height, width], and the model's output."""
     kind, names = chosen_layers(model, layer)
-    prefix = prefix_of(model, num_prefix_tokens)
     with ExitStack() as stack:
         stack.enter_context(unrecorded())
         captured: dict[str, list[Tensor]] = stack.enter_context(
@@ -94,7 +96,7 @@ def layer_maps(
         if kind == "gate":
             maps.append(_of_gate(name, values[0]))
         else:
-            maps.append(_of_attention(name, model, values, image, prefix))
+            maps.append(_of_attention(name, model, values, image, num_prefix_tokens))
     return maps, output
 
 
@@ -105,7 +107,7 @@ def _of_gate(name: str, values: Tensor) -> LayerMap:
 
 
 def _of_attention(
-    name: str, model: nn.Module, weights: Tensor, image: Tensor, prefix: tuple[int | None, bool]
+    name: str, model: nn.Module, weights: Tensor, image: Tensor, num_prefix_tokens: int | None
 ) -> LayerMap:
     layer, around = (model.get_submodule(path) for path in (name, name.rpartition(".")[0]))
     num_keys = weights.shape[-1]
@@ -121,89 +123,58 @@ def _of_attention(
             f"layer: {name!r} attends within {len(weights)} parts of the image, windows or the "
             "like, which are not drawn; inspect.layer or the argument layer chooses another"
         )
-    values = over_image(weights[0].mean(0), image, prefix)
-    took = 1 - float(values.sum()) if values.numel() < num_keys else None
+    height, width = image.shape[-2:]
+    grid = find_grid(model, num_keys, (height, width), None, num_prefix_tokens)
+    rows = weights[0].mean(0)
+    row = rows[0] if grid.num_prefix_tokens and _has_class_token(model) else rows.mean(0)
+    values = row[grid.num_prefix_tokens :].reshape(grid.rows, grid.columns)
+    took = 1 - float(values.sum()) if grid.num_prefix_tokens else None
     return LayerMap(name, "attention", values * num_keys, "image", took)
 
 
-def over_image(weights: Tensor, image: Tensor, prefix: tuple[int | None, bool]) -> Tensor:
-    """Weights [queries, keys] as the map of the class token, or of the mean query, over an image.
+def _has_class_token(model: nn.Module) -> bool:
+    """Whether the first of the prefix tokens is one, as far as the model says."""
+    said = (m for m in model.modules() if isinstance(getattr(m, "num_prefix_tokens", None), int))
+    module = next(said, None)
+    return getattr(module, "class_token", getattr(module, "cls_token", True)) is not None
+
+
+def rollout_map(model: nn.Module, image: Tensor, num_prefix_tokens: int | None) -> LayerMap:
+    """`attnkit.explain`'s rollout of an image, as a multiple of even attention."""
+    pixels = image if image.is_floating_point() else image.float() / 255
+    seen = explain(model, pixels[None], None, "rollout", num_prefix_tokens=num_prefix_tokens)
+    assert seen.tokens is not None
+    assert seen.share is not None
+    took = float(seen.share[0]) if seen.num_prefix_tokens else None
+    values = seen.map[0].cpu() * seen.tokens.shape[1]
+    return LayerMap("rollout", "attention", values, "image", took)
+
+
+def draw_layers(
+    images: Tensor, maps: Sequence[Sequence[LayerMap]], titles: Sequence[str]
+) -> Figure:
+    """A column for each image: the image, and a row for each layer with its scale.
+
+    Attention is shown as a multiple of even attention, gates between 0 and 1: a map that is even
+    has one colour.
 
     Args:
-        weights: the mean over the heads.
-        image: [channels, height, width].
-        prefix: what `prefix_of` gives.
+        images: [batch, channels, height, width], uint8, or floats of any range.
+        maps: for each image, the maps of the layers.
+        titles: for each image.
     """
-    told, has_class_token = prefix
-    # An attention pooling leaves the prefix out.
-    tried = [told, 0] if told is not None else range(MAX_PREFIX_TOKENS + 1)
-    height, width = image.shape[-2:]
-    number, grid = find_grid(weights.shape[-1], height, width, tried)
-    tokens = weights[0] if number and has_class_token else weights.mean(0)
-    return tokens[number:].reshape(grid)
+    pictures = [as_picture(image) for image in images]
+    rows = [Row([Panel(one, title=said) for one, said in zip(pictures, titles, strict=True)])]
+    for layers in zip(*maps, strict=True):
+        first = layers[0]
+        largest = max(float(one.values.max()) for one in layers)
+        scale = Scale(0.0, 1.0 if first.kind == "gate" else max(2.0, largest), OVERLAY)
+        label = first.kind if first.over == "channels" else _LABELS[first.kind]
+        panels = [_panel(*both) for both in zip(layers, pictures, strict=True)]
+        rows.append(Row(panels, scale, label))
+    return draw(rows, across=len(images))
 
 
-def prefix_of(model: nn.Module, given: int | None) -> tuple[int | None, bool]:
-    """Prefix tokens, None if unknown, and whether the first of them is a class token."""
-    for module in model.modules():
-        told = getattr(module, "num_prefix_tokens", None)
-        if isinstance(told, int):
-            class_token = getattr(module, "class_token", getattr(module, "cls_token", True))
-            return (told if given is None else given), class_token is not None
-    return given, True
-
-
-def find_grid(
-    num_tokens: int, height: int, width: int, num_prefix_tokens: Sequence[int]
-) -> tuple[int, tuple[int, int]]:
-    """The first of some numbers of prefix tokens that leaves a grid of the image's proportions.
-
-    Returns:
-        That number, and the rows and columns of the grid.
-    """
-    for prefix in num_prefix_tokens:
-        rows = round(math.sqrt(max(num_tokens - prefix, 0) * height / width))
-        if rows and rows * round(rows * width / height) == num_tokens - prefix:
-            return prefix, (rows, (num_tokens - prefix) // rows)
-    raise ValueError(
-        f"num_prefix_tokens: {num_tokens} tokens do not form a grid over an image of "
-        f"{height} x {width} after {' or '.join(map(str, num_prefix_tokens))} prefix tokens"
-    )
-
-
-def rollout(model: nn.Module, image: Tensor, given: int | None) -> tuple[Tensor, int]:
-    """Over an image the row that is read of the product over layers of (weights + identity) / 2.
-
-        r ← (r + r A) / 2      from the last layer down, A the mean over heads
-
-    so that no product of layers is held, nor the weights of one. Returns the map [rows, columns],
-    and the number of tokens.
-
-    Raises:
-        ValueError: layers of different tokens; tokens that are no grid over the image.
-    """
-    told, has_class_token = prefix_of(model, given)
-    with unrecorded(), watch_attention(model) as seen:
-        model(image[None])
-    calls = [call for call in seen if isinstance(call, AttentionCall)]  # a graph has no image
-    last = calls[-1]
-    num_tokens = last.num_keys
-    tried = [told, 0] if told is not None else range(MAX_PREFIX_TOKENS + 1)
-    height, width = image.shape[-2:]
-    number, grid = find_grid(num_tokens, height, width, tried)
-    r = torch.zeros(1, last.num_queries, device=image.device)
-    if number and has_class_token:
-        r[:, 0] = 1
-    else:
-        r += 1 / last.num_queries
-    for call in reversed(calls):
-        if call.num_keys != num_tokens:
-            raise ValueError(
-                f"rollout: the layers have different tokens, {call.num_keys} and {num_tokens}"
-            )
-        moved = call.propagate(r)
-        # A last layer computed for the class token only has that one row.
-        if call.num_queries == num_tokens or number:
-            moved = (moved + nn.functional.pad(r, (0, num_tokens - r.shape[1]))) / 2
-        r = moved
-    return r[0, number:].reshape(grid), num_tokens
+def _panel(one: LayerMap, picture: np.ndarray) -> Panel:
+    took = "" if one.prefix is None else f"class and registers took {100 * one.prefix:.0f} %"
+    return Panel(picture if one.over == "image" else None, one.values, one.layer, took)

@@ -8,23 +8,14 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from PIL import Image
 from torch import Tensor, nn
 
 from attnkit.core.kernels.record import unrecorded
-from attnkit.core.watch.capture import capture_attention
 from attnkit.lightning.arguments import at_least
-from attnkit.lightning.files import in_log_folder, replacing
-from attnkit.lightning.loggers.pictures import log_picture
-from attnkit.lightning.maps.layers import (
-    LayerMap,
-    chosen_layers,
-    layer_maps,
-    over_image,
-    prefix_of,
-    rollout,
-)
-from attnkit.lightning.maps.picture import draw_maps, pixels_of
+from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.files import in_log_folder
+from attnkit.sight.layer_maps import LayerMap, chosen_layers, draw_layers, layer_maps, rollout_map
+from attnkit.sight.training.show import show
 
 
 def first_of_batch(batch: Any) -> Tensor:
@@ -52,8 +43,7 @@ class AttentionMaps(Callback):
         num_images: how many images are shown at most.
         every_n_epochs: draw in the validation of every n-th epoch.
         layer: which layer, by position or by name (`*` matches anything, and each is a row).
-        rollout: multiply the layers up to the last, with their residual connections (Abnar and
-            Zuidema, Quantifying Attention Flow in Transformers, 2020), rather than show one.
+        rollout: show `attnkit.explain`'s rollout through the layers rather than one of them.
         num_prefix_tokens: class and register tokens before the first patch. None: what the model's
             attribute `num_prefix_tokens` says, else the fewest that leave a grid of the image's
             proportions.
@@ -61,8 +51,8 @@ class AttentionMaps(Callback):
         folder: for the PNG files; None for `attention_maps` in the trainer's log folder.
 
     Raises:
-        UserError: before it begins, if the model has neither attention nor gates of attnkit.
-        ValueError: in the check of the first validation, if tokens are no grid over the image.
+        UserError: before it begins, if the model has neither attention nor gates of attnkit; in the
+            check of the first validation, if tokens are no grid over the image.
     """
 
     def __init__(
@@ -124,12 +114,10 @@ class AttentionMaps(Callback):
         says = [_prediction(output, pl_module) for _, output in found]
         titles = ["\n".join(filter(None, (title, said)))
                   for (_, title), said in zip(kept, says, strict=True)]  # fmt: skip
-        pixels = pixels_of(draw_maps(images, [maps for maps, _ in found], titles))
+        figure = draw_layers(images, [maps for maps, _ in found], titles)
         assert self.folder is not None
         name = f"epoch_{epoch + 1:03d}" if stage == "val" else stage
-        with replacing(self.folder / f"{name}.png") as file:
-            Image.fromarray(pixels).save(file, "PNG")
-        log_picture(trainer, f"{stage}/attention", pixels)
+        show(trainer, f"{stage}/attention", figure, self.folder / f"{name}.png")
 
     on_validation_batch_end: Any = partialmethod(_look, stage="val")
     on_test_batch_end: Any = partialmethod(_look, stage="test")
@@ -154,27 +142,12 @@ class AttentionMaps(Callback):
 
     @torch.no_grad()
     def _maps(self, model: nn.Module, image: Tensor) -> tuple[list[LayerMap], Any]:
-        if not self.rollout:
+        try:
+            if self.rollout:
+                return [rollout_map(model, image, self.num_prefix_tokens)], model(image[None])
             return layer_maps(model, image, self.layer, self.num_prefix_tokens)
-        values, num_keys = rollout(model, image, self.num_prefix_tokens)
-        took = 1 - float(values.sum()) if values.numel() < num_keys else None
-        shown = LayerMap("rollout", "attention", values.cpu() * num_keys, "image", took)
-        return [shown], model(image[None])
-
-    @torch.no_grad()
-    def attention_map(self, model: nn.Module, image: Tensor) -> Tensor:
-        """Attention [rows, columns] over one image [channels, height, width]; its sum is at most 1.
-
-        The model runs as it stands: call `eval()` before to be rid of dropout.
-        """
-        if self.rollout:
-            return rollout(model, image, self.num_prefix_tokens)[0].cpu()
-        with unrecorded(), capture_attention(model, layers=self.layer) as captured:
-            model(image[None])
-        if not captured:
-            raise ValueError(f"layer: {self.layer!r} did not run")
-        weights = [*captured.values()][-1][-1][0].float().mean(0)
-        return over_image(weights, image, prefix_of(model, self.num_prefix_tokens)).cpu()
+        except (ValueError, TypeError) as error:
+            raise UserError(f"AttentionMaps: {first_line(error)}") from error
 
 
 def _prediction(output: Any, module: nn.Module) -> str:
