@@ -100,7 +100,7 @@ def _new_block_mask(mask: Mask, sizes: tuple, device: torch.device) -> BlockMask
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, num_heads, num_queries, num_keys = sizes
-    mask = mask.to(device).tabulated(num_queries, num_keys, device)
+    mask = mask.to(device).tabulated(num_queries, num_keys)
     function = _function(mask, num_queries, num_keys)
     return create_block_mask(function, batch, num_heads, num_queries, num_keys, device)
 

@@ -91,7 +91,7 @@ class Mask:
         )
         return as_4d(allowed)
 
-    def tabulated(self, num_queries: int, num_keys: int, device: torch.device) -> Mask:
+    def tabulated(self, num_queries: int, num_keys: int) -> Mask:
         """The same mask, with tables in place of what `allows` would compute of all positions at
         each call; for kernels that compile `allows`."""
         return self
@@ -169,9 +169,8 @@ class _Several(Mask):
         for mask in self.masks:
             mask.check(batch, num_heads, num_queries, num_keys)
 
-    def tabulated(self, num_queries: int, num_keys: int, device: torch.device) -> Mask:
-        where = (num_queries, num_keys, device)
-        return type(self)(tuple(mask.tabulated(*where) for mask in self.masks))
+    def tabulated(self, num_queries: int, num_keys: int) -> Mask:
+        return type(self)(tuple(mask.tabulated(num_queries, num_keys) for mask in self.masks))
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         where = (batch, head, query, key, num_queries, num_keys)
@@ -263,8 +262,8 @@ class Not(Mask):
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         self.mask.check(batch, num_heads, num_queries, num_keys)
 
-    def tabulated(self, num_queries: int, num_keys: int, device: torch.device) -> Mask:
-        return Not(self.mask.tabulated(num_queries, num_keys, device))
+    def tabulated(self, num_queries: int, num_keys: int) -> Mask:
+        return Not(self.mask.tabulated(num_queries, num_keys))
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         return ~self.mask.allows(batch, head, query, key, num_queries, num_keys)

@@ -214,13 +214,13 @@ class Packed(Mask):
         ends, key_ends = (lengths.to(query.device).cumsum(0) for lengths in self.both_lengths)
         return _sequence_of(query, ends) == _sequence_of(key, key_ends)
 
-    def tabulated(self, num_queries: int, num_keys: int, device: torch.device) -> Mask:
-        lengths, key_lengths = (lengths.to(device) for lengths in self.both_lengths)
+    def tabulated(self, num_queries: int, num_keys: int) -> Mask:
+        lengths, key_lengths = self.both_lengths
         ends, key_ends = lengths.cumsum(0), key_lengths.cumsum(0)
-        sequence = _sequence_of(torch.arange(num_queries, device=device), ends)
+        sequence = _sequence_of(torch.arange(num_queries, device=lengths.device), ends)
         return _PackedTables(
             sequence,
-            _sequence_of(torch.arange(num_keys, device=device), key_ends),
+            _sequence_of(torch.arange(num_keys, device=lengths.device), key_ends),
             (ends - lengths)[sequence],
             (key_ends - key_lengths)[sequence],
             lengths[sequence],

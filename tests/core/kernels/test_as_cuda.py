@@ -1,0 +1,177 @@
+"""Every CUDA path but Triton's, walked forward and backward with tensors that have no memory."""
+
+from itertools import product
+
+import as_cuda
+import pytest
+import torch
+
+import attnkit
+from attnkit.core.check import check_inputs
+from attnkit.core.kernels.choose import BACKENDS, choose_backend
+from attnkit.models.captioning.captioner import Captioner
+from attnkit.models.captioning.image_encoders import CNNEncoder
+from attnkit.models.captioning.transformer_decoder import TransformerDecoder
+
+BATCH, HEADS, SIDE = 2, 6, 5
+TOKENS = SIDE * SIDE
+LENGTHS = [TOKENS, 4]
+
+MASKS = {
+    "none": lambda: None,
+    "causal": attnkit.Causal,
+    "padding": lambda: attnkit.Padding(torch.tensor(LENGTHS, device="cuda")),
+    "causal & padding": lambda: (
+        attnkit.Causal() & attnkit.Padding(torch.tensor(LENGTHS, device="cuda"))
+    ),
+    "dense": lambda: attnkit.Dense(torch.ones(TOKENS, TOKENS, device="cuda") > 0),
+    "window": lambda: attnkit.Window(3, 2),
+    "grid": lambda: attnkit.Window2d(SIDE, SIDE, 1, 2),
+    "packed": lambda: attnkit.Packed([5, 1, TOKENS - 6]),
+    "packed & causal": lambda: attnkit.Packed([5, 1, TOKENS - 6]) & attnkit.Causal(),
+    "blocks": lambda: attnkit.Blocks(torch.ones(SIDE, SIDE, device="cuda") > 0, SIDE),
+    "~window": lambda: ~attnkit.Window(3, 2),
+}
+
+
+def table(**options):
+    return torch.randn(HEADS, TOKENS, TOKENS, device="cuda", **options)
+
+
+# heads of keys, dim, dim of values, and the options
+FORMS = {
+    "plain": (HEADS, 64, 64, dict),
+    "odd": (HEADS, 33, 7, dict),
+    "grouped": (HEADS // 3, 80, 80, dict),
+    "wide": (HEADS, 136, 136, dict),
+    "bias": (HEADS, 24, 24, lambda dtype: {"bias": table(dtype=dtype)}),
+    "learned bias": (HEADS, 24, 24, lambda dtype: {"bias": table(requires_grad=True)}),
+    "dropout": (HEADS, 24, 24, lambda dtype: {"dropout_p": 0.1}),
+    "scale": (HEADS, 24, 24, lambda dtype: {"scale": -2.0}),
+    "additive": (
+        HEADS,
+        24,
+        24,
+        lambda dtype: {
+            "score": attnkit.Additive(torch.randn(HEADS, 24, device="cuda", dtype=dtype))
+        },
+    ),
+}
+CASES = [
+    *product(FORMS, [torch.bfloat16]),
+    ("plain", torch.float16),
+    *product(("plain", "odd", "learned bias"), [torch.float32]),
+]
+# these need the places of the edges, which the tests of Triton hold
+WITHOUT = ("edges", "edges_triton")
+
+
+def make(form, dtype):
+    kv_heads, dim, value_dim, options = FORMS[form]
+    shapes = [(BATCH, HEADS, TOKENS, dim), (BATCH, kv_heads, TOKENS, dim)]
+    shapes.append((BATCH, kv_heads, TOKENS, value_dim))
+    tensors = [torch.randn(s, device="cuda", dtype=dtype).requires_grad_() for s in shapes]
+    return tensors, options(dtype) if options is not dict else {}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_kernel_that_serves(mask):
+    ran = set()
+    with as_cuda.cuda_without_a_gpu():
+        given = MASKS[mask]()
+        for form, dtype in CASES:
+            tensors, options = make(form, dtype)
+            inputs = check_inputs(*tensors, mask=given, **options)
+            expected = (*tensors[0].shape[:3], tensors[2].shape[3])
+            leaves = [*tensors, *(o for o in options.values() if getattr(o, "requires_grad", 0))]
+            serving = [b.name for b in BACKENDS if b.serves(inputs) and b.name not in WITHOUT]
+            assert choose_backend(inputs).name in serving
+            for name in serving:
+                output = attnkit.attend(*tensors, mask=given, backend=name, **options)
+                assert (output.shape, output.dtype) == (expected, dtype), (name, form)
+                assert output.device == as_cuda.CUDA
+                toward = torch.ones_like(output).transpose(1, 2).contiguous().transpose(1, 2)
+                gradients = torch.autograd.grad(output, leaves, toward)
+                for gradient, leaf in zip(gradients, leaves, strict=True):
+                    assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype)
+                    assert gradient.device == as_cuda.CUDA
+                ran.add(name)
+    assert {"efficient", "math", "blockwise", "reference"} <= ran
+    assert ("flash" in ran) == (mask in ("none", "causal"))
+    assert "cudnn" in ran
+    assert ("flex" in ran) == (mask != "none")
+    assert ("varlen" in ran) == mask.startswith("packed")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend", ["auto", "varlen", "flex"])
+def test_the_second_step_sends_nothing_to_the_gpu(mask, backend):
+    """Nor waits for it: a number that is read raises an error here."""
+    with as_cuda.cuda_without_a_gpu() as transfers:
+        given = MASKS[mask]()
+        tensors, _ = make("plain", torch.bfloat16)
+        if attnkit.explain_backends(*tensors, mask=given).reasons.get(backend):
+            return
+        sent = []
+        for _ in range(2):
+            before = transfers.count
+            attnkit.attend(*tensors, mask=given, backend=backend).sum().backward()
+            sent.append(transfers.count - before)
+    assert sent[1] == 0
+    assert bool(sent[0]) == mask.startswith("packed")  # whose lengths were on the CPU
+
+
+def networks():
+    """Each with the shape of its images and, for sentences, words."""
+    vit = attnkit.ViT(
+        image_size=16, patch_size=4, in_channels=3, num_classes=5, dim=32, depth=2, num_heads=2
+    )
+    encoder = CNNEncoder((24, 40), 3, dim=16, stages=[[8], [8, 8], [16]])
+    decoder = TransformerDecoder(9, 7, dim=8, memory_dim=16, depth=2, num_heads=2)
+    return {
+        "ViT": (vit, (3, 3, 16, 16), ()),
+        "window": (
+            attnkit.SpatialAttention(16, num_heads=2, pattern="window", radius=2),
+            (3, 16, 16, 16),
+            (),
+        ),
+        "captioner": (
+            Captioner(encoder, decoder),
+            (2, 3, 24, 40),
+            (torch.tensor([[1, 4, 5, 2], [1, 4, 2, 0]]),),
+        ),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_training_steps_wait_for_nothing(dtype):
+    with as_cuda.cuda_without_a_gpu() as transfers:
+        for name, (network, shape, others) in networks().items():
+            network.to("cuda", dtype)
+            images = torch.randn(shape, device="cuda", dtype=dtype)
+            others = [other.to("cuda") for other in others]
+            sent = transfers.count
+            network(images, *others).square().mean().backward()
+            assert transfers.count == sent, name
+            used = [p.grad for p in network.parameters() if p.grad is not None]
+            assert used, name
+            assert all(gradient.device == as_cuda.CUDA for gradient in used), name
+
+
+def test_it_sees_what_it_is_for():
+    with as_cuda.cuda_without_a_gpu() as transfers:
+        tensor = torch.ones(3, device="cuda")
+        for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.nonzero):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                read(tensor[:1])
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            bool((tensor > 0).all())
+        with pytest.raises((RuntimeError, AssertionError)):
+            tensor + torch.ones(3)
+        assert transfers.count == 0
+        torch.ones(3).to("cuda")
+        assert transfers.count == 1
+        query = torch.randn(1, 2, 9, 20, device="cuda", dtype=torch.bfloat16)
+        as_cuda.fused(as_cuda.SDPBackend.FLASH_ATTENTION, query, query, query)
+        with pytest.raises(AssertionError):  # no multiple of 8
+            as_cuda.fused(as_cuda.SDPBackend.CUDNN_ATTENTION, query, query, query)
