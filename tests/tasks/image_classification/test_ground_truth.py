@@ -49,20 +49,39 @@ def test_a_shortcut_is_found_where_there_is_one(of_marks):
     assert not finding & {"attention", "legrad", "input_gradient", "random", "centre", "oracle"}
 
 
-def test_rows_become_a_table(script):
-    known = {"truth": "needle_digits", "model": "vit", "measure": "mass", "chance": 0.0625}
-    known |= {"right": 0.96, "num": 40, "pointing": 0.5, "gap": None}
-    rows = [
-        known | {"seed": seed, "method": method, "score": score}
-        for seed, scores in ((0, (0.25, 1.0, None)), (1, (0.375, 1.0, None)))
-        for method, score in zip(("relevance", "oracle", "rollout"), scores, strict=True)
+def test_rows_become_tables(script, tmp_path):
+    found = {
+        "relevance": {"score": (0.25, 0.375), "pointing": 0.5},
+        "oracle": {"score": (1.0, 1.0)},
+    }
+    asked = []
+
+    def rows_of(truth, model, seed):
+        asked.append((truth, model, seed))
+        known = {"measure": "mass", "chance": 0.0625, "right": 0.96, "num": 40}
+        rows = [
+            {"method": name, **known, **row, "score": row["score"][seed]}
+            for name, row in found.items()
+        ]
+        rows[0]["class_sensitivity"] = 0.5 if truth == "scenes" else -0.001
+        return rows
+
+    cases = [("scenes", "vit"), ("needles", "vit")]
+    for _ in range(2):  # the second time from the file
+        rows = script.kept(tmp_path / "rows.jsonl", 2, iter(cases), rows_of)
+    assert asked == [(*case, seed) for seed in (0, 1) for case in cases]
+    assert script.overview(rows).splitlines() == [
+        "**vit**",
+        "",
+        "| map | scenes | needles | class sensitivity | random weights |",
+        "| --- | --- | --- | --- | --- |",
+        "| `relevance` | 5.00 ± 1.41 | 5.00 ± 1.41 | 0.00 to 0.50 | – |",
+        "| `oracle` | 16.00 ± 0.00 | 16.00 ± 0.00 | – | – |",
+        "| answered right | 0.96 ± 0.00 | 0.96 ± 0.00 |  |  |",
+        "| seeds | 2 | 2 |  |  |",
     ]
-    shown = script.shown(rows)
-    assert "**needle_digits, vit**: 2 seeds, 96 % answered right, 40 scored" in shown
-    assert "| `relevance` | 5.00 ± 1.41 | 0.50 ± 0.00 | – |" in shown
-    assert "not available: rollout" in shown
-    assert shown.index("`oracle`") < shown.index("`relevance`")
-    table = script.overview(rows).splitlines()
-    assert table[0] == "| map | needle_digits, vit |"
-    assert "| `relevance` | 5.00 ± 1.41 |" in table
-    assert "| `rollout` | – |" in table
+    shown = script.details(rows).splitlines()
+    assert shown[0] == "**vit, scenes**: 40 scored a seed, chance 0.062"
+    assert shown[2] == "| map | found | pointing | class sensitivity |"
+    assert shown[4] == "| `relevance` | 5.00 ± 1.41 | 0.50 ± 0.00 | 0.50 ± 0.00 |"
+    assert shown[5] == "| `oracle` | 16.00 ± 0.00 | – | – |"
