@@ -82,7 +82,8 @@ reasons stand below each table.
   compute the part that a block needs.
 - Where no kernel is named, `attend` raises `ValueError`: the two do not go together.
 
-CUDA's tables are what the kernels declare for compute capability 9.0; we have run none of them yet.
+CUDA's tables are what the kernels declare for compute capability 9.0. What was run there, and what
+was not, is in [the benchmarks](benchmarks.md#on-one-gpu).
 """
 
 

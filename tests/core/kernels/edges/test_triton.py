@@ -302,14 +302,18 @@ def test_the_same_to_the_bit(device, small_chunks):
 
 @on_device
 @pytest.mark.parametrize("name", ["scaled_dot", pytest.param("gatv2", marks=pytest.mark.slow)])
-def test_nothing_of_edges_times_heads_is_made(name, device):
+def test_nothing_of_edges_times_heads_is_made_nor_waited_for(name, device):
     score, parameters = scores()[name]
     inputs = leaves([*tensors(), *parameters], torch.float32, device)
     mask = Edges(random_graph(num_edges=701).to(device), TARGETS, SOURCES)
     options = {"mask": mask, "score": score(*inputs[3:]), "dropout_p": 0.1}
-    with Operators() as ran:
-        attend(*inputs[:3], **options, backend="edges_triton").square().sum().backward()
-    assert 0 < ran.largest <= mask.edge_index.numel()
+    for step in ("first", "second"):
+        with Operators() as ran:
+            attend(*inputs[:3], **options, backend="edges_triton").square().sum().backward()
+        assert 0 < ran.largest <= mask.edge_index.numel()
+        # the numbers of chunks are read once
+        assert ("aten::_local_scalar_dense" in ran.names) == (step == "first")
+        assert step == "first" or "aten::nonzero" not in ran.names
 
 
 @on_device
@@ -377,7 +381,9 @@ class Compiler:
 
 @needs_triton
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "capability", [80, *(pytest.param(c, marks=pytest.mark.slow) for c in (90, 100))]
+)
 @pytest.mark.parametrize(
     ("name", "dtype", "dropout_p"),
     [
