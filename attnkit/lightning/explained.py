@@ -1,6 +1,6 @@
 """What a module of a task says is explained of a batch, for `run=explain` and for anyone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ class Explained:
     masks: where the evidence of the right answer is, for `attnkit.trust`; None: unknown.
     true_edges: of a graph, the edges that a node's right answer is found by, [edges] bool.
     sentences: of a captioner, what it says, and `words` the texts of its words.
+    named: for each sentence, by place of a word the mask of what it names; empty: unknown.
     notes: what a reader should know of all this, a sentence each.
     """
 
@@ -41,6 +42,7 @@ class Explained:
     true_edges: Callable[[int], Tensor | None] | None = None
     sentences: Annotated[Tensor, "batch words", int] | None = None
     words: Sequence[Sequence[str]] = ()
+    named: Sequence[Mapping[int, Annotated[Tensor, "height width", bool]]] = ()
     notes: list[str] = field(default_factory=list)
 
     @property

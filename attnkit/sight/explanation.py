@@ -106,7 +106,7 @@ class Explanation:
         region that the map ranks first. About 200 forwards an image of 36 regions and 12 words.
 
         Args:
-            options: `fractions`, `orders`, `seed` and `batch_size`, as of `attnkit.trust`.
+            options: `full`, `fractions`, `orders`, `seed`, `batch_size`, as of `attnkit.trust`.
 
         Raises:
             ValueError: what was explained has no words.

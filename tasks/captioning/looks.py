@@ -33,6 +33,19 @@ def tokens_of_words(tokenizer: Tokenizer, ids: list[int]) -> list[list[int]]:
     return found
 
 
+def named_objects(
+    tokenizer: Tokenizer, ids: list[int], scene: Scene
+) -> list[tuple[str, list[int], int]]:
+    """The nouns and colours of a sentence that name an object of its scene: the attribute, the
+    places of the word's tokens in `ids`, and the number of the object."""
+    caption = tokenizer.decode(ids)
+    words, places = words_of(caption), tokens_of_words(tokenizer, ids)
+    return [
+        (str(attribute_of(words[word])), places[word], number)
+        for word, number in words_of_objects(caption, scene)
+    ]
+
+
 class Look(NamedTuple):
     """How one head looks at what one kind of words names, means over these words.
 
@@ -95,14 +108,9 @@ class ObjectLooks(Metric):
         covered = on_grid(masks, grid).to(weights.dtype).flatten(2)
         chances = masks.float().mean(dim=(2, 3))
         for item, (numbers, scene) in enumerate(zip(ids.tolist(), scenes, strict=True)):
-            caption = tokenizer.decode(numbers)
-            named = words_of_objects(caption, scene)
-            if not named:
-                continue
-            words, places = words_of(caption), tokens_of_words(tokenizer, numbers)
-            for word, number in named:
-                kind = list(NAMING.values()).index(str(attribute_of(words[word])))
-                looked = weights[item, :, :, places[word]].mean(dim=2)
+            for attribute, places, number in named_objects(tokenizer, numbers, scene):
+                kind = list(NAMING.values()).index(attribute)
+                looked = weights[item, :, :, places].mean(dim=2)
                 self.share[kind] += looked @ covered[item, number]
                 self.chance[kind] += chances[item, number]
                 self.count[kind] += 1

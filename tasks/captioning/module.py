@@ -19,6 +19,7 @@ from attnkit.models.captioning.captioner import Captioner
 from attnkit.models.captioning.generate import Sentences, checked_options
 from attnkit.models.captioning.word_decoder import num_words
 from attnkit.tasks.captioning.grammar import EVERYTHING, OBJECTS_COLOURS_RELATION, is_right
+from attnkit.tasks.captioning.looks import named_objects
 from attnkit.tasks.captioning.tokenizer import END, PAD, START, load_tokenizer
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
@@ -135,6 +136,12 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         pixels = images if images.is_floating_point() else images.to(self.mean.dtype) / 255
         said = self._say(pixels, **self._decoding(0)).words
         words = [[number for number in row if number != PAD] for row in said.tolist()]
+        scenes = zip(words, batch.get("scene", ()), batch.get("masks", ()), strict=False)
+        named = [
+            {place: masks[number] for _, places, number in
+             named_objects(self.tokenizer, ids, scene) for place in places}
+            for ids, scene, masks in scenes
+        ]  # fmt: skip
         return Explained(
             self.model,
             self.normalized(pixels),
@@ -142,6 +149,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
             sentences=said,
             words=[[self._text_of(number) for number in row] for row in words],
             names=[str(name) for name in batch.get("path", ())],
+            named=named,
         )
 
     def _text_of(self, number: int) -> str:

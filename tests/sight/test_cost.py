@@ -38,7 +38,7 @@ def test_of_images(counted, trust):
     assert said == pytest.approx(took, rel=0.25)
 
 
-@pytest.mark.parametrize("trust", ["none", "fast"])
+@pytest.mark.parametrize("trust", ["none", "fast", "full"])
 def test_of_sentences(counted, trust):
     torch.manual_seed(0)
     model = attnkit.Captioner(

@@ -19,6 +19,7 @@ def caption_section(
     words: Sequence[str],
     scores: Sequence[WordScore] | None = None,
     *,
+    over_chance: Sequence[float | None] = (),
     image: int = 0,
 ) -> Section:
     """The words of a caption, each with its map over the image in light tones.
@@ -33,6 +34,8 @@ def caption_section(
         seen: what `attnkit.explain` says of a captioner.
         words: of the sentence, the end too.
         scores: of each of them: `seen.trust_words().scores[image]`.
+        over_chance: of each of them, where the object that it names is known, how many times chance
+            the map is on it.
         image: which of the explained.
 
     Raises:
@@ -53,7 +56,11 @@ def caption_section(
         score = scores[number] if scores else None
         row, column = divmod(int(values.argmax()), columns)
         alt = f"{word}: largest, {short(values[row, column])}, at row {row}, column {column}"
-        cards.append(_card(word, map_uri(values, scale), alt, score))
+        lines = [] if score is None else _lines(score)
+        over = over_chance[number] if over_chance else None
+        lines += [] if over is None else [f"{short(over)} × chance on what it names"]
+        faded = score is not None and not score.is_better
+        cards.append(_card(word, map_uri(values, scale), alt, lines, faded))
         told.append(_data(word, values, score))
     frame = f"--picture:url({image_uri(picture)});--shape:{width}/{height}"
     html = f"""<div class="caption" style="{escaped(frame)}">
@@ -76,9 +83,8 @@ image to see which words looked at it.</p>
 _NOTHING = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="  # 1 pixel
 
 
-def _card(word: str, uri: str, alt: str, score: WordScore | None) -> str:
-    faded = " faded" if score is not None and not score.is_better else ""
-    lines = [] if score is None else _lines(score)
+def _card(word: str, uri: str, alt: str, lines: Sequence[str], is_faded: bool) -> str:
+    faded = " faded" if is_faded else ""
     numbers = "".join(f'<span class="line">{escaped(line)}</span>' for line in lines)
     return (
         f'<li class="word{faded}"><button type="button">'

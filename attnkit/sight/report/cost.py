@@ -11,8 +11,8 @@ from attnkit.sight.graphs.question import GraphQuestion
 from attnkit.sight.methods.grid import patch_grid
 from attnkit.sight.methods.question import looking
 from attnkit.sight.report.asked import Asked
-from attnkit.sight.trust.curves import FRACTIONS
-from attnkit.sight.trust.words import ORDERS
+from attnkit.sight.trust.curves import FRACTIONS, FULL_FRACTIONS
+from attnkit.sight.trust.words import ORDERS, word_counts
 
 _JUDGING = {"none": 0, "fast": 70, "full": 250}
 _OF_EDGES = {"none": 0, "fast": 210, "full": 2010}
@@ -42,7 +42,9 @@ def num_forwards(asked: Asked, explained: Explained) -> int:
     images = len(explained.inputs)
     if explained.kind == "sentences":
         rows, columns = cast(Any, explained.model).grid
-        of_orders = len(FRACTIONS) * (ORDERS + 2 * max(map(len, explained.words), default=0))
+        counts = word_counts(FULL_FRACTIONS if asked.is_full else FRACTIONS, rows * columns)
+        longest = max(map(len, explained.words), default=0)
+        of_orders = (len(counts) - 3) * (ORDERS + 2 * longest)
         judging = 0 if asked.trust == "none" else 2 + rows * columns + of_orders
         return images * methods * (_EXPLAINING + judging)
     height, width = explained.inputs.shape[-2:]

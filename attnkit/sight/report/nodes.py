@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
@@ -12,9 +13,11 @@ from attnkit.lightning.explained import Explained
 from attnkit.sight.explain import explain
 from attnkit.sight.graphs.explanation import GraphExplanation
 from attnkit.sight.graphs.fidelity import EdgeFidelity
+from attnkit.sight.graphs.methods import EDGE_METHODS
 from attnkit.sight.page.graphs import graph_section
 from attnkit.sight.report.asked import Asked, Step
 from attnkit.sight.report.findings import Findings, Row, number
+from attnkit.sight.trust.agreement import spearman
 
 _DRAWS = {"fast": 20, "full": 200}
 _CAPTION = (
@@ -24,32 +27,61 @@ _CAPTION = (
 )
 
 
-def explain_nodes(asked: Asked, explained: Explained, step: Step) -> Findings:
+def explain_nodes(
+    asked: Asked, explained: Explained, against: Explained | None, step: Step
+) -> Findings:
     """Which edges each method gives most for each node, and how far the answer needs them."""
     seen: dict[tuple[int, str], GraphExplanation] = {}
+    other: dict[tuple[int, str], GraphExplanation] = {}
     judged: dict[tuple[int, str], EdgeFidelity] = {}
     for node in asked.nodes:
         for method in asked.methods:
             key = node, method
             step(f"node {node}: {method}")
             seen[key] = explain(explained.model, explained.inputs, asked.target, method, index=node)
+            if against is not None:
+                other[key] = _against(against, seen[key])
             if asked.trust != "none" and int(seen[key].candidates.sum()) > 1:
                 judged[key] = seen[key].fidelity(num_draws=_DRAWS[asked.trust], seed=asked.seed)
-    rows = [_row(explained, one, judged.get(key)) for key, one in seen.items()]
+    rows = [_row(explained, one, judged.get(key), other.get(key)) for key, one in seen.items()]
+    sections = []
+    for node in asked.nodes:
+        first = node, asked.methods[0]
+        sections.append(_section(explained, f"Node {node}", seen[first], judged.get(first)))
+        if first in other:
+            title = f"Node {node}, by the other checkpoint"
+            sections.append(_section(explained, title, other[first], None))
     return Findings(
         rows,
-        _arrays(seen),
-        sections=[
-            _section(explained, seen[node, asked.methods[0]], judged.get((node, asked.methods[0])))
-            for node in asked.nodes
-        ],
+        {
+            **_arrays(seen, "edges"),
+            **_arrays(other, "against"),
+            "edge_index": seen[asked.nodes[0], asked.methods[0]].edge_index.cpu().numpy(),
+        },
+        sections=sections,
         shown=_shown(rows),
         caption=_CAPTION if judged else "",
         said=[f"node {node}, {method}: {one}" for (node, method), one in judged.items()],
     )
 
 
-def _row(explained: Explained, seen: GraphExplanation, trust: EdgeFidelity | None) -> Row:
+def _against(against: Explained, seen: GraphExplanation) -> GraphExplanation:
+    """The same class of the same node, by another model."""
+    given = against.inputs[1]
+    if not torch.equal(given, seen.edge_index):
+        raise ValueError(
+            f"against: expected a model of the same graph, got one of {given.shape[1]:,} edges"
+        )
+    target = seen.target if EDGE_METHODS[seen.method].has_target else None
+    return explain(against.model, against.inputs, target, seen.method, index=seen.index)
+
+
+def _row(
+    explained: Explained,
+    seen: GraphExplanation,
+    trust: EdgeFidelity | None,
+    other: GraphExplanation | None,
+) -> Row:
     assert seen.index is not None
     row: dict[str, Any] = {
         "node": seen.index,
@@ -73,6 +105,9 @@ def _row(explained: Explained, seen: GraphExplanation, trust: EdgeFidelity | Non
     right = explained.true_edges(seen.index) if explained.true_edges else None
     if right is not None:
         row["auroc"] = _auroc(seen, right.to(seen.edges.device))
+    if other is not None:
+        both = (one.edges[seen.candidates][None, None] for one in (seen, other))
+        row["spearman_against"] = float(spearman(*both)[0])
     return row
 
 
@@ -85,15 +120,17 @@ def _auroc(seen: GraphExplanation, right: Tensor) -> float | None:
     return float(binary_auroc(ranks / ranks.max().clamp(min=1), among.long()))
 
 
-def _section(explained: Explained, seen: GraphExplanation, trust: EdgeFidelity | None) -> Any:
-    title = f"Node {seen.index}"
+def _section(
+    explained: Explained, title: str, seen: GraphExplanation, trust: EdgeFidelity | None
+) -> Any:
     return graph_section(title, seen, trust, explained.class_names, explained.truth)
 
 
 def _shown(rows: list[Row]) -> list[list[str]]:
-    has_truth = any(row.get("auroc") is not None for row in rows)
+    more = {"AUROC": "auroc", "other\nmodel": "spearman_against"}
+    more = {heading: name for heading, name in more.items() if any(name in row for row in rows)}
     table = [["node", "map", "class", "p", "edges", "p lost", "random", "p left"]]
-    table[0] += ["AUROC"] if has_truth else []
+    table[0] += more
     for row in rows:
         drawn = [number(row.get(f"fidelity_random_plus_{end}")) for end in ("low", "high")]
         cells = [
@@ -106,14 +143,12 @@ def _shown(rows: list[Row]) -> list[list[str]]:
             " to ".join(drawn) if drawn[0] else "",
             number(row.get("fidelity_minus")),
         ]
-        table.append(cells + ([number(row.get("auroc"))] if has_truth else []))
+        table.append(cells + [number(row.get(name)) for name in more.values()])
     return table
 
 
-def _arrays(seen: dict[tuple[int, str], GraphExplanation]) -> dict[str, np.ndarray]:
-    """Numbers of the edges by node and method, [edges], and the edges."""
-    arrays = {
-        f"edges_{node}_{method}": one.edges.cpu().numpy() for (node, method), one in seen.items()
+def _arrays(seen: dict[tuple[int, str], GraphExplanation], name: str) -> dict[str, np.ndarray]:
+    """Numbers of the edges by node and method, [edges]."""
+    return {
+        f"{name}_{node}_{method}": one.edges.cpu().numpy() for (node, method), one in seen.items()
     }
-    first = next(iter(seen.values()))
-    return {**arrays, "edge_index": first.edge_index.cpu().numpy()}

@@ -28,11 +28,17 @@ _METHODS: Mapping[str, Mapping[str, Any]] = {
     "sentences": captions.METHODS,
     "nodes": EDGE_METHODS,
 }
-_WITHOUT: Mapping[str, tuple[str, ...]] = {
-    "images": ("nodes",),
-    "sentences": ("nodes", "target", "against"),
-    "nodes": ("against",),
+_NO_NODES = "are explained image by image; leave it out"
+_WITHOUT: Mapping[str, Mapping[str, str]] = {
+    "images": {"nodes": _NO_NODES},
+    "sentences": {
+        "nodes": _NO_NODES,
+        "target": "are explained for each word they have; leave it out",
+        "against": "of another model may be others; explain it in a run of its own, with ckpt=",
+    },
+    "nodes": {},
 }
+"""By what is explained, arguments that it does not have, and why."""
 
 
 class Report:
@@ -101,9 +107,9 @@ class Report:
             ValueError: a method, a class, nodes or other arguments that this does not have.
         """
         kind, known = explained.kind, _METHODS[explained.kind]
-        for name in _WITHOUT[kind]:
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}: not of {kind}, which are explained here; leave it out")
+        for name, why in _WITHOUT[kind].items():
+            if (given := getattr(self, name)) is not None:
+                raise ValueError(f"{name}: expected none for {kind}, got {given!r}; {kind} {why}")
         for method in self.methods:
             if method not in known:
                 raise ValueError(
@@ -118,8 +124,6 @@ class Report:
             self.class_of(explained)
         if kind == "nodes":
             self._check_nodes(explained)
-        if kind == "sentences" and self.trust == "full":
-            raise ValueError("trust: expected fast or none for sentences, got 'full'")
 
     def class_of(self, explained: Explained) -> int | None:
         """The number of the class that is asked for.
@@ -183,7 +187,7 @@ class Report:
         elif explained.kind == "sentences":
             found = explain_sentences(asked, explained, step)
         else:
-            found = explain_nodes(asked, explained, step)
+            found = explain_nodes(asked, explained, against, step)
         folder = Path(folder)
         found.write(folder)
         facts = [*facts, f"table: {found.caption}"] if found.caption else facts

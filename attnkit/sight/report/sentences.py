@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from attnkit.lightning.explained import Explained
+from attnkit.metrics.localisation import area, mass
 from attnkit.sight.explain import explain
 from attnkit.sight.explanation import Explanation
 from attnkit.sight.page.captions import caption_section
@@ -17,6 +18,9 @@ from attnkit.sight.trust.words import WordScore, WordTrust
 _CAPTION = (
     "gap: what a word's probability loses where its map points rather than elsewhere. A random "
     "map's gap is below the limit 19 times in 20; the words above it are better than random."
+)
+_OF_OBJECTS = (
+    " mass over chance: of words whose object is known, what of their map is there; 1: even."
 )
 
 
@@ -29,7 +33,9 @@ def explain_sentences(asked: Asked, explained: Explained, step: Step) -> Finding
         seen[method] = explain(explained.model, explained.inputs, explained.sentences, method)
         if asked.trust != "none":
             step(f"{method}: how far to trust it")
-            judged[method] = seen[method].trust_words(batch_size=asked.batch_size, seed=asked.seed)
+            judged[method] = seen[method].trust_words(
+                full=asked.is_full, batch_size=asked.batch_size, seed=asked.seed
+            )
     rows = [
         row for method in seen for row in _rows(method, explained, seen[method], judged.get(method))
     ]
@@ -39,7 +45,7 @@ def explain_sentences(asked: Asked, explained: Explained, step: Step) -> Finding
         _arrays(explained, seen),
         sections=_sections(explained, seen[first], judged.get(first)),
         shown=_shown(asked, rows),
-        caption=_CAPTION if judged else "",
+        caption=(_CAPTION if judged else "") + (_OF_OBJECTS if any(explained.named) else ""),
         said=[f"{method}: {trust}" for method, trust in judged.items()],
     )
 
@@ -59,8 +65,18 @@ def _rows(
             }
             if trust is not None:
                 row |= _of(trust.scores[image][place])
+            row["mass_over_chance"] = _over_chance(explained, seen, image, place)
             rows.append(row)
     return rows
+
+
+def _over_chance(explained: Explained, seen: Explanation, image: int, place: int) -> float | None:
+    """Of a word whose object is known, what of its map is there over the object's area."""
+    mask = explained.named[image].get(place) if explained.named else None
+    if mask is None or not mask.any():
+        return None
+    assert seen.words is not None
+    return float(mass(seen.words[image, place][None], mask[None]) / area(mask[None]))
 
 
 def _of(score: WordScore) -> dict[str, Any]:
@@ -77,13 +93,17 @@ def _of(score: WordScore) -> dict[str, Any]:
 
 def _shown(asked: Asked, rows: list[Row]) -> list[list[str]]:
     """A row for each method: means over all words."""
+    has_truth = any(row["mass_over_chance"] is not None for row in rows)
     table = [["map", "words", "mean p", "gap", "limit", "words better\nthan random"]]
+    table[0] += ["mass over\nchance"] if has_truth else []
     for method in asked.methods:
         own = [row for row in rows if row["map"] == method]
         means = [_mean(own, name) for name in ("probability", "gap", "gap_random")]
         better = sum(str(row.get("verdict", "")).startswith("better") for row in own)
         share = f"{better} of {len(own)}" if means[1] is not None else ""
-        table.append([method.replace("_", " "), str(len(own)), *map(number, means), share])
+        cells = [method.replace("_", " "), str(len(own)), *map(number, means), share]
+        over = [number(_mean(own, "mass_over_chance"))] if has_truth else []
+        table.append([*cells, *over])
     return table
 
 
@@ -101,6 +121,9 @@ def _sections(explained: Explained, seen: Explanation, trust: WordTrust | None) 
             seen,
             words,
             trust.scores[image] if trust else None,
+            over_chance=[
+                _over_chance(explained, seen, image, place) for place in range(len(words))
+            ],
             image=image,
         )
         for image, words in enumerate(explained.words)

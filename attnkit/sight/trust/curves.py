@@ -15,6 +15,7 @@ from attnkit.sight.trust.places import Grid, on_grid, removal_grid, removal_rank
 from attnkit.sight.trust.removal import Answer, removal
 
 FRACTIONS = (0.2, 0.5)
+FULL_FRACTIONS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 """Shares that are removed, beside nothing and all."""
 
 

@@ -14,7 +14,7 @@ from attnkit.metrics.localisation import check_maps
 from attnkit.sight.methods.question import Question, Target, looking
 from attnkit.sight.trust.agreement import MapFunction
 from attnkit.sight.trust.case import Case
-from attnkit.sight.trust.curves import FRACTIONS, check_map
+from attnkit.sight.trust.curves import FRACTIONS, FULL_FRACTIONS, check_map
 from attnkit.sight.trust.gaps import score_gaps
 from attnkit.sight.trust.places import Grid
 from attnkit.sight.trust.result import Trust
@@ -24,8 +24,6 @@ from attnkit.sight.trust.sanity import (
     score_localisation,
     score_weights,
 )
-
-FULL_FRACTIONS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
 def trust(

@@ -14,7 +14,7 @@ from attnkit.metrics.perturbation import perturbation_gap
 from attnkit.sight.methods.question import looking
 from attnkit.sight.progress import shown
 from attnkit.sight.sentences import Sentences
-from attnkit.sight.trust.curves import FRACTIONS, removed_counts, shares
+from attnkit.sight.trust.curves import FRACTIONS, FULL_FRACTIONS, removed_counts, shares
 from attnkit.sight.trust.places import as_pixels, removal_ranks
 
 ORDERS = 64
@@ -77,7 +77,8 @@ def trust_words(
     images: Annotated[Tensor, "batch channels height width"],
     maps: Annotated[Tensor, "batch words map_height map_width"],
     *,
-    fractions: Sequence[float] = FRACTIONS,
+    fractions: Sequence[float] | None = None,
+    full: bool = False,
     orders: int = ORDERS,
     seed: int = 0,
     batch_size: int = 64,
@@ -102,6 +103,7 @@ def trust_words(
         sentences: the captioner and what it said.
         maps: for each word; larger = matters more.
         fractions, seed, batch_size: as of `attnkit.trust`.
+        full: whether fractions are seven instead of two, where None are given.
         orders: random orders, an even number.
 
     Raises:
@@ -118,7 +120,8 @@ def trust_words(
         )
     (batch, words), grid = maps.shape[:2], (maps.shape[2], maps.shape[3])
     places = grid[0] * grid[1]
-    counts = sorted({*removed_counts(fractions, places), 1})
+    fractions = fractions or (FULL_FRACTIONS if full else FRACTIONS)
+    counts = word_counts(fractions, places)
     inner = counts[2:-1]
     if not inner:
         raise ValueError(
@@ -164,6 +167,11 @@ def trust_words(
         for image in range(batch)
     ]
     return WordTrust(scores, len(steps))
+
+
+def word_counts(fractions: Sequence[float], places: int) -> list[int]:
+    """How many regions are gone at each point of a curve: none, one, those of fractions, all."""
+    return sorted({*removed_counts(fractions, places), 1})
 
 
 def _both(

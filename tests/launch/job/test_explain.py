@@ -123,7 +123,10 @@ REFUSED = [
     (("explain.trust=sometimes",), "explain.trust: expected Literal['fast', 'full', 'none']"),
     (("explain.num_images=0",), "num_images: expected at least 1"),
     (("explain.num_images=65",), "num_images: expected 64 or fewer"),
-    (("explain.nodes=[1]",), "explain.nodes: not of images, which are explained here"),
+    (
+        ("explain.nodes=[1]",),
+        "explain.nodes: expected none for images, got [1]; images are explained image by image",
+    ),
     (("nodes=[1]",), "nodes: attnkit has no such key; of run=explain: explain.nodes=[12,51]"),
     (("explain.against=RUNS/coarse",), "explain.against: its maps are 2 x 2, the first model's 4"),
     (("explain.against=nowhere",), "explain.against: no file"),

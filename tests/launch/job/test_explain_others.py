@@ -48,18 +48,22 @@ def rows_of(folder) -> list[dict[str, str]]:
 
 def test_nodes(attnkit, runs):
     methods = "explain.methods=[attention,occlusion]"
-    done = attnkit("run=explain", f"ckpt={runs}/graph", "explain.nodes=[2,1]", methods, "run_dir=x")
+    given = (f"ckpt={runs}/graph", f"explain.against={runs}/graph", "explain.nodes=[2,1]", methods)
+    done = attnkit("run=explain", *given, "run_dir=x")
     assert done.code == 0, done.err
     assert [(row["node"], row["map"]) for row in rows_of("x")] == [
         (node, method) for node in "21" for method in ("attention", "occlusion")
     ]
     assert all(row["verdict"].endswith("than random") for row in rows_of("x"))
     assert all(0 <= float(row["auroc"]) <= 1 for row in rows_of("x"))
+    assert all(row["spearman_against"] == "1" for row in rows_of("x"))
     arrays = np.load("x/maps.npz")
+    assert (arrays["edges_2_attention"] == arrays["against_2_attention"]).all()
     assert arrays["edges_2_attention"].shape == arrays["edge_index"].shape[1:]
     page = Path("x/explain.html").read_text()
-    assert page.count("<h2>") == 2
+    assert page.count("<h2>") == 4
     assert "Node 2" in page
+    assert "Node 2, by the other checkpoint" in page
     assert "forwards of what reaches a node" in done.out
 
 
@@ -78,7 +82,10 @@ def test_sentences(attnkit, runs):
         (float(row["gap"]) > float(row["gap_random"])) is row["verdict"].startswith("better")
         for row in rows
     )
-    assert Path("x/explain.html").read_text().count("<h2>") == 2
+    page = Path("x/explain.html").read_text()
+    assert page.count("<h2>") == 2
+    named = sum(row.get("mass_over_chance", "") != "" for row in rows)
+    assert page.count("× chance on what it names") == named
 
     data = ScenesData(num_train=32, num_val=4, num_test=5, image_size=24, num_workers=0)
     data.setup()
@@ -132,8 +139,11 @@ REFUSED = [
         "nodes, got 'rollout'",
     ),
     (("ckpt=RUNS/captions", "explain.method=legrad"), "for sentences, got 'legrad'"),
-    (("ckpt=RUNS/captions", "explain.target=1"), "explain.target: not of sentences"),
-    (("ckpt=RUNS/captions", "explain.trust=full"), "explain.trust: expected fast or none"),
+    (
+        ("ckpt=RUNS/captions", "explain.target=1"),
+        "explain.target: expected none for sentences, got 1; sentences are explained for each",
+    ),
+    (("ckpt=RUNS/captions", "explain.against=RUNS/captions"), "explain.against: expected none for"),
     (("ckpt=RUNS/needle", "explain.against=RUNS/captions"), "does not hold num_classes"),
     (("task=captioning", "ckpt=RUNS/needle/checkpoints/best.ckpt"), "task=captioning"),
     ((), "run=explain: needs ckpt=PATH, a checkpoint or a run folder"),
