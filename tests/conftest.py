@@ -1,5 +1,6 @@
 """Every test: seeded, offline, one thread; data that is not there is skipped with a message."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -20,6 +21,8 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY.parent / "shared" / "data"
+
+gc.set_threshold(10_000, 20, 20)  # to search all that was imported takes half a second
 
 LONG = ("launch", "", "lightning", "tasks")  # folders of tests/, those with long tests first
 

@@ -30,6 +30,9 @@ trainer:
   accelerator: cpu
   max_epochs: 2
 """
+LEAN = (
+    "callbacks: {curves: null}\nlogger: {tensorboard: null}\n"  # pictures take longer than the run
+)
 
 MODULE = """\
 import json
@@ -164,10 +167,11 @@ def _unchanged(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def hers(tmp_path_factory) -> Path:
-    """A folder with a task of her own: task/mine.yaml and a module."""
+    """A folder with a task of her own, task/mine.yaml, and a module; task/full.yaml draws, too."""
     folder = tmp_path_factory.mktemp("hers")
     (folder / "task").mkdir()
-    (folder / "task" / "mine.yaml").write_text(TASK)
+    (folder / "task" / "mine.yaml").write_text(TASK + LEAN)
+    (folder / "task" / "full.yaml").write_text(TASK)
     (folder / "mine_of_the_tests.py").write_text(MODULE)
     return folder
 

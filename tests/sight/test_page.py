@@ -3,12 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sight.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -167,7 +167,8 @@ print(step(128))
 """
 
 
-@pytest.mark.parametrize("mask", [pytest.param("causal", marks=pytest.mark.slow), "and"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["causal", "and"])
 def test_memory_grows_as_output_and_gradients_do(mask):
     """The peak of a process, which also sees memory that is free and cannot be used."""
     done = subprocess.run([sys.executable, "-c", MEASURE, mask], capture_output=True, text=True)

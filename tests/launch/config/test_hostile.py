@@ -33,6 +33,7 @@ def canary(tmp_path, monkeypatch):
     assert not (folder / "trace").exists()
 
 
+@pytest.mark.slow
 def test_nothing_hostile_is_built_run_or_imported(tmp_path):
     (tmp_path / "canary.py").write_text(CANARY)
     script = Path(__file__).with_name("hostile.py")

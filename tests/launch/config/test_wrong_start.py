@@ -7,7 +7,8 @@ import pytest
 
 SMALL = (
     "model.dim=24", "model.depth=1", "trainer.accelerator=cpu", "trainer.limit_batches=2",
-    "trainer.max_epochs=1", "callbacks.curves=null",
+    "trainer.max_epochs=1", "callbacks.curves=null", "callbacks.classes=null",
+    "logger.tensorboard=null",
 )  # fmt: skip
 # What only a constructor or the start of a run can see, with what it is blamed on.
 STARTED = [

@@ -10,7 +10,7 @@ import torch
 
 QUICK = (
     "trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "callbacks.curves=null",
-    "logger.tensorboard=null", "backbone.num_blocks=1",
+    "callbacks.classes=null", "logger.tensorboard=null", "backbone.num_blocks=1",
 )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from attnkit.tasks.image_classification import DigitsData, ImageClassification
 
 SMALL = (
     "task=vit", "trainer=cpu", "model.dim=24", "model.depth=2", "model.num_heads=2",
-    "trainer.max_epochs=4", "callbacks.curves=null", "logger.tensorboard=null",
+    "trainer.max_epochs=4", "callbacks.curves=null", "callbacks.classes=null",
+    "logger.tensorboard=null",
 )  # fmt: skip
 
 

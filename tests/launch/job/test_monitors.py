@@ -9,7 +9,7 @@ CAPTIONING = (
 )  # fmt: skip
 SMALL = (
     "trainer=cpu", "model.dim=24", "model.depth=2", "callbacks.curves=null", "callbacks.cost=null",
-    "logger.tensorboard=null",
+    "callbacks.classes=null", "logger.tensorboard=null",
 )  # fmt: skip
 FILE = "callbacks: ModelCheckpoint: nothing logs its monitor "
 

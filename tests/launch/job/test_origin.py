@@ -12,6 +12,7 @@ import yaml
 QUICK = (
     "trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "model.dim=24",
     "model.depth=1", "callbacks.curves=null", "callbacks.cost=null",
+    "callbacks.classes=null",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 QUICK = ("trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "data.batch_size=4",
-         "callbacks.curves=null", "logger.tensorboard=null")  # fmt: skip
+         "callbacks.curves=null", "callbacks.classes=null", "logger.tensorboard=null")  # fmt: skip
 TIMM = ("task=vit", "model=timm")
 
 

@@ -32,8 +32,8 @@ def epochs_of(folder: Path) -> list[int]:
     return [int(row["epoch"]) for row in metrics_of(folder) if row["val/loss"]]
 
 
-def test_run_folder(mine):
-    done = mine()
+def test_run_folder(attnkit, hers):
+    done = attnkit("--config-dir", hers, "task=full")
     assert done.code == 0, done.err
     assert [p.name for p in Path.cwd().iterdir()] == ["outputs"]
     (folder,) = (Path.cwd() / "outputs" / "mine").iterdir()
@@ -258,6 +258,7 @@ def test_sweep_checks_every_trial_first(mine):
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_installed_command_from_any_folder(hers):
     """The console script, a relative --config-dir, and cwd without her module."""
     command = [Path(sys.executable).with_name("attnkit"), "--config-dir", f"../../{hers.name}"]

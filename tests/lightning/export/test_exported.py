@@ -116,6 +116,7 @@ def test_nodes(tmp_path):
     assert rows["node"] == list(range(7))
 
 
+@pytest.mark.slow
 def test_needs_no_hydra_and_no_launch(original):
     code = (
         "import sys, attnkit\n"

@@ -12,17 +12,18 @@ from torch.utils.data import DataLoader
 
 from attnkit.lightning import ExactResume, ResumableSampler
 
-LONG = [
+OPTIONS = [
     {"ranks": ranks, "workers": workers, "accumulate": accumulate, "sampler": sampler}
     for ranks, workers, accumulate, sampler in product((1, 2), (0, 2), (1, 2), (0, 1))
 ] + [{"ranks": 1, "interval": 0.5, "accumulate": 1}]
-LONG += [{"ranks": 1}, {"ranks": 1, "workers": 2, "every": 7}]
-SHORT = [{"ranks": 1, "workers": 2, "sampler": 1, "every": 7}]
+OPTIONS += [{"ranks": 1}, {"ranks": 1, "workers": 2, "every": 7}]
+OPTIONS += [{"ranks": 1, "workers": 2, "sampler": 1, "every": 7}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    SHORT + [pytest.param(options, marks=pytest.mark.slow) for options in LONG],
+    OPTIONS,
     ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()),
 )
 def test_stopped_anywhere_and_resumed_is_the_same(tmp_path, options):

@@ -195,6 +195,7 @@ def test_workers_end_with_it(small_net, digits, make_trainer, tmp_path):
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_does_not_keep_the_process(tmp_path):
     """Forked while Python's own locks were held, it never gets to run a handler."""
     script = tmp_path / "hanging.py"
