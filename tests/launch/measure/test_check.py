@@ -23,7 +23,8 @@ VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "trainer.max_
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(stopwatch, "ENOUGH", 0.3)
+    monkeypatch.setattr(stopwatch, "ENOUGH", 0.1)
+    monkeypatch.setitem(stopwatch.MOST, "train", 5)
 
 
 def figures_of(*argv):
