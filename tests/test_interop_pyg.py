@@ -11,6 +11,7 @@ from torch_geometric.explain.algorithm import AttentionExplainer, GNNExplainer, 
 from torch_geometric.explain.algorithm.captum import CaptumModel
 from torch_geometric.nn import GATConv, GATv2Conv, SAGEConv, TransformerConv
 from torch_geometric.nn import Sequential as PyGSequential
+from torch_geometric.nn import models as pyg_models
 
 import attnkit
 from attnkit import Edges, GraphAttention, interop
@@ -169,9 +170,9 @@ def alter(conv, change):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: nn.Linear(3, 3), "itself, got torch.nn.modules.linear.Linear"),
-        (lambda: SAGEConv(3, 3), "got torch_geometric.nn.conv.sage_conv.SAGEConv"),
-        (lambda: type("Mine", (GATConv,), {})(3, 3), "itself, got .*Mine"),
+        (lambda: nn.Linear(3, 3), "or a model with one, got Linear"),
+        (lambda: SAGEConv(3, 3), "got SAGEConv"),
+        (lambda: type("Mine", (GATConv,), {})(3, 3), "itself or .*got Mine"),
         (lambda: GATConv(3, 3, aggr="mean"), "aggr='mean'"),
         (lambda: GATv2Conv(3, 3, flow="target_to_source"), "flow='target_to_source'"),
         (lambda: TransformerConv(-1, 3), "lazy channels"),
@@ -192,6 +193,64 @@ def test_lazy_layers_are_carried_over_once_they_have_seen_an_input():
     ours = interop.from_pyg(theirs)
     torch.testing.assert_close(ours(x, graph()), theirs(x, graph()))
     assert ours.training
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("options", [{}, {"edge_dim": EDGE_DIM, "jk": "lstm", "norm": "batch"}])
+def test_every_layer_of_a_model(v2, options):
+    theirs = randomise(pyg_models.GAT(5, 8, 3, 4, heads=2, v2=v2, dropout=0.3, **options)).double()
+    ours = interop.from_pyg(theirs)
+    assert [type(conv) for conv in ours.convs] == [GraphAttention] * 3
+    assert type(theirs.convs[0]) is (GATv2Conv if v2 else GATConv)
+    x = torch.randn(NODES, 5, dtype=torch.float64, requires_grad=True)
+    edge_attr = torch.randn(len(graph()[0]), EDGE_DIM, dtype=torch.float64)
+    kwargs = {"edge_attr": edge_attr} if options else {}
+    theirs.eval(), ours.eval()
+    expected, actual = (model(x, graph(), **kwargs) for model in (theirs, ours))
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_layer_that_a_model_has_twice_stays_one():
+    conv = GATConv(5, 5)
+    ours = interop.from_pyg(nn.ModuleList([conv, nn.Sequential(conv, nn.Dropout())]))
+    assert ours[0] is ours[1][0]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("in_channels", [5, (5, 7)])
+def test_gat_with_sources_alone(in_channels, residual):
+    theirs = randomise(GATConv(in_channels, 4, heads=2, residual=residual)).double()
+    ours = interop.from_pyg(theirs)
+    x, edge_index = (torch.randn(SOURCES, 5, dtype=torch.float64), None), graph(SOURCES, NODES)
+    size = SOURCES, NODES
+    torch.testing.assert_close(ours(x, edge_index, size=size), theirs(x, edge_index, size=size))
+    edges = Edges(edge_index, size)
+    torch.testing.assert_close(ours(x, edges), theirs(x, edge_index, size=size))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr])
+@pytest.mark.parametrize("conv", [GATConv, GATv2Conv, TransformerConv])
+def test_weights_are_returned_as_theirs(conv, layout):
+    theirs = randomise(conv(5, 4, heads=3)).double().eval()
+    ours = interop.from_pyg(theirs)
+    x, edge_index = torch.randn(NODES, 5, dtype=torch.float64), graph().unique(dim=1)
+    given = edge_index
+    if layout is not torch.strided:
+        if conv is TransformerConv:
+            return  # PyG's fails
+        given = torch.zeros(NODES, NODES).index_put((edge_index[1], edge_index[0]), torch.ones(()))
+        given = given.to_sparse_csr()
+    expected, (their_edges, alpha) = theirs(x, given, return_attention_weights=True)
+    output, (our_edges, weights) = ours(x, given, return_attention_weights=True)
+    torch.testing.assert_close(output, expected)
+    if layout is torch.strided:
+        assert torch.equal(our_edges, their_edges)
+        torch.testing.assert_close(weights, alpha)
+    else:
+        assert our_edges.shape == their_edges.shape
+        torch.testing.assert_close(our_edges.to_dense(), their_edges.to_dense())
 
 
 # Explainers

@@ -54,9 +54,10 @@ class _ExplainedAttention(GraphAttention):
     messages: nn.Module
 
     def _attend(self, nodes: NodeHeads, edges: Edges, features: Tensor | None) -> Tensor:
-        weights = self._weights(nodes, edges, features)
+        weights = self._weights(nodes, *self._graph(edges, features))
         edge_index, edge_value = edges.edge_index, None
         if self.add_self_loops:
+            weights = in_callers_order(weights, edges)
             loops = torch.arange(min(edges.sizes), device=edge_index.device).expand(2, -1)
             edge_index = torch.cat([edge_index, loops.to(edge_index.dtype)], dim=1)
             if features is not None:

@@ -1,43 +1,65 @@
-"""Weights of PyTorch Geometric's attention layers."""
+"""Weights of PyTorch Geometric's attention layers, alone or in a model."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from attnkit.interop.carry import State, check_class, has_hooks, loaded, refuse
+from attnkit.interop.carry import State, has_hooks, loaded, refuse
 from attnkit.layers.graph.attention import GraphAttention
 
 if TYPE_CHECKING:
     from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
 
-def from_pyg(conv: TransformerConv | GATv2Conv | GATConv) -> GraphAttention:
-    """attnkit's layer with the weights of PyG's; equal outputs and gradients.
+def from_pyg(module: nn.Module) -> Any:
+    """attnkit's layer with the weights of PyG's; equal outputs and gradients. Of a model, a copy in
+    which every such layer is attnkit's.
 
-    All options of the three are carried over. Ours differs in this: weights come from
-    `attention_weights`, in the order of the edges and before dropout; edge features are asked for
-    where there is an `edge_dim`, and refused where there is none (there PyG's `GATConv` ignores
-    them, and `TransformerConv` adds them to the values as they are); of `TransformerConv` without
-    `root_weight`, the matrix that it keeps and does not use is left out.
+        model = interop.from_pyg(torch_geometric.nn.GAT(1433, 64, 2, 7, heads=8))
+
+    All options of the three are carried over. Ours differs in this: weights are those before
+    dropout; edge features are asked for where there is an `edge_dim`, and refused where there is
+    none (there PyG's `GATConv` ignores them, and `TransformerConv` adds them to the values as they
+    are); of `TransformerConv` without `root_weight`, the matrix that it keeps and does not use is
+    left out.
+
+    Args:
+        module: `TransformerConv`, `GATv2Conv` or `GATConv`, or a model with some of them, in which
+            subclasses of these, which may compute anything, stay as they are.
 
     Raises:
-        TypeError: another class, subclasses included.
-        ValueError: it has what attnkit's layer does not; everything is named.
+        TypeError: neither.
+        ValueError: a layer has what attnkit's does not; everything is named.
     """
     from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
-    carry: dict[type, Any] = {
+    carry: dict[type, Callable] = {
         TransformerConv: _from_transformer,
         GATv2Conv: _from_gatv2,
         GATConv: _from_gat,
     }
-    check_class(conv, *carry)
-    _check(conv)
-    layer, state = carry[type(conv)](conv)
-    return loaded(layer, state, conv)
+
+    def carried(conv: Any) -> GraphAttention:
+        _check(conv)
+        layer, state = carry[type(conv)](conv)
+        return loaded(layer, state, conv)
+
+    if type(module) in carry:
+        return carried(module)
+    layers = [part for part in module.modules() if type(part) in carry]
+    if not layers:
+        names = ", ".join(f"torch_geometric.nn.{known.__name__}" for known in carry)
+        raise TypeError(
+            f"module: expected {names} itself or a model with one, got {type(module).__name__}"
+        )
+    # deepcopy takes what it is told to be the copy of a layer
+    return copy.deepcopy(module, {id(layer): carried(layer) for layer in layers})
 
 
 def _check(conv: Any) -> None:

@@ -26,7 +26,8 @@ class Edges(Mask):
     edge_index: integers [2, edges], source (key) in row 0, target (query) in row 1; PyG's
         `EdgeIndex` is one; or a sparse matrix [targets, sources] (PyG's `adj_t`), of which the
         places count and not the values.
-    num_nodes: the targets, the number of queries; may be left out for a sparse matrix.
+    num_nodes: the targets, the number of queries, or (sources, targets), as PyG's `size`; may be
+        left out for a sparse matrix.
     num_sources: the sources, the number of keys; None: as many as targets.
 
     Raises:
@@ -35,7 +36,7 @@ class Edges(Mask):
     """
 
     edge_index: Annotated[Tensor, "2 edges", int]
-    num_nodes: int | None = None
+    num_nodes: int | tuple[int, int] | None = None
     num_sources: int | None = None
 
     looped_from: ClassVar["Edges | None"] = None
@@ -44,6 +45,8 @@ class Edges(Mask):
     def __post_init__(self) -> None:
         if not isinstance(self.edge_index, Tensor):
             return  # a pytree map rebuilds masks with leaves that are no tensors
+        if isinstance(self.num_nodes, tuple | list):
+            self._read_pair(*self.num_nodes)
         if self.edge_index.layout is not torch.strided:
             self._read_sparse(self.edge_index)
         elif type(self.edge_index) is not Tensor and hasattr(self.edge_index, "as_tensor"):
@@ -71,6 +74,15 @@ class Edges(Mask):
                     f"expected 0 to {size - 1}"
                 )
 
+    def _read_pair(self, *sizes: int) -> None:
+        if len(sizes) != 2 or self.num_sources is not None:
+            raise ValueError(
+                "num_nodes: expected a number, or (sources, targets) without num_sources, "
+                f"got {sizes} and num_sources={self.num_sources} (Edges)"
+            )
+        object.__setattr__(self, "num_nodes", sizes[1])
+        object.__setattr__(self, "num_sources", sizes[0])
+
     def _read_sparse(self, matrix: Tensor) -> None:
         if matrix.ndim != 2:
             raise ValueError(
@@ -87,7 +99,7 @@ class Edges(Mask):
     @property
     def sizes(self) -> tuple[int, int]:
         """The number of targets and of sources."""
-        assert self.num_nodes is not None
+        assert isinstance(self.num_nodes, int)
         return self.num_nodes, self.num_nodes if self.num_sources is None else self.num_sources
 
     @property

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from attnkit.core.arguments import at_least, share
 from attnkit.core.attend import attend
@@ -21,7 +22,7 @@ from attnkit.layers.graph.heads import (
     NodeHeads,
     QueryKeyValueHeads,
 )
-from attnkit.layers.graph.inputs import Nodes, check_graph
+from attnkit.layers.graph.inputs import Nodes, Size, check_graph, sources_and_targets
 from attnkit.layers.graph.self_loops import (
     FillValue,
     check_fill_value,
@@ -49,7 +50,8 @@ class GraphAttention(nn.Module):
     edge features and "cosine" or "gaussian", which only the reference kernel computes.
 
     Args:
-        in_channels: channels of the nodes, or those of sources and of targets, a pair.
+        in_channels: channels of the nodes, or those of sources and of targets, a pair; −1: those of
+            the first input, before which the layer's parameters cannot be saved or loaded.
         out_channels: channels of a head.
         heads: how many.
         score: "scaled_dot", "dot", "general", "cosine", "gaussian" or "additive" (Bahdanau's), each
@@ -68,6 +70,7 @@ class GraphAttention(nn.Module):
             doubles the channels (GAT-sep; Platonov et al., A Critical Look at the Evaluation of
             GNNs under Heterophily, 2023). The layer that follows mixes them.
         dropout_p, backend: as in `MultiHeadAttention`.
+        dropout: PyG's name of `dropout_p`, in its place.
         negative_slope: of the LeakyReLU of "gat" and "gatv2".
         share_weights: of "gatv2": one projection for queries and keys.
         bias: whether the projections add a bias; None: all but GAT's do.
@@ -92,6 +95,7 @@ class GraphAttention(nn.Module):
         gate: bool = False,
         separate_self: bool = False,
         dropout_p: float = 0.0,
+        dropout: float | None = None,
         negative_slope: float = 0.2,
         share_weights: bool = False,
         bias: bool | None = None,
@@ -103,16 +107,22 @@ class GraphAttention(nn.Module):
         sizes = in_channels if isinstance(in_channels, tuple | list) else (in_channels,) * 2
         if len(sizes) != 2:
             raise ValueError(f"in_channels: expected one number or two, got {in_channels}")
-        sizes = sizes[0], sizes[1]
+        self.in_channels = sizes[0], sizes[1]
+        # what the first input tells, a pair of unequal numbers stands for
+        sizes = sizes[0] if sizes[0] != -1 else 1, sizes[1] if sizes[1] != -1 else 1 + is_pair
         at_least(
             1, in_channels=min(sizes), out_channels=out_channels, heads=heads, edge_dim=edge_dim
         )
+        if dropout is not None:
+            if dropout_p:
+                raise ValueError(f"dropout: is dropout_p, got both, {dropout} and {dropout_p}")
+            dropout_p = dropout
         share(dropout_p=dropout_p)
         if gate and not residual:
             raise ValueError("gate: needs residual=True, whose W_r x_i it mixes in")
         if separate_self and is_pair:
             raise ValueError(f"separate_self: expected sources that are the targets, got {sizes}")
-        if share_weights and (score != "gatv2" or sizes[0] != sizes[1]):
+        if share_weights and (score != "gatv2" or len(set(self.in_channels)) > 1):
             raise ValueError(
                 f"share_weights: expected the score 'gatv2' and one in_channels, "
                 f"got {score} and {in_channels}"
@@ -121,7 +131,6 @@ class GraphAttention(nn.Module):
             raise ValueError(f"negative_slope: only for 'gat' and 'gatv2', got the score {score}")
         check_fill_value(fill_value, is_read=add_self_loops and edge_dim is not None)
         named_backend(backend)
-        self.in_channels = sizes
         self.out_channels = out_channels
         self.heads = heads
         self.concat = concat
@@ -154,6 +163,9 @@ class GraphAttention(nn.Module):
         self.residual_proj = nn.Linear(sizes[1], width, bias=out_bias) if residual else None
         self.gate_proj = nn.Linear(3 * width, 1, bias=False) if gate else None
         self.out_bias = nn.Parameter(torch.zeros(width)) if out_bias and not residual else None
+        for linear, channels in self._readers(*self.in_channels):
+            if channels == -1:
+                linear.weight = nn.UninitializedParameter()
         self.reset_parameters()
 
     @property
@@ -163,7 +175,9 @@ class GraphAttention(nn.Module):
         return 2 * width if self.separate_self else width
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, biases 0."""
+        """Xavier-uniform matrices, biases 0; with the first input where `in_channels` is −1."""
+        if -1 in self.in_channels:
+            return
         self.projections.reset_parameters()
         for module in (self.residual_proj, self.gate_proj):
             if module is not None:
@@ -176,39 +190,112 @@ class GraphAttention(nn.Module):
         x: Nodes,
         edge_index: Annotated[Tensor, "2 edges", int] | Edges,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
+        size: Size | None = None,
+        return_attention_weights: bool | None = None,
     ) -> Annotated[Tensor, "targets out_channels"]:
         """What each node gathers from its neighbours.
 
         Args:
-            x: dense or sparse CSR; or a pair, of sources and of targets.
+            x: dense or sparse CSR; or a pair, of sources and of targets. Targets may be None with
+                "gat", without `gate` and `separate_self`: they add nothing to the scores, and have
+                no residual.
             edge_index: sources in row 0 and targets in row 1 (PyG's, its
                 `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. Tensors
                 are sorted at every call, which can take longer than the rest of it: for a graph
                 that is used again, build `Edges(edge_index, num_nodes)` once.
             edge_attr: features of the edges; one channel may lack its dimension.
+            size: the number of sources and of targets, where x does not tell it; else checked.
+            return_attention_weights: give the weights too, as PyG's layers do.
 
         Returns:
             heads · out_channels, or without `concat` out_channels; twice as many channels with
-            `separate_self`.
+            `separate_self`. With `return_attention_weights` a pair, of that and of (edges
+            [2, edges], weights [edges, heads] before dropout), the self-loops that were added
+            last; of a sparse matrix (the matrix of the weights, weights).
 
         Raises:
             ValueError, TypeError, IndexError: features or edges of another shape or type.
         """
-        source, target, edges, features = check_graph(
-            x, edge_index, edge_attr, self.in_channels, self.edge_dim
-        )
+        source, target, edges, features = self._read(x, edge_index, edge_attr, size)
         nodes = self.projections(source, target)
+        output = self._output(nodes, source, target, edges, features)
+        if not return_attention_weights:
+            return output
+        used, carried = self._graph(edges, features)
+        weights = self._weights(nodes, used, carried)
+        where = used.edge_index
+        if not isinstance(edge_index, Edges) and edge_index.layout is not torch.strided:
+            shape = (*used.sizes, self.heads)
+            where = torch.sparse_coo_tensor(where.flip(0), weights, shape)
+        return output, (where, weights)  # type: ignore[return-value]
+
+    def _output(
+        self,
+        nodes: NodeHeads,
+        source: Tensor,
+        target: Tensor,
+        edges: Edges,
+        features: Tensor | None,
+    ) -> Tensor:
         output = self._merged(self._attend(nodes, edges, features))
         if self.separate_self:
             own = nodes.value if target is source else self.projections.own(target)
             output = torch.cat([self._merged(own), output], dim=1)
         if self.residual_proj is not None:
+            if target.shape[1] == 0:
+                bias = self.residual_proj.bias
+                return output if bias is None else output + bias
             root = self.residual_proj(target)
             if self.gate_proj is None:
                 return output + root
             beta = self.gate_proj(torch.cat([output, root, output - root], dim=1)).sigmoid()
             return torch.lerp(output, root, beta)
         return output if self.out_bias is None else output + self.out_bias
+
+    def _read(
+        self,
+        x: Nodes,
+        edge_index: Tensor | Edges,
+        edge_attr: Tensor | None,
+        size: Size | None = None,
+    ) -> tuple[Tensor, Tensor, Edges, Tensor | None]:
+        """Sources, targets, edges and their features, checked."""
+        source, target = sources_and_targets(x, edge_index, size)
+        if -1 in self.in_channels:
+            self._infer(source.shape[1], target.shape[1])
+        needs_targets = (
+            self.separate_self
+            or self.gate_proj is not None
+            or not isinstance(self.projections, GATHeads)
+        )
+        return (
+            source,
+            target,
+            *check_graph(
+                source,
+                target,
+                edge_index,
+                edge_attr,
+                self.in_channels,
+                self.edge_dim,
+                needs_targets=needs_targets,
+            ),
+        )
+
+    def _infer(self, *channels: int) -> None:
+        """Take the channels that were −1 from an input."""
+        sizes = [c if own == -1 else own for own, c in zip(self.in_channels, channels, strict=True)]
+        for linear, size in self._readers(*sizes):
+            if is_lazy(linear.weight):
+                linear.weight.materialize((linear.out_features, size))
+                linear.in_features = size
+        self.in_channels = sizes[0], sizes[1]
+        self.reset_parameters()
+
+    def _readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
+        """The layers that read nodes, each with the channels of those that it reads."""
+        root = [] if self.residual_proj is None else [(self.residual_proj, targets)]
+        return [*self.projections.readers(sources, targets), *root]
 
     def attention_weights(
         self,
@@ -230,19 +317,17 @@ class GraphAttention(nn.Module):
             nodes 0, 1, … follow, and the row of a self-loop in `edge_index`, which they replace, is
             0. The rows of the edges into one node sum to 1.
         """
-        source, target, edges, features = check_graph(
-            x, edge_index, edge_attr, self.in_channels, self.edge_dim
-        )
-        weights = self._weights(self.projections(source, target), edges, features)
+        source, target, edges, features = self._read(x, edge_index, edge_attr)
+        weights = self._weights(self.projections(source, target), *self._graph(edges, features))
+        weights = in_callers_order(weights, edges) if self.add_self_loops else weights
         rows = as_indices("rows", rows, len(weights), weights.device)
         heads = as_indices("heads", heads, self.heads, weights.device)
         return weights[rows[:, None], heads]
 
-    def _weights(self, nodes: NodeHeads, edges: Edges, features: Tensor | None) -> Tensor:
-        used, carried = self._graph(edges, features)
+    def _weights(self, nodes: NodeHeads, edges: Edges, carried: EdgeFeatures | None) -> Tensor:
+        """[edges, heads]."""
         score = self.projections.current_score()
-        weights = edge_weights(nodes.query, nodes.key, used, score=score, edge_features=carried).T
-        return in_callers_order(weights, edges) if self.add_self_loops else weights
+        return edge_weights(nodes.query, nodes.key, edges, score=score, edge_features=carried).T
 
     def _attend(self, nodes: NodeHeads, edges: Edges, features: Tensor | None) -> Tensor:
         """[heads, targets, out_channels]."""
@@ -267,6 +352,6 @@ class GraphAttention(nn.Module):
         """Heads [heads, nodes, out_channels] side by side, or their mean."""
         return output.transpose(0, 1).flatten(1) if self.concat else output.mean(dim=0)
 
-    def extra_repr(self) -> str:
+    def __repr__(self) -> str:
         channels = self.in_channels[0] if len(set(self.in_channels)) == 1 else self.in_channels
-        return f"{channels}, {self.out_channels}, heads={self.heads}"
+        return f"{type(self).__name__}({channels}, {self.out_channels}, heads={self.heads})"

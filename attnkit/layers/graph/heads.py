@@ -57,6 +57,10 @@ class GraphHeads(nn.Module):
         """What edges with these features [edges, edge_dim] add to keys and values."""
         raise NotImplementedError
 
+    def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
+        """The layers that read nodes, each with the channels of those that it reads."""
+        raise NotImplementedError
+
     def reset_parameters(self) -> None:
         """Xavier-uniform matrices, biases 0, scores as they begin."""
         for module in self.children():
@@ -104,6 +108,13 @@ class QueryKeyValueHeads(GraphHeads):
     def own(self, nodes: Tensor) -> Tensor:
         return self.node_proj.project_memory(nodes, nodes)[1]
 
+    def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
+        proj = self.node_proj
+        if proj.is_fused:
+            return [(proj.in_proj, sources)]
+        memory = (proj.key_proj, sources), (proj.value_proj, sources)
+        return [(proj.query_proj, targets), *memory]
+
     def current_score(self) -> Score:
         return self.score() if isinstance(self.score, nn.Module) else self.score
 
@@ -148,6 +159,10 @@ class GATv2Heads(GraphHeads):
 
     def own(self, nodes: Tensor) -> Tensor:
         return self._split(self.key_proj(nodes))
+
+    def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
+        own = [] if self.query_proj is None else [(self.query_proj, targets)]
+        return [(self.key_proj, sources), *own]
 
     def current_score(self) -> Score:
         return self.score()
@@ -204,7 +219,10 @@ class GATHeads(GraphHeads):
             value, key, query = self._heads(source, values, keys, queries)
         else:
             value, key = self._heads(source, values, keys)
-            (query,) = self._heads(target, queries)
+            if target.shape[1]:
+                (query,) = self._heads(target, queries)
+            else:  # they add nothing to the scores
+                query = key.new_zeros(self.heads, len(target), 1)
         return NodeHeads(query, key, value)
 
     def _folded(self, vector: Tensor, proj: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -223,6 +241,10 @@ class GATHeads(GraphHeads):
 
     def own(self, nodes: Tensor) -> Tensor:
         return self._split(self.value_proj(nodes))
+
+    def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
+        own = [] if self.target_proj is None else [(self.target_proj, targets)]
+        return [(self.value_proj, sources), *own]
 
     def current_score(self) -> Score:
         one = self.key_vector.new_ones(1)

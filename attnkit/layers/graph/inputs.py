@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from attnkit.core.masks.edges import Edges
@@ -9,30 +10,68 @@ from attnkit.core.masks.edges import Edges
 Nodes = (
     Annotated[Tensor, "nodes channels"]
     | tuple[
-        Annotated[Tensor, "sources source_channels"], Annotated[Tensor, "targets target_channels"]
+        Annotated[Tensor, "sources source_channels"],
+        Annotated[Tensor, "targets target_channels"] | None,
     ]
 )
-"""Features of the nodes; or those of sources and of targets."""
+"""Features of the nodes; or those of sources and of targets, None where these have none."""
+
+Size = tuple[int | None, int | None]
+"""The number of sources and of targets, None where that is not known."""
 
 
-def check_graph(
-    x: Nodes,
-    edge_index: Tensor | Edges,
-    edge_attr: Tensor | None,
-    in_channels: tuple[int, int],
-    edge_dim: int | None,
-) -> tuple[Tensor, Tensor, Edges, Tensor | None]:
-    """Sources and targets, which may be one tensor, edges, and edge features [edges, edge_dim].
+def sources_and_targets(
+    x: Nodes, edge_index: Tensor | Edges, size: Size | None
+) -> tuple[Tensor, Tensor]:
+    """Both, which may be one tensor; targets without features are [targets, 0].
 
-    in_channels: that sources and targets must have. ValueError or TypeError name what is wrong.
+    Of such targets there are as many as `size` or the edges say, else as many as sources. TypeError
+    for what are no tensors, ValueError for another number of them than `size`.
     """
     if not isinstance(x, Tensor | tuple | list) or (not isinstance(x, Tensor) and len(x) != 2):
         raise TypeError(f"x: expected a tensor or a pair of tensors, got {type(x).__name__}")
     source, target = (x, x) if isinstance(x, Tensor) else x
-    for nodes, channels in zip((source, target), in_channels, strict=True):
-        if not isinstance(nodes, Tensor) or nodes.ndim != 2 or nodes.shape[1] != channels:
+    if isinstance(source, Tensor) and target is None:
+        number = None if size is None else size[1]
+        if isinstance(edge_index, Edges):
+            number = edge_index.sizes[0]
+        elif isinstance(edge_index, Tensor) and edge_index.layout is not torch.strided:
+            number = edge_index.shape[0]
+        target = source.new_empty(len(source) if number is None else number, 0)
+    for nodes in (source, target):
+        if not isinstance(nodes, Tensor) or nodes.ndim != 2:
             given = list(nodes.shape) if isinstance(nodes, Tensor) else type(nodes).__name__
-            raise ValueError(f"x: expected [nodes, {channels}], got {given}")
+            raise ValueError(f"x: expected [nodes, channels], got {given}")
+    sizes = len(source), len(target)
+    if size is not None and any(g not in (None, s) for g, s in zip(size, sizes, strict=True)):
+        raise ValueError(f"size: x has {sizes} sources and targets, got {size}")
+    return source, target
+
+
+def check_graph(
+    source: Tensor,
+    target: Tensor,
+    edge_index: Tensor | Edges,
+    edge_attr: Tensor | None,
+    in_channels: tuple[int, int],
+    edge_dim: int | None,
+    *,
+    needs_targets: bool = True,
+) -> tuple[Edges, Tensor | None]:
+    """The edges, and edge features [edges, edge_dim].
+
+    in_channels: that sources and targets must have; without `needs_targets` targets may have none.
+    ValueError or TypeError name what is wrong.
+    """
+    for nodes, channels in zip((source, target), in_channels, strict=True):
+        is_empty = nodes is target and nodes.shape[1] == 0
+        if is_empty and needs_targets:
+            raise ValueError(
+                f"x: expected [targets, {channels}], got None; targets without features are for "
+                "the score 'gat', without gate and separate_self"
+            )
+        if nodes.shape[1] != channels and not is_empty:
+            raise ValueError(f"x: expected [nodes, {channels}], got {list(nodes.shape)}")
         if not nodes.is_floating_point():
             raise TypeError(f"x: expected a floating-point tensor, got {nodes.dtype}")
     edges = as_edges(edge_index, target.shape[0], source.shape[0])
@@ -41,7 +80,7 @@ def check_graph(
     if edge_dim is None:
         if edge_attr is not None:
             raise ValueError("edge_attr: given, but edge_dim is None: the layer reads none")
-        return source, target, edges, None
+        return edges, None
     if edge_attr is None:
         raise ValueError(f"edge_attr: expected [edges, {edge_dim}], got None")
     if edge_attr.ndim == 1:
@@ -53,7 +92,7 @@ def check_graph(
         )
     if not edge_attr.is_floating_point():
         raise TypeError(f"edge_attr: expected a floating-point tensor, got {edge_attr.dtype}")
-    return source, target, edges, edge_attr
+    return edges, edge_attr
 
 
 def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | None = None) -> Edges:

@@ -315,7 +315,8 @@ INDEX = graph()
         ({"edge_index": Edges(INDEX, 12)}, ValueError, "edge_index: Edges has 12 targets and 12"),
         ({"x": torch.randn(NODES, 4)}, ValueError, r"x: expected \[nodes, 5\], got \[11, 4\]"),
         ({"x": torch.ones(NODES, CHANNELS).long()}, TypeError, "x: expected a floating-point"),
-        ({"x": (torch.randn(NODES, 5), None)}, ValueError, r"x: expected \[nodes, 5\], got None"),
+        ({"x": (torch.randn(NODES, 5), None)}, ValueError, r"x: expected \[targets, 5\], got None"),
+        ({"size": (NODES, 3)}, ValueError, r"size: x has \(11, 11\) sources and targets, got"),
         ({"x": torch.empty(NODES, 5, device="meta")}, ValueError, "edge_index: is on cpu, x is on"),
         ({"x": "nodes"}, TypeError, "x: expected a tensor or a pair of tensors, got str"),
         ({"edge_attr": None}, ValueError, r"edge_attr: expected \[edges, 2\], got None"),
@@ -339,3 +340,33 @@ def test_what_edges_carry_is_not_ignored():
     layer = make(edge_dim=2, add_self_loops=True, fill_value=torch.ones(3))
     with pytest.raises(ValueError, match="fill_value: expected one number for each of 2 channels"):
         layer(rand(NODES, CHANNELS), INDEX, rand(41, 2))
+
+
+@pytest.mark.parametrize("in_channels", [-1, (-1, -1), (CHANNELS, -1)])
+@pytest.mark.parametrize("score", ["scaled_dot", "gatv2", "gat"])
+def test_channels_are_those_of_the_first_input(score, in_channels):
+    layer = GraphAttention(in_channels, 4, 2, score=score, residual=True)
+    before = list(layer.parameters())
+    optimizer = torch.optim.SGD(before, lr=0.1)
+    target = torch.randn(NODES, 3 if isinstance(in_channels, tuple) else CHANNELS)
+    x = torch.randn(NODES, CHANNELS), target
+    layer.reset_parameters()
+    layer(x, INDEX).sum().backward()
+    assert all(map(lambda a, b: a is b, before, layer.parameters()))
+    assert layer.in_channels == (CHANNELS, target.shape[1])
+    known = layer.in_channels if isinstance(in_channels, tuple) else CHANNELS
+    again = GraphAttention(known, 4, 2, score=score, residual=True)
+    again.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(again(x, INDEX), layer(x, INDEX))
+    first = layer(x, INDEX).detach()
+    optimizer.step()
+    assert not torch.equal(layer(x, INDEX), first)
+    with pytest.raises(ValueError, match=f"x: expected .nodes, {CHANNELS}., got"):
+        layer((torch.randn(NODES, 9), target), INDEX)
+
+
+def test_dropout_is_dropout_p():
+    assert GraphAttention(5, 4, dropout=0.3).dropout_p == 0.3
+    with pytest.raises(ValueError, match="dropout: is dropout_p, got both"):
+        GraphAttention(5, 4, dropout=0.3, dropout_p=0.2)
+    assert repr(GraphAttention((5, 3), 4, 2)) == "GraphAttention((5, 3), 4, heads=2)"

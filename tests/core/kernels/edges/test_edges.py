@@ -340,6 +340,12 @@ def test_where_it_pays():
     ("make", "error", "message"),
     [
         (lambda: Edges(random_graph(), None), TypeError, "num_nodes: expected the number of nodes"),
+        (
+            lambda: Edges(random_graph(), (13, 11), 13),
+            ValueError,
+            r"num_nodes: expected a number, or",
+        ),
+        (lambda: Edges(random_graph(), (13, 11, 1)), ValueError, r"or \(sources, targets\)"),
         (lambda: Edges(random_graph().T, 11, 13), ValueError, r"got \[41, 2\], transposed\?"),
         (
             lambda: Edges(torch.eye(3).to_sparse(), 5),
@@ -387,3 +393,9 @@ def test_where_it_pays():
 def test_what_it_refuses(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_both_numbers_of_nodes_as_pygs_size():
+    edges = Edges(random_graph(), (13, 11))
+    assert edges.sizes == (11, 13)
+    assert torch.equal(edges.adjacency.source, Edges(random_graph(), 11, 13).adjacency.source)
