@@ -11,9 +11,10 @@ from measure import table
 
 Row = dict[str, Any]
 """`truth`, `model`, `seed` and `method`; `score`, which of the `measure` "mass" is told over
-`chance`; `right`, the share of the test that is answered right; `num`, how many of these are
-scored; and what `COLUMNS` names."""
+`chance`; `right`, the share of the test that is answered right, and `without`, of these, what still
+is without the evidence; `num`, how many are scored; and what `COLUMNS` names."""
 SANITY = {"class sensitivity": "class_sensitivity", "random weights": "random_weights"}
+FACTS = {"answered right": "right", "without it": "without"}
 COLUMNS = {"pointing": "pointing", "gap, mean colour": "gap", **SANITY}
 
 
@@ -50,10 +51,13 @@ def overview(rows: list[Row]) -> str:
             sane = {name: ends(by_truth.values(), key) for name, key in SANITY.items()}
             lines.append({"map": f"`{method}`"} | found | sane)
         networks = {truth: list(parted(some, "seed").values()) for truth, some in truths.items()}
-        right = {t: spread(some[0]["right"] for some in each) for t, each in networks.items()}
+        empty = dict.fromkeys(SANITY, "")
+        for name, key in FACTS.items():
+            facts = {t: spread(some[0].get(key) for some in each) for t, each in networks.items()}
+            if {*facts.values()} != {"–"}:
+                lines.append({"map": name} | facts | empty)
         seeds = {truth: str(len(each)) for truth, each in networks.items()}
-        for name, facts in (("answered right", right), ("seeds", seeds)):
-            lines.append({"map": name} | facts | dict.fromkeys(SANITY, ""))
+        lines.append({"map": "seeds"} | seeds | empty)
         parts.append(f"**{model}**\n\n{table(lines)}")
     return "\n\n".join(parts)
 
