@@ -180,7 +180,7 @@ def test_an_odd_batch_is_rounded_down_and_numbers_of_batches_doubled(hungry):
     ("argv", "first", "second"),
     [
         ("module.limit=1", "out of memory with batches of 2, halved 3 times", CPU),
-        ("module.limit=1 module.how=python", "out of memory with batches of 2", "  MemoryError"),
+        ("data.batch_size=1 module.limit=0.5 module.how=python", "out of memory with", "  Memory"),
         ("data.batch_size=null", "out of memory, and no batch to halve: data.batch_size=null", CPU),
         ("~data.batch_size", "out of memory, and no batch to halve: this data has no data.b", CPU),
         ("data.batch_size=1 module.limit=0.5", "out of memory with batches of 1", CPU),
