@@ -47,7 +47,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("cpu_ddp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "stop", [pytest.param(n, marks=() if n == 14 else pytest.mark.slow) for n in range(24)]
 )
@@ -61,10 +61,9 @@ def test_stopped_and_resumed_is_the_same(attnkit, hers, whole, trainer, workers,
     _check_resumed(attnkit, hers, job, [f"data.num_workers={workers}"], stop, reference)
 
 
-@pytest.mark.parametrize("trainer", ["cpu", pytest.param("cpu_ddp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "stop", [pytest.param(n, marks=() if n == 14 else pytest.mark.slow) for n in (1, 14, 23)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["cpu", "cpu_ddp"])
+@pytest.mark.parametrize("stop", [1, 14, 23])
 def test_captioning_stopped_and_resumed_is_the_same(attnkit, hers, whole, trainer, stop):
     """With hard attention, which draws a position for each word, and sentences that are drawn."""
     job = [*CAPTIONS, f"trainer={trainer}"]

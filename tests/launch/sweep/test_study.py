@@ -227,6 +227,7 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 def test_killed_while_it_asks(attnkit, found, hers):
     """Before a trial of the study is anybody's, and before it is in sweep.json."""
 
