@@ -16,6 +16,7 @@ from attnkit.launch.config.sources import Origins
 from attnkit.launch.job import trainer as trainers
 from attnkit.launch.job.kinds import KINDS, Kind
 from attnkit.launch.job.request import Request, check_uses
+from attnkit.launch.measure import bench
 from attnkit.lightning.build import build as building
 from attnkit.lightning.errors import UserError
 
@@ -124,6 +125,7 @@ def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kin
 
     monkeypatch.setattr(building, "_call", noting_call)
     monkeypatch.setattr(trainers, "Trainer", noting_trainer)
+    monkeypatch.setattr(bench, "SECONDS", 0.1)
     from_checkpoint = "ckpt" in kind.uses
     keys = [k for k in CHANGED if k in kind.uses and k not in ALONE | {"compile"}]
     if from_checkpoint:
