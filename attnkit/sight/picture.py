@@ -15,7 +15,8 @@ from attnkit.lightning.files import replacing
 from attnkit.sight.colours import Scale, as_numbers, overlaid
 
 _SIDE = 2.0  # inches of an image
-_LINE = 0.17  # of a title's line
+_GAP, _BAR, _HEADING = 0.1, 0.9, 0.3  # beside it, for a scale's numbers, above all
+_LINE = 0.16  # of a title's line
 _LONGEST = 32  # characters of it
 _ACROSS = 6  # panels beside each other
 
@@ -38,7 +39,7 @@ class Row(NamedTuple):
     label: str = ""
 
 
-def draw(rows: Sequence[Row], across: int = _ACROSS) -> Figure:
+def draw(rows: Sequence[Row], across: int = _ACROSS, heading: str = "") -> Figure:
     """The rows, each in as many lines of panels as it needs.
 
     Each place of a map has one colour of the row's scale, whose numbers stand beside it, on the
@@ -47,27 +48,44 @@ def draw(rows: Sequence[Row], across: int = _ACROSS) -> Figure:
     Args:
         rows: of one or more panels.
         across: panels of a line, at most.
+        heading: above all.
     """
     columns = min(across, max(len(row.panels) for row in rows))
     shape = next((p.picture.shape for row in rows for p in row.panels if p.picture is not None), ())
     height = _SIDE * shape[0] / shape[1] if shape else _SIDE
-    lines = [row._replace(panels=row.panels[start : start + columns])
-             for row in rows for start in range(0, len(row.panels), columns)]  # fmt: skip
-    around = [max(_room(panel) for panel in line.panels) for line in lines]
-    size = (_SIDE * columns + 1.2, height * len(lines) + sum(around) + 0.2)
-    figure = Figure(figsize=size, layout="constrained")
+    cuts = [range(0, len(row.panels), columns) for row in rows]
+    lines = [[row.panels[at : at + columns] for at in cut]
+             for row, cut in zip(rows, cuts, strict=True)]  # fmt: skip
+    tall = sum(_above(line) + height + _below(line) for some in lines for line in some)
+    wide = columns * (_SIDE + _GAP) + (_BAR if any(row.scale for row in rows) else 0)
+    figure = Figure(figsize=(wide, tall + (_HEADING if heading else _GAP)))
     FigureCanvasAgg(figure)  # no global state, no display
-    heights = [height + more for more in around]
-    drawn = iter(figure.subplots(len(lines), columns, squeeze=False, height_ratios=heights))
-    for row in rows:
-        panels = [panel for _ in range(0, len(row.panels), columns) for panel in next(drawn)]
-        for axes in panels:
-            axes.axis("off")
-        for axes, panel in zip(panels, row.panels, strict=False):
-            _draw(axes, panel, row)
-        if row.scale is not None and any(_is_map(panel) for panel in row.panels):
-            mappable = row.scale.mappable
-            bar = figure.colorbar(mappable, ax=panels, shrink=0.9, pad=0.01, label=row.label)
+
+    def axes(x: float, y: float, width: float, height: float) -> Any:
+        """A place in inches from the left and the top; a layout engine takes most of a drawing."""
+        bottom = figure.get_figheight() - y - height
+        return figure.add_axes(
+            (x / wide, bottom / figure.get_figheight(), width / wide,
+             height / figure.get_figheight())
+        )  # fmt: skip
+
+    y = _GAP
+    if heading:
+        at = 1 - _GAP / figure.get_figheight()
+        figure.text(0.5, at, plain(heading), fontsize=12, ha="center", va="top")
+        y = _HEADING
+    for row, some in zip(rows, lines, strict=True):
+        first = y + _above(some[0])
+        for line in some:
+            y += _above(line)
+            for number, panel in enumerate(line):
+                margin = 0.45 if _is_curve(panel) else 0.0  # for its numbers
+                at = number * (_SIDE + _GAP) + _GAP / 2 + margin
+                _draw(axes(at, y, _SIDE - margin, height), panel, row)
+            y += height + _below(line)
+        if row.scale is not None and not _is_curve(row.panels[-1]):
+            place = axes(columns * (_SIDE + _GAP) + 0.05, first, 0.14, y - _below(some[-1]) - first)
+            bar = figure.colorbar(row.scale.mappable, cax=place, label=row.label)
             bar.ax.tick_params(labelsize=7)
     return figure
 
@@ -110,15 +128,16 @@ def _draw(axes: Any, panel: Panel, row: Row) -> None:
     if panel.below:
         at = {"ha": "center", "va": "top", "fontsize": 7, "transform": axes.transAxes}
         axes.text(0.5, -0.04, panel.below, **at)
+    if not _is_curve(panel):
+        axes.axis("off")
     if panel.values is None:
         axes.imshow(panel.picture, interpolation="nearest")
         return
     values, scale = as_numbers(panel.values), row.scale
     assert scale is not None
     if values.ndim == 1:
-        axes.axis("on")
         axes.step(range(len(values)), values, where="mid", lw=1)
-        axes.set(ylim=(scale.low, scale.high), box_aspect=1)
+        axes.set(ylim=(scale.low, scale.high))
         axes.set_xlabel("channel", fontsize=8)
         axes.set_ylabel(row.label, fontsize=8)
         axes.tick_params(labelsize=7)
@@ -129,11 +148,15 @@ def _draw(axes: Any, panel: Panel, row: Row) -> None:
         axes.imshow(overlaid(panel.picture, values, scale), interpolation="nearest")
 
 
-def _is_map(panel: Panel) -> bool:
-    return panel.values is not None and panel.values.ndim == 2
+def _is_curve(panel: Panel) -> bool:
+    return panel.values is not None and panel.values.ndim == 1
 
 
-def _room(panel: Panel) -> float:
-    """Inches above and below it."""
-    curve = 0.3 if panel.values is not None and panel.values.ndim == 1 else 0.0
-    return _LINE * (1 + panel.title.count("\n") + bool(panel.below)) + 0.1 + curve
+def _above(line: Sequence[Panel]) -> float:
+    """Inches for titles."""
+    return 0.07 + _LINE * max(1 + panel.title.count("\n") for panel in line)
+
+
+def _below(line: Sequence[Panel]) -> float:
+    """Inches for what is said below, or a curve's numbers."""
+    return 0.05 + max(0.45 if _is_curve(panel) else _LINE * bool(panel.below) for panel in line)

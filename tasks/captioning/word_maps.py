@@ -13,7 +13,7 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import in_log_folder, replacing
 from attnkit.models.captioning.word_decoder import END, PAD
 from attnkit.sight.colours import overlay_scale
-from attnkit.sight.picture import Panel, Row, as_picture, draw, plain, save
+from attnkit.sight.picture import Panel, Row, as_picture, draw, save
 
 
 class WordMaps(Callback):
@@ -77,9 +77,8 @@ class WordMaps(Callback):
         picture, shown = as_picture(image), maps[self.layer].mean(0)
         panels = [Panel(picture, *one) for one in zip(shown, words, strict=True)]
         label = "attention, one scale for all words"
-        figure = draw([Row([Panel(picture), *panels], overlay_scale(shown), label)])
-        figure.suptitle(plain(caption))
-        return figure
+        row = Row([Panel(picture), *panels], overlay_scale(shown), label)
+        return draw([row], heading=caption)
 
 
 def _module(module: Any) -> Any:

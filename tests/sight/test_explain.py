@@ -324,7 +324,7 @@ def test_the_picture_shows_the_map_on_its_own_grid_with_its_scale():
     seen.map[1] *= 10
     figure = seen.draw()
     for row, one in zip((0, 1), seen.map, strict=True):
-        image, shown, bar = (figure.axes[number] for number in (2 * row, 2 * row + 1, 4 + row))
+        image, shown, bar = figure.axes[3 * row : 3 * row + 3]
         assert image.get_title("left").startswith("class 3 (predicted")
         (drawn,) = shown.get_images()
         assert drawn.get_interpolation() == "nearest"

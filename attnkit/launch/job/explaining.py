@@ -22,7 +22,7 @@ from attnkit.lightning.explained import Explained
 from attnkit.lightning.telling.say import say
 from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config
-from attnkit.sight.by_turns import by_turns
+from attnkit.sight.by_turns import by_turns, num_rows
 from attnkit.sight.progress import steps
 from attnkit.sight.report import Report
 
@@ -161,6 +161,9 @@ def _chosen(session: Session, report: Report) -> tuple[Any, list[int], str]:
         rows, how = by_turns(labels.tolist(), count), "the first of each class by turns"
     some = DataLoader(Subset(dataset, rows), batch_size=count, collate_fn=loader.collate_fn)
     batch = data.on_after_batch_transfer(next(iter(some)), 0)
+    count = num_rows(batch)  # a file that cannot be decoded is left out
+    if not count:
+        raise UserError(f"images: none of the first {len(rows)} in {images} can be read")
     source = f"images in {images}" if images else "test images"
     return batch, rows, f"chosen: {count} of {len(dataset):,} {source}, {how}"
 
@@ -217,14 +220,15 @@ def _of_timm(session: Session) -> list[str]:
     if node.get("image_size"):
         facts["image_size"] = node["image_size"]
     facts["num_classes"] = known.get("num_classes")
+    of = node.get("name") or node.get("weights")
     missing = [key for key in ("name", "image_size", "num_classes") if not facts.get(key)]
     if missing:
-        raise UserError(
-            f"model: not known of {node.get('name')}: {missing[0]}; model.{missing[0]}=…"
-        )
+        raise UserError(f"model.{missing[0]}: {of} does not say it; model.{missing[0]}=…")
     asked = {key: node[key] for key in ("in_channels", "num_classes") if node.get(key) is not None}
     for part in (node, module):
         fill(part, {**facts, **asked})
+    network = f"network: {facts['name']} of timm"
     if has_weights:
-        return []
-    return ["weights: random; maps and scores are those of a network that has learned nothing"]
+        return [network, f"weights: {node.get('weights') or 'those of timm'}"]
+    random = "random; maps and scores are those of a network that has learned nothing"
+    return [network, f"weights: {random}"]

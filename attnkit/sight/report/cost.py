@@ -31,7 +31,7 @@ def cost_of(asked: Asked, explained: Explained) -> str:
             ask()
             seconds.append(time.perf_counter() - start)
     what = "of what reaches a node" if explained.kind == "nodes" else "of an image"
-    return f"about {forwards:,} forwards {what}, {_duration(forwards * min(seconds) / at_once)}"
+    return f"about {forwards:,} forwards {what}, {duration(forwards * min(seconds) / at_once)}"
 
 
 def num_forwards(asked: Asked, explained: Explained) -> int:
@@ -67,7 +67,8 @@ def _first_batch(asked: Asked, explained: Explained) -> tuple[int, Callable[[], 
     return len(images), lambda: explained.model(images, *rest)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """As a reader wants it."""
     if seconds < 1:
         return "less than a second"
     return f"about {seconds:.0f} s" if seconds < 120 else f"about {seconds / 60:.0f} minutes"

@@ -20,6 +20,7 @@ from attnkit.sight.report.findings import PAGE, Findings
 from attnkit.sight.report.images import explain_images
 from attnkit.sight.report.nodes import explain_nodes
 from attnkit.sight.report.sentences import explain_sentences
+from attnkit.sight.usual_method import usual_method
 
 MOST_IMAGES = 64
 TRUSTS = ("fast", "full", "none")
@@ -52,7 +53,8 @@ class Report:
 
     Args:
         method: of `attnkit.explain`; what the page shows first. None: the first of `methods`, or
-            relevance.
+            relevance where the model has attention over the whole image, else Grad-CAM, and of
+            captioners without layers of attention what they attend to.
         methods: several of them, each with its rows and maps.
         trust: "fast" and "full" judge each map, as `attnkit.trust` does, with `full=True` or
             without; "none" does not.
@@ -95,13 +97,15 @@ class Report:
         if methods is not None and not methods:
             raise ValueError("methods: expected some, got none")
         asked = [*([method] if method else []), *(methods or [])]
-        self.methods = [*dict.fromkeys(asked)] or ["relevance"]
+        self.methods = [*dict.fromkeys(asked)]
+        self._chooses = not asked
         self.trust, self.num_images, self.target = trust, num_images, target
         self.nodes = None if nodes is None else list(nodes)
         self.against, self.batch_size, self.seed, self.device = against, batch_size, seed, device
 
     def check(self, explained: Explained) -> None:
-        """Whether all that was asked can be asked of this; before anything is computed.
+        """Whether all that was asked can be asked of this, before anything that takes long; chooses
+        the method, where none was given.
 
         Raises:
             ValueError: a method, a class, nodes or other arguments that this does not have.
@@ -110,6 +114,8 @@ class Report:
         for name, why in _WITHOUT[kind].items():
             if (given := getattr(self, name)) is not None:
                 raise ValueError(f"{name}: expected none for {kind}, got {given!r}; {kind} {why}")
+        if self._chooses:
+            self.methods = [usual_method(explained)]
         for method in self.methods:
             if method not in known:
                 raise ValueError(
@@ -148,7 +154,7 @@ class Report:
         return names.index(target)
 
     def cost(self, explained: Explained) -> str:
-        """How many forwards this will take, and how long, from a first batch."""
+        """How many forwards this will take, and how long, from a first batch; after `check`."""
         return cost_of(self._asked(explained), explained)
 
     def num_steps(self, explained: Explained) -> int:

@@ -2,28 +2,31 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from attnkit.lightning.arguments import at_least
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.files import in_log_folder
-from attnkit.sight.by_turns import by_turns
+from attnkit.lightning.telling.say import say
+from attnkit.sight.by_turns import by_turns, num_rows
 from attnkit.sight.explain import explain
 from attnkit.sight.explanation import Explanation
 from attnkit.sight.picture import save
+from attnkit.sight.report.cost import duration
 from attnkit.sight.training.history import History, draw_history
 from attnkit.sight.training.show import show
 from attnkit.sight.trust.removal import REMOVALS, NotAvailableError
 from attnkit.sight.trust.result import CLASS_SENSITIVITY
+from attnkit.sight.usual_method import usual_method
 
 _SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
@@ -50,8 +53,9 @@ class Sight(Callback):
     A picture of the maps goes to the folder, `epoch_001.png`, and to every logger that takes images
     (TensorBoard, Weights & Biases); `scores.png` shows the scores over the epochs, also of a
     resumed run. Random numbers, gradients and modes are as they were without it. With several
-    processes the first one looks, while the others wait at the next step. What it took of the
-    training is told at its end: about 40 forwards an image and time, of a caption some 200.
+    processes the first one looks, while the others wait at the next step. What it costs, about 45
+    forwards an image and time and of a caption some 200, is said after the check before training,
+    and what it took at the end.
 
     What is explained is what `explained` of the module says (`attnkit.lightning.Explained`), else
     the module itself and the images that come first in a batch, behind which may be classes.
@@ -60,7 +64,7 @@ class Sight(Callback):
         num_images: at most; of the first validation batch, of as many classes as it has.
         every_n_epochs: the first, every n-th after it, and the last.
         method: of `attnkit.explain`; None: "relevance" where there is attention between the parts
-            of the image, else "grad_cam".
+            of the image, else "grad_cam", or of a captioner "attention".
         folder: for the pictures; None for `sight` in the trainer's log folder.
 
     Raises:
@@ -123,11 +127,18 @@ class Sight(Callback):
         if self._batch is None:
             self._batch = _some(batch, self.num_images)
         with trainer.precision_plugin.forward_context():
+            is_first = self._look is None
             given = _explained(pl_module, self._batch)
             seen = self._seen(given)
-            if not trainer.sanity_checking:  # which is only to learn that it works
-                self._tell(trainer, given, seen)
-        self._seconds += time.monotonic() - start
+            assert self._look is not None
+            scores = _scores(seen, self._look.removal)
+            figure = seen.draw(given.words or None, given.pictures)
+            if not trainer.sanity_checking:  # which is only to learn that it works, and how long
+                self._tell(trainer, scores, figure)
+        took = time.monotonic() - start
+        self._seconds += took
+        if is_first:
+            self._say_cost(trainer, seen, took)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or not self.history:
@@ -135,15 +146,24 @@ class Sight(Callback):
         assert self.folder is not None
         save(self.folder / "scores.png", draw_history(self.history))
         share = self._seconds / max(1e-9, time.monotonic() - self._began)
-        rank_zero_info(
+        say(
             f"sight: {self._seconds:.1f} s, {100 * share:.1f} % of the training; "
             f"{self.folder / 'scores.png'}"
         )
 
     def _is_due(self, trainer: Trainer) -> bool:
-        epoch = trainer.current_epoch
-        is_last = trainer.max_epochs is not None and epoch + 1 == trainer.max_epochs
-        return trainer.sanity_checking or is_last or epoch % self.every_n_epochs == 0
+        return trainer.sanity_checking or self._has_look(trainer.current_epoch, trainer)
+
+    def _has_look(self, epoch: int, trainer: Trainer) -> bool:
+        return epoch % self.every_n_epochs == 0 or epoch + 1 == trainer.max_epochs
+
+    def _say_cost(self, trainer: Trainer, seen: Explanation, each: float) -> None:
+        """Of each time, and of all of a training whose end is known."""
+        epochs = range(trainer.current_epoch, trainer.max_epochs or 0)
+        times = sum(self._has_look(epoch, trainer) for epoch in epochs)
+        of_all = f"; {times} time{'s' * (times > 1)}, {duration(times * each)}"
+        of_all = of_all if trainer.state.fn == "fit" else ""
+        say(f"sight: {seen.method} of {len(seen.map)} images, {duration(each)} a time{of_all}")
 
     def _seen(self, given: Explained) -> Explanation:
         """The maps; the first time, the method and the kind of removal are chosen."""
@@ -152,21 +172,19 @@ class Sight(Callback):
                 "Sight: shows images and captions, and this is a graph; attnkit.explain explains "
                 "its nodes"
             )
-        method = self.method or (self._look.method if self._look else None)
+        method = self.method or (self._look.method if self._look else usual_method(given))
         try:
-            seen = explain(given.model, given.inputs, given.sentences, method or "relevance")
-        except (ValueError, TypeError) as error:
-            if method is not None:
-                raise UserError(f"Sight: {error}") from error
-            seen = explain(given.model, given.inputs, method="grad_cam")
+            seen = explain(given.model, given.inputs, given.sentences, method)
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"Sight: {first_line(error)}") from error
         if self._look is None:
             self._look = _Look(seen.method, _removal(seen))
         return seen
 
-    def _tell(self, trainer: Trainer, given: Explained, seen: Explanation) -> None:
+    def _tell(self, trainer: Trainer, scores: dict[str, float], figure: Figure) -> None:
         assert self.folder is not None
-        assert self._look is not None
-        scores = _scores(seen, self._look.removal)
         for name, value in scores.items():
             self.history.setdefault(name, []).append((trainer.current_epoch + 1, value))
         # not by the module's log, which would repeat them in the epochs without a look
@@ -174,7 +192,7 @@ class Sight(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({**logged, "epoch": trainer.current_epoch}, trainer.global_step)
         path = self.folder / f"epoch_{trainer.current_epoch + 1:03d}.png"
-        show(trainer, "val/sight", seen.draw(given.words or None, given.pictures), path)
+        show(trainer, "val/sight", figure, path)
 
 
 def _explained(module: Any, batch: Any) -> Explained:
@@ -229,19 +247,12 @@ def _scores(seen: Explanation, removal: str) -> dict[str, float]:
 def _some(batch: Any, number: int) -> Any:
     """Some rows of a batch on the CPU, of as many classes as there are."""
     labels = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
-    size = _size(batch)
+    size = num_rows(batch)
     if isinstance(labels, Tensor) and labels.ndim == 1 and len(labels) == size:
         rows = by_turns(labels.tolist(), number)
     else:
         rows = list(range(min(number, size)))
     return _rows(batch, rows, size)
-
-
-def _size(batch: Any) -> int:
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, Tensor) or not isinstance(values, Sequence | type({}.values())):
-        return len(batch) if isinstance(batch, Tensor) else 0
-    return next((len(value) for value in values if isinstance(value, Tensor) and value.ndim), 0)
 
 
 def _rows(batch: Any, rows: list[int], size: int) -> Any:

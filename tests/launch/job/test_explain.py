@@ -2,17 +2,22 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from scipy.stats import spearmanr
 
 import attnkit as toolkit
 from attnkit.launch.main import main
 from attnkit.tasks.image_classification import DigitsData, ImageClassification
+from attnkit.tasks.images.predict import ImagePaths
+from attnkit.tasks.images.sizes import Fit
 
 SMALL = (
     "task=vit", "trainer=cpu", "model.dim=24", "model.depth=2", "model.num_heads=2",
@@ -35,6 +40,7 @@ def runs(tmp_path_factory):
     for number in range(5):
         pixels = np.random.default_rng(number).integers(0, 256, (19, 23), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / "pictures" / f"{number}.png")
+    (folder / "broken.png").write_text("no picture")
     return folder
 
 
@@ -133,6 +139,7 @@ REFUSED = [
     (("explain.against=nowhere",), "explain.against: no file"),
     (("images=RUNS/one/checkpoints",), "images: no image files under"),
     (("images=nowhere.png",), "images: no file or folder"),
+    (("images=RUNS/broken.png",), "images: none of the first 1 in"),
     (
         ("predict.batch_size=3",),
         "predict.batch_size=3: does nothing in run=",
@@ -155,6 +162,17 @@ def test_refused(attnkit, runs, changes, said):
     assert not [*Path.cwd().iterdir()]
 
 
+def test_a_picture_that_cannot_be_read_is_left_out(attnkit, runs, tmp_path):
+    for name in ("pictures/1.png", "pictures/2.png", "broken.png"):
+        shutil.copy(runs / name, tmp_path)
+    images = f"images={tmp_path}"
+    done = attnkit("run=explain", f"ckpt={runs / 'one'}", images, "explain.trust=none", "run_dir=x")
+    assert done.code == 0, done.err
+    assert f"left out: {tmp_path / 'broken.png'} (not an image)" in done.out + done.err
+    assert "chosen: 2 of 3 images in" in done.out
+    assert len(np.load("x/maps.npz")["map_relevance"]) == 2
+
+
 def test_a_folder_that_cannot_be_written(attnkit, runs, tmp_path):
     (tmp_path / "file").write_text("")
     done = attnkit("run=explain", f"ckpt={runs / 'one'}", f"run_dir={tmp_path / 'file' / 'x'}")
@@ -167,11 +185,57 @@ def test_a_network_without_attention(attnkit, runs):
     """What needs attention is refused, what does not is explained."""
     cnn = ("model=timm", "model.name=resnet10t", "model.image_size=64")
     given = (*cnn, f"images={runs / 'pictures'}", "explain.num_images=1", "explain.trust=none")
-    done = attnkit("run=explain", *given, "run_dir=x")
+    done = attnkit("run=explain", *given, "explain.method=relevance", "run_dir=x")
     assert done.code == 2
     assert "attention" in done.err
     assert len(done.err.strip().splitlines()) <= 3
     assert not [*Path.cwd().iterdir()]
-    done = attnkit("run=explain", *given, "explain.method=grad_cam", "run_dir=x")
+    done = attnkit("run=explain", *given, "run_dir=x")
     assert done.code == 0, done.err
+    assert "methods: grad_cam" in done.out
     assert np.load("x/maps.npz")["map_grad_cam"].shape == (1, 2, 2)
+
+
+NETWORKS = [
+    ("test_vit", {}, "relevance"),
+    ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 64}, "relevance"),
+    (
+        "swin_tiny_patch4_window7_224",
+        {"img_size": 56, "depths": [1, 1], "embed_dim": 24, "num_heads": [2, 2]},
+        "grad_cam",
+    ),
+    ("resnet10t", {}, "grad_cam"),
+    ("maxvit_rmlp_pico_rw_256", {}, "grad_cam"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options", "method"), NETWORKS, ids=lambda value: str(value)[:9])
+def test_weights_of_timm(attnkit, runs, name, options, method):
+    """Random ones that timm saved stand in: the maps are those of the network in timm's hands."""
+    torch.manual_seed(0)
+    network = timm.create_model(name, **options, num_classes=1000).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    save_file(network.state_dict(), "net.safetensors")
+    config = {**network.pretrained_cfg}
+    size = options.get("img_size", config["input_size"][-1])
+    given = [f"+model.{key}={value}" for key, value in options.items() if key != "img_size"]
+    given += [f"model.image_size={size}"]
+    done = attnkit(
+        "run=explain", "model=timm", f"model.name={name}", "model.weights=net.safetensors", *given,
+        f"images={runs / 'pictures'}", "explain.num_images=2", "explain.trust=none", "run_dir=x",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert f"network: {name} of timm\nweights: {Path('net.safetensors').absolute()}" in done.out
+    assert f"methods: {method};" in done.out
+    paths = [str(runs / "pictures" / f"{number}.png") for number in range(2)]
+    fit = Fit(size, config["interpolation"], config["crop_pct"])
+    images = ImagePaths(paths, fit, 3).__getitems__([0, 1])[0].float() / 255
+    mean, std = (torch.tensor(config[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    seen = toolkit.explain(network, (images - mean) / std, method=method)
+    found = np.load("x/maps.npz")
+    assert found["predicted"].tolist() == seen.predicted.tolist()
+    largest = float(seen.map.abs().max())
+    np.testing.assert_allclose(found[f"map_{method}"], seen.map, atol=1e-4 * largest)
+    assert largest > 0

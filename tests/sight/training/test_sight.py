@@ -1,5 +1,6 @@
 """Scores and maps while a model trains."""
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -19,15 +20,15 @@ from attnkit.models.captioning.word_decoder import END, PAD
 from attnkit.sight.training.sight import Sight
 
 
-def test_scores_and_pictures_go_to_every_logger(vit, loader, trainer, tmp_path, caplog):
+def test_scores_and_pictures_go_to_every_logger(vit, loader, trainer, tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoardLogger(tmp_path, name="", version="")
     table = MetricsCSV(tmp_path)
     sight = Sight(num_images=4, every_n_epochs=2)
     trained = trainer([sight], logger=[board, table], max_epochs=4)
-    with caplog.at_level("INFO"):
-        trained.fit(vit(), loader, loader)
+    trained.fit(vit(), loader, loader)
+    said = capsys.readouterr().out
 
     names = sorted(path.name for path in (tmp_path / "sight").iterdir())
     assert names == ["epoch_001.png", "epoch_003.png", "epoch_004.png", "scores.png"]
@@ -41,7 +42,9 @@ def test_scores_and_pictures_go_to_every_logger(vit, loader, trainer, tmp_path, 
     seen = [event.value for event in events.Scalars("val/sight_gap")]
     assert seen == pytest.approx([value for _, value in sight.history["sight_gap"]])
     assert "val/sight_gap" in (tmp_path / "metrics.csv").read_text()
-    assert re.search(r"sight: \d+\.\d s, \d+\.\d % of the training; .*scores\.png", caplog.text)
+    cost = r"sight: relevance of 4 images, .+ a time; 3 times, (about \d+ s|less than a second)\n"
+    assert len(re.findall(cost, said)) == 1
+    assert re.search(r"sight: \d+\.\d s, \d+\.\d % of the training; .*scores\.png", said)
 
 
 def test_the_scores_are_those_of_trust(vit, loader, trainer, tmp_path):
@@ -55,6 +58,20 @@ def test_the_scores_are_those_of_trust(vit, loader, trainer, tmp_path):
     assert sight.history["sight_gap_centre"] == [(1, pytest.approx(score.centre, abs=1e-6))]
     share = float(attnkit.explain(module, images).share.mean())
     assert sight.history["sight_prefix_share"] == [(1, pytest.approx(share, abs=1e-6))]
+
+
+def test_the_cost_that_is_said_is_that_of_a_look(
+    vit, loader, trainer, tmp_path, monkeypatch, capsys
+):
+    """By a clock that goes 7 s in each."""
+    now = itertools.count(step=7)
+    clock = SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr("attnkit.sight.training.sight.time", clock)
+    sight = Sight(5, every_n_epochs=2, folder=tmp_path / "maps")
+    trainer([sight], max_epochs=6).fit(vit(), loader, loader)
+    said = capsys.readouterr().out
+    assert "sight: relevance of 5 images, about 7 s a time; 4 times, about 28 s\n" in said
+    assert "sight: 28.0 s, " in said
 
 
 def test_of_as_many_classes_as_the_batch_has(vit, trainer, tmp_path):
@@ -103,12 +120,10 @@ def test_a_network_with_channel_attention_has_maps_of_the_image(
 
 
 class Captions(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, decoder=attnkit.TransformerDecoder) -> None:
         super().__init__()
-        self.model = attnkit.Captioner(
-            attnkit.ViTEncoder((8, 12), dim=12, depth=1, num_heads=3, patch_size=2),
-            attnkit.TransformerDecoder(23, 7, dim=12, depth=1, num_heads=3),
-        )
+        encoder = attnkit.ViTEncoder((8, 12), dim=16, depth=1, num_heads=2, patch_size=2)
+        self.model = attnkit.Captioner(encoder, decoder(23, 7, dim=16))
 
     def explained(self, batch):
         said = torch.tensor([[7, 9, END], [5, END, PAD]])
@@ -131,6 +146,13 @@ def test_captions(trainer, tmp_path):
     gap = sum(word.gap for word in words) / 5
     assert sight.history["sight_gap"] == [(1, pytest.approx(gap, abs=1e-6))]
     assert (tmp_path / "maps" / "epoch_001.png").exists()
+
+
+def test_an_lstm_has_its_attention(trainer, tmp_path):
+    module, sight = Captions(attnkit.RecurrentDecoder), Sight(folder=tmp_path / "maps")
+    loader = DataLoader([{"image": torch.rand(2, 3, 8, 12)}], batch_size=None)
+    trainer([sight]).validate(module, loader, verbose=False)
+    assert sight._look == ("attention", "mean")
 
 
 def test_what_it_does_not_show_is_refused_before_training(vit, loader, trainer):
