@@ -3,9 +3,11 @@
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from torch import Tensor
 from torch_geometric.data import Data
@@ -109,6 +111,8 @@ class GraphDataModule(SplitData):
                 raise UserError(f"data: no nodes for {name} in split {self.split}")
             if data.y[mask].min() < 0:
                 raise UserError(f"data: nodes without a label among those for {name}")
+        if oddities := _oddities(data):
+            rank_zero_warn(f"data: {'; '.join(oddities)}")
         x = data.x.float()
         x = to_sparse_csr(x) if self.sparse_features else x.to_dense()
         data.x = _normalized(x) if self.normalize_features else x
@@ -220,12 +224,18 @@ class FullGraph:
 
 def _checked(data: Data) -> Data:
     """The graph with labels [nodes] and masks [nodes, splits]; a `UserError` if it is wrong."""
+    if not isinstance(data, Data):
+        kind = type(data).__name__
+        raise UserError(f"data: load() should give a torch_geometric.data.Data, got {kind}")
     for name in ("x", "edge_index", "y", *(f"{split}_mask" for split in SPLITS)):
         if data.get(name) is None:
             raise UserError(
                 f"data: the graph has no {name}; it has {', '.join(sorted(data.keys()))}"
             )
+        if not isinstance(data[name], Tensor):
+            raise UserError(f"data: expected {name} to be a tensor, got {type(data[name]).__name__}")
     count = data.x.shape[0]
+    _check_finite(data.x)
     if data.y.ndim == 2 and data.y.shape[1] == 1:
         data.y = data.y.flatten()
     if data.y.shape != (count,) or data.y.is_floating_point():
@@ -253,6 +263,37 @@ def _checked(data: Data) -> Data:
         elif number != widest:
             raise UserError(f"data: the masks are of different numbers of splits: {splits}")
     return data
+
+
+def _check_finite(x: Tensor) -> None:
+    """Names the first feature that is not finite."""
+    sparse = None if x.layout == torch.strided else x.to_sparse_coo().coalesce()
+    values = x if sparse is None else sparse.values()
+    wrong = (~values.isfinite()).nonzero()
+    if not len(wrong):
+        return
+    node, *feature = (wrong[0] if sparse is None else sparse.indices()[:, wrong[0, 0]]).tolist()
+    where = f"node {node}" + f", feature {feature[0]}," * bool(feature)
+    value = float(values[tuple(wrong[0])])
+    raise UserError(f"data: x of {where} is {value}, expected finite numbers")
+
+
+def _oddities(data: Data) -> list[str]:
+    """What can be trained on and is seldom meant."""
+    found = []
+    for one, other in combinations(SPLITS, 2):
+        both = int((data[f"{one}_mask"] & data[f"{other}_mask"]).sum())
+        if both:
+            found.append(f"{one} and {other} share nodes ({both:,})")
+    used = torch.stack([data[f"{split}_mask"] for split in SPLITS]).any(dim=0)
+    seen = data.y[data.train_mask].unique()
+    unseen = data.y[used & ~torch.isin(data.y, seen)].unique().tolist()
+    if unseen:
+        named = ", ".join(map(str, unseen[:5])) + (", …" if len(unseen) > 5 else "")
+        found.append(f"no training node has class {named}")
+    if not data.edge_index.numel():
+        found.append("there are no edges")
+    return found
 
 
 def to_sparse_csr(x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The default graph, and what every graph data module does with what `load()` gives it."""
 
+import warnings
+
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -149,11 +151,54 @@ def test_a_row_without_features_stays():
             "no nodes for val in split 0",
         ),
         (lambda data: data.y[0].fill_(-1), "nodes without a label among those for train"),
+        (lambda data: data.update({"y": data.y.tolist()}), "expected y to be a tensor, got list"),
+        (
+            lambda data: data.x[3, 2].fill_(float("nan")),
+            "x of node 3, feature 2, is nan, expected finite numbers",
+        ),
+        (
+            lambda data: data.update({"x": with_infinity(data.x).to_sparse_csr()}),
+            "x of node 4, feature 1, is inf",
+        ),
     ],
 )
 def test_wrong_graphs_are_named(change, message):
     with pytest.raises(UserError, match=message):
         Given(change).setup()
+
+
+def with_infinity(x):
+    x[1] = 0  # so that places among the numbers are not those of the matrix
+    x[4, 1] = float("inf")
+    return x
+
+
+@pytest.mark.parametrize("loaded", [[1, 2], None, "graph"])
+def test_what_is_no_graph_is_named(loaded):
+    class Wrong(Given):
+        def load(self):
+            return loaded
+
+    with pytest.raises(UserError, match=r"load\(\) should give a torch_geometric.data.Data, got"):
+        Wrong().setup()
+
+
+def test_what_is_odd_is_said_at_once():
+    def odd(data):
+        data.update({"edge_index": data.edge_index[:, :0], "test_mask": data.val_mask})
+
+    with pytest.warns(UserWarning, match="data: ") as said:
+        Given(odd).setup()
+    (line,) = (str(one.message) for one in said if str(one.message).startswith("data: "))
+    assert line == (
+        "data: val and test share nodes (1); no training node has class 2; there are no edges"
+    )
+
+
+def test_nothing_odd_is_in_our_own_data():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DigitsGraphData().setup()
 
 
 @pytest.mark.parametrize(
