@@ -153,7 +153,13 @@ REFUSED = [
         "model.name: expected a name",
     ),
     (
-        ("model=timm", "model.name=resnet18", "images=RUNS/picture.png", "model.image_size=32"),
+        (
+            "model=timm",
+            "model.name=resnet18",
+            "images=RUNS/picture.png",
+            "model.image_size=32",
+            "explain.method=relevance",
+        ),
         "run=explain: ",
     ),
 ]
