@@ -23,6 +23,7 @@ from attnkit.tasks.node_classification.sampler import InNeighbors
 from attnkit.tasks.summary import class_lines, split_line
 
 SPLITS = ("train", "val", "test")
+SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so
 
 
 class GraphDataModule(SplitData):
@@ -38,7 +39,8 @@ class GraphDataModule(SplitData):
         split: which of the data's fixed splits.
         normalize_features: divide each row of x by the sum of its absolute values (a row of zeros
             stays), as GAT does with bags of words.
-        sparse_features: give x as sparse CSR, for models whose first layer takes it.
+        sparse_features: give x as sparse CSR, for models whose first layer takes it; None: where
+            fewer than a tenth of its numbers are not 0, as of bags of words.
         batch_size: nodes per step and process; None: the whole graph.
         num_neighbors: with a batch_size: neighbours per node and layer, -1 for all.
         sampler: what samples them: attnkit, or PyG's `NeighborLoader`, which needs pyg-lib.
@@ -60,7 +62,7 @@ class GraphDataModule(SplitData):
         *,
         split: int = 0,
         normalize_features: bool = False,
-        sparse_features: bool = False,
+        sparse_features: bool | None = False,
         batch_size: int | None = None,
         num_neighbors: Sequence[int] = (10, 10),
         sampler: Literal["attnkit", "pyg"] = "attnkit",
@@ -114,7 +116,10 @@ class GraphDataModule(SplitData):
         if oddities := _oddities(data):
             rank_zero_warn(f"data: {'; '.join(oddities)}")
         x = data.x.float()
-        x = to_sparse_csr(x) if self.sparse_features else x.to_dense()
+        is_sparse = self.sparse_features
+        if is_sparse is None:
+            is_sparse = int(x.to_dense().count_nonzero()) < SPARSE * x.numel()
+        x = to_sparse_csr(x) if is_sparse else x.to_dense()
         data.x = _normalized(x) if self.normalize_features else x
         self._graph = data
         self.class_names = self.class_names or [str(number) for number in range(self.num_classes)]

@@ -134,6 +134,19 @@ def test_a_row_without_features_stays():
     torch.testing.assert_close(sums, torch.tensor([1.0, 1, 1, 1, 0, 1, 1]))
 
 
+@pytest.mark.parametrize(("rows", "layout"), [(1, torch.sparse_csr), (2, torch.strided)])
+def test_features_are_sparse_where_few_are_not_zero(rows, layout):
+    def words(data):
+        x = torch.zeros(7, 5)
+        x[:rows, :3] = 1.0  # 3 of 35, or 6
+        data.update({"x": x})
+
+    data = Given(words, sparse_features=None)
+    data.setup()
+    assert data.graph.x.layout == layout
+    assert data.graph.x.to_dense().sum() == 3 * rows
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
