@@ -238,7 +238,9 @@ def _checked(data: Data) -> Data:
                 f"data: the graph has no {name}; it has {', '.join(sorted(data.keys()))}"
             )
         if not isinstance(data[name], Tensor):
-            raise UserError(f"data: expected {name} to be a tensor, got {type(data[name]).__name__}")
+            raise UserError(
+                f"data: expected {name} to be a tensor, got {type(data[name]).__name__}"
+            )
     count = data.x.shape[0]
     _check_finite(data.x)
     if data.y.ndim == 2 and data.y.shape[1] == 1:
