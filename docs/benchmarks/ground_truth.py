@@ -8,8 +8,8 @@ it is done, so that a run goes on where it stopped; the tables are printed from 
 
 Answered right is: on needle digits the class of the coloured digit, on grids all classes as the
 likeliest, with a mark at random the digit, and with one that decides the class of the mark, also of
-another mark in its place. A seed of each takes 2 to 4 minutes of one
-core's time.
+another mark in its place. A seed of each network takes 2 to 3
+minutes of one core's time.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Pictures(NamedTuple):
 
 
 TRUTHS = {
-    "needle_digits": Pictures(NeedleDigits, {"vit": 12, "spatial": 4}, by_label),
+    "needle_digits": Pictures(NeedleDigits, {"vit": 12, "spatial": 3}, by_label),
     "digit_grid": Pictures(DigitGrid, {"vit": 6, "spatial": 4}, by_classes),
     "planted_shortcut_1": Pictures(
         partial(PlantedShortcut, strength=1.0), {"vit": 3, "spatial": 2}, by_mark

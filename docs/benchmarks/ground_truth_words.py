@@ -8,7 +8,7 @@
 Asked about are the nouns and colours of the sentences that a captioner says of test scenes, where
 they name what is there; answered right is a scene of which a word does. Class sensitivity is of the
 word said and the likeliest other in its place. Each captioner adds its rows to the file. Training
-takes most of the time.
+takes 3 minutes of one core's time, the maps one more.
 """
 
 import argparse

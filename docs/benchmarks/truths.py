@@ -1,7 +1,7 @@
 """What the scripts of ground truth share: rows that a file keeps, and tables of them."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -41,7 +41,7 @@ def kept(
 
 def overview(rows: list[Row]) -> str:
     """A table for each network: what each method finds of each truth, mean ± standard deviation
-    over seeds; and of `SANITY` the smallest and the largest mean of a truth."""
+    over seeds; and of `SANITY`, if truths are several, their smallest and largest mean."""
     parts = []
     for model, of_model in parted(rows, "model").items():
         truths, lines = parted(of_model, "truth"), []
@@ -96,7 +96,9 @@ def spread(values: Iterable[float | None]) -> str:
     return number(mean(known)) + (f" ± {stdev(known):.2f}" if len(known) > 1 else "")
 
 
-def ends(parts: Iterable[list[Row]], key: str) -> str:
+def ends(parts: Collection[list[Row]], key: str) -> str:
+    if len(parts) == 1:
+        return spread(row.get(key) for some in parts for row in some)
     means = [mean(row[key] for row in some) for some in parts if key in some[0]]
     found = dict.fromkeys(number(end) for end in (min(means), max(means))) if means else ["–"]
     return " to ".join(found)
