@@ -99,7 +99,8 @@ class Edges(Mask):
     @property
     def sizes(self) -> tuple[int, int]:
         """The number of targets and of sources."""
-        assert isinstance(self.num_nodes, int)
+        assert self.num_nodes is not None
+        assert not isinstance(self.num_nodes, tuple)  # nor an int where it is traced
         return self.num_nodes, self.num_nodes if self.num_sources is None else self.num_sources
 
     @property
