@@ -222,7 +222,7 @@ class GATHeads(GraphHeads):
             if target.shape[1]:
                 (query,) = self._heads(target, queries)
             else:  # they add nothing to the scores
-                query = key.new_zeros(self.heads, len(target), 1)
+                query = key.new_zeros(self.heads, target.shape[0], 1)
         return NodeHeads(query, key, value)
 
     def _folded(self, vector: Tensor, proj: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -37,12 +37,12 @@ def sources_and_targets(
             number = edge_index.sizes[0]
         elif isinstance(edge_index, Tensor) and edge_index.layout is not torch.strided:
             number = edge_index.shape[0]
-        target = source.new_empty(len(source) if number is None else number, 0)
+        target = source.new_empty(source.shape[0] if number is None else number, 0)
     for nodes in (source, target):
         if not isinstance(nodes, Tensor) or nodes.ndim != 2:
             given = list(nodes.shape) if isinstance(nodes, Tensor) else type(nodes).__name__
             raise ValueError(f"x: expected [nodes, channels], got {given}")
-    sizes = len(source), len(target)
+    sizes = source.shape[0], target.shape[0]  # len() would make a constant of it, where traced
     if size is not None and any(g not in (None, s) for g, s in zip(size, sizes, strict=True)):
         raise ValueError(f"size: x has {sizes} sources and targets, got {size}")
     return source, target
