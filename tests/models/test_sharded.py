@@ -1,8 +1,12 @@
-"""Parameters divided among many ranks by torch's `fully_shard`: a process group that sends nothing
-lets one process be one of eight."""
+"""Parameters divided among many ranks by torch's `fully_shard`, and Lightning's strategies: a
+process group that sends nothing lets one process be one of eight. `FSDPStrategy` needs a GPU."""
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,13 +17,13 @@ from attnkit.models.captioning.captioner import Captioner
 from attnkit.models.captioning.image_encoders import CNNEncoder
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 
-RANKS = 8
+RANKS, RANK = 8, 3
 
 
 @pytest.fixture
-def mesh():
-    distributed.init_process_group("fake", rank=3, world_size=RANKS, store=FakeStore())
-    yield init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
+def one_of_eight():
+    distributed.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())
+    yield
     distributed.destroy_process_group()
 
 
@@ -49,7 +53,8 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_step_of_one_rank_of_eight(name, mesh):
+def test_a_step_of_one_rank_of_eight(name, one_of_eight):
+    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
     make, inputs = NETWORKS[name]
     network = make()
     whole = sum(parameter.numel() for parameter in network.parameters())
@@ -63,3 +68,38 @@ def test_a_step_of_one_rank_of_eight(name, mesh):
     own = sum(p.to_local().numel() for p in network.parameters())
     assert own < whole / 2
     assert any(p.grad is not None for p in network.parameters())
+
+
+class Divided(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = NETWORKS["ViT"][0]()
+
+    def configure_model(self):
+        fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
+
+    def forward(self, images):
+        return self.network(images)
+
+
+@pytest.mark.parametrize("make", [DDPStrategy, lambda: ModelParallelStrategy(4, 2)])
+def test_lightnings_strategies_take_a_model(make, one_of_eight):
+    environment = LightningEnvironment()
+    environment.set_world_size(RANKS)
+    environment.set_global_rank(RANK)
+    strategy = make()
+    strategy.parallel_devices = [torch.device("cpu")] * RANKS
+    strategy.cluster_environment, strategy.accelerator = environment, CPUAccelerator()
+    strategy._local_rank = RANK
+    module = Divided()
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    strategy.connect(module)
+    strategy.setup_environment()
+    if isinstance(strategy, ModelParallelStrategy):
+        assert strategy.device_mesh["data_parallel"].size() == 4
+        module.configure_model()
+        module(torch.randn(2, 3, 16, 16)).sum().backward()
+        assert sum(p.to_local().numel() for p in module.parameters()) < whole / 2
+    else:
+        strategy.configure_ddp()
+        assert strategy.model(torch.randn(2, 3, 16, 16)).shape == (2, 5)
