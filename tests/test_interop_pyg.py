@@ -170,6 +170,7 @@ def alter(conv, change):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (lambda: None, "or a model with one, got NoneType"),
         (lambda: nn.Linear(3, 3), "or a model with one, got Linear"),
         (lambda: SAGEConv(3, 3), "got SAGEConv"),
         (lambda: type("Mine", (GATConv,), {})(3, 3), "itself or .*got Mine"),

@@ -52,7 +52,8 @@ def from_pyg(module: nn.Module) -> Any:
 
     if type(module) in carry:
         return carried(module)
-    layers = [part for part in module.modules() if type(part) in carry]
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    layers = [part for part in parts if type(part) in carry]
     if not layers:
         names = ", ".join(f"torch_geometric.nn.{known.__name__}" for known in carry)
         raise TypeError(

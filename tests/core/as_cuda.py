@@ -99,7 +99,7 @@ def fused(
         assert attn_mask is None
         assert largest == query.shape[3] == value.shape[3] <= 256
         assert not is_causal or query.shape[2] == key.shape[2]
-        operator, arguments = aten._scaled_dot_product_flash_attention, ()
+        operator = aten._scaled_dot_product_flash_attention
         return operator(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     assert query.shape[3] % 8 == value.shape[3] % 8 == 0
     term = None

@@ -108,6 +108,7 @@ class GraphAttention(nn.Module):
         if len(sizes) != 2:
             raise ValueError(f"in_channels: expected one number or two, got {in_channels}")
         self.in_channels = sizes[0], sizes[1]
+        self.is_bipartite = is_pair
         # what the first input tells, a pair of unequal numbers stands for
         sizes = sizes[0] if sizes[0] != -1 else 1, sizes[1] if sizes[1] != -1 else 1 + is_pair
         at_least(
@@ -282,9 +283,16 @@ class GraphAttention(nn.Module):
             ),
         )
 
-    def _infer(self, *channels: int) -> None:
+    def _infer(self, sources: int, targets: int) -> None:
         """Take the channels that were −1 from an input."""
-        sizes = [c if own == -1 else own for own, c in zip(self.in_channels, channels, strict=True)]
+        if not self.is_bipartite:
+            targets = sources
+        elif self.in_channels[1] == -1 and targets == 0:
+            raise ValueError(
+                "x: in_channels=-1 takes the targets' channels from the first x, got None"
+            )
+        given = zip(self.in_channels, (sources, targets), strict=True)
+        sizes = [channels if own == -1 else own for own, channels in given]
         for linear, size in self._readers(*sizes):
             if is_lazy(linear.weight):
                 linear.weight.materialize((linear.out_features, size))

@@ -32,7 +32,7 @@ def sources_and_targets(
         raise TypeError(f"x: expected a tensor or a pair of tensors, got {type(x).__name__}")
     source, target = (x, x) if isinstance(x, Tensor) else x
     if isinstance(source, Tensor) and target is None:
-        number = None if size is None else size[1]
+        number = size[1] if isinstance(size, tuple | list) and len(size) == 2 else None
         if isinstance(edge_index, Edges):
             number = edge_index.sizes[0]
         elif isinstance(edge_index, Tensor) and edge_index.layout is not torch.strided:
@@ -43,8 +43,12 @@ def sources_and_targets(
             given = list(nodes.shape) if isinstance(nodes, Tensor) else type(nodes).__name__
             raise ValueError(f"x: expected [nodes, channels], got {given}")
     sizes = source.shape[0], target.shape[0]  # len() would make a constant of it, where traced
-    if size is not None and any(g not in (None, s) for g, s in zip(size, sizes, strict=True)):
-        raise ValueError(f"size: x has {sizes} sources and targets, got {size}")
+    if size is not None and not (
+        isinstance(size, tuple | list)
+        and len(size) == 2
+        and all(given in (None, known) for given, known in zip(size, sizes, strict=True))
+    ):
+        raise ValueError(f"size: expected {sizes}, the sources and targets of x, got {size}")
     return source, target
 
 

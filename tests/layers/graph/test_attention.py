@@ -316,7 +316,9 @@ INDEX = graph()
         ({"x": torch.randn(NODES, 4)}, ValueError, r"x: expected \[nodes, 5\], got \[11, 4\]"),
         ({"x": torch.ones(NODES, CHANNELS).long()}, TypeError, "x: expected a floating-point"),
         ({"x": (torch.randn(NODES, 5), None)}, ValueError, r"x: expected \[targets, 5\], got None"),
-        ({"size": (NODES, 3)}, ValueError, r"size: x has \(11, 11\) sources and targets, got"),
+        ({"size": (NODES, 3)}, ValueError, r"size: expected \(11, 11\), the sources and targets"),
+        ({"size": (NODES,)}, ValueError, r"size: expected \(11, 11\), .*got \(11,\)"),
+        ({"size": NODES}, ValueError, r"size: expected \(11, 11\), .*got 11"),
         ({"x": torch.empty(NODES, 5, device="meta")}, ValueError, "edge_index: is on cpu, x is on"),
         ({"x": "nodes"}, TypeError, "x: expected a tensor or a pair of tensors, got str"),
         ({"edge_attr": None}, ValueError, r"edge_attr: expected \[edges, 2\], got None"),
@@ -363,6 +365,17 @@ def test_channels_are_those_of_the_first_input(score, in_channels):
     assert not torch.equal(layer(x, INDEX), first)
     with pytest.raises(ValueError, match=f"x: expected .nodes, {CHANNELS}., got"):
         layer((torch.randn(NODES, 9), target), INDEX)
+
+
+def test_a_first_input_without_targets():
+    layer = GraphAttention(-1, 4, score="gat")
+    layer((torch.randn(NODES, CHANNELS), None), INDEX)
+    assert layer(torch.randn(NODES, CHANNELS), INDEX).shape == (NODES, 4)
+    pair = torch.randn(NODES, CHANNELS), torch.randn(NODES, 3)
+    with pytest.raises(ValueError, match=f"x: expected .nodes, {CHANNELS}., got"):
+        GraphAttention(-1, 4)(pair, INDEX)
+    with pytest.raises(ValueError, match="in_channels=-1 takes the targets' channels from"):
+        GraphAttention((-1, -1), 4, score="gat")((pair[0], None), INDEX)
 
 
 def test_dropout_is_dropout_p():
