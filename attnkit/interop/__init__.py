@@ -6,6 +6,7 @@ state dict may be left over. Whether parameters are frozen is not carried over.
 """
 
 from attnkit.interop.explain import explainable
+from attnkit.interop.hetero import to_hetero
 from attnkit.interop.pretrained_vit import PretrainedViT
 from attnkit.interop.pyg import from_pyg
 from attnkit.interop.vision import from_timm, from_torch, from_torchvision
@@ -17,4 +18,5 @@ __all__ = [
     "from_timm",
     "from_torch",
     "from_torchvision",
+    "to_hetero",
 ]

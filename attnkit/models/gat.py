@@ -37,7 +37,8 @@ class GAT(nn.Module):
         logits = linear(norm(x))
 
     Args:
-        in_channels: channels of the nodes.
+        in_channels: channels of the nodes, or of sources and of targets, a pair, with which each
+            layer has projections of its own for both; −1: those of the first input.
         hidden_channels: channels between layers, all heads together.
         num_classes: logits.
         num_layers: attention layers.
@@ -68,7 +69,7 @@ class GAT(nn.Module):
 
     def __init__(
         self,
-        in_channels: int,
+        in_channels: int | tuple[int, int],
         hidden_channels: int,
         num_classes: int,
         *,
@@ -101,6 +102,8 @@ class GAT(nn.Module):
             divides("heads", heads, hidden_channels=hidden_channels)
         if mlp_ratio is None and separate_self:
             raise ValueError("separate_self: needs mlp_ratio, the MLPs that mix what is separate")
+        if mlp_ratio is not None and not isinstance(in_channels, int):
+            raise ValueError(f"in_channels: mlp_ratio needs one number, got {in_channels}")
         if mlp_ratio is not None and (residual or out_heads is not None):
             given = "residual" if residual else "out_heads"
             raise ValueError(f"{given}: the residual blocks of mlp_ratio have none")
@@ -116,7 +119,7 @@ class GAT(nn.Module):
         )
         head_channels = hidden_channels // heads
         self.stem, self.head = nn.Sequential(), nn.Sequential()
-        if mlp_ratio is not None:
+        if mlp_ratio is not None and isinstance(in_channels, int):
             self.stem = nn.Sequential(
                 nn.Linear(in_channels, hidden_channels),
                 nn.Dropout(dropout_p),
@@ -137,7 +140,9 @@ class GAT(nn.Module):
                 make_norm(norm, hidden_channels), nn.Linear(hidden_channels, num_classes)
             )
             return
-        sizes = [in_channels, *[hidden_channels] * (num_layers - 1)]
+        is_pair = not isinstance(in_channels, int)
+        inner = (hidden_channels, hidden_channels) if is_pair else hidden_channels
+        sizes = [in_channels, *[inner] * (num_layers - 1)]
         hidden = [
             GraphLayer(
                 attention(size, head_channels, heads, residual=residual),

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from attnkit.core.masks.edges import Edges
 
@@ -102,6 +102,8 @@ def check_graph(
 def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | None = None) -> Edges:
     """`Edges` between so many nodes, from what users pass; those that are already are kept."""
     num_sources = num_targets if num_sources is None else num_sources
+    if isinstance(edge_index, fx.Proxy):
+        return edge_index  # each layer reads those of its edge type when it runs
     if not isinstance(edge_index, Edges):
         if not isinstance(edge_index, Tensor):
             raise TypeError(

@@ -1,0 +1,105 @@
+"""PyG's `to_hetero` for models of attnkit's graph layers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from attnkit.layers.graph.attention import GraphAttention
+
+if TYPE_CHECKING:
+    from torch_geometric.typing import Metadata
+
+
+def to_hetero(
+    model: nn.Module,
+    metadata: Metadata,
+    aggr: str = "sum",
+    input_map: dict[str, str] | None = None,
+    debug: bool = False,
+) -> fx.GraphModule:
+    """`torch_geometric.nn.to_hetero` of a model with `GraphAttention`, or of `attnkit.GAT`.
+
+        model = attnkit.GAT((-1, -1), 64, 4, add_self_loops=False)
+        model = interop.to_hetero(model, data.metadata())
+        logits = model(data.x_dict, data.edge_index_dict)  # by node type
+
+    Each attention is copied for each edge type, every other layer for each node type, and what a
+    node gets by its edge types is summed (Schlichtkrull et al., Modeling Relational Data with Graph
+    Convolutional Networks, 2018). PyG's own function takes nothing but subclasses of its
+    `MessagePassing` for what aggregates over edges, so with `GraphAttention` it would give one
+    output for each edge type. Unlike it, this one also looks into modules of one's own that hold
+    attention. Layers of PyG are converted as by PyG.
+
+    Args:
+        model: its `forward` takes nodes, edges as a tensor, and features of edges; arguments of
+            edges have "edge" or "adj" in their names.
+        metadata: node types and edge types, as `HeteroData.metadata()` gives them.
+        aggr, input_map, debug: as in PyG's.
+
+    Returns:
+        A model that takes and gives a dict in the place of each tensor.
+
+    Raises:
+        ValueError: the model has no `GraphAttention`; or a layer adds self-loops, and an edge type
+            joins two node types.
+    """
+    if not any(isinstance(module, GraphAttention) for module in model.modules()):
+        raise ValueError(f"model: {type(model).__name__} has no GraphAttention")
+    return _transformer_class()(model, metadata, aggr, input_map, debug).transform()
+
+
+@cache
+def _transformer_class() -> Any:
+    from torch_geometric.nn import MessagePassing
+    from torch_geometric.nn.to_hetero_transformer import ToHeteroTransformer
+
+    def aggregates(module: nn.Module) -> bool:
+        return isinstance(module, GraphAttention | MessagePassing)
+
+    def is_leaf(module: nn.Module) -> bool:
+        is_container = isinstance(module, nn.Sequential) or any(map(aggregates, module.modules()))
+        return aggregates(module) or not is_container
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return is_leaf(m)
+
+    class Transformer(ToHeteroTransformer):
+        """PyG's, to which `GraphAttention` is what aggregates over edges, too."""
+
+        def __init__(self, module: nn.Module, *args: Any) -> None:
+            super().__init__(nn.Identity(), *args)  # it would trace as if all modules were leaves
+            graph = Tracer().trace(module)
+            for node in graph.nodes:
+                node.type = None  # the generated code could not name Annotated[Tensor, …]
+            self.module, self.gm = module, fx.GraphModule(module, graph)
+
+        def is_attention(self, node: fx.Node) -> bool:
+            return node.op == "call_module" and isinstance(
+                self.module.get_submodule(str(node.target)), GraphAttention
+            )
+
+        def has_edge_level_arg(self, node: fx.Node) -> bool:
+            return not self.is_attention(node) and super().has_edge_level_arg(node)
+
+        def has_node_level_arg(self, node: fx.Node) -> bool:
+            return self.is_attention(node) or super().has_node_level_arg(node)
+
+        def call_module(self, node: fx.Node, target: Any, name: str) -> None:
+            if self.is_attention(node):
+                self.call_message_passing_module(node, target, name)
+            else:
+                super().call_module(node, target, name)
+
+        def _init_submodule(self, module: nn.Module, target: str) -> nn.Module:
+            if is_leaf(module) or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+                return super()._init_submodule(module, target)
+            container = nn.Module()
+            for name, child in module.named_children():
+                container.add_module(name, self._init_submodule(child, f"{target}.{name}"))
+            return container
+
+    return Transformer
