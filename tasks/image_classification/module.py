@@ -19,12 +19,11 @@ from attnkit.lightning.arguments import at_least, shares_below_1
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
+from attnkit.lightning.modules.classification import probability_columns
 from attnkit.tasks.image_classification.describe import describe_batches
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
 from attnkit.tasks.images.sizes import Size, sides
-
-MAX_COLUMNS = 1000  # classes with a column each in predictions.csv
 
 
 class ImageClassification(NormalizesImages, ClassificationModule):
@@ -135,14 +134,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             "label": [row[0][0] for row in top5],
             "probability": [row[0][1] for row in top5],
             "top5": top5,
-            **self._columns(probabilities),
+            **probability_columns(self.class_names, probabilities),
         }
-
-    def _columns(self, probabilities: Tensor) -> dict[str, list[float]]:
-        if self.num_classes > MAX_COLUMNS:
-            return {}
-        columns = zip(self.class_names, probabilities.T.tolist(), strict=True)
-        return {f"p({name})": column for name, column in columns}
 
     def _truths(self, paths: Sequence[str]) -> list[str]:
         """The class in whose folder each file lies, or nothing."""

@@ -13,6 +13,8 @@ from attnkit.tasks.node_classification.module import NodeClassification as NodeC
 from attnkit.tasks.node_classification.neighbors import NeighborBatches as NeighborBatches
 from attnkit.tasks.node_classification.planetoid import PlanetoidData as PlanetoidData
 from attnkit.tasks.node_classification.pyg import PyGData as PyGData
+from attnkit.tasks.node_classification.report.attended import NodePredictions as NodePredictions
+from attnkit.tasks.node_classification.report.callback import NodeReport as NodeReport
 from attnkit.tasks.node_classification.sampler import InNeighbors as InNeighbors
 from attnkit.tasks.node_classification.sampler import Sampled as Sampled
 from attnkit.tasks.node_classification.sampler import sample_neighbors as sample_neighbors

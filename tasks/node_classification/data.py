@@ -86,6 +86,7 @@ class GraphDataModule(SplitData):
         self.num_workers = num_workers
         self.seed = seed
         self.class_names: list[str] = []
+        self.node_names: list[str] | None = None
         self._graph: Data | None = None
         self._num_splits = 0
         self._neighbors: InNeighbors | None = None
@@ -94,7 +95,7 @@ class GraphDataModule(SplitData):
     def load(self) -> Data:
         """The graph: x, edge_index, y, and masks [nodes] or, of several splits, [nodes, splits].
 
-        May set `class_names`; else they are numbers.
+        May set `class_names`, else they are numbers, and `node_names`, one for each node.
         """
 
     def setup(self, stage: str | None = None) -> None:
@@ -121,6 +122,11 @@ class GraphDataModule(SplitData):
             is_sparse = int(x.to_dense().count_nonzero()) < SPARSE * x.numel()
         x = to_sparse_csr(x) if is_sparse else x.to_dense()
         data.x = _normalized(x) if self.normalize_features else x
+        if self.node_names is not None and len(self.node_names) != data.num_nodes:
+            raise UserError(
+                f"data: expected {data.num_nodes} node_names, one for each node, "
+                f"got {len(self.node_names)}"
+            )
         self._graph = data
         self.class_names = self.class_names or [str(number) for number in range(self.num_classes)]
 

@@ -16,6 +16,7 @@ from attnkit.core.masks.edges import Edges
 from attnkit.lightning import ClassificationModule, UserError
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
+from attnkit.lightning.modules.classification import probability_columns
 
 
 class NodeClassification(ClassificationModule):
@@ -90,17 +91,19 @@ class NodeClassification(ClassificationModule):
         """The classes of the nodes of a graph, or of a sampled sub-graph's seeds.
 
         Returns:
-            of each node `node` (its number), `label` (the name of the most probable class) and
-            `probability`.
+            of each node `node` (its number), `label` (the name of the most probable class),
+            `probability`, and of up to 1,000 classes `p(<class>)`, the probability of each.
         """
         logits = self.logits(batch)
         nodes = batch.n_id if "n_id" in batch else torch.arange(len(logits))
         seeds = slice(batch.batch_size if "batch_size" in batch else None)
-        probability, label = logits[seeds].float().softmax(dim=1).max(dim=1)
+        probabilities = logits[seeds].float().softmax(dim=1)
+        probability, label = probabilities.max(dim=1)
         return {
             "node": nodes[seeds].tolist(),
             "label": [self.class_names[number] for number in label.tolist()],
             "probability": probability.tolist(),
+            **probability_columns(self.class_names, probabilities),
         }
 
     def explained(self, batch: Data) -> Explained:
@@ -149,12 +152,25 @@ class NodeClassification(ClassificationModule):
     def validation_step(self, batch: Data, batch_idx: int) -> None:
         self.evaluate("val", *self._of_stage("val", batch))
 
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self.evaluate("test", *self._of_stage("test", batch))
+    def test_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
+        """Of the nodes that count `node` (the number), `label` and what is `predicted`."""
+        logits, labels = self._of_stage("test", batch)
+        self.evaluate("test", logits, labels)
+        if "batch_size" in batch:
+            nodes = batch.n_id[: batch.batch_size]
+        else:
+            nodes = batch.test_mask.nonzero().flatten()
+        return {"node": nodes, "label": labels, "predicted": logits.argmax(dim=1)}
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """What `classify` says of a batch."""
-        return self.classify(batch)
+        """What `classify` says of a batch, and behind the number of each node its `name`, if the
+        data module has `node_names`."""
+        found = self.classify(batch)
+        names = getattr(getattr(self.trainer, "datamodule", None), "node_names", None)
+        if not names:
+            return found
+        nodes = found.pop("node")
+        return {"node": nodes, "name": [names[node] for node in nodes], **found}
 
     def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
         """Logits and labels of the nodes that count."""

@@ -218,11 +218,17 @@ def test_from_the_command_line(tmp_path, command):
     assert code == 0, shown.err
     with (tmp_path / "told" / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["node", "label", "probability"]
+    columns = [f"p({number})" for number in range(10)]
+    assert list(rows[0]) == ["node", "label", "probability", *columns]
     assert [int(row["node"]) for row in rows] == list(range(1797))
 
     for wrong, message in (
         (["run=predict", "ckpt=run", "images=mine"], "predicts its own data; leave it out"),
+        (["run=predict", "ckpt=run", "predict.attention=true"], "predict.attention: model: GCN"),
+        (
+            ["run=explain", "ckpt=run", "predict.top_k=3"],
+            "does nothing in run=explain",
+        ),
         (["run=predict", "ckpt=run", "data.split=1"], "data.split: expected 0, the only one"),
         (["task=graph", "model=gcn", "data=planetoid"], "data.root"),
         (["task=graph", "model=gcn", "data=pyg", "data.name=Karate"], "did you mean KarateClub?"),

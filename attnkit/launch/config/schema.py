@@ -36,7 +36,8 @@ class Config:
     data: dict[str, Any] | None = None
     """The LightningDataModule."""
     predict: dict[str, Any] | None = None
-    """The LightningDataModule of run=predict; gets `images`. Without it, that is `data`."""
+    """The LightningDataModule of run=predict, which gets `images`; or a callback of a prediction of
+    `data`, as it is also without it."""
     inspect: dict[str, Any] | None = None
     """The callback that run=inspect gives the predictions to."""
     export: dict[str, Any] | None = None

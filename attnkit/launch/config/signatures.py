@@ -7,11 +7,13 @@ code before it was allowed, so the source file is parsed instead. What cannot be
 """
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from attnkit.lightning.build.renamed import current
 
@@ -50,6 +52,14 @@ class Module:
         """The package that a relative import of this level starts from."""
         parts = self.name.split(".")
         return ".".join(parts[: len(parts) - level + self.is_package])
+
+
+def takes_images(node: Mapping[str, Any] | None) -> bool:
+    """Whether `predict` is data that reads images=…; else the run predicts its own data."""
+    if not node or "_target_" not in node:
+        return False
+    signature = signature_of(node["_target_"])
+    return signature is None or signature.open or "images" in signature.parameters
 
 
 def signature_of(target: str) -> Signature | None:

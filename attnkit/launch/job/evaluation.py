@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from lightning import Callback
+
+from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.job import screen
 from attnkit.launch.job.one_run import Session
 from attnkit.lightning.build.build import build
@@ -27,6 +30,12 @@ def predict(session: Session) -> dict[str, float] | None:
     trainer = session.make_trainer()
     file = PredictionsFile(session.folder / screen.PREDICTIONS)
     trainer.callbacks.append(file)  # type: ignore[attr-defined]
+    node = session.config["predict"]
+    if node and not takes_images(node):
+        beside = build(node, at="predict")
+        if not isinstance(beside, Callback):
+            raise UserError(f"predict: {node['_target_']} takes no images and is no Callback")
+        trainer.callbacks.append(beside)  # type: ignore[attr-defined]
     if not session.begin():
         return None
     session.loaded(trainer.predict, ckpt_path=session.ckpt, return_predictions=False)

@@ -12,6 +12,7 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Subset
 
+from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import screen
 from attnkit.launch.job.one_run import Session, loaded
@@ -146,7 +147,7 @@ def _chosen(session: Session, report: Report) -> tuple[Any, list[int], str]:
     session.trainer.strategy.connect(session.module)  # whom data asks for sizes and words
     data.prepare_data()
     data.setup("predict" if images else "test")
-    if session.config["predict"] is None:  # a graph is one batch
+    if not takes_images(session.config["predict"]):  # a graph is one batch
         is_whole = type(data).predict_dataloader is not LightningDataModule.predict_dataloader
         loader = data.predict_dataloader() if is_whole else _first(data.test_dataloader())
         return next(iter(loader)), [], "" if is_whole else "chosen: the first batch of the test"

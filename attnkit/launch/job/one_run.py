@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from attnkit.launch.config import schema
+from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.kinds import kind_of, named
 from attnkit.launch.job.parts import fill, module_parts, rehearse
@@ -135,7 +136,7 @@ class Session:
     def make_predict_data(self, module: LightningModule) -> LightningDataModule:
         """That of `predict`, whose nulls are what the trained module says of itself; or `data`."""
         node = self.config["predict"]
-        if node is not None:
+        if takes_images(node):
             facts = {k: getattr(module, k, None) for k, v in node.items() if v is None}
             images = self.config["images"]
             self.data = build({**node, **facts}, at="predict", images=images)

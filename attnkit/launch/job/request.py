@@ -11,6 +11,7 @@ from attnkit.launch.command import command_line, dotted_key, permission
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer, task_config
 from attnkit.launch.config.permission import Consent, allowed_by
+from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.config.sources import Origins, Source
 from attnkit.launch.config.validate import validate
 from attnkit.launch.job import folder as folders
@@ -239,19 +240,26 @@ def _check_parts_of(request: Request) -> None:
     if "images" not in kind.uses:
         return
     images = config.get("images")
-    if config.get("predict") is None:
+    if not takes_images(config.get("predict")):
         if images is not None:
             own = "predicts its own data" if "explain" not in kind.needs else "has no images"
             raise UserError(f"images={images}: this task {own}; leave it out")
+        if "explain" in kind.needs:
+            _refuse_idle(request, "predict", "run=predict reads it")
         return
     if images is None and "explain" not in kind.needs:
         raise UserError(f"run={config['run']}: needs images=PATH, a folder or a file")
     idle, instead = "data", "which reads images=…\n  of those: predict.batch_size, …"
     if images is None:  # of its own test data
         idle, instead = "predict", "without images=PATH; of the test data: data.batch_size, …"
+    _refuse_idle(request, idle, instead)
+
+
+def _refuse_idle(request: Request, idle: str, instead: str) -> None:
+    """Refuse what is typed below a key that this run does not read."""
     for typed in request.overrides:
         if dotted_key(typed).partition(".")[0] == idle:
-            raise UserError(f"{typed}: does nothing in run={kind.name}, {instead}")
+            raise UserError(f"{typed}: does nothing in run={request.kind.name}, {instead}")
 
 
 def _check_untrained(request: Request) -> None:
@@ -307,8 +315,9 @@ def _evaluation(request: Request) -> Job:
         explain = given.get("explain")  # what to do with a saved run is not taken over from it
         saved["explain"] = explain and OmegaConf.to_container(explain, resolve=False)
         if "inspect" in request.kind.needs and saved.get("inspect") is None:
-            usual = request.composer.compose([f"task={saved['task']}"]).get("inspect")
-            saved["inspect"] = usual and OmegaConf.to_container(usual, resolve=False)
+            saved["inspect"] = _usual(request, saved, "inspect")
+        if "predict" in request.kind.uses and saved.get("predict") is None:
+            saved["predict"] = _usual(request, saved, "predict")
         config = request.composer.overlay(saved, request.overrides)
         request = request.on(home)
     request = replace(request, config=config)
@@ -318,6 +327,12 @@ def _evaluation(request: Request) -> Job:
         folders.check_writable(absolute(top["export"]["folder"]), "export.folder")
     fresh = given.get("run_dir") is None
     return _job(request, folder, top, [top], fresh=fresh, alone=home is None)
+
+
+def _usual(request: Request, saved: Mapping[str, Any], key: str) -> Any:
+    """What the task has there, of a run that is older than it."""
+    usual = request.composer.compose([f"task={saved['task']}"]).get(key)
+    return usual and OmegaConf.to_container(usual, resolve=False)
 
 
 def _check_alone(request: Request, ckpt: Path) -> None:

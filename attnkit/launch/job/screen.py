@@ -199,6 +199,7 @@ def final(job: Job, results: Mapping[str, float]) -> None:
         "metrics": folder / "metrics.csv",
         "steps": folder / "steps.csv",
         "predictions": folder / PREDICTIONS,
+        "attention": folder / "attention.csv",
         "inspect": folder / "inspect",
         "page": folder / "explain.html",
         "scores": folder / "scores.csv",

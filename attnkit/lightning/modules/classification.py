@@ -22,6 +22,7 @@ from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.monitors import check_monitors, validates_as_known
 
 MAX_CONFUSION_CLASSES = 1000
+MAX_COLUMNS = 1000  # classes with a column each in predictions.csv
 
 
 class ClassificationModule(TaskModule):
@@ -158,6 +159,16 @@ class BalancedAccuracy(MulticlassStatScores):
     def compute(self) -> Tensor:
         hits, _, _, _, support = super().compute().unbind(dim=-1)
         return (hits[support > 0] / support[support > 0]).mean()
+
+
+def probability_columns(
+    class_names: Sequence[str], probabilities: Tensor
+) -> dict[str, list[float]]:
+    """`p(<class>)` for each class of probabilities [samples, classes]; none of more than 1,000."""
+    if len(class_names) > MAX_COLUMNS:
+        return {}
+    columns = zip(class_names, probabilities.T.tolist(), strict=True)
+    return {f"p({name})": column for name, column in columns}
 
 
 def mean_of_losses() -> MeanMetric:

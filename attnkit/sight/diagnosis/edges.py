@@ -40,11 +40,11 @@ def measure_edges(
     found["uniform"] = (
         by_target((weights - 1 / degree[target, None]).abs())[chooses].mean(dim=0) / 2
     )
-    if call.num_heads > 1:
+    if call.num_heads > 1 and sampling.compared:
         few = torch.zeros(num_targets, dtype=torch.bool, device=target.device)
         few[chooses.nonzero()[:, 0][: sampling.rows]] = True
         found["divergence"] = _divergence(weights, entropy, target, few)
-    taus = _shared(source, target, weights, sampling)
+    taus = _shared(source, target, weights, sampling) if sampling.pairs else None
     if taus is not None:
         found["static"] = taus
     return found, _by_degree(normalised, degree[chooses])

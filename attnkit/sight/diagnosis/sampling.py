@@ -11,9 +11,9 @@ class Sampling:
     """How many queries are drawn, with a fixed seed, where there are more.
 
     rows: for entropy, sink, shares and distance.
-    compared: for the two measures that compare: queries with each other, and heads.
+    compared: for the two measures that compare: queries with each other, and heads; 0: neither.
     keys: that are ranked.
-    pairs: of nodes of a graph that are compared.
+    pairs: of nodes of a graph that are compared; 0: none.
     """
 
     rows: int = 128

@@ -56,6 +56,8 @@ def measure_tokens(
     if real is not None:
         found["padding"] = (shares * ~real[:, None]).sum(dim=2).mean(dim=0)
 
+    if not sampling.compared:
+        return found | means.found()
     # what compares heads, and queries, on a few rows
     few = sampling.choose(sampling.compared, call.num_queries, device)
     keys = sampling.choose(sampling.keys, call.num_keys, device)

@@ -1,0 +1,172 @@
+"""The edges that each node looked at most: what `run=predict` leaves with `predict.attention`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, distributed, nn
+from torch_geometric.data import Data
+
+from attnkit.core.kernels.record import unrecorded
+from attnkit.core.watch.taps.edge_call import EdgeCall
+from attnkit.core.watch.taps.layers import ChosenCalls, LayerChoice
+from attnkit.core.watch.taps.watch import Call, told_of_attention
+from attnkit.core.watch.undisturbed import undisturbed
+from attnkit.lightning.arguments import at_least, one_of
+from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.files import write_csv
+from attnkit.tasks.node_classification.data import FullGraph
+
+
+class Looked(NamedTuple):
+    """Edges that targets looked at most, in one layer, sorted by target, largest weight first.
+
+    layer: its name. head: its number, or "mean". target, source: int64 [edges], nodes.
+    weight: [edges].
+    """
+
+    layer: str
+    head: int | str
+    target: Tensor
+    source: Tensor
+    weight: Tensor
+
+
+class NodePredictions(Callback):
+    """In a prediction, with `attention`, writes `attention.csv`: what each node looked at most.
+
+    A row is an edge: `node`, `layer` and `head` ("mean" over the heads, or a number from 0),
+    `source`, where the edge comes from, and `weight`, its share of the node's attention before
+    dropout, the largest first; behind the numbers of the nodes stand `name` and `source_name`, if
+    the data module has `node_names`. A self-loop that a layer adds is an edge from the node itself.
+    Attention to all nodes is left out. Of a sampled sub-graph the edges into its seeds are meant,
+    those of the neighbours that were drawn: the weights are shares among these.
+
+    Args:
+        folder: made if it is not there.
+        attention: whether to write it; it costs a further forward of each batch.
+        top_k: edges for each node, layer and head.
+        heads: "mean" over the heads, or "each".
+
+    Raises:
+        ValueError: an argument out of range.
+        UserError: a model without attention along edges that can be seen.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        attention: bool = False,
+        top_k: int = 5,
+        heads: Literal["mean", "each"] = "mean",
+    ) -> None:
+        at_least(1, top_k=top_k)
+        one_of(("mean", "each"), heads=heads)
+        self.path = Path(folder).expanduser().absolute() / "attention.csv"
+        self.attention = attention
+        self.top_k = top_k
+        self.heads = heads
+        self._looked: list[Looked] = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        # every process has the whole graph
+        is_repeated = isinstance(trainer.predict_dataloaders, FullGraph)
+        if not self.attention or (is_repeated and not trainer.is_global_zero):
+            return
+        with trainer.precision_plugin.forward_context(), unrecorded():
+            found = looked_at(pl_module, batch, self.top_k, each_head=self.heads == "each")
+        if not found:
+            raise UserError("predict.attention: the model has no attention along edges")
+        self._looked += found
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # also called in a process whose part of the data is empty
+        if stage != "predict" or not self.attention:
+            return
+        looked = self._looked
+        if trainer.world_size > 1:
+            parts: list[Any] = [None] * trainer.world_size
+            distributed.all_gather_object(parts, looked)
+            looked = [one for part in parts for one in part]
+        if trainer.is_global_zero and looked:
+            names = getattr(getattr(trainer, "datamodule", None), "node_names", None)
+            extra = ("name", "source_name") if names else ()
+            header = ["node", *extra[:1], "layer", "head", "source", *extra[1:], "weight"]
+            write_csv(self.path, header, _rows(looked, names))
+        self._looked = []
+
+
+def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) -> list[Looked]:
+    """The edges of a batch that each of its nodes, of a sub-graph each seed, looked at most.
+
+    A UserError where the attention of the model cannot be seen.
+    """
+    found: list[Looked] = []
+    times: dict[str, int] = {}
+    seeds = batch.batch_size if "batch_size" in batch else batch.num_nodes
+    nodes = batch.n_id.cpu() if "n_id" in batch else torch.arange(batch.num_nodes)
+
+    def hear(call: Call) -> None:
+        if not isinstance(call, EdgeCall):
+            return
+        times[call.layer] = times.get(call.layer, 0) + 1
+        layer = call.layer + (f" #{times[call.layer]}" if times[call.layer] > 1 else "")
+        used = ~call.is_replaced & (call.edge_index[1] < seeds)
+        source, target = call.edge_index[:, used].cpu()
+        weights = call.weights[used].float().cpu()
+        columns: dict[int | str, Tensor] = {"mean": weights.mean(dim=1)}
+        if each_head:
+            columns = {head: weights[:, head] for head in range(call.num_heads)}
+        for head, weight in columns.items():
+            best = largest_of_each(target, weight, top_k)
+            found.append(
+                Looked(layer, head, nodes[target[best]], nodes[source[best]], weight[best])
+            )
+
+    model = cast(nn.Module, module.model)
+    try:
+        with undisturbed(module), told_of_attention(model, ChosenCalls(LayerChoice(None), hear)):
+            cast(Any, module).logits(batch)
+    except ValueError as error:
+        raise UserError(f"predict.attention: {first_line(error)}") from error
+    return found
+
+
+def largest_of_each(target: Tensor, weight: Tensor, top_k: int) -> Tensor:
+    """The places of the edges that are among the `top_k` with the largest weights into their
+    target: by target, and of one target the largest first, equal ones in their order."""
+    order = weight.argsort(descending=True, stable=True)
+    order = order[target[order].argsort(stable=True)]
+    sorted_target = target[order]
+    first = torch.searchsorted(sorted_target, sorted_target)
+    return order[torch.arange(len(order), device=order.device) - first < top_k]
+
+
+def _rows(looked: list[Looked], names: list[str] | None) -> Iterator[list[Any]]:
+    """By node, then in the order of the layers, of the heads, and of the weights."""
+    kinds = list(dict.fromkeys((one.layer, one.head) for one in looked))
+    kind_of = {kind: place for place, kind in enumerate(kinds)}
+    target, source, weight = (
+        torch.cat([getattr(one, name) for one in looked]) for name in ("target", "source", "weight")
+    )
+    kind = torch.cat([torch.full_like(o.target, kind_of[o.layer, o.head]) for o in looked])
+    order = kind.argsort(stable=True)
+    order = order[target[order].argsort(stable=True)]
+    for place in order.tolist():
+        node, other = int(target[place]), int(source[place])
+        layer, head = kinds[int(kind[place])]
+        yield [
+            node, *([names[node]] if names else []), layer or "(model)", head,
+            other, *([names[other]] if names else []), f"{float(weight[place]):.6f}",
+        ]  # fmt: skip
