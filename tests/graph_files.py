@@ -1,5 +1,6 @@
 """Graph data that tests make up, in the formats of the real files; the fixture `graph_files`."""
 
+import gzip
 import pickle
 from collections import defaultdict
 
@@ -61,6 +62,61 @@ def heterophilous_arrays():
         "val_masks": (order >= 27) & (order < 40),
         "test_masks": order >= 40,
     }
+
+
+def own_arrays(nodes=97, edges=401):
+    """The parts of a graph of one's own."""
+    random = np.random.default_rng(0)
+    order = random.permutation(nodes)
+    pairs = np.unique(random.integers(0, nodes, (edges, 2)), axis=0)
+    return {
+        "edges": pairs[pairs[:, 0] != pairs[:, 1]],
+        "features": random.standard_normal((nodes, 5)).astype(np.float32),
+        "labels": random.integers(0, 3, nodes),
+        "train": order[:31],
+        "val": order[31:54],
+        "test": order[54:83],
+    }
+
+
+def write_own(folder, arrays=None, ending="npy"):
+    """A folder with a file for each part, .npy or text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, array in (arrays or own_arrays()).items():
+        if ending == "npy":
+            np.save(folder / f"{name}.npy", array)
+        else:
+            write_text(folder / f"{name}.{ending}", array)
+    return folder
+
+
+def write_text(path, array):
+    """Rows with commas, or with tabs in a .tsv; packed, if the name says so."""
+    between = "\t" if ".tsv" in path.name else ","
+    rows = (between.join(map(str, np.atleast_1d(row).tolist())) for row in array)
+    text = "".join(f"{row}\n" for row in rows).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+def write_ogb(folder):
+    """The folder of a graph of OGB as published, and what it holds."""
+    arrays = own_arrays()
+    files = {
+        "raw/edge": arrays["edges"],
+        "raw/node-feat": arrays["features"],
+        "raw/node-label": arrays["labels"],
+        "raw/num-node-list": [97],
+        "raw/num-edge-list": [len(arrays["edges"])],
+        "split/time/train": arrays["train"],
+        "split/time/valid": arrays["val"],
+        "split/time/test": arrays["test"],
+    }
+    for name, array in files.items():
+        write_text(folder / f"{name}.csv.gz", array)
+    names = ["label idx,arxiv category", "0,arxiv cs na", "1,arxiv cs mm", "2,arxiv cs lo"]
+    write_text(folder / "mapping" / "labelidx2arxivcategeory.csv.gz", names)
+    return arrays
 
 
 MODEL = """\

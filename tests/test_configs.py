@@ -66,6 +66,8 @@ TRAINED = [
     "task=captioning encoder=vit decoder=lstm_hard data=karpathy finetune=lora trainer=cpu",
     "task=graph data=dictionary_lookup experiment=dictionary_lookup trainer=cpu",
     "task=graph model=gatv2 data=infection trainer=cpu",
+    "task=graph model=gatv2 data=graph_files trainer=cpu",
+    "task=graph model=gatv2 data=ogb_files trainer=cpu",
     pytest.param("task=vit model=vit_base trainer=cpu", marks=pytest.mark.slow),
 ]
 QUICK = (
@@ -188,6 +190,11 @@ def _arranged(run, graph_files, tmp_path, monkeypatch):
     if data == "heterophilous":
         np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
         command.append(f"data.root={tmp_path}")
+    if data == "graph_files":
+        command.append(f"data.root={graph_files.write_own(tmp_path / 'mine')}")
+    if data == "ogb_files":
+        graph_files.write_ogb(tmp_path / "ogb")
+        command.append(f"data.root={tmp_path / 'ogb'}")
     if data == "image_folder":
         command.append(f"data.root={_images(tmp_path / 'images')}")
     if data == "cifar10":  # 170 MB that are not here: random images of its size instead

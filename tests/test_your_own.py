@@ -32,6 +32,17 @@ def test_commands(command, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "per_class.csv").read_text().count("\n") == 1 + 3
 
 
+def test_a_graph(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (writes,) = [code for _, name, code in BLOCKS if name == "write_graph.py"]
+    (commands,) = [code.splitlines() for language, _, code in BLOCKS if language == "sh"]
+    exec(compile(writes, "write_graph.py", "exec"), {})
+    for number, command in enumerate(commands):
+        quick = ["trainer.max_epochs=1", "logger.tensorboard=null", f"run_dir={number}"]
+        assert main([*shlex.split(command)[3:], *quick]) == 0, capfd.readouterr().err
+    assert "cat" in Path("1/per_class.csv").read_text()
+
+
 def test_the_protocol():
     (described,) = [code for language, name, code in BLOCKS if language == "python" and not name]
     names: dict = {}

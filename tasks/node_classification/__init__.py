@@ -7,6 +7,8 @@ from attnkit.tasks.node_classification.dictionary_lookup import (
     DictionaryLookupData as DictionaryLookupData,
 )
 from attnkit.tasks.node_classification.digits_graph import DigitsGraphData as DigitsGraphData
+from attnkit.tasks.node_classification.files.ogb import OGBFilesData as OGBFilesData
+from attnkit.tasks.node_classification.files.own import GraphFilesData as GraphFilesData
 from attnkit.tasks.node_classification.heterophilous import HeterophilousData as HeterophilousData
 from attnkit.tasks.node_classification.infection import InfectionData as InfectionData
 from attnkit.tasks.node_classification.module import NodeClassification as NodeClassification

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from attnkit.tasks.node_classification.sampler import InNeighbors
 from attnkit.tasks.summary import class_lines, split_line
 
 SPLITS = ("train", "val", "test")
+CHECKED = 2**24  # numbers that are looked at at a time
 SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so
 
 
@@ -103,6 +104,7 @@ class GraphDataModule(SplitData):
         if self._graph is not None:
             return
         data = _checked(self.load())
+        _check_finite(data.x, self.place_of)
         self._num_splits = data.train_mask.shape[1]
         if self.split >= self._num_splits:
             expected = f"0 to {self._num_splits - 1}" if self._num_splits > 1 else "0, the only one"
@@ -116,12 +118,7 @@ class GraphDataModule(SplitData):
                 raise UserError(f"data: nodes without a label among those for {name}")
         if oddities := _oddities(data):
             rank_zero_warn(f"data: {'; '.join(oddities)}")
-        x = data.x.float()
-        is_sparse = self.sparse_features
-        if is_sparse is None:
-            is_sparse = int(x.to_dense().count_nonzero()) < SPARSE * x.numel()
-        x = to_sparse_csr(x) if is_sparse else x.to_dense()
-        data.x = _normalized(x) if self.normalize_features else x
+        data.x = self._prepared(data.x)
         if self.node_names is not None and len(self.node_names) != data.num_nodes:
             raise UserError(
                 f"data: expected {data.num_nodes} node_names, one for each node, "
@@ -129,6 +126,20 @@ class GraphDataModule(SplitData):
             )
         self._graph = data
         self.class_names = self.class_names or [str(number) for number in range(self.num_classes)]
+
+    def place_of(self, node: int) -> str:
+        """Where the features of a node are, for a message."""
+        return f"data: x of node {node}"
+
+    def _prepared(self, x: Tensor) -> Tensor:
+        """The features as they are used; of a mapped file the same, if batches read its rows."""
+        is_sparse = self.sparse_features
+        if is_sparse is None:
+            is_sparse = int(x.to_dense().count_nonzero()) < SPARSE * x.numel()
+        if self.batch_size is None or is_sparse or self.normalize_features:
+            x = x.float()
+        x = to_sparse_csr(x) if is_sparse else x.to_dense()
+        return _normalized(x) if self.normalize_features else x
 
     @property
     def graph(self) -> Data:
@@ -146,7 +157,7 @@ class GraphDataModule(SplitData):
 
     @property
     def num_classes(self) -> int:
-        return int(self.graph.y.max()) + 1
+        return max(int(self.graph.y.max()) + 1, len(self.class_names))
 
     @property
     def in_channels(self) -> int:
@@ -248,7 +259,6 @@ def _checked(data: Data) -> Data:
                 f"data: expected {name} to be a tensor, got {type(data[name]).__name__}"
             )
     count = data.x.shape[0]
-    _check_finite(data.x)
     if data.y.ndim == 2 and data.y.shape[1] == 1:
         data.y = data.y.flatten()
     if data.y.shape != (count,) or data.y.is_floating_point():
@@ -278,26 +288,31 @@ def _checked(data: Data) -> Data:
     return data
 
 
-def _check_finite(x: Tensor) -> None:
-    """Names the first feature that is not finite."""
+def _check_finite(x: Tensor, place_of: Callable[[int], str]) -> None:
+    """Names the first feature that is not finite; a part of them is looked at at a time."""
     sparse = None if x.layout == torch.strided else x.to_sparse_coo().coalesce()
     values = x if sparse is None else sparse.values()
-    wrong = (~values.isfinite()).nonzero()
-    if not len(wrong):
-        return
-    node, *feature = (wrong[0] if sparse is None else sparse.indices()[:, wrong[0, 0]]).tolist()
-    where = f"node {node}" + f", feature {feature[0]}," * bool(feature)
-    value = float(values[tuple(wrong[0])])
-    raise UserError(f"data: x of {where} is {value}, expected finite numbers")
+    rows = max(1, CHECKED * max(1, len(values)) // max(1, values.numel()))
+    for start in range(0, len(values), rows):
+        part = values[start : start + rows]
+        wrong = (~part.isfinite()).nonzero()
+        if not len(wrong):
+            continue
+        first = wrong[0].clone()
+        value = float(part[tuple(first)])
+        first[0] += start
+        node, *feature = (first if sparse is None else sparse.indices()[:, first[0]]).tolist()
+        where = place_of(node) + f", feature {feature[0]}," * bool(feature)
+        raise UserError(f"{where} is {value}, expected finite numbers")
 
 
 def _oddities(data: Data) -> list[str]:
     """What can be trained on and is seldom meant."""
     found = []
     for one, other in combinations(SPLITS, 2):
-        both = int((data[f"{one}_mask"] & data[f"{other}_mask"]).sum())
-        if both:
-            found.append(f"{one} and {other} share nodes ({both:,})")
+        both = (data[f"{one}_mask"] & data[f"{other}_mask"]).nonzero().flatten()
+        if len(both):
+            found.append(f"{one} and {other} share nodes ({len(both):,}, such as {int(both[0])})")
     used = torch.stack([data[f"{split}_mask"] for split in SPLITS]).any(dim=0)
     seen = data.y[data.train_mask].unique()
     unseen = data.y[used & ~torch.isin(data.y, seen)].unique().tolist()

@@ -204,7 +204,8 @@ def test_what_is_odd_is_said_at_once():
         Given(odd).setup()
     (line,) = (str(one.message) for one in said if str(one.message).startswith("data: "))
     assert line == (
-        "data: val and test share nodes (1); no training node has class 2; there are no edges"
+        "data: val and test share nodes (1, such as 2); no training node has class 2; "
+        "there are no edges"
     )
 
 

@@ -1,0 +1,1 @@
+"""Graphs in files: a user's own, and OGB's folders as published."""

@@ -1,0 +1,126 @@
+"""Edges from an array or a table, each checked, with the place of a wrong one."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch_geometric.utils import to_undirected
+
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.node_classification.files.arrays import Part
+from attnkit.tasks.node_classification.files.tables import ROWS, blocks, line_of, words
+
+Names = Mapping[str, int]
+
+
+def read_edges(
+    part: Part, num_nodes: int, names: Names | None = None, *, undirected: bool = False
+) -> Tensor:
+    """edge_index, int64 [2, edges], of a part with a source and a target per row.
+
+    An array may be [2, edges] or [edges, 2]; of [2, 2] each column is an edge. Edges that are given
+    more than once and those of a node with itself stay, and a warning counts them.
+
+    Args:
+        num_nodes: the nodes are 0 to num_nodes − 1.
+        names: of the nodes, to their numbers; None: text gives the numbers.
+        undirected: add the reverse of each edge, and leave each once.
+
+    Raises:
+        UserError: what is no edge of these nodes, with its line or place.
+    """
+    if not part.is_table:
+        edges = _from_array(part, num_nodes)
+    else:
+        assert part.path is not None
+        rows = _numbered(part.path, num_nodes) if names is None else _named(part.path, names)
+        # int32 halves what is held twice while the blocks are joined
+        kind = np.int32 if num_nodes < 2**31 else np.int64
+        read = [block.T.astype(kind) for block in rows]
+        edges = np.empty((2, sum(block.shape[1] for block in read)), np.int64)
+        if part.rows not in (None, edges.shape[1]):
+            raise UserError(f"{part.where}: expected {part.rows:,} edges, got {edges.shape[1]:,}")
+        if read:
+            np.concatenate(read, axis=1, out=edges)
+    edge_index = torch.from_numpy(edges)
+    if undirected:
+        return to_undirected(edge_index, num_nodes=num_nodes)
+    _warn_of_oddities(part.where, edge_index, num_nodes)
+    return edge_index
+
+
+def _from_array(part: Part, num_nodes: int) -> np.ndarray:
+    edges = part.array()
+    if edges.dtype.kind not in "iu" or edges.ndim != 2 or 2 not in edges.shape:
+        raise UserError(
+            f"{part.where}: expected whole numbers [2, edges] or [edges, 2], "
+            f"got {edges.dtype} {list(edges.shape)}"
+        )
+    edges = edges if edges.shape[0] == 2 else edges.T
+    for start in range(0, edges.shape[1], ROWS):
+        wrong = _outside(edges[:, start : start + ROWS].T, num_nodes)
+        if wrong is not None:
+            row, node = wrong
+            raise _not_there(f"{part.where}, edge {start + row}", node, num_nodes)
+    return np.ascontiguousarray(edges, np.int64)
+
+
+def _numbered(path: Path, num_nodes: int) -> Iterator[np.ndarray]:
+    before = 0
+    for block in blocks(path, np.int64, 2):
+        wrong = _outside(block, num_nodes)
+        if wrong is not None:
+            row, node = wrong
+            raise _not_there(f"{path}{line_of(path, before + row)}", node, num_nodes)
+        before += len(block)
+        yield block
+
+
+def _outside(rows: np.ndarray, num_nodes: int) -> tuple[int, int] | None:
+    """The first row with a node that is not there, and that node."""
+    wrong = (rows < 0) | (rows >= num_nodes)
+    if not wrong.any():
+        return None
+    row, column = np.argwhere(wrong)[0]
+    return int(row), int(rows[row, column])
+
+
+def _not_there(where: str, node: int, num_nodes: int) -> UserError:
+    return UserError(
+        f"{where}: there is no node {node}: expected 0 to {num_nodes - 1}; of other numbers or "
+        "names write nodes.txt, with that of each node on a line of its own"
+    )
+
+
+def _named(path: Path, names: Names) -> Iterator[np.ndarray]:
+    """Edges by the names of nodes; a first line of other words is a header."""
+    rows: list[tuple[int, int]] = []
+    for number, (fields, line) in enumerate(words(path)):
+        if len(fields) != 2:
+            raise UserError(f"{path}, line {line}: expected 2 names of nodes, got {fields}")
+        unknown = [name for name in fields if name not in names]
+        if len(unknown) == 2 and not number:
+            continue
+        if unknown:
+            raise UserError(f"{path}, line {line}: {unknown[0]!r} is none of the nodes' names")
+        rows.append((names[fields[0]], names[fields[1]]))
+        if len(rows) == ROWS:
+            yield np.array(rows)
+            rows = []
+    if rows:
+        yield np.array(rows)
+
+
+def _warn_of_oddities(where: str, edge_index: Tensor, num_nodes: int) -> None:
+    """Edges given twice and self-loops, which are used as they are."""
+    source, target = edge_index
+    loops = int((source == target).sum())
+    keys = (target * num_nodes + source).sort().values
+    repeats = int((keys[1:] == keys[:-1]).sum())
+    found = [f"{repeats:,} edges are given again"] * bool(repeats)
+    found += [f"{loops:,} lead from a node to itself"] * bool(loops)
+    if found:
+        rank_zero_warn(f"{where}: {' and '.join(found)}; they count as they are")

@@ -1,0 +1,136 @@
+"""The graphs of the Open Graph Benchmark, from their folders as published."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch_geometric.data import Data
+
+from attnkit.lightning.arguments import existing
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.node_classification.data import GraphDataModule
+from attnkit.tasks.node_classification.files.arrays import Part, Parts
+from attnkit.tasks.node_classification.files.edges import read_edges
+from attnkit.tasks.node_classification.files.nodes import read_features, read_labels, read_mask
+from attnkit.tasks.node_classification.files.tables import line_of, table, words
+
+SPLIT_FILES = {"train": "train", "val": "valid", "test": "test"}
+
+
+class OGBFilesData(GraphDataModule):
+    """A node-property-prediction graph of OGB with one class per node, such as ogbn-arxiv.
+
+    Reads the unpacked folder as published, without the package `ogb` and without a download:
+    `raw/edge.csv.gz`, `node-feat.csv.gz`, `node-label.csv.gz`, `num-node-list.csv.gz` and
+    `num-edge-list.csv.gz`, or `raw/data.npz` and `node-label.npz`; `split/<name>/train.csv.gz`,
+    `valid.csv.gz` and `test.csv.gz`; and the names of classes in `mapping/`. Text is read in
+    blocks; features are in memory. Never writes there.
+
+    Edges are as in the files. OGB itself adds the reverse of ogbn-products' (`undirected`); those
+    of ogbn-arxiv lead from the citing paper.
+
+    Source: Hu et al., Open Graph Benchmark, 2020.
+
+    Args:
+        root: the folder that holds `raw` and `split`, such as ogbn_arxiv.
+        split_name: the folder in `split`; None: the only one.
+        undirected: add the reverse of each edge, and leave each once.
+
+    The other arguments are those of `GraphDataModule`.
+
+    Raises:
+        ValueError: `root` is no folder.
+        UserError: in `setup`, if a file is missing, ends early or is not as described.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        split_name: str | None = None,
+        undirected: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.root = existing("root", root, folder=True)
+        self.split_name = split_name
+        self.undirected = undirected
+        self._features: Path | None = None
+
+    def load(self) -> Data:
+        raw = self.root / "raw"
+        if not raw.is_dir():
+            raise UserError(f"data.root: {self.root} has no folder raw, as published graphs have")
+        binary = (raw / "data.npz").is_file()
+        nodes, edges, x = self._binary(raw) if binary else self._text(raw)
+        label = _file(raw, "node-label.npz" if binary else "node-label.csv.gz")
+        y, self.class_names = read_labels(label, nodes, self._class_names())
+        edge_index = read_edges(edges, nodes, undirected=self.undirected)
+        folder = self._split_folder()
+        found = {
+            f"{split}_mask": read_mask(_file(folder, f"{name}.csv.gz"), nodes)
+            for split, name in SPLIT_FILES.items()
+        }
+        return Data(x=x, y=y, edge_index=edge_index, **found)
+
+    def place_of(self, node: int) -> str:
+        if self._features is None:
+            return super().place_of(node)
+        return f"{self._features}{line_of(self._features, node)}"
+
+    def _text(self, raw: Path) -> tuple[int, Part, Any]:
+        counts = {
+            kind: table(_path(raw, f"num-{kind}-list.csv.gz"), np.int64, 1)
+            for kind in ("node", "edge")
+        }
+        for kind, count in counts.items():
+            if count.shape != (1, 1):
+                path = raw / f"num-{kind}-list.csv.gz"
+                raise UserError(f"{path}: expected the size of one graph, got {len(count)}")
+        nodes, num_edges = (int(counts[kind][0, 0]) for kind in ("node", "edge"))
+        features = _file(raw, "node-feat.csv.gz", rows=nodes)
+        self._features = features.path
+        edges = _file(raw, "edge.csv.gz", rows=num_edges)
+        return nodes, edges, read_features(features)
+
+    def _binary(self, raw: Path) -> tuple[int, Part, Any]:
+        parts = Parts(raw / "data.npz")
+        x = read_features(parts.expect("node_feat"))
+        return len(x), parts.expect("edge_index"), x
+
+    def _split_folder(self) -> Path:
+        folder = self.root / "split"
+        found = (
+            sorted(path.name for path in folder.iterdir() if path.is_dir())
+            if folder.is_dir()
+            else []
+        )
+        if self.split_name is None and len(found) == 1:
+            return folder / found[0]
+        if self.split_name not in found:
+            raise UserError(
+                f"data.split_name: expected a folder of {folder}, which has "
+                f"{', '.join(found) or 'none'}, got {self.split_name}"
+            )
+        return folder / self.split_name
+
+    def _class_names(self) -> list[str]:
+        """Of `mapping/labelidx2….csv.gz`, with a number and a name per line under a header."""
+        found = sorted((self.root / "mapping").glob("labelidx2*.csv.gz"))
+        if len(found) != 1:
+            return []
+        rows = [",".join(fields[1:]) for fields, _ in words(found[0])][1:]
+        return rows if len(set(rows)) == len(rows) else []
+
+
+def _path(folder: Path, name: str) -> Path:
+    """The file, packed or not."""
+    for path in (folder / name, folder / name.removesuffix(".gz")):
+        if path.is_file():
+            return path
+    raise UserError(f"data.root: {folder} has no {name}")
+
+
+def _file(folder: Path, name: str, rows: int | None = None) -> Part:
+    path = _path(folder, name)
+    return Part(str(path), path=path, rows=rows)

@@ -1,0 +1,126 @@
+"""A graph in files of one's own."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch_geometric.data import Data
+
+from attnkit.lightning.arguments import held_out
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.resume.sampler import stratified_split
+from attnkit.tasks.node_classification.data import SPLITS, GraphDataModule
+from attnkit.tasks.node_classification.files.arrays import Part, Parts
+from attnkit.tasks.node_classification.files.edges import read_edges
+from attnkit.tasks.node_classification.files.nodes import (
+    read_features,
+    read_labels,
+    read_mask,
+    read_names,
+)
+from attnkit.tasks.node_classification.files.tables import line_of
+from attnkit.tasks.node_classification.splits import masks
+
+MASKS = {
+    "train": ("train", "train_mask"),
+    "val": ("val", "valid", "val_mask"),
+    "test": ("test", "test_mask"),
+}
+
+
+class GraphFilesData(GraphDataModule):
+    """A graph in files of one's own: one for each part in a folder, or an .npz with all arrays.
+
+    | part | what it is | other names |
+    |---|---|---|
+    | `edges` | source and target of each edge, [edges, 2] or [2, edges] | `edge_index` |
+    | `features` | numbers [nodes, channels] | `x` |
+    | `labels` | the class of each node, a number from 0 on or a name; −1: none | `y` |
+    | `train`, `val`, `test` | numbers of nodes, or a mask; may lack all three | `train_mask`, … |
+    | `classes` | the name of each class, if labels are numbers; may lack | |
+    | `nodes` | the name of each node; edges and splits in text are by name then; may lack | |
+
+    A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, these also `.gz`, or `.parquet`, which
+    needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. An `.npy` of features is
+    mapped: with a `batch_size` only the rows of a batch are read, after one pass in which all are
+    checked to be finite; `normalize_features` and `sparse_features` read it into memory. Text is
+    read in blocks. Nothing is unpickled, and nothing written.
+
+    Edges given twice and self-loops count as they are, and a warning counts them. Without train,
+    val and test a random split is drawn by `seed`: `val_fraction` and `test_fraction` of every
+    class.
+
+    Args:
+        root: the folder or .npz.
+        undirected: add the reverse of each edge, and leave each once.
+        val_fraction, test_fraction: of a random split.
+
+    The other arguments are those of `GraphDataModule`.
+
+    Raises:
+        ValueError: `root` is not there.
+        UserError: in `setup`, if a part lacks or is not as described, with file and line.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        undirected: bool = False,
+        val_fraction: float = 0.2,
+        test_fraction: float = 0.2,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        held_out(val_fraction=val_fraction, test_fraction=test_fraction)
+        self.root = Path(root).expanduser().absolute()
+        if not self.root.exists():
+            raise ValueError(f"root: no such folder or .npz: {root}")
+        self.undirected = undirected
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self._features: Part | None = None
+
+    def load(self) -> Data:
+        parts = Parts(self.root)
+        self._features = parts.expect("features", "x")
+        x = read_features(self._features)
+        count = len(x)
+        names = None
+        if part := parts.find("nodes"):
+            self.node_names = read_names(part, count)
+            names = {name: number for number, name in enumerate(self.node_names)}
+        classes = parts.find("classes")
+        y, self.class_names = read_labels(
+            parts.expect("labels", "y"), count, read_names(classes) if classes else []
+        )
+        edge_index = read_edges(
+            parts.expect("edges", "edge_index"), count, names, undirected=self.undirected
+        )
+        given = {split: parts.find(*MASKS[split]) for split in SPLITS}
+        if lacking := [split for split, part in given.items() if part is None]:
+            if len(lacking) < len(SPLITS):
+                raise UserError(f"data.root: {self.root} has no {' and no '.join(lacking)}")
+            found = self._random_split(y)
+        else:
+            found = {
+                f"{split}_mask": read_mask(part, count, names)
+                for split, part in given.items()
+                if part
+            }
+        return Data(x=x, y=y, edge_index=edge_index, **found)
+
+    def place_of(self, node: int) -> str:
+        if self._features is None:
+            return super().place_of(node)
+        if self._features.path is not None and self._features.is_table:
+            return f"{self._features.where}{line_of(self._features.path, node)}"
+        return f"{self._features.where}: node {node}"
+
+    def _random_split(self, y: Tensor) -> dict[str, Tensor]:
+        rank_zero_info(f"{self.root} has no train, val and test: split by data.seed={self.seed}")
+        labelled = (y >= 0).nonzero().flatten()
+        fractions = [self.val_fraction, self.test_fraction]
+        split = stratified_split(y[labelled], fractions, self.seed)
+        return masks(len(y), *(labelled[part] for part in split))
