@@ -248,7 +248,7 @@ def attention():
         yield called(attnkit.explain_backends, query, key, value, **options)
     edges = attnkit.Edges(integers("2 edges", below="queries"), 19, 29)
     weights = floats("heads head_dim edge_dim"), floats("heads value_dim edge_dim")
-    carried = attnkit.EdgeFeatures(floats("edges edge_dim"), *weights)
+    carried = attnkit.EdgeFeatures(floats("edges edge_dim"), *weights, floats("1 edges"))
     nodes = floats("heads targets head_dim"), floats("kv_heads sources head_dim")
     yield called(attnkit.edge_weights, *nodes, edges, edge_features=carried)
     yield called(attnkit.edge_weights, *(each.expand(2, -1, -1, -1) for each in nodes), edges)

@@ -50,6 +50,7 @@ def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
     value = inputs.value[:, :, source]
     features = inputs.edge_features
     if features is not None and features.value_weight is not None:
+        assert features.features is not None
         value = value + features.features @ features.value_weight.transpose(1, 2)
     weights = F.dropout(softmax_of_edges(inputs, edges), inputs.dropout_p)
     output = value.new_zeros(*inputs.query.shape[:3], value.shape[3])
@@ -57,17 +58,20 @@ def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
 
 
 def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
-    """softmax over the edges of each target of score(q_i, k_j + W_k e_ij) + bias_ij, [batch,
+    """softmax over the edges of each target of score(q_i, k_j + W_k e_ij) + b_ij + bias_ij, [batch,
     heads, edges]."""
     source, target = edges.edge_index
     query, key = inputs.query[:, :, target], inputs.key[:, :, source]
     features = inputs.edge_features
     if features is not None and features.key_weight is not None:
+        assert features.features is not None
         key = key + features.features @ features.key_weight.transpose(1, 2)
     # each edge is an item of a batch, with one query and one key
     pairs = (tensor.transpose(1, 2).flatten(0, 1).unsqueeze(2) for tensor in (query, key))
     scores = inputs.score.definition(*pairs).flatten(1)
     scores = scores.unflatten(0, (query.shape[0], target.shape[0])).transpose(1, 2)
+    if features is not None and features.bias is not None:
+        scores = scores + features.bias
     if inputs.bias is not None:
         shape = (*query.shape[:2], inputs.num_queries, inputs.num_keys)
         scores = scores + inputs.bias.expand(shape)[:, :, target, source]

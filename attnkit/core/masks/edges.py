@@ -172,24 +172,26 @@ def in_callers_order(rows: Tensor, edges: Edges) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class EdgeFeatures:
-    """What edges add to the keys and values that pass along them.
+    """What edges add to the scores, and to the keys and values that pass along them.
 
-        score_ij = score(q_i, k_j + W_k e_ij),   value_ij = v_j + W_v e_ij
+        score_ij = score(q_i, k_j + W_k e_ij) + b_ij,   value_ij = v_j + W_v e_ij
 
-    features: e, in the order of `Edges.edge_index`.
+    features: e, in the order of `Edges.edge_index`; None: there are none.
     key_weight: W_k; None: scores read no features.
     value_weight: W_v; None: values read none.
+    bias: b, in the same order; None: 0.
     """
 
-    features: Annotated[Tensor, "edges edge_dim"]
+    features: Annotated[Tensor, "edges edge_dim"] | None = None
     key_weight: Annotated[Tensor, "heads head_dim edge_dim"] | None = None
     value_weight: Annotated[Tensor, "heads value_dim edge_dim"] | None = None
+    bias: Annotated[Tensor, "#heads edges"] | None = None
 
     def check(self, edges: Edges, num_heads: int, head_dim: int, value_dim: int) -> None:
         """Raise ValueError where sizes do not fit."""
-        for name in ("features", "key_weight", "value_weight"):
+        for name in ("features", "key_weight", "value_weight", "bias"):
             tensor = getattr(self, name)
-            if tensor is None and name != "features":
+            if tensor is None and (name != "features" or self._is_bias_alone):
                 continue
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -201,6 +203,16 @@ class EdgeFeatures:
                     f"{name}: is on {tensor.device}, but the edges are on "
                     f"{edges.edge_index.device} (EdgeFeatures)"
                 )
+        if self.bias is not None and tuple(self.bias.shape) not in (
+            (num_heads, edges.num_edges),
+            (1, edges.num_edges),
+        ):
+            raise ValueError(
+                f"bias: expected [heads, edges] = {[num_heads, edges.num_edges]}, "
+                f"got {list(self.bias.shape)} (EdgeFeatures)"
+            )
+        if self.features is None:
+            return
         if self.features.ndim != 2 or len(self.features) != edges.num_edges:
             raise ValueError(
                 f"edge_features: expected [{edges.num_edges} edges, edge_dim], "
@@ -214,6 +226,10 @@ class EdgeFeatures:
                     f"{name}: expected [heads, dim, edge_dim] = {[num_heads, dim, edge_dim]}, "
                     f"got {list(weight.shape)} (EdgeFeatures)"
                 )
+
+    @property
+    def _is_bias_alone(self) -> bool:
+        return self.bias is not None and self.key_weight is None and self.value_weight is None
 
     def to(self, dtype: torch.dtype) -> "EdgeFeatures":
         """The same in another dtype."""

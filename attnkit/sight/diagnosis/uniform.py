@@ -46,4 +46,4 @@ def _without_keys(module: nn.Module, args: object, nodes: NodeHeads) -> NodeHead
 def _without_key_weight(
     edge_features: Callable[[Tensor], EdgeFeatures],
 ) -> Callable[[Tensor], EdgeFeatures]:
-    return lambda features: replace(edge_features(features), key_weight=None)
+    return lambda features: replace(edge_features(features), key_weight=None, bias=None)

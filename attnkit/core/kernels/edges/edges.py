@@ -27,6 +27,7 @@ from attnkit.core.kernels.edges.lanes import (
     exponentiate,
     features_of,
     make_scorer,
+    write_scores,
 )
 from attnkit.core.kernels.edges.scores import (
     add_feature_products,
@@ -97,7 +98,7 @@ class _EdgeSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan: Plan, *tensors: Tensor | None):
-        query, _, value, *_, features = tensors
+        query, _, value, *_, features, _ = tensors
         assert query is not None
         assert value is not None
         num_lanes, num_targets, _ = query.shape
@@ -111,7 +112,7 @@ class _EdgeSoftmax(torch.autograd.Function):
         workspace = Workspace()
         for lanes, graph in plan.groups(num_lanes):
             scores = weights[lanes].view(-1)
-            make_scorer(plan, graph, workspace, lanes, tensors).scores(scores)
+            write_scores(plan, graph, workspace, lanes, tensors, scores)
             exponentiate(scores, graph)
             total = sum_weights(graph, scores)
             total.masked_fill_(total == 0, 1.0)  # nobody to look at: the sums are 0 as well
@@ -133,7 +134,7 @@ class _EdgeSoftmax(torch.autograd.Function):
         refuse_second_derivative("edges", gradient, sums_gradient, *ctx.saved_tensors)
         plan: Plan = ctx.plan
         *tensors, weights, totals, output, sums = ctx.saved_tensors
-        query, _, value, *_, features = tensors
+        query, _, value, *_, features, _ = tensors
         if gradient is None:
             gradient = torch.zeros_like(output)
         wanted = {
@@ -166,6 +167,8 @@ class _EdgeSoftmax(torch.autograd.Function):
                 slopes.mul_(keep)
                 kept = keep.mul_(used)
             slopes.sub_(shift.index_select(0, graph.target)).mul_(used)
+            if "bias" in wanted:
+                found["bias"][lanes] = slopes.view(-1, plan.adjacency.num_edges)
             scorer = make_scorer(plan, graph, workspace, lanes, tensors)
             node_slopes = scorer.node_slopes(slopes)
             kept_by_source = kept.index_select(0, graph.by_source)

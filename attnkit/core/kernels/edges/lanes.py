@@ -52,19 +52,22 @@ class Plan:
 
 def as_lanes(inputs: Inputs) -> tuple[Plan, tuple[Tensor | None, ...]]:
     """The plan, and the tensors of one lane for each batch item and head: query, key, value,
-    vector, edge_query, edge_key, features."""
+    vector, edge_query, edge_key, features, bias."""
     assert isinstance(inputs.mask, Edges)
     batch, num_heads = inputs.query.shape[:2]
     adjacency, features = inputs.mask.adjacency, inputs.edge_features
     key, value = inputs.repeated_heads()
     score = inputs.score
-    vector = edge_query = edge_key = rows = key_weight = slope = None
+    vector = edge_query = edge_key = rows = key_weight = slope = bias = None
     scale = 1.0
     if features is not None:
         key_weight = features.key_weight
-        rows = features.features
+        rows, bias = features.features, features.bias
         if adjacency.order is not None:
-            rows = rows.index_select(0, adjacency.order)
+            rows = None if rows is None else rows.index_select(0, adjacency.order)
+            bias = None if bias is None else bias.index_select(1, adjacency.order)
+        if bias is not None:
+            bias = bias.expand(batch, num_heads, -1).flatten(0, 1)
     if isinstance(score, Additive):
         slope = score.negative_slope
         query = inputs.query
@@ -85,10 +88,10 @@ def as_lanes(inputs: Inputs) -> tuple[Plan, tuple[Tensor | None, ...]]:
         seed=int(torch.randint(2**62, ())) if inputs.dropout_p else 0,
     )
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    return plan, (query, key, value, vector, edge_query, edge_key, rows)
+    return plan, (query, key, value, vector, edge_query, edge_key, rows, bias)
 
 
-NAMES = ("query", "key", "value", "vector", "edge_query", "edge_key", "features")
+NAMES = ("query", "key", "value", "vector", "edge_query", "edge_key", "features", "bias")
 
 
 def make_scorer(
@@ -98,7 +101,7 @@ def make_scorer(
     lanes: slice,
     tensors: tuple[Tensor | None, ...],
 ) -> AdditiveEdges | DotEdges:
-    query, key, _, vector, edge_query, edge_key, features = tensors
+    query, key, _, vector, edge_query, edge_key, features, _ = tensors
     assert query is not None
     assert key is not None
     rows = None if features is None else features_of(features, lanes)
@@ -157,6 +160,21 @@ def features_of(features: Tensor, lanes: slice) -> Tensor:
     """What the edges carry, once for each lane."""
     count = lanes.stop - lanes.start
     return features if count == 1 else features.repeat(count, 1)
+
+
+def write_scores(
+    plan: Plan,
+    graph: Adjacency,
+    workspace: Workspace,
+    lanes: slice,
+    tensors: tuple[Tensor | None, ...],
+    out: Tensor,
+) -> None:
+    """The scores of the edges of some lanes, written to `out`."""
+    make_scorer(plan, graph, workspace, lanes, tensors).scores(out)
+    bias = tensors[-1]
+    if bias is not None:
+        out += bias[lanes].reshape(-1)
 
 
 def exponentiate(scores: Tensor, graph: Adjacency) -> None:

@@ -100,10 +100,11 @@ class DotEdges:
 
     def gradients(self, gradient: Tensor, by_source: Tensor, wanted: set[str]) -> dict[str, Tensor]:
         """Of query, key, edge_query and features, from `node_slopes` in both orders."""
-        found = {
-            "query": sum_edges(self.adjacency, gradient, self.key),
-            "key": sum_edges_by_source(self.adjacency, by_source, self.query),
-        }
+        found = {}
+        if "query" in wanted:
+            found["query"] = sum_edges(self.adjacency, gradient, self.key)
+        if "key" in wanted:
+            found["key"] = sum_edges_by_source(self.adjacency, by_source, self.query)
         if self.edge_query is not None:
             assert self.features is not None
             found["edge_query"] = sum_features(self.adjacency, gradient, self.features)

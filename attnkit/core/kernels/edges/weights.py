@@ -17,6 +17,7 @@ from attnkit.core.kernels.edges.lanes import (
     as_lanes,
     exponentiate,
     make_scorer,
+    write_scores,
 )
 from attnkit.core.kernels.edges.scores import sum_weights
 from attnkit.core.kernels.reference import softmax_of_edges
@@ -36,7 +37,7 @@ def edge_weights(
 ) -> Annotated[Tensor, "*batch heads edges"]:
     """The weights with which `attend(…, mask=edges)` averages the values, before dropout.
 
-        weight_e = softmax over the edges e of a target i of score(query_i, key_j + W_k e_ij)
+        weight_e = softmax over the edges e of a target i of score(query_i, key_j + W_k e_ij) + b_ij
 
     Those of the edges into one target sum to 1; an edge given twice has a weight for each time.
     Computed in float32 (float64 if the inputs are) and differentiable; nothing of edges × channels
@@ -47,7 +48,8 @@ def edge_weights(
         query, key: both may lack the batch; kv_heads divides heads.
         edges: the graph.
         score, scale: as in `attnkit.attend`.
-        edge_features: what edges add to the keys; what they add to the values changes no weight.
+        edge_features: what edges add to scores and keys; what they add to the values changes no
+            weight.
 
     Returns:
         The weights, in the dtype of the inputs, the edges in the order of `edges.edge_index`.
@@ -91,7 +93,7 @@ class _EdgeWeights(torch.autograd.Function):
         workspace = Workspace()
         for lanes, graph in plan.groups(len(query)):
             scores = weights[lanes].view(-1)
-            make_scorer(plan, graph, workspace, lanes, tensors).scores(scores)
+            write_scores(plan, graph, workspace, lanes, tensors, scores)
             exponentiate(scores, graph)
             totals = sum_weights(graph, scores).squeeze(1)
             scores.div_(totals.index_select(0, graph.target))
@@ -119,6 +121,8 @@ class _EdgeWeights(torch.autograd.Function):
             slopes = gradient[lanes].reshape(-1) * used
             shift = sum_weights(graph, slopes).squeeze(1)
             slopes -= shift.index_select(0, graph.target) * used
+            if "bias" in wanted:
+                found["bias"][lanes] = slopes.view(-1, plan.adjacency.num_edges)
             scorer = make_scorer(plan, graph, workspace, lanes, tuple(tensors))
             slopes = scorer.node_slopes(slopes)
             by_source = slopes.index_select(0, graph.by_source)

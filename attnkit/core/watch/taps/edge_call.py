@@ -77,6 +77,7 @@ class EdgeCall:
             received = by_target[head]
             result[:, head] = (received[target] * value[head][source]).sum(dim=1)
             if features is not None and features.value_weight is not None:
+                assert features.features is not None
                 along = received @ features.value_weight[head]
                 result[:, head] += (along[target] * features.features).sum(dim=1)
         return result.masked_fill(self.is_replaced[:, None], 0.0).detach()
@@ -105,7 +106,8 @@ def edge_call(layer: str, inputs: Inputs, output: Tensor) -> EdgeCall:
     if edges.looped_from is not None:
         weights = in_callers_order(weights, callers)
         if features is not None:
-            rows = in_callers_order(features.features, callers)
+            rows = features.features
+            rows = None if rows is None else in_callers_order(rows, callers)
             features = EdgeFeatures(rows, features.key_weight, features.value_weight)
     added = edges.edge_index[:, len(callers.without_loops) :] if edges.looped_from else None
     edge_index = callers.edge_index

@@ -1,6 +1,8 @@
 """Attention over edges: against the definition and against dense attention, on every kind of graph,
 and never with a tensor of edges × heads × channels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import Largest
@@ -138,6 +140,54 @@ def test_what_edges_carry(score, reads, computed_in):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
     plain = attend(*inputs[:3], mask=options["mask"], score=options["score"])
     assert not torch.allclose(actual[0], plain)
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "tanh", "gatv2", "gat"])
+@pytest.mark.parametrize("of_heads", [HEADS, 1])
+@pytest.mark.parametrize("with_features", [False, True])
+@pytest.mark.parametrize("graph", ["repeated", "hub"])
+def test_a_bias_for_each_edge(score, of_heads, with_features, graph, computed_in):
+    mask = graphs()[graph]
+    bias = rand(of_heads, mask.num_edges, seed=9)
+    if score == "gat":
+        vector = rand(HEADS, 1, seed=5)
+        inputs, of_score = [*gat_tensors(), vector], Additive(vector, "leaky_relu")
+    else:
+        make_score, parameters = scores()[score]
+        inputs, of_score = [*tensors(), *parameters], make_score(*parameters)
+    carried = {}
+    if with_features:
+        carried = {
+            "features": rand(mask.num_edges, EDGE_DIM, seed=6),
+            "key_weight": rand(HEADS, inputs[1].shape[3], EDGE_DIM, seed=7),
+        }
+    inputs += [bias, *carried.values()]
+    features = EdgeFeatures(bias=bias, **carried)
+    options = {"mask": mask, "score": of_score, "edge_features": features}
+    expected = results(attend(*inputs[:3], **options, backend="reference"), inputs)
+    actual = results(attend(*inputs[:3], **options, backend="edges"), inputs)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
+    given = {"score": of_score, "edge_features": features}
+    weights = attnkit.edge_weights(*inputs[:2], mask, **given)
+    given["edge_features"] = replace(features, bias=None) if with_features else None
+    raised = attnkit.edge_weights(*inputs[:2], mask, **given) * bias.exp()
+    target = mask.edge_index[1]
+    totals = raised.new_zeros(*raised.shape[:2], 11).index_add(2, target, raised)
+    expected = results(raised / totals[:, :, target], [inputs[0], bias])
+    for ours, theirs in zip(results(weights, [inputs[0], bias]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
+
+
+def test_a_bias_for_each_edge_is_that_of_dense_attention():
+    query, key, value = tensors()
+    mask = graphs()["complete"]
+    bias = rand(HEADS, mask.num_edges)
+    dense = torch.zeros(HEADS, *mask.sizes, dtype=bias.dtype)
+    dense[:, mask.edge_index[1], mask.edge_index[0]] = bias
+    expected = attend(query, key, value, mask=mask, bias=dense, backend="math")
+    actual = attend(query, key, value, mask=mask, edge_features=EdgeFeatures(bias=bias))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_the_definition_is_dense_attention():
@@ -377,6 +427,22 @@ def test_where_it_pays():
             ),
             ValueError,
             r"key_weight: expected \[heads, dim, edge_dim\] = \[3, 5, 2\], got \[3, 4, 2\]",
+        ),
+        (
+            lambda: attend(
+                *tensors(), mask=graphs()["some"], edge_features=EdgeFeatures(bias=rand(41, 3))
+            ),
+            ValueError,
+            r"bias: expected \[heads, edges\] = \[3, 41\], got \[41, 3\]",
+        ),
+        (
+            lambda: attend(
+                *tensors(),
+                mask=graphs()["some"],
+                edge_features=EdgeFeatures(key_weight=rand(3, 5, 2), bias=rand(3, 41)),
+            ),
+            TypeError,
+            "features: expected a floating-point tensor, got NoneType",
         ),
         (
             lambda: attend(
