@@ -64,6 +64,10 @@ _HOME = {
     "ContextAttention": "attnkit.layers.maps.context",
     "DualAttention": "attnkit.layers.maps.dual",
     "GraphAttention": "attnkit.layers.graph.attention",
+    "HANAttention": "attnkit.layers.graph.han",
+    "HGTAttention": "attnkit.layers.graph.hgt",
+    "RGATAttention": "attnkit.layers.graph.rgat",
+    "TypedEdges": "attnkit.layers.graph.typed_edges",
     "Gate": "attnkit.layers.gates.gate",
     "capture_gates": "attnkit.layers.gates.gate",
     "SCSE": "attnkit.layers.gates.squeeze_excitation",
@@ -164,6 +168,10 @@ if TYPE_CHECKING:
     from attnkit.layers.gates.gate import Gate, capture_gates
     from attnkit.layers.gates.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
     from attnkit.layers.graph.attention import GraphAttention
+    from attnkit.layers.graph.han import HANAttention
+    from attnkit.layers.graph.hgt import HGTAttention
+    from attnkit.layers.graph.rgat import RGATAttention
+    from attnkit.layers.graph.typed_edges import TypedEdges
     from attnkit.layers.maps.channel import (
         ChannelAttention,
         CrossCovarianceAttention,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from attnkit.interop.carry import State, has_hooks, loaded, refuse
+from attnkit.interop.pyg_typed import from_han, from_hgt, from_rgat
 from attnkit.layers.graph.attention import GraphAttention
 
 if TYPE_CHECKING:
@@ -23,29 +24,40 @@ def from_pyg(module: nn.Module) -> Any:
 
         model = interop.from_pyg(torch_geometric.nn.GAT(1433, 64, 2, 7, heads=8))
 
-    All options of the three are carried over. Ours differs in this: weights are those before
-    dropout; edge features are asked for where there is an `edge_dim`, and refused where there is
-    none (there PyG's `GATConv` ignores them, and `TransformerConv` adds them to the values as they
-    are); of `TransformerConv` without `root_weight`, the matrix that it keeps and does not use is
-    left out.
+    All options are carried over but `mod` of `RGATConv`. Ours differs in this: weights are those
+    before dropout; edge features are asked for where there is an `edge_dim`, and refused where
+    there is none (there PyG's `GATConv` ignores them, and `TransformerConv` adds them to the values
+    as they are); what a layer keeps and does not use, as `TransformerConv` does without
+    `root_weight`, is left out.
 
     Args:
-        module: `TransformerConv`, `GATv2Conv` or `GATConv`, or a model with some of them, in which
-            subclasses of these, which may compute anything, stay as they are.
+        module: `TransformerConv`, `GATv2Conv` or `GATConv`, or of typed graphs `HGTConv`,
+            `HANConv` or `RGATConv`; or a model with some of them, in which subclasses of these,
+            which may compute anything, stay as they are.
 
     Raises:
         TypeError: neither.
         ValueError: a layer has what attnkit's does not; everything is named.
     """
-    from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
+    from torch_geometric.nn import (
+        GATConv,
+        GATv2Conv,
+        HANConv,
+        HGTConv,
+        RGATConv,
+        TransformerConv,
+    )
 
     carry: dict[type, Callable] = {
         TransformerConv: _from_transformer,
         GATv2Conv: _from_gatv2,
         GATConv: _from_gat,
+        HGTConv: from_hgt,
+        HANConv: from_han,
+        RGATConv: from_rgat,
     }
 
-    def carried(conv: Any) -> GraphAttention:
+    def carried(conv: Any) -> nn.Module:
         _check(conv)
         layer, state = carry[type(conv)](conv)
         return loaded(layer, state, conv)

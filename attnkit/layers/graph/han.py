@@ -1,0 +1,182 @@
+"""Attention of the Heterogeneous Graph Attention Network."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.arguments import at_least, divides, share
+from attnkit.core.attend import attend
+from attnkit.core.kernels.choose import named_backend
+from attnkit.core.kernels.edges.weights import edge_weights
+from attnkit.core.linear import reset_linear
+from attnkit.core.scores.kinds import Additive
+from attnkit.layers.graph.typed_edges import (
+    EdgeType,
+    Metadata,
+    Pairs,
+    TypedEdges,
+    as_typed_edges,
+    split_heads,
+)
+from attnkit.layers.graph.typed_linear import TypedLinear, channels_by_type
+
+
+class HANAttention(nn.Module):
+    """Attention of nodes, then of edge types (Wang et al., Heterogeneous Graph Attention Network,
+    2019).
+
+        h_i = W_t(i) x_i + b_t(i)
+        z_i,r = relu(Σ_e weight_e · h_j),   weight_e = softmax_e(LeakyReLU(a_r · h_j + a′_r · h_i))
+        output_i = Σ_r softmax_r(mean_i(q · tanh(W z_i,r + b))) · z_i,r
+
+    where t is the type of a node, and e goes over the edges of type r into i: the edges of a type
+    are those of a meta-path. The node-level attention of all edge types is one, by the kernels of
+    `Edges`. PyG's `HANConv`, whose weights `interop.from_pyg` takes over; where the paper has elu,
+    it has relu.
+
+    Args:
+        in_channels: of the nodes, one number or one for each type; −1: those of the first input.
+        out_channels: of the output, a multiple of `heads`.
+        metadata: node types and edge types, `data.metadata()`.
+        heads: of the node-level attention.
+        negative_slope: of the LeakyReLU.
+        dropout_p, backend: as in `MultiHeadAttention`.
+
+    Raises:
+        ValueError: sizes that do not divide, types that do not fit.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | Mapping[str, int],
+        out_channels: int,
+        metadata: Metadata,
+        heads: int = 1,
+        *,
+        negative_slope: float = 0.2,
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        at_least(1, out_channels=out_channels, heads=heads)
+        divides("heads", heads, out_channels=out_channels)
+        share(dropout_p=dropout_p)
+        named_backend(backend)
+        self.metadata: Metadata = [*metadata[0]], [*metadata[1]]
+        self.out_channels = out_channels
+        self.heads = heads
+        self.negative_slope = negative_slope
+        self.dropout_p = dropout_p
+        self.backend = backend
+        node_types, edge_types = self.metadata
+        self.in_proj = TypedLinear(channels_by_type(in_channels, node_types), out_channels)
+        vectors = len(edge_types), heads, out_channels // heads
+        self.key_vector = nn.Parameter(torch.empty(vectors))
+        self.query_vector = nn.Parameter(torch.empty(vectors))
+        self.type_proj = nn.Linear(out_channels, out_channels)
+        self.type_query = nn.Parameter(torch.empty(out_channels))
+        self.reset_parameters()
+        self._score()  # names a wrong slope now
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform, each vector being a projection to one number; biases 0."""
+        self.in_proj.reset_parameters()
+        reset_linear(self.type_proj)
+        for vector in (self.key_vector, self.query_vector, self.type_query):
+            bound = (6 / (vector.shape[-1] + 1)) ** 0.5
+            nn.init.uniform_(vector, -bound, bound)
+
+    def forward(
+        self,
+        x_dict: Mapping[str, Tensor],
+        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
+        return_semantic_attention_weights: bool = False,
+    ) -> dict[str, Tensor | None]:
+        """What nodes gather from their neighbours of all types.
+
+        Args:
+            x_dict: nodes [nodes, channels] by type.
+            edge_index_dict: by edge type, each as in `GraphAttention`, sorted at every call; or
+                `TypedEdges`, sorted once.
+            return_semantic_attention_weights: give those too, as PyG's layer does.
+
+        Returns:
+            [nodes, out_channels] of each node type, None of one that no edge type leads to. With
+            `return_semantic_attention_weights` a pair, of that and of the weights of the edge types
+            into each node type, in the order of `edge_index_dict`.
+
+        Raises:
+            ValueError, TypeError, IndexError: nodes or edges of another shape or type.
+        """
+        edges, query, key, value = self._heads(x_dict, edge_index_dict)
+        output = attend(
+            query,
+            key,
+            value,
+            score=self._score(),
+            mask=edges.within,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            backend=self.backend,
+        )
+        rows = output.transpose(0, 1).flatten(1).relu()
+        pairs = edges.targets
+        by_target: dict[str, list[Tensor]] = {name: [] for name in x_dict}
+        parts = (tensor.split(pairs.counts) for tensor in (rows, pairs.node))
+        for (_, _, target), part, nodes in zip(edges.edge_types, *parts, strict=True):
+            all_nodes = part.new_zeros(len(x_dict[target]), self.out_channels)
+            places = nodes - edges.nodes[target].start
+            by_target[target].append(all_nodes.index_copy(0, places, part))
+        outputs: dict[str, Tensor | None] = {}
+        weights: dict[str, Tensor | None] = {}
+        for name, of_types in by_target.items():
+            outputs[name], weights[name] = self._over_types(of_types)
+        if return_semantic_attention_weights:
+            return outputs, weights  # type: ignore[return-value]
+        return outputs
+
+    def _over_types(self, of_types: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """The average of what nodes have by each edge type [nodes, channels], and its weights."""
+        if not of_types:
+            return None, None
+        stacked = torch.stack(of_types)
+        if stacked.shape[1] == 0:
+            return stacked[0], None
+        scores = self.type_proj(stacked).tanh().mean(dim=1) @ self.type_query
+        weights = scores.softmax(dim=0)
+        return torch.tensordot(weights, stacked, dims=1), weights
+
+    def attention_weights(
+        self,
+        x_dict: Mapping[str, Tensor],
+        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
+    ) -> dict[EdgeType, Tensor]:
+        """The node-level weights that `forward` uses, before dropout: [edges, heads] of each edge
+        type."""
+        edges, query, key, _ = self._heads(x_dict, edge_index_dict)
+        return edges.by_type(edge_weights(query, key, edges.within, score=self._score()).T)
+
+    def _score(self) -> Additive:
+        return Additive(self.key_vector.new_ones(1), "leaky_relu", self.negative_slope)
+
+    def _heads(
+        self,
+        x_dict: Mapping[str, Tensor],
+        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
+    ) -> tuple[TypedEdges, Tensor, Tensor, Tensor]:
+        """The edges, and queries and keys [heads, pairs, 1] and values [heads, pairs, head_dim]."""
+        edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)
+        projected = self.in_proj(x_dict)
+        nodes = split_heads(torch.cat([projected[name] for name in edges.nodes]), self.heads)
+
+        def scores(vector: Tensor, pairs: Pairs) -> Tensor:
+            by_type = nodes @ vector[types].permute(1, 2, 0)  # [heads, nodes, types]
+            places = pairs.node * len(types) + pairs.type
+            return by_type.flatten(1).index_select(1, places)[..., None]
+
+        query = scores(self.query_vector, edges.targets)
+        key = scores(self.key_vector, edges.sources)
+        return edges, query, key, nodes.index_select(1, edges.sources.node)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.out_channels}, heads={self.heads})"

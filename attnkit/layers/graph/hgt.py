@@ -1,0 +1,160 @@
+"""Attention of the Heterogeneous Graph Transformer."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnkit.core.arguments import at_least, divides, share
+from attnkit.core.attend import attend
+from attnkit.core.kernels.choose import named_backend
+from attnkit.core.kernels.edges.weights import edge_weights
+from attnkit.layers.graph.typed_edges import (
+    AttentionMechanism,
+    EdgeType,
+    Metadata,
+    TypedEdges,
+    as_typed_edges,
+    check_mechanism,
+    grouped,
+    split_heads,
+)
+from attnkit.layers.graph.typed_linear import TypedLinear, channels_by_type
+
+
+class HGTAttention(nn.Module):
+    """Attention over edges of several types (Hu et al., Heterogeneous Graph Transformer, 2020).
+
+        head_h,i = Σ_e weight_h,e · (W_v,h,t(j) x_j) M_h,r        over the edges e of type r
+        weight_h,e = softmax_e(p_h,r · (W_q,h,t(i) x_i) · (W_k,h,t(j) x_j) A_h,r / √head_dim)
+        output_i = s · (W_o,t(i) gelu([head_1,i … head_H,i]) + b) + (1 − s) · x_i
+
+    where t is the type of a node, and s = sigmoid(skip_t(i)); without s and x_i for nodes whose
+    channels are not `out_channels`. Softmax is over the edges of all types into a node: one
+    attention over one set of edges, by the kernels of `Edges`. The paper adds x_i as it is; s is
+    that of the authors' code and of PyG's `HGTConv`, which `interop.from_pyg` takes over.
+
+    Args:
+        in_channels: of the nodes, one number or one for each type; −1: those of the first input.
+        out_channels: of the output, a multiple of `heads`.
+        metadata: node types and edge types, `data.metadata()`.
+        heads: how many.
+        attention_mechanism: "across-relation"; or "within-relation", a softmax for each edge type,
+            and the sum of what they give.
+        dropout_p, backend: as in `MultiHeadAttention`.
+
+    Raises:
+        ValueError: sizes that do not divide, types that do not fit.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | Mapping[str, int],
+        out_channels: int,
+        metadata: Metadata,
+        heads: int = 1,
+        *,
+        attention_mechanism: AttentionMechanism = "across-relation",
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        at_least(1, out_channels=out_channels, heads=heads)
+        divides("heads", heads, out_channels=out_channels)
+        check_mechanism(attention_mechanism)
+        share(dropout_p=dropout_p)
+        named_backend(backend)
+        self.metadata: Metadata = [*metadata[0]], [*metadata[1]]
+        self.out_channels = out_channels
+        self.heads = heads
+        self.attention_mechanism: AttentionMechanism = attention_mechanism
+        self.dropout_p = dropout_p
+        self.backend = backend
+        node_types, edge_types = self.metadata
+        dim = out_channels // heads
+        self.in_proj = TypedLinear(channels_by_type(in_channels, node_types), 3 * out_channels)
+        self.out_proj = TypedLinear(dict.fromkeys(node_types, out_channels), out_channels)
+        self.key_weight = nn.Parameter(torch.empty(len(edge_types), heads, dim, dim))
+        self.value_weight = nn.Parameter(torch.empty(len(edge_types), heads, dim, dim))
+        self.prior = nn.Parameter(torch.empty(len(edge_types), heads))
+        self.skip = nn.Parameter(torch.empty(len(node_types)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform matrices, biases 0, priors and skips 1."""
+        self.in_proj.reset_parameters()
+        self.out_proj.reset_parameters()
+        for weight in (self.key_weight, self.value_weight):
+            bound = (3 / weight.shape[-1]) ** 0.5
+            nn.init.uniform_(weight, -bound, bound)
+        nn.init.ones_(self.prior)
+        nn.init.ones_(self.skip)
+
+    def forward(
+        self,
+        x_dict: Mapping[str, Tensor],
+        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
+    ) -> dict[str, Tensor]:
+        """What nodes gather from their neighbours of all types.
+
+        Args:
+            x_dict: nodes [nodes, channels] by type.
+            edge_index_dict: by edge type, each as in `GraphAttention`, sorted at every call; or
+                `TypedEdges`, sorted once.
+
+        Returns:
+            [nodes, out_channels] of each node type that some edge type of the metadata leads to.
+
+        Raises:
+            ValueError, TypeError, IndexError: nodes or edges of another shape or type.
+        """
+        edges, query, key, value = self._heads(x_dict, edge_index_dict)
+        output = attend(
+            query,
+            key,
+            value,
+            mask=edges.mask(self.attention_mechanism),
+            dropout_p=self.dropout_p if self.training else 0.0,
+            backend=self.backend,
+        )
+        gathered = F.gelu(edges.summed(output, self.attention_mechanism).transpose(0, 1).flatten(1))
+        targets = {key[2] for key in self.metadata[1]}
+        parts = {name: gathered[rows] for name, rows in edges.nodes.items() if name in targets}
+        outputs = self.out_proj(parts)
+        for name, output in outputs.items():
+            if x_dict[name].shape[1] == self.out_channels:
+                share = self.skip[self.metadata[0].index(name)].sigmoid()
+                outputs[name] = torch.lerp(x_dict[name], output, share)
+        return outputs
+
+    def attention_weights(
+        self,
+        x_dict: Mapping[str, Tensor],
+        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
+    ) -> dict[EdgeType, Tensor]:
+        """The weights that `forward` uses, before dropout: [edges, heads] of each edge type."""
+        edges, query, key, _ = self._heads(x_dict, edge_index_dict)
+        mask = edges.mask(self.attention_mechanism)
+        return edges.by_type(edge_weights(query, key, mask).T)
+
+    def _heads(
+        self,
+        x_dict: Mapping[str, Tensor],
+        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
+    ) -> tuple[TypedEdges, Tensor, Tensor, Tensor]:
+        """The edges, and queries, keys and values [heads, nodes or pairs, head_dim]."""
+        edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)
+        projected = self.in_proj(x_dict)
+        nodes = torch.cat([projected[name] for name in edges.nodes])
+        query, memory = nodes.split([self.out_channels, 2 * self.out_channels], dim=1)
+        if self.attention_mechanism == "within-relation":
+            query = query.index_select(0, edges.targets.node)
+        # keys and values as twice as many heads, each with the matrix of its edge type
+        memory = memory.index_select(0, edges.sources.node)
+        weight = torch.cat([self.key_weight * self.prior[..., None, None], self.value_weight], 1)
+        memory = grouped(split_heads(memory, 2 * self.heads), edges.sources.counts, weight[types])
+        return edges, split_heads(query, self.heads), *memory.split(self.heads)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.out_channels}, heads={self.heads})"

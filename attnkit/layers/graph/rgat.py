@@ -1,0 +1,278 @@
+"""Attention of relational graph attention networks."""
+
+from typing import Annotated, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnkit.core.arguments import at_least, choice, divides, share
+from attnkit.core.attend import attend
+from attnkit.core.kernels.choose import named_backend
+from attnkit.core.kernels.edges.weights import edge_weights
+from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.layers.graph.typed_edges import (
+    AttentionMechanism,
+    TypedEdges,
+    check_mechanism,
+    grouped,
+    split_heads,
+)
+
+AttentionMode = Literal["additive-self-attention", "multiplicative-self-attention"]
+
+
+class RGATAttention(nn.Module):
+    """Attention over edges with a relation each (Busbridge et al., Relational Graph Attention
+    Networks, 2019).
+
+        output_i = Σ_e weight_e · W_r x_j + b        over the edges e of relation r from j to i
+        weight_e = softmax_e(score_e),   score_e = LeakyReLU(Q W_r x_i + K W_r x_j + E e_ij)
+
+    or, multiplicative, score_e = Q W_r x_i · K W_r x_j · E e_ij, without the last factor where
+    edges carry nothing. Softmax is over the edges of all relations into a node, "across-relation"
+    (the paper's ARGAT), or of each, "within-relation" (WIRGAT), whose outputs are summed. Either is
+    one attention over one set of edges, by the kernels of `Edges`. PyG's `RGATConv`, whose weights
+    `interop.from_pyg` takes over, and whose Q and K read all heads.
+
+    Args:
+        in_channels: of the nodes.
+        out_channels: of a head.
+        num_relations: how many edge types there are.
+        num_bases: W_r is a sum of so many matrices that relations share (basis decomposition).
+        num_blocks: W_r consists of so many blocks on its diagonal.
+        attention_mechanism: "across-relation" or "within-relation".
+        attention_mode: "additive-self-attention" or "multiplicative-self-attention".
+        heads: how many.
+        dim: scores of a head, each with an output of its own; 1 for additive attention.
+        concat: heads side by side, heads · dim · out_channels; False: their mean.
+        negative_slope: of the LeakyReLU.
+        dropout_p, backend: as in `MultiHeadAttention`.
+        edge_dim: channels of the edges; None: they carry nothing.
+        bias: whether the output has one.
+
+    Raises:
+        ValueError: options that do not fit.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_relations: int,
+        *,
+        num_bases: int | None = None,
+        num_blocks: int | None = None,
+        attention_mechanism: AttentionMechanism = "across-relation",
+        attention_mode: AttentionMode = "additive-self-attention",
+        heads: int = 1,
+        dim: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout_p: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        at_least(
+            1,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            num_relations=num_relations,
+            num_bases=num_bases,
+            heads=heads,
+            dim=dim,
+            edge_dim=edge_dim,
+        )
+        check_mechanism(attention_mechanism)
+        choice(get_args(AttentionMode), attention_mode=attention_mode)
+        share(dropout_p=dropout_p)
+        named_backend(backend)
+        is_additive = attention_mode == "additive-self-attention"
+        if is_additive and dim != 1:
+            raise ValueError(f"dim: expected 1 of additive attention, got {dim}")
+        if not is_additive and negative_slope != 0.2:
+            raise ValueError(
+                f"negative_slope: only additive attention has one, got {negative_slope}"
+            )
+        if num_bases is not None and num_blocks is not None:
+            raise ValueError(
+                f"num_bases and num_blocks: expected one of them, got {num_bases} and {num_blocks}"
+            )
+        width = heads * out_channels
+        if num_blocks is not None:
+            divides("num_blocks", num_blocks, in_channels=in_channels, heads_and_channels=width)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.num_relations = num_relations
+        self.num_bases = num_bases
+        self.num_blocks = num_blocks
+        self.attention_mechanism: AttentionMechanism = attention_mechanism
+        self.attention_mode: AttentionMode = attention_mode
+        self.heads = heads
+        self.dim = dim
+        self.concat = concat
+        self.negative_slope = negative_slope
+        self.dropout_p = dropout_p
+        self.edge_dim = edge_dim
+        self.backend = backend
+        if num_bases is not None:
+            self.coefficients = nn.Parameter(torch.empty(num_relations, num_bases))
+            self.bases = nn.Parameter(torch.empty(num_bases, in_channels, width))
+        elif num_blocks is not None:
+            blocks = num_relations, num_blocks, in_channels // num_blocks, width // num_blocks
+            self.blocks = nn.Parameter(torch.empty(blocks))
+        else:
+            self.weight = nn.Parameter(torch.empty(num_relations, in_channels, width))
+        scores = heads * dim
+        self.query_weight = nn.Parameter(torch.empty(width, scores))
+        self.key_weight = nn.Parameter(torch.empty(width, scores))
+        self.edge_proj = None
+        if edge_dim is not None:
+            self.edge_proj = nn.Linear(edge_dim, width, bias=False)
+            self.edge_weight = nn.Parameter(torch.empty(width, scores))
+        size = dim * out_channels * (heads if concat else 1)
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform matrices, the bias 0."""
+        for name, parameter in self.named_parameters():
+            if name == "bias":
+                nn.init.zeros_(parameter)
+            else:
+                bound = (6 / (parameter.shape[-2] + parameter.shape[-1])) ** 0.5
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self,
+        x: Annotated[Tensor, "nodes in_channels"],
+        edge_index: Annotated[Tensor, "2 edges", int] | TypedEdges,
+        edge_type: Annotated[Tensor, "edges", int] | None = None,
+        edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Tensor:
+        """What nodes gather from their neighbours of all relations.
+
+        Args:
+            x: of `HeteroData`, that of `data.to_homogeneous()`, which has `edge_type`, too.
+            edge_index: sources and targets, sorted at every call; or
+                `TypedEdges(edge_index, num_nodes, edge_type, num_relations)`, sorted once.
+            edge_type: the relation of each edge; None with `TypedEdges`.
+            edge_attr: features of the edges; one channel may lack its dimension.
+            return_attention_weights: give (edges, weights) too, as PyG's layer does.
+
+        Returns:
+            Nodes with heads · dim · out_channels, or without `concat` dim · out_channels.
+
+        Raises:
+            ValueError, TypeError, IndexError: nodes or edges of another shape or type.
+        """
+        edges, value, features = self._read(x, edge_index, edge_type, edge_attr)
+        mask = edges.mask(self.attention_mechanism)
+        query, key = self._without_channels(mask.sizes, value)
+        output = attend(
+            query,
+            key,
+            value,
+            mask=mask,
+            edge_features=features,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            backend=self.backend,
+        )
+        output = edges.summed(output, self.attention_mechanism).transpose(0, 1)
+        if not self.concat:
+            output = output.unflatten(1, (self.heads, self.dim)).mean(dim=1)
+        output = output.flatten(1)
+        output = output if self.bias is None else output + self.bias
+        if return_attention_weights is None:
+            return output
+        weights = edge_weights(query, key, mask, edge_features=features).T
+        return output, (edges.edge_index, weights)  # type: ignore[return-value]
+
+    def attention_weights(
+        self,
+        x: Annotated[Tensor, "nodes in_channels"],
+        edge_index: Annotated[Tensor, "2 edges", int] | TypedEdges,
+        edge_type: Annotated[Tensor, "edges", int] | None = None,
+        edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
+    ) -> Annotated[Tensor, "edges heads"]:
+        """The weights that `forward` uses, before dropout: `heads · dim` for each edge, in the
+        caller's order."""
+        edges, value, features = self._read(x, edge_index, edge_type, edge_attr)
+        mask = edges.mask(self.attention_mechanism)
+        query, key = self._without_channels(mask.sizes, value)
+        return edge_weights(query, key, mask, edge_features=features).T
+
+    def _without_channels(self, sizes: tuple[int, int], value: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of 0: the scores are what each edge adds to them."""
+        query = value.new_zeros(self.heads * self.dim, sizes[0], 1)
+        return query, value.new_zeros(self.heads, sizes[1], 1)
+
+    def _read(
+        self,
+        x: Tensor,
+        edge_index: Tensor | TypedEdges,
+        edge_type: Tensor | None,
+        edge_attr: Tensor | None,
+    ) -> tuple[TypedEdges, Tensor, EdgeFeatures]:
+        """The edges, values [heads, pairs, out_channels], and the scores of the edges."""
+        if x.ndim != 2 or x.shape[1] != self.in_channels:
+            raise ValueError(f"x: expected [nodes, {self.in_channels}], got {list(x.shape)}")
+        if isinstance(edge_index, TypedEdges):
+            given = edge_index.num_nodes, len(edge_index.edge_types)
+            if edge_type is not None or given != (len(x), self.num_relations):
+                raise ValueError(
+                    f"edge_index: expected TypedEdges of {len(x)} nodes and {self.num_relations} "
+                    f"types, and no edge_type, got {given[0]} nodes and {given[1]} types"
+                )
+            edges = edge_index
+        else:
+            edges = TypedEdges(edge_index, len(x), edge_type, self.num_relations)
+        weight = self._relation_weight()
+        sources, targets = edges.sources, edges.targets
+        value = grouped(x.index_select(0, sources.node), sources.counts, weight)
+        by_target = x.index_select(0, targets.node)
+        query = grouped(by_target, targets.counts, weight @ self.query_weight)
+        query = query.index_select(0, targets.of_edge)
+        key = (value @ self.key_weight).index_select(0, sources.of_edge)
+        carried = self._carried(edges, edge_attr)
+        if self.attention_mode == "additive-self-attention":
+            scores = query + key if carried is None else query + key + carried
+            scores = F.leaky_relu(scores, self.negative_slope)
+        else:
+            scores = query * key if carried is None else query * key * carried
+        return edges, split_heads(value, self.heads), EdgeFeatures(bias=scores.T)
+
+    def _relation_weight(self) -> Tensor:
+        """W of each relation, [relations, in_channels, heads · out_channels]."""
+        if self.num_bases is not None:
+            return torch.tensordot(self.coefficients, self.bases, dims=1)
+        if self.num_blocks is not None:
+            eye = torch.eye(self.num_blocks, dtype=self.blocks.dtype, device=self.blocks.device)
+            full = torch.einsum("rbio,bc->rbico", self.blocks, eye)
+            return full.reshape(self.num_relations, self.in_channels, -1)
+        return self.weight
+
+    def _carried(self, edges: TypedEdges, edge_attr: Tensor | None) -> Tensor | None:
+        """What features of the edges make of their scores, [edges, heads · dim]."""
+        if self.edge_proj is None:
+            if edge_attr is not None:
+                raise ValueError("edge_attr: given, but edge_dim is None: the layer reads none")
+            return None
+        if edge_attr is None:
+            raise ValueError(f"edge_attr: expected [edges, {self.edge_dim}], got None")
+        edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr
+        if list(edge_attr.shape) != [edges.num_edges, self.edge_dim]:
+            raise ValueError(
+                f"edge_attr: expected [edges, edge_dim] = {[edges.num_edges, self.edge_dim]}, "
+                f"got {list(edge_attr.shape)}"
+            )
+        return edge_attr @ (self.edge_proj.weight.T @ self.edge_weight)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.in_channels}, {self.out_channels}, "
+            f"{self.num_relations}, heads={self.heads})"
+        )
