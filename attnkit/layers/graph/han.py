@@ -9,7 +9,7 @@ from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
-from attnkit.core.linear import reset_linear
+from attnkit.core.linear import reset_linear, run_linear
 from attnkit.core.scores.kinds import Additive
 from attnkit.layers.graph.typed_edges import (
     EdgeType,
@@ -124,9 +124,10 @@ class HANAttention(nn.Module):
         by_target: dict[str, list[Tensor]] = {name: [] for name in x_dict}
         parts = (tensor.split(pairs.counts) for tensor in (rows, pairs.node))
         for (_, _, target), part, nodes in zip(edges.edge_types, *parts, strict=True):
-            all_nodes = part.new_zeros(len(x_dict[target]), self.out_channels)
-            places = nodes - edges.nodes[target].start
-            by_target[target].append(all_nodes.index_copy(0, places, part))
+            if len(nodes) < len(x_dict[target]):
+                all_nodes = part.new_zeros(len(x_dict[target]), self.out_channels)
+                part = all_nodes.index_copy(0, nodes - edges.nodes[target].start, part)
+            by_target[target].append(part)
         outputs: dict[str, Tensor | None] = {}
         weights: dict[str, Tensor | None] = {}
         for name, of_types in by_target.items():
@@ -142,7 +143,7 @@ class HANAttention(nn.Module):
         stacked = torch.stack(of_types)
         if stacked.shape[1] == 0:
             return stacked[0], None
-        scores = self.type_proj(stacked).tanh().mean(dim=1) @ self.type_query
+        scores = run_linear(self.type_proj, stacked).tanh().mean(dim=1) @ self.type_query
         weights = scores.softmax(dim=0)
         return torch.tensordot(weights, stacked, dims=1), weights
 
@@ -167,7 +168,8 @@ class HANAttention(nn.Module):
         """The edges, and queries and keys [heads, pairs, 1] and values [heads, pairs, head_dim]."""
         edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)
         projected = self.in_proj(x_dict)
-        nodes = split_heads(torch.cat([projected[name] for name in edges.nodes]), self.heads)
+        rows = torch.cat([projected[name] for name in edges.nodes])
+        nodes = split_heads(rows, self.heads)
 
         def scores(vector: Tensor, pairs: Pairs) -> Tensor:
             by_type = nodes @ vector[types].permute(1, 2, 0)  # [heads, nodes, types]
@@ -176,7 +178,8 @@ class HANAttention(nn.Module):
 
         query = scores(self.query_vector, edges.targets)
         key = scores(self.key_vector, edges.sources)
-        return edges, query, key, nodes.index_select(1, edges.sources.node)
+        value = split_heads(rows.index_select(0, edges.sources.node), self.heads)
+        return edges, query, key, value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.out_channels}, heads={self.heads})"

@@ -17,7 +17,6 @@ from attnkit.layers.graph.typed_edges import (
     TypedEdges,
     as_typed_edges,
     check_mechanism,
-    grouped,
     split_heads,
 )
 from attnkit.layers.graph.typed_linear import TypedLinear, channels_by_type
@@ -145,16 +144,19 @@ class HGTAttention(nn.Module):
     ) -> tuple[TypedEdges, Tensor, Tensor, Tensor]:
         """The edges, and queries, keys and values [heads, nodes or pairs, head_dim]."""
         edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)
-        projected = self.in_proj(x_dict)
-        nodes = torch.cat([projected[name] for name in edges.nodes])
-        query, memory = nodes.split([self.out_channels, 2 * self.out_channels], dim=1)
+        sizes = [self.out_channels, 2 * self.out_channels]
+        nodes = {name: rows.split(sizes, dim=1) for name, rows in self.in_proj(x_dict).items()}
+        query = torch.cat([nodes[name][0] for name in edges.nodes])
         if self.attention_mechanism == "within-relation":
             query = query.index_select(0, edges.targets.node)
         # keys and values as twice as many heads, each with the matrix of its edge type
-        memory = memory.index_select(0, edges.sources.node)
         weight = torch.cat([self.key_weight * self.prior[..., None, None], self.value_weight], 1)
-        memory = grouped(split_heads(memory, 2 * self.heads), edges.sources.counts, weight[types])
-        return edges, split_heads(query, self.heads), *memory.split(self.heads)
+        parts = [
+            split_heads(edges.of_sources(key, nodes[key[0]][1]), 2 * self.heads) @ weight[place]
+            for key, place in zip(edges.edge_types, types, strict=True)
+        ]
+        key, value = torch.cat(parts, dim=1).split(self.heads)
+        return edges, split_heads(query, self.heads), key, value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.out_channels}, heads={self.heads})"

@@ -177,6 +177,22 @@ class TypedEdges:
         nodes = output.new_zeros(output.shape[0], self.num_nodes, output.shape[2])
         return nodes.index_add(1, self.targets.node, output)
 
+    def of_sources(self, key: EdgeType, rows: Tensor) -> Tensor:
+        """Of the rows of a node type those of the pairs of an edge type."""
+        nodes = self._sources_by_type[key]
+        return rows if nodes is None else rows.index_select(0, nodes)
+
+    @cached_property
+    def _sources_by_type(self) -> dict[EdgeType, Tensor | None]:
+        """The nodes of `sources` by edge type, counted from those of their type; None: all."""
+        found = {}
+        parts = self.sources.node.split(self.sources.counts)
+        for key, part in zip(self.edge_types, parts, strict=True):
+            nodes = self.nodes[key[0]]
+            is_all = len(part) == nodes.stop - nodes.start
+            found[key] = None if is_all else part - nodes.start
+        return found
+
     def by_type(self, rows: Tensor) -> dict[Any, Tensor]:
         """Rows of the edges as those of each edge type; of edges that were given by type."""
         return dict(zip(self.edge_types, rows.split(self.counts), strict=True))
