@@ -417,6 +417,24 @@ def graphs():
     inner = attnkit.GraphAttention(18, 18, edge_dim=17)
     block = layers.GraphBlock(18, inner, nn.Identity())
     yield called(block.forward, x, attnkit.Edges(edge_index, 19), graph[1])
+    relations = torch.arange(23) % 5
+    layer = attnkit.RGATAttention(18, 13, 5, heads=6, edge_dim=17)
+    yield called(layer.forward, x, edge_index, relations, graph[1])
+    yield called(layer.attention_weights, x, edge_index, relations, floats("edges edge_dim"))
+    cites, writes = ("paper", "cites", "paper"), ("author", "writes", "paper")
+    metadata = ["paper", "author"], [cites, writes]
+    nodes = {"paper": floats("nodes channels"), "author": floats("sources channels")}
+    of_types = {cites: edge_index[:, :20], writes: edge_index[:, 20:]}
+    for kind in (attnkit.HGTAttention, attnkit.HANAttention):
+        layer = kind(18, 78, metadata, 6)
+        yield called(layer.forward, nodes, of_types)
+        yield called(layer.attention_weights, nodes, of_types)
+    typed = attnkit.TypedEdges(edge_index, 19, relations, 5)
+    yield called(attnkit.TypedEdges, edge_index, 19, relations, 5)
+    yield called(typed.summed, floats("heads nodes channels"), "across-relation")
+    typed = attnkit.TypedEdges(of_types, {"paper": 19, "author": 29})
+    yield called(typed.of_sources, cites, nodes["paper"])
+    yield called(typed.by_type, floats("edges heads"))
     yield called(layers.SparseDropout().forward, x.to_sparse_csr())
     yield called(layers.SparseLinear(18, 78).forward, x.to_sparse_csr())
     yield called(attnkit.GAT(18, 16, 31, edge_dim=17).forward, x, *graph)

@@ -1,6 +1,7 @@
 """Attention of the Heterogeneous Graph Attention Network."""
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.linear import reset_linear, run_linear
 from attnkit.core.scores.kinds import Additive
 from attnkit.layers.graph.typed_edges import (
+    EdgesByType,
     EdgeType,
     Metadata,
+    NodesByType,
     Pairs,
     TypedEdges,
     as_typed_edges,
@@ -89,10 +92,10 @@ class HANAttention(nn.Module):
 
     def forward(
         self,
-        x_dict: Mapping[str, Tensor],
-        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
+        x_dict: NodesByType,
+        edge_index_dict: EdgesByType | TypedEdges,
         return_semantic_attention_weights: bool = False,
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Annotated[Tensor, "_ out_channels"] | None]:
         """What nodes gather from their neighbours of all types.
 
         Args:
@@ -149,9 +152,9 @@ class HANAttention(nn.Module):
 
     def attention_weights(
         self,
-        x_dict: Mapping[str, Tensor],
-        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
-    ) -> dict[EdgeType, Tensor]:
+        x_dict: NodesByType,
+        edge_index_dict: EdgesByType | TypedEdges,
+    ) -> dict[EdgeType, Annotated[Tensor, "_ heads"]]:
         """The node-level weights that `forward` uses, before dropout: [edges, heads] of each edge
         type."""
         edges, query, key, _ = self._heads(x_dict, edge_index_dict)
@@ -162,8 +165,8 @@ class HANAttention(nn.Module):
 
     def _heads(
         self,
-        x_dict: Mapping[str, Tensor],
-        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
+        x_dict: NodesByType,
+        edge_index_dict: EdgesByType | TypedEdges,
     ) -> tuple[TypedEdges, Tensor, Tensor, Tensor]:
         """The edges, and queries and keys [heads, pairs, 1] and values [heads, pairs, head_dim]."""
         edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)

@@ -1,6 +1,7 @@
 """Attention of the Heterogeneous Graph Transformer."""
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.layers.graph.typed_edges import (
     AttentionMechanism,
+    EdgesByType,
     EdgeType,
     Metadata,
+    NodesByType,
     TypedEdges,
     as_typed_edges,
     check_mechanism,
@@ -92,9 +95,9 @@ class HGTAttention(nn.Module):
 
     def forward(
         self,
-        x_dict: Mapping[str, Tensor],
-        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
-    ) -> dict[str, Tensor]:
+        x_dict: NodesByType,
+        edge_index_dict: EdgesByType | TypedEdges,
+    ) -> dict[str, Annotated[Tensor, "_ out_channels"]]:
         """What nodes gather from their neighbours of all types.
 
         Args:
@@ -129,9 +132,9 @@ class HGTAttention(nn.Module):
 
     def attention_weights(
         self,
-        x_dict: Mapping[str, Tensor],
-        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
-    ) -> dict[EdgeType, Tensor]:
+        x_dict: NodesByType,
+        edge_index_dict: EdgesByType | TypedEdges,
+    ) -> dict[EdgeType, Annotated[Tensor, "_ heads"]]:
         """The weights that `forward` uses, before dropout: [edges, heads] of each edge type."""
         edges, query, key, _ = self._heads(x_dict, edge_index_dict)
         mask = edges.mask(self.attention_mechanism)
@@ -139,8 +142,8 @@ class HGTAttention(nn.Module):
 
     def _heads(
         self,
-        x_dict: Mapping[str, Tensor],
-        edge_index_dict: Mapping[EdgeType, Tensor] | TypedEdges,
+        x_dict: NodesByType,
+        edge_index_dict: EdgesByType | TypedEdges,
     ) -> tuple[TypedEdges, Tensor, Tensor, Tensor]:
         """The edges, and queries, keys and values [heads, nodes or pairs, head_dim]."""
         edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)

@@ -152,7 +152,7 @@ class RGATAttention(nn.Module):
         edge_type: Annotated[Tensor, "edges", int] | None = None,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
         return_attention_weights: bool | None = None,
-    ) -> Tensor:
+    ) -> Annotated[Tensor, "nodes out_channels"]:
         """What nodes gather from their neighbours of all relations.
 
         Args:

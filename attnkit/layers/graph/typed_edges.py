@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from attnkit.core.arguments import choice
+from attnkit.core.linear import linear
 from attnkit.core.masks.edges import Edges
 
 EdgeType = tuple[str, str, str]
 """Source node type, relation and target node type, as in PyG."""
+
+NodesByType = Mapping[str, Annotated[Tensor, "_ _"]]
+"""Nodes [nodes, channels] by node type."""
+
+EdgesByType = Mapping[EdgeType, Annotated[Tensor, "2 _", int]]
+"""Edges [2, edges] by edge type, or sparse matrices [targets, sources]."""
 
 Metadata = tuple[list[str], list[EdgeType]]
 """Node types and edge types, as PyG's `HeteroData.metadata()` gives them."""
@@ -61,7 +68,7 @@ class TypedEdges:
 
     def __init__(
         self,
-        edge_index: Mapping[EdgeType, Tensor] | Annotated[Tensor, "2 edges", int],
+        edge_index: EdgesByType | Annotated[Tensor, "2 edges", int],
         num_nodes: Mapping[str, int] | int,
         edge_type: Annotated[Tensor, "edges", int] | None = None,
         num_types: int | None = None,
@@ -80,9 +87,7 @@ class TypedEdges:
                 f"{type(edge_index).__name__} and {type(num_nodes).__name__}"
             )
 
-    def _read_types(
-        self, edge_index: Mapping[EdgeType, Tensor], num_nodes: Mapping[str, int]
-    ) -> None:
+    def _read_types(self, edge_index: EdgesByType, num_nodes: Mapping[str, int]) -> None:
         self.nodes, self.num_nodes = {}, 0
         for name, number in num_nodes.items():
             self.nodes[name] = slice(self.num_nodes, self.num_nodes + number)
@@ -170,14 +175,18 @@ class TypedEdges:
         """`across` or `within`."""
         return self.across if mechanism == "across-relation" else self.within
 
-    def summed(self, output: Tensor, mechanism: AttentionMechanism) -> Tensor:
+    def summed(
+        self, output: Annotated[Tensor, "heads _ channels"], mechanism: AttentionMechanism
+    ) -> Annotated[Tensor, "heads nodes channels"]:
         """What nodes get of all edge types, [heads, nodes, channels], of what `mask` gave."""
         if mechanism == "across-relation":
             return output
         nodes = output.new_zeros(output.shape[0], self.num_nodes, output.shape[2])
         return nodes.index_add(1, self.targets.node, output)
 
-    def of_sources(self, key: EdgeType, rows: Tensor) -> Tensor:
+    def of_sources(
+        self, key: EdgeType, rows: Annotated[Tensor, "_ channels"]
+    ) -> Annotated[Tensor, "_ channels"]:
         """Of the rows of a node type those of the pairs of an edge type."""
         nodes = self._sources_by_type[key]
         return rows if nodes is None else rows.index_select(0, nodes)
@@ -193,13 +202,15 @@ class TypedEdges:
             found[key] = None if is_all else part - nodes.start
         return found
 
-    def by_type(self, rows: Tensor) -> dict[Any, Tensor]:
+    def by_type(
+        self, rows: Annotated[Tensor, "edges heads"]
+    ) -> dict[EdgeType, Annotated[Tensor, "_ heads"]]:
         """Rows of the edges as those of each edge type; of edges that were given by type."""
         return dict(zip(self.edge_types, rows.split(self.counts), strict=True))
 
 
 def as_typed_edges(
-    edge_index: Mapping[EdgeType, Tensor] | TypedEdges, x: Mapping[str, Tensor], metadata: Metadata
+    edge_index: EdgesByType | TypedEdges, x: NodesByType, metadata: Metadata
 ) -> tuple[TypedEdges, list[int]]:
     """The edges between these nodes, and the place in the metadata of each of their types."""
     node_types, edge_types = metadata
@@ -224,16 +235,14 @@ def as_typed_edges(
     return edge_index, [edge_types.index(key) for key in edge_index.edge_types]
 
 
-def grouped(rows: Tensor, counts: list[int], weight: Tensor) -> Tensor:
-    """Rows of one type after the other, each times the matrix of its type.
-
-    Args:
-        rows: [rows, in_channels]; or by heads, [heads, rows, in_channels].
-        counts: how many rows of each type.
-        weight: [types, in_channels, out_channels]; or [types, heads, in_channels, out_channels].
-    """
-    parts = rows.split(counts, dim=-2)
-    return torch.cat([part @ w for part, w in zip(parts, weight, strict=True)], dim=-2)
+def grouped(
+    rows: Annotated[Tensor, "rows in_channels"],
+    counts: list[int],
+    weight: Annotated[Tensor, "_ in_channels out_channels"],
+) -> Annotated[Tensor, "rows out_channels"]:
+    """Rows of one type after the other, so many of each, times the matrix of their type."""
+    parts = zip(rows.split(counts), weight.mT, strict=True)
+    return torch.cat([linear(part, matrix, None) for part, matrix in parts])
 
 
 def split_heads(rows: Tensor, heads: int) -> Tensor:

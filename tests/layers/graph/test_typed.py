@@ -1,0 +1,280 @@
+"""Attention over edges of several types: HGT, HAN, RGAT, and the edges that they share."""
+
+import pytest
+import torch
+from torch import nn
+
+import attnkit
+from attnkit import HANAttention, HGTAttention, RGATAttention, TypedEdges
+
+SIZES = {"paper": 11, "author": 7, "venue": 3}
+EDGES = {
+    ("paper", "cites", "paper"): 41,
+    ("author", "writes", "paper"): 29,
+    ("paper", "written_by", "author"): 23,
+}
+METADATA = [*SIZES], [*EDGES]
+MECHANISMS = ["across-relation", "within-relation"]
+
+
+def rand(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def graph(channels=5):
+    generator = torch.Generator().manual_seed(0)
+    edges = {
+        key: torch.stack(
+            [torch.randint(SIZES[end], (count,), generator=generator) for end in key[::2]]
+        )
+        for key, count in EDGES.items()
+    }
+    return {name: rand(size, channels, seed=size) for name, size in SIZES.items()}, edges
+
+
+def randomised(layer):
+    for i, parameter in enumerate(layer.parameters()):
+        parameter.data = 0.5 * rand(*parameter.shape, seed=i)
+    return layer.eval()
+
+
+def typed(kind, **options):
+    return randomised(kind(5, 6, METADATA, heads=2, **options))
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_hgt_is_its_formula(mechanism):
+    """Written out edge by edge, for one node."""
+    layer, (x, edges) = typed(HGTAttention, attention_mechanism=mechanism), graph()
+    node = 4
+
+    def heads_of(name, row):
+        projected = layer.in_proj.layers[METADATA[0].index(name)](x[name][row])
+        return projected.view(3, 2, 3)
+
+    query, by_type = heads_of("paper", node)[0], []
+    for place, key in enumerate(METADATA[1][:2]):
+        scores, values = [], []
+        for j in edges[key][0][edges[key][1] == node]:
+            _, k, v = heads_of(key[0], j)
+            k = torch.einsum("hi,hij->hj", k, layer.key_weight[place])
+            scores.append((query * k).sum(1) * layer.prior[place] / 3**0.5)
+            values.append(torch.einsum("hi,hij->hj", v, layer.value_weight[place]))
+        by_type.append([torch.stack(scores), torch.stack(values)])
+    if mechanism == "across-relation":
+        by_type = [[torch.cat(parts) for parts in zip(*by_type, strict=True)]]
+    gathered = sum(
+        (scores.softmax(dim=0)[..., None] * values).sum(dim=0) for scores, values in by_type
+    )
+    expected = layer.out_proj.layers[0](nn.functional.gelu(gathered.flatten()))
+    output = layer(x, edges)
+    torch.testing.assert_close(output["paper"][node], expected)
+    assert {name: [*rows.shape] for name, rows in output.items()} == {
+        "paper": [11, 6],
+        "author": [7, 6],
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "mechanism"),
+    [*((HGTAttention, mechanism) for mechanism in MECHANISMS), (HANAttention, MECHANISMS[1])],
+)
+def test_weights_sum_to_one_across_or_within_types(kind, mechanism):
+    options = {"attention_mechanism": mechanism} if kind is HGTAttention else {}
+    layer, (x, edges) = typed(kind, **options), graph()
+    weights = layer.attention_weights(x, edges)
+    assert [*weights] == [*edges]
+    totals = {}
+    for key, rows in weights.items():
+        kept = key if mechanism == "within-relation" else key[2]
+        sums = torch.zeros(SIZES[key[2]], 2, dtype=torch.float64)
+        totals[kept] = totals.get(kept, 0) + sums.index_add(0, edges[key][1], rows)
+    for sums in totals.values():
+        torch.testing.assert_close(sums[sums > 0], torch.ones_like(sums[sums > 0]))
+
+
+@pytest.mark.parametrize("kind", [HGTAttention, HANAttention])
+def test_one_attention_for_all_types(kind):
+    """Prepared edges give the same; types may lack; what a node has no part in changes nothing."""
+    layer, (x, edges) = typed(kind), graph()
+    prepared = TypedEdges(edges, SIZES)
+    with attnkit.record_backends() as ran:
+        expected = layer(x, prepared)
+    assert ran.total().total() == 1
+    output = layer(x, edges)
+    torch.testing.assert_close(output["paper"], expected["paper"])
+    citing, writes, written = EDGES
+    fewer = {citing: edges[citing], written: edges[written]}
+    nodes = {name: rows for name, rows in x.items() if name != "venue"}
+    alone = layer(nodes, fewer)
+    torch.testing.assert_close(alone["author"], expected["author"])
+    assert not torch.allclose(alone["paper"], expected["paper"])
+    none = {writes: edges[writes][:, :0]}
+    assert layer(x, none)["paper"].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [HGTAttention, HANAttention])
+def test_channels_that_the_first_input_tells(kind):
+    _, edges = graph()
+    x = {name: rand(size, 4 + size) for name, size in SIZES.items()}
+    layer = kind({"paper": -1, "author": 11, "venue": -1}, 6, METADATA, heads=2).double()
+    output = layer(x, edges)
+    assert output["paper"].shape == (11, 6)
+    assert layer.in_proj.layers[0].weight.shape[1] == 15
+    sum(rows.sum() for rows in output.values() if rows is not None).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+    with pytest.raises(ValueError, match=r"x_dict: expected \[nodes, 15\] of 'paper', got \[11, 3"):
+        layer(x | {"paper": rand(11, 3)}, edges)
+
+
+def test_nodes_of_as_many_channels_are_added():
+    layer, (x, edges) = typed(HGTAttention), graph(channels=5)
+    wide = randomised(HGTAttention({"paper": 6, "author": 5, "venue": 5}, 6, METADATA, heads=2))
+    x["paper"] = rand(11, 6)
+    before = wide(x, edges)["paper"]
+    wide.skip.data.fill_(-1e9)
+    torch.testing.assert_close(wide(x, edges)["paper"], x["paper"])
+    wide.skip.data.fill_(1e9)
+    assert not torch.allclose(wide(x, edges)["paper"], before)
+    assert layer.skip.shape == (3,)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_relations_of_one_type_are_gat(mechanism):
+    """With one relation and Q and K that read each head alone, RGAT is GAT."""
+    edge_index = graph()[1]["paper", "cites", "paper"]
+    theirs = randomised(attnkit.GraphAttention(5, 4, 3, score="gat"))
+    layer = RGATAttention(5, 4, 1, heads=3, attention_mechanism=mechanism).double()
+    projections = theirs.projections
+    layer.weight.data = projections.value_proj.weight.T[None]
+    layer.query_weight.data = torch.block_diag(*projections.query_vector[:, None]).T.contiguous()
+    layer.key_weight.data = torch.block_diag(*projections.key_vector[:, None]).T.contiguous()
+    layer.bias.data = theirs.out_bias
+    x, types = rand(11, 5), torch.zeros(41, dtype=torch.long)
+    torch.testing.assert_close(layer(x, edge_index, types), theirs(x, edge_index))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (HGTAttention(5, 6, METADATA, 2, dropout_p=0.5), graph()),
+    lambda: (HANAttention(5, 6, METADATA, 2, dropout_p=0.5), graph()),
+    lambda: (RGATAttention(5, 3, 4, heads=2, dropout_p=0.5),
+             (rand(11, 5), torch.randint(11, (2, 40)), torch.randint(4, (40,)))),
+], ids=["HGT", "HAN", "RGAT"])  # fmt: skip
+def test_dropout_and_reset(make):
+    torch.manual_seed(0)
+    layer, given = make()
+    layer = layer.double()
+
+    def output():
+        found = layer(*given)
+        return found if isinstance(found, torch.Tensor) else found["paper"]
+
+    assert not torch.equal(output(), output())
+    layer.eval()
+    before = output()
+    assert torch.equal(before, output())
+    layer.reset_parameters()
+    assert not torch.allclose(before, output())
+
+
+EDGE = torch.zeros(2, 1, dtype=torch.long)
+KEY = METADATA[1][0]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: TypedEdges({}, SIZES), ValueError, "edge_index: expected at least one edge type"),
+        (lambda: TypedEdges({"cites": EDGE}, SIZES), ValueError, "expected .source, relation, ta"),
+        (
+            lambda: TypedEdges({("paper", "in", "book"): EDGE}, SIZES),
+            ValueError,
+            r"\('paper', 'in', 'book'\) joins nodes of type 'book', expected one of 'paper', 'au",
+        ),
+        (
+            lambda: TypedEdges({KEY: EDGE + 11}, SIZES),
+            IndexError,
+            r"source nodes go from 11 to 11, expected 0 to 10, of \('paper', 'cites', 'paper'\)",
+        ),
+        (lambda: TypedEdges({KEY: EDGE}, 11), TypeError, "two dicts, or a tensor"),
+        (lambda: TypedEdges({KEY: EDGE}, SIZES, EDGE[0]), ValueError, "the keys of edge_index"),
+        (lambda: TypedEdges(EDGE, 11), ValueError, "edge_type and num_types: expected a type for"),
+        (lambda: TypedEdges(EDGE, 11, EDGE, 2), ValueError, r"expected integers \[1 edges\], got"),
+        (lambda: TypedEdges(EDGE, 11, EDGE[0] + 2, 2), IndexError, "goes from 2 to 2, expected 0"),
+        (lambda: HGTAttention(5, 7, METADATA, 2), ValueError, "heads: 2 does not divide out_chan"),
+        (
+            lambda: HGTAttention(5, 6, METADATA, attention_mechanism="all"),
+            ValueError,
+            "attention_mechanism: expected 'across-relation' or 'within-relation', got 'all'",
+        ),
+        (
+            lambda: HANAttention({"paper": 5}, 6, METADATA),
+            ValueError,
+            "in_channels: expected a number for each of 'paper', 'author', 'venue', got",
+        ),
+        (lambda: HANAttention(0, 6, METADATA), ValueError, "in_channels: expected at least 1"),
+        (lambda: HANAttention(5, 6, METADATA, negative_slope=-1), ValueError, "negative_slope"),
+        (
+            lambda: typed(HGTAttention)({"book": rand(2, 5)}, {}),
+            ValueError,
+            "x_dict: the layer has the node types 'paper', 'author', 'venue', got 'book'",
+        ),
+        (
+            lambda: typed(HGTAttention)({"paper": rand(11)}, {}),
+            ValueError,
+            r"x_dict: expected \[nodes, channels\] of 'paper', got \[11\]",
+        ),
+        (
+            lambda: typed(HANAttention)(graph()[0], {("paper", "quotes", "paper"): EDGE}),
+            ValueError,
+            "quotes', 'paper'. is none of the layer's edge types",
+        ),
+        (
+            lambda: typed(HANAttention)(graph()[0], TypedEdges({KEY: EDGE}, {"paper": 11})),
+            ValueError,
+            "TypedEdges is of other nodes than x_dict",
+        ),
+        (lambda: RGATAttention(5, 4, 2, dim=2), ValueError, "dim: expected 1 of additive"),
+        (
+            lambda: RGATAttention(5, 4, 2, num_bases=2, num_blocks=1),
+            ValueError,
+            "num_bases and num_blocks: expected one of them, got 2 and 1",
+        ),
+        (lambda: RGATAttention(5, 4, 2, num_blocks=2), ValueError, "num_blocks: 2 does not divide"),
+        (
+            lambda: RGATAttention(
+                5, 4, 2, attention_mode="multiplicative-self-attention", negative_slope=0.1
+            ),
+            ValueError,
+            "negative_slope: only additive attention has one, got 0.1",
+        ),
+        (lambda: RGATAttention(5, 4, 2)(rand(11, 3), EDGE), ValueError, r"x: expected \[nodes, 5"),
+        (lambda: RGATAttention(5, 4, 2)(rand(11, 5), EDGE), ValueError, "expected a type for each"),
+        (
+            lambda: RGATAttention(5, 4, 2)(rand(11, 5), TypedEdges(EDGE, 11, EDGE[0], 3)),
+            ValueError,
+            "expected TypedEdges of 11 nodes and 2 types, and no edge_type, got 11 nodes and 3 ty",
+        ),
+        (
+            lambda: RGATAttention(5, 4, 2).double()(rand(11, 5), EDGE, EDGE[0], rand(1, 2)),
+            ValueError,
+            "edge_attr: given, but edge_dim is None",
+        ),
+        (
+            lambda: RGATAttention(5, 4, 2, edge_dim=2).double()(rand(11, 5), EDGE, EDGE[0]),
+            ValueError,
+            r"edge_attr: expected \[edges, 2\], got None",
+        ),
+        (
+            lambda: RGATAttention(5, 4, 2, edge_dim=2).double()(
+                rand(11, 5), EDGE, EDGE[0], rand(3, 2)
+            ),
+            ValueError,
+            r"edge_attr: expected \[edges, edge_dim\] = \[1, 2\], got \[3, 2\]",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
