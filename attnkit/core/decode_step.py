@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.check import check_inputs
 from attnkit.core.kernels.record import note_kernel
-from attnkit.core.linear import run_linear
 from attnkit.core.listeners import LISTENERS, Seen, tell, unheard
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers.kinds import Softmax
+from attnkit.core.operators.linear import run_linear
 from attnkit.core.scores.kinds import ScaledDot
 
 

@@ -11,9 +11,9 @@ from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.choose import named_backend
-from attnkit.core.linear import run_linear
 from attnkit.core.masks.base import Mask
 from attnkit.core.normalizers.learned import learned_normalizer
+from attnkit.core.operators.linear import run_linear
 from attnkit.core.projections import Projections
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import learned_score

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, divides
-from attnkit.core.linear import run_linear
+from attnkit.core.operators.linear import run_linear
 
 
 class Projections(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from attnkit.core.linear import EVERY_ROW, linear
+from attnkit.core.operators.linear import EVERY_ROW, linear
 
 
 class LoRALinear(nn.Linear):

@@ -8,6 +8,7 @@ from attnkit.layers.gates.gate import Gate, capture_gates
 from attnkit.layers.gates.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.block import GraphBlock
+from attnkit.layers.graph.receptive_field import ReceptiveField
 from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
 from attnkit.layers.maps.channel import (
     ChannelAttention,
@@ -41,6 +42,7 @@ __all__ = [
     "GraphAttention",
     "GraphBlock",
     "PatchEmbedding",
+    "ReceptiveField",
     "SparseDropout",
     "SparseLinear",
     "SpatialAttention",

@@ -16,7 +16,7 @@ from attnkit.layers.graph.block import (
     make_activation,
     make_norm,
 )
-from attnkit.layers.graph.inputs import as_edges
+from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 
 
 class GAT(nn.Module):
@@ -67,6 +67,10 @@ class GAT(nn.Module):
     takes_edges = True
     """Whether `edge_index` may be `attnkit.Edges`."""
 
+    num_hops: int | None
+    """How many edges away the logits of a node look, for `ReceptiveField`; None: everywhere, as
+    with the statistics of batch normalization."""
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -109,6 +113,7 @@ class GAT(nn.Module):
             raise ValueError(f"{given}: the residual blocks of mlp_ratio have none")
         self.in_channels = in_channels
         self.num_classes = num_classes
+        self.num_hops = None if norm == "batch" else num_layers
         attention = partial(
             GraphAttention,
             score=score,
@@ -160,18 +165,18 @@ class GAT(nn.Module):
     def forward(
         self,
         x: Annotated[Tensor, "nodes channels"],
-        edge_index: Annotated[Tensor, "2 edges", int] | Edges,
+        edge_index: Annotated[Tensor, "2 edges", int] | Edges | ReceptiveField,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
     ) -> Annotated[Tensor, "nodes classes"]:
-        """Logits of the nodes.
+        """Logits of the nodes, or of those that a receptive field is of.
 
         Args:
             x: dense or sparse CSR, of which the values are dropped.
             edge_index: as in `GraphAttention`; given as a tensor it is sorted once for all layers,
                 at every call; given as `attnkit.Edges`, never again.
         """
-        edges = as_edges(edge_index, x.shape[0])
+        hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.layers))
         x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x, edges, edge_attr)
+        for layer, (edges, features) in zip(self.layers, hops, strict=True):
+            x = layer(x, edges, features)
         return self.head(x)

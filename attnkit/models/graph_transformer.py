@@ -9,7 +9,7 @@ from attnkit.core.arguments import at_least, choice
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
-from attnkit.layers.graph.inputs import as_edges
+from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 from attnkit.layers.graph.sparse import SparseLinear
 from attnkit.layers.graph.transformer_block import (
     GlobalAttention,
@@ -52,6 +52,9 @@ class GraphTransformer(nn.Module):
     takes_edges = True
     """Whether `edge_index` may be `attnkit.Edges`."""
 
+    num_hops: int | None
+    """How many edges away the logits of a node look; None: to every node."""
+
     def __init__(
         self,
         in_channels: int,
@@ -80,6 +83,8 @@ class GraphTransformer(nn.Module):
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.readout = readout
+        is_local = global_attention is None and readout == "node"
+        self.num_hops = num_layers if is_local else None
         self.random_signs = random_signs
         self.embed = SparseLinear(in_channels, hidden_channels)
         self.position_embed = None
@@ -110,7 +115,7 @@ class GraphTransformer(nn.Module):
     def forward(
         self,
         x: Annotated[Tensor, "nodes channels"],
-        edge_index: Annotated[Tensor, "2 edges", int] | Edges,
+        edge_index: Annotated[Tensor, "2 edges", int] | Edges | ReceptiveField,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
         *,
         batch: Annotated[Tensor, "nodes", int] | None = None,
@@ -122,7 +127,8 @@ class GraphTransformer(nn.Module):
 
         Args:
             x: dense or sparse CSR.
-            edge_index: as in `GraphAttention`; given as a tensor it is sorted at every call.
+            edge_index: as in `GraphAttention`; given as a tensor it is sorted at every call. A
+                receptive field is for local attention and the readout "node".
             batch: the graph of each node, in their order; None: all are of one.
             num_graphs: how many there are, where the last of them have no nodes.
             pairs: of the readout "edge": the two nodes of each pair.
@@ -134,7 +140,7 @@ class GraphTransformer(nn.Module):
         if (pairs is None) != (self.readout != "edge"):
             given = None if pairs is None else list(pairs.shape)
             raise ValueError(f"pairs: only for the readout 'edge', got {given} in {self.readout!r}")
-        edges = as_edges(edge_index, x.shape[0])
+        hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.blocks))
         lengths = torch.tensor([x.shape[0]], device=x.device)
         if batch is not None:
             lengths = graph_lengths(batch, num_graphs)
@@ -146,8 +152,8 @@ class GraphTransformer(nn.Module):
             x = x + self.position_embed(positions.to(x.dtype))
         x = self.dropout(x)
         mask = Packed(lengths) if len(lengths) > 1 else None
-        for block in self.blocks:
-            x = block(x, edges, edge_attr, mask=mask)
+        for block, (edges, features) in zip(self.blocks, hops, strict=True):
+            x = block(x, edges, features, mask=mask)
         x = self.norm(x)
         if self.pool is not None:
             x = self.pool(x, lengths)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, choice, divides, pair, share
 from attnkit.core.former import rename
-from attnkit.core.linear import reset_linear
 from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.operators.linear import reset_linear
 from attnkit.core.positions.learned import FactorizedPositions2d, resize_positions
 from attnkit.core.positions.rotary import Rotary2d, Rotation
 from attnkit.core.positions.sinusoidal import sincos_2d

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import homophily
 
-from attnkit.layers.graph.sparse import with_values
+from attnkit.core.operators.sparse import with_values
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import EpochSampler

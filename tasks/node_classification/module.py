@@ -1,6 +1,7 @@
 """The LightningModule of node classification; users subclass it or copy it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
 from attnkit.core.masks.edges import Edges
+from attnkit.layers.graph.receptive_field import ReceptiveField
 from attnkit.lightning import ClassificationModule, UserError
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import probability_columns
+
+MOST = 0.8  # of the edges, from which a part of the graph is not worth a copy of its features
 
 
 class NodeClassification(ClassificationModule):
@@ -25,7 +29,9 @@ class NodeClassification(ClassificationModule):
     A batch is a `torch_geometric.data.Data` with x, edge_index and y. The loss and the metrics of a
     stage are of the nodes in its `train_mask`, `val_mask` or `test_mask`; of a sampled sub-graph
     (one with a `batch_size`, as PyG's `NeighborLoader` and our `NeighborBatches` give), of its
-    first `batch_size` nodes. Edge features are not used.
+    first `batch_size` nodes. Edge features are not used. Of a whole graph nothing is computed but
+    what the logits of a stage's nodes depend on (`attnkit.layers.ReceptiveField`), where the model
+    says in `num_hops` how far that is.
 
     Logged, tested and shown is what `ClassificationModule` says, and of two classes `val/auroc` and
     `test/auroc`, the exact area under the ROC curve of the second one's probability.
@@ -60,6 +66,7 @@ class NodeClassification(ClassificationModule):
         )
         self.in_channels = in_channels
         self._edges: Edges | None = None
+        self._parts: dict[str, _Part] = {}
 
     def metrics(self) -> dict[str, Metric]:
         metrics = super().metrics()
@@ -174,12 +181,41 @@ class NodeClassification(ClassificationModule):
 
     def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
         """Logits and labels of the nodes that count."""
-        logits = self.logits(batch)
         if "batch_size" in batch:
             seeds = slice(batch.batch_size)
-            return logits[seeds], batch.y[seeds]
+            return self.logits(batch)[seeds], batch.y[seeds]
         mask = batch[f"{stage}_mask"]
-        return logits[mask], batch.y[mask]
+        num_hops: Any = getattr(self.model, "num_hops", None)
+        if num_hops is None:
+            return self.logits(batch)[mask], batch.y[mask]
+        part = self._parts.get(stage)
+        if part is None or not part.is_of(batch):
+            part = self._parts[stage] = _Part.of(batch, mask, num_hops)
+        if part.field is None:
+            return self.logits(batch)[mask], part.labels
+        return self(part.x, part.field), part.labels
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What the logits of a stage's nodes depend on; no field where it is most of the graph."""
+
+    graph: Data
+    x: Tensor
+    labels: Tensor
+    field: ReceptiveField | None
+
+    @classmethod
+    def of(cls, graph: Data, mask: Tensor, num_hops: int) -> "_Part":
+        wanted = mask.nonzero().squeeze(1)
+        field = ReceptiveField.of(graph.edge_index, graph.num_nodes, wanted, num_hops)
+        labels = graph.y[mask]
+        if field.num_edges > MOST * num_hops * graph.num_edges:
+            return cls(graph, graph.x, labels, None)
+        return cls(graph, field.rows(graph.x), labels, field)
+
+    def is_of(self, graph: Data) -> bool:
+        return self.graph.edge_index is graph.edge_index and self.graph.x is graph.x
 
 
 class _BinaryAUROC(BinaryAUROC):

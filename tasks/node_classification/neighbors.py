@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch_geometric.data import Data
 
-from attnkit.layers.graph.sparse import sparse_rows
+from attnkit.core.operators.sparse import sparse_rows
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.sampler import InNeighbors, sample_neighbors
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnkit.layers.graph.sparse import offsets, ranges
+from attnkit.core.operators.sparse import offsets, ranges
 
 
 class InNeighbors(NamedTuple):

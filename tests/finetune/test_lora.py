@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import attnkit
-from attnkit.core.linear import run_linear
+from attnkit.core.operators.linear import run_linear
 from attnkit.finetune import LoRALinear, lora, merge, merged, unmerge
 
 

@@ -59,7 +59,7 @@ def test_by_default_it_is_the_published_network():
     assert [*drops, first.dropout_p, second.dropout_p] == [0.6] * 4
     assert first.add_self_loops
     assert second.add_self_loops
-    assert type(model.layers[0].activation) is nn.ELU
+    assert isinstance(model.layers[0].activation, nn.ELU)
 
 
 @pytest.mark.parametrize("v2", [False, True])

@@ -131,6 +131,20 @@ class Adjacency:
             self._kept["copies", count] = self._new_copies(count)
         return self._kept["copies", count]
 
+    def first(self, num_targets: int) -> Adjacency:
+        """The edges of the first targets; of edges whose order is the caller's."""
+        assert self.order is None
+        if ("first", num_targets) not in self._kept:
+            end = int(self.offsets[num_targets])
+            self._kept["first", num_targets] = Adjacency(
+                self.offsets[: num_targets + 1],
+                self.target[:end],
+                self.source[:end],
+                None,
+                self.num_sources,
+            )
+        return self._kept["first", num_targets]
+
     @cached_property
     def _kept(self) -> dict[tuple, Any]:
         return {}

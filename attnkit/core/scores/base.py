@@ -96,13 +96,12 @@ class Score:
 
 def moved(owner: Owner, *args: Any, **kwargs: Any) -> Owner:
     """A dataclass with its tensors moved as by `Tensor.to`."""
-    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
-    tensors: dict[str, Any] = {
-        name: value.to(*args, **kwargs)
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
-    return replace(owner, **tensors) if tensors else owner
+    changed: dict[str, Any] = {}
+    for own in fields(owner):
+        value = getattr(owner, own.name)
+        if isinstance(value, Tensor) and (copy := value.to(*args, **kwargs)) is not value:
+            changed[own.name] = copy
+    return replace(owner, **changed) if changed else owner
 
 
 def per_head(parameter: float | Tensor) -> float | Tensor:

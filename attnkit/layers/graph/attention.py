@@ -10,8 +10,8 @@ from attnkit.core.arguments import at_least, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
-from attnkit.core.linear import reset_linear
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
+from attnkit.core.operators.linear import reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.weights import Indices, as_indices

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import choice
 from attnkit.core.masks.edges import Edges
+from attnkit.core.operators.elu import elu
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.sparse import SparseDropout
 
@@ -13,10 +14,17 @@ GraphActivation = Literal["elu", "relu", "gelu"]
 Norm = Literal["layer", "batch"]
 
 
+class ELU(nn.ELU):
+    """`torch.nn.ELU`, quicker on a CPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return elu(input)
+
+
 def make_activation(name: GraphActivation) -> nn.Module:
     """The activation of that name."""
     choice(get_args(GraphActivation), activation=name)
-    return {"elu": nn.ELU, "relu": nn.ReLU, "gelu": nn.GELU}[name]()
+    return {"elu": ELU, "relu": nn.ReLU, "gelu": nn.GELU}[name]()
 
 
 def make_norm(name: Norm | None, channels: int) -> nn.Module:
@@ -46,7 +54,8 @@ class GraphBlock(nn.Module):
     """x = x + mlp(attention(norm(x))), a residual block of Platonov et al. 2023.
 
     The MLP, of linear, dropout, activation, linear, dropout, reads what the attention gives: with
-    `separate_self` the node and its neighbourhood side by side. Nodes [nodes, channels] in and out.
+    `separate_self` the node and its neighbourhood side by side. Nodes [nodes, channels] in and out,
+    of `Edges` with fewer targets than sources the first ones.
 
     mlp_ratio: the MLP's width over the channels.
     """
@@ -81,4 +90,4 @@ class GraphBlock(nn.Module):
         edges: Edges,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
     ) -> Annotated[Tensor, "nodes channels"]:
-        return x + self.mlp(self.attention(self.norm(x), edges, edge_attr))
+        return x[: edges.sizes[0]] + self.mlp(self.attention(self.norm(x), edges, edge_attr))

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.linear import linear, reset_linear
 from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.operators.linear import linear, reset_linear
 from attnkit.core.projections import Projections
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.kinds import Additive

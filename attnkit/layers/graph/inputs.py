@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from attnkit.core.masks.edges import Edges
+from attnkit.core.operators.sparse import first_rows
 
 Nodes = (
     Annotated[Tensor, "nodes channels"]
@@ -25,12 +26,17 @@ def sources_and_targets(
 ) -> tuple[Tensor, Tensor]:
     """Both, which may be one tensor; targets without features are [targets, 0].
 
-    Of such targets there are as many as `size` or the edges say, else as many as sources. TypeError
-    for what are no tensors, ValueError for another number of them than `size`.
+    Of one tensor the targets are the first rows where `Edges` has fewer targets than sources. Of
+    targets without features there are as many as `size` or the edges say, else as many as sources.
+    TypeError for what are no tensors, ValueError for another number of them than `size`.
     """
     if not isinstance(x, Tensor | tuple | list) or (not isinstance(x, Tensor) and len(x) != 2):
         raise TypeError(f"x: expected a tensor or a pair of tensors, got {type(x).__name__}")
     source, target = (x, x) if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor) and isinstance(edge_index, Edges) and x.ndim == 2:
+        targets, sources = edge_index.sizes
+        if targets < sources == x.shape[0]:
+            target = first_rows(x, targets)
     if isinstance(source, Tensor) and target is None:
         number = size[1] if isinstance(size, tuple | list) and len(size) == 2 else None
         if isinstance(edge_index, Edges):

@@ -103,7 +103,9 @@ class GraphTransformerBlock(nn.Module):
         graphs."""
         normed = self.attention_norm(x)
         if self.local is not None:
-            x = x + self.dropout(self.local_proj(self.local(normed, edges, edge_attr)))
+            x = x[: edges.sizes[0]] + self.dropout(
+                self.local_proj(self.local(normed, edges, edge_attr))
+            )
         if self.global_attention is not None:
             x = x + self.dropout(self.global_attention(normed[None], mask=mask)[0])
         return x + self.mlp(self.mlp_norm(x))

@@ -9,15 +9,15 @@ from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 
 from attnkit.core.arguments import choice
-from attnkit.core.linear import run_linear
 from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.operators.linear import run_linear
 from attnkit.core.scores.base import Score
 
 Activation = Literal["gelu", "gelu_tanh"]
 
 
 class Mlp(TimmMlp):
-    """timm's, its matrix products by `attnkit.core.linear`."""
+    """timm's, its matrix products by `attnkit.core.operators.linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.drop1(self.act(run_linear(self.fc1, x)))

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.cache import KeyValueCache
-from attnkit.core.linear import run_linear
 from attnkit.core.masks.sequences import Padding
+from attnkit.core.operators.linear import run_linear
 from attnkit.core.positions.biases import ALiBi, RelativeBias1d
 from attnkit.core.positions.learned import LearnedPositions1d
 from attnkit.core.positions.rotary import Rotary1d, Rotation

@@ -5,12 +5,10 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from attnkit.layers.graph.sparse import (
-    SparseDropout,
-    SparseLinear,
-    ranges,
-    sparse_rows,
-)
+from attnkit.core.masks.adjacency import Adjacency
+from attnkit.core.operators.linear import linear
+from attnkit.core.operators.sparse import first_rows, ranges, sparse_rows
+from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
 
 
 def features(rows=13, columns=11, share=0.3, dtype=torch.float64):
@@ -37,6 +35,17 @@ def test_linear_is_the_dense_one(dtype, bias):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_second_derivative_is_the_dense_one():
+    x = features()
+    weight = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
+    found = []
+    for given in (x, x.to_sparse_csr()):
+        output = linear(given, weight, None).pow(3).sum()
+        (gradient,) = torch.autograd.grad(output, weight, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), weight)[0])
+    torch.testing.assert_close(*found)
+
+
 def test_weight_gradient_is_that_of_numerical_differences():
     x = features(7, 5).to_sparse_csr()
     layer = SparseLinear(5, 3, dtype=torch.float64)
@@ -46,32 +55,45 @@ def test_weight_gradient_is_that_of_numerical_differences():
     )
 
 
-def test_dropout_keeps_scales_and_drops_the_right_share():
-    x = torch.ones(101, 103, dtype=torch.float64).to_sparse_csr()
-    dropped = SparseDropout(0.6)(x)
-    values = dropped.values()
-    assert torch.equal(dropped.col_indices(), x.col_indices())
-    assert torch.equal(dropped.crow_indices(), x.crow_indices())
-    kept = values != 0
-    torch.testing.assert_close(values[kept], torch.full_like(values[kept], 1 / 0.4))
-    share, deviation = kept.double().mean().item(), (0.4 * 0.6 / values.numel()) ** 0.5
-    assert abs(share - 0.4) < 5 * deviation
-    assert torch.equal(x.values(), torch.ones(101 * 103, dtype=torch.float64))  # not in place
-
-
-def test_dropout_is_for_training_only_and_takes_both_layouts():
+def test_dropout_keeps_the_pattern_and_is_for_training_only():
     x = features()
-    dropout = SparseDropout(0.5)
-    torch.manual_seed(3)
-    dense = dropout(x)
-    torch.manual_seed(3)
-    assert torch.equal(dense, F.dropout(x, 0.5))
-    assert not torch.equal(dropout(x.to_sparse_csr()).to_dense(), x)
-    dropout.eval()
     sparse = x.to_sparse_csr()
+    dropout = SparseDropout(0.6)
+    dropped = dropout(sparse)
+    assert torch.equal(dropped.col_indices(), sparse.col_indices())
+    assert torch.equal(dropped.crow_indices(), sparse.crow_indices())
+    assert torch.equal(sparse.to_dense(), x)  # not in place
+    torch.manual_seed(3)
+    dropped = dropout(sparse).values()
+    torch.manual_seed(3)
+    assert torch.equal(dropped, dropout(sparse.values()))  # the same law for both layouts
+    dropout.eval()
     assert dropout(sparse) is sparse
     assert torch.equal(dropout(x), x)
     assert SparseDropout(0.0)(sparse) is sparse
+
+
+def test_the_columns_are_sorted_once_for_all_dropouts(monkeypatch):
+    x = features(dtype=torch.float32).to_sparse_csr()
+    made = []
+    of = Adjacency.of
+    monkeypatch.setattr(Adjacency, "of", lambda *args: made.append(1) or of(*args))
+    layer, dropout = SparseLinear(11, 7), SparseDropout(0.5)
+    for _ in range(3):
+        layer(dropout(x)).sum().backward()
+        layer(x).sum().backward()
+    assert len(made) == 1
+
+
+def test_first_rows_are_those_of_the_dense_matrix():
+    x = features()
+    for given in (x, x.to_sparse_csr()):
+        for count in (0, 6, 13):
+            rows = first_rows(given, count)
+            assert rows.layout == given.layout
+            assert torch.equal(rows.to_dense(), x[:count])
+    layer = SparseLinear(11, 7, dtype=torch.float64)
+    torch.testing.assert_close(layer(first_rows(x.to_sparse_csr(), 6)), layer(x)[:6])
 
 
 def test_rows_are_those_of_the_dense_matrix():

@@ -14,6 +14,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.edges.scores import AdditiveEdges, DotEdges, ScalarEdges
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.edges import Edges
+from attnkit.core.operators.dropout import keep_mask
 from attnkit.core.scores.kinds import Additive
 
 GROUP = 2**17  # edges × heads up to which the heads of a small graph are computed as one graph
@@ -46,8 +47,7 @@ class Plan:
         if self.dropout_p == 0:
             return None
         generator = torch.Generator(like.device).manual_seed(self.seed + lanes.start)
-        kept = torch.empty_like(like).bernoulli_(1 - self.dropout_p, generator=generator)
-        return kept.div_(1 - self.dropout_p)
+        return keep_mask(like, self.dropout_p, generator)
 
 
 def as_lanes(inputs: Inputs) -> tuple[Plan, tuple[Tensor | None, ...]]:

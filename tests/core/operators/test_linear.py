@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import attnkit
-from attnkit.core import linear as file
-from attnkit.core.linear import is_linear, linear, run_linear
+from attnkit.core.operators import linear as file
+from attnkit.core.operators.linear import is_linear, linear, run_linear
 from attnkit.layers.tokens.block import TransformerBlock
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnkit.core.operators import sparse
+from attnkit.core.operators.plain import is_plain
 from attnkit.core.precision import no_autocast
 
 LARGE = 2**20  # multiply-adds from which oneDNN's 30 µs of preparation are won back,
@@ -26,7 +28,11 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if tokens.layout is not torch.strided:  # in full precision only
         with no_autocast(tokens):
-            return F.linear(tokens, weight.to(tokens.dtype), bias)
+            weight = weight.to(tokens.dtype)
+            if not sparse.serves(tokens, weight):
+                return F.linear(tokens, weight, bias)
+            output = sparse.product(tokens, weight.T)
+            return output if bias is None else output + bias
     if not _is_onednns(tokens, weight):
         return F.linear(tokens, weight, bias)
     if not torch.is_grad_enabled() or not (
@@ -114,19 +120,10 @@ def _is_onednns(tokens: Tensor, weight: Tensor) -> bool:
     return (
         ONEDNN is not None
         and tokens.dtype == weight.dtype == torch.float32
-        and tokens.is_cpu
-        and type(tokens) in PLAIN
-        and type(weight) in PLAIN
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        and is_plain(tokens, weight)
         and tokens.numel() * len(weight) >= LARGE  # a guard on a size, were it traced
         and not torch.is_autocast_enabled("cpu")
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
     )
-
-
-PLAIN = {Tensor, nn.Parameter}
 
 
 def _onednn(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

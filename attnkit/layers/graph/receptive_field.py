@@ -1,0 +1,106 @@
+"""What the outputs of a graph network at some nodes depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from attnkit.core.masks.edges import Edges
+from attnkit.core.operators.sparse import sparse_rows
+from attnkit.layers.graph.inputs import as_edges
+
+
+@dataclass(frozen=True, eq=False)
+class ReceptiveField:
+    """The nodes and edges that the outputs at some nodes depend on, layer by layer.
+
+    A loss of 140 labels needs the last layer at 140 nodes, the layer before at their neighbours,
+    and so on: the outputs are those of the whole graph, without computing what nobody reads. Given
+    to a model in the place of its edges, it makes the model give the wanted nodes, in their order.
+
+        field = ReceptiveField.of(edge_index, len(x), train_nodes, model.num_hops)
+        logits = model(field.rows(x), field)        # = model(x, edge_index)[train_nodes]
+
+    nodes: the nodes to read, the wanted ones first, then those an edge away, and so on.
+    edges: of each layer, the first one first, between places in `nodes`. The targets of a layer
+        are the first of its sources, and the sources of the next layer.
+    kept: which of the caller's edges those of each layer are.
+    """
+
+    nodes: Annotated[Tensor, "read", int]
+    edges: tuple[Edges, ...]
+    kept: tuple[Tensor, ...]
+
+    @classmethod
+    def of(
+        cls,
+        edge_index: Annotated[Tensor, "2 edges", int],
+        num_nodes: int,
+        wanted: Annotated[Tensor, "wanted", int],
+        num_layers: int,
+    ) -> ReceptiveField:
+        """Of so many layers, each of which sends messages along edges once.
+
+        Args:
+            edge_index: sources in row 0, targets in row 1.
+            num_nodes: of the graph.
+            wanted: the nodes, each once.
+            num_layers: at least 1.
+
+        Raises:
+            ValueError: a node that is wanted twice.
+        """
+        source, target = edge_index.long()
+        place = source.new_full((num_nodes,), -1)
+        place[wanted] = torch.arange(len(wanted), device=place.device)
+        nodes = [wanted.long()]
+        if int((place >= 0).sum()) != len(wanted):
+            raise ValueError("wanted: expected each node once")
+        sizes, kept = [len(wanted)], []
+        for _ in range(num_layers):
+            kept.append((place[target] >= 0).nonzero().squeeze(1))
+            reached = source[kept[-1]]
+            nodes.append(reached[place[reached] < 0].unique())
+            sizes.append(sizes[-1] + len(nodes[-1]))
+            place[nodes[-1]] = torch.arange(sizes[-2], sizes[-1], device=place.device)
+        edges = [
+            Edges(place[edge_index[:, kept[hop]].long()], sizes[hop], sizes[hop + 1])
+            for hop in range(num_layers)
+        ]
+        return cls(torch.cat(nodes), tuple(edges[::-1]), tuple(kept[::-1]))
+
+    @property
+    def num_edges(self) -> int:
+        """Of all layers together."""
+        return sum(edges.num_edges for edges in self.edges)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The features of the nodes to read, from those of all nodes, dense or sparse CSR."""
+        return x[self.nodes] if x.layout == torch.strided else sparse_rows(x, self.nodes)
+
+
+def edges_of_layers(
+    edge_index: Tensor | Edges | ReceptiveField,
+    edge_attr: Tensor | None,
+    num_nodes: int,
+    num_layers: int,
+) -> Sequence[tuple[Edges, Tensor | None]]:
+    """The edges of each layer, and what they carry.
+
+    Raises:
+        ValueError: a receptive field of another number of nodes or layers.
+    """
+    if not isinstance(edge_index, ReceptiveField):
+        return [(as_edges(edge_index, num_nodes), edge_attr)] * num_layers
+    given = len(edge_index.nodes), len(edge_index.edges)
+    if given != (num_nodes, num_layers):
+        raise ValueError(
+            f"edge_index: the receptive field is of {given[0]} nodes and {given[1]} layers, "
+            f"expected {num_nodes}, as x has, and {num_layers}"
+        )
+    attributes = [edge_attr if edge_attr is None else edge_attr[kept] for kept in edge_index.kept]
+    return list(zip(edge_index.edges, attributes, strict=True))
