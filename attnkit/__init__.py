@@ -92,6 +92,8 @@ _HOME = {
     "generate": "attnkit.models.captioning.generate",
     "GraphTransformer": "attnkit.models.graph_transformer",
     "GAT": "attnkit.models.gat",
+    "Polynormer": "attnkit.models.polynormer",
+    "SGFormer": "attnkit.models.sgformer",
     "finetune": "attnkit.finetune",
     "checks": "attnkit.checks",
     "check_attention": "attnkit.checks.run",
@@ -192,6 +194,8 @@ if TYPE_CHECKING:
     from attnkit.models.captioning.transformer_decoder import TransformerDecoder
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
+    from attnkit.models.polynormer import Polynormer
+    from attnkit.models.sgformer import SGFormer
     from attnkit.models.vit import ViT
     from attnkit.sight.diagnosis.diagnose import diagnose_attention
     from attnkit.sight.explain import explain

@@ -49,13 +49,17 @@ def models() -> dict[str, tuple[str, ...]]:
     found["model=cnn backbone=timm (test_resnet)"] = (
         "task=spatial", "attention=se", "backbone=timm", "backbone.name=test_resnet",
     )  # fmt: skip
-    for name in ("gat", "gatv2", "gat_sep", "graph_transformer"):
+    for name in ("gat", "gatv2", "gat_sep", "graph_transformer", "exphormer", "sgformer"):
         found[f"model={name}"] = (
             "task=graph", f"model={name}", "model.hidden_channels=16", "model.heads=2",
             "model.num_layers=2",
         )  # fmt: skip
     found["model=graph_transformer model.global_attention=linear"] = (
         *found["model=graph_transformer"], "model.global_attention=linear",
+    )  # fmt: skip
+    found["model=polynormer"] = (
+        "task=graph", "model=polynormer", "model.hidden_channels=16", "model.heads=2",
+        "model.num_local_layers=2",
     )  # fmt: skip
     for encoder in ENCODERS:
         for decoder in DECODERS:

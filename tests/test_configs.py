@@ -32,6 +32,9 @@ TRAINED = [
     "task=vit model=vit_tiny optimizer=adamw callbacks=attention_maps finetune=full trainer=cpu",
     "task=vit model=vit_small optimizer=sgd scheduler=constant trainer=cpu",
     "task=graph model=gat data=planetoid optimizer=adamw trainer=cpu",
+    "task=graph model=exphormer trainer=cpu",
+    "task=graph model=sgformer data=infection trainer=cpu",
+    "task=graph model=polynormer trainer=cpu",
     "task=graph model=gat_sep data=heterophilous scheduler=warmup_cosine trainer=cpu",
     "task=vit experiment=digits_quick logger=wandb finetune=last_blocks callbacks=early_stopping"
     " scheduler=plateau trainer=cpu",
@@ -65,7 +68,6 @@ TRAINED = [
     "task=captioning encoder=timm decoder=lstm data=coco_captions trainer=cpu",
     "task=captioning encoder=vit decoder=lstm_hard data=karpathy finetune=lora trainer=cpu",
     "task=graph data=dictionary_lookup experiment=dictionary_lookup trainer=cpu",
-    "task=graph model=gatv2 data=infection trainer=cpu",
     "task=graph model=gatv2 data=graph_files trainer=cpu",
     "task=graph model=gatv2 data=ogb_files trainer=cpu",
     pytest.param("task=vit model=vit_base trainer=cpu", marks=pytest.mark.slow),

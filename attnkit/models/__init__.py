@@ -8,7 +8,9 @@ from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 from attnkit.models.gat import GAT
 from attnkit.models.graph_transformer import GraphTransformer
+from attnkit.models.polynormer import Polynormer
 from attnkit.models.resnet import ResNet
+from attnkit.models.sgformer import SGFormer
 from attnkit.models.vit import VIT_SIZES, ViT
 
 __all__ = [
@@ -18,8 +20,10 @@ __all__ = [
     "Captioner",
     "GraphTransformer",
     "HardRecurrentDecoder",
+    "Polynormer",
     "RecurrentDecoder",
     "ResNet",
+    "SGFormer",
     "TimmEncoder",
     "TransformerDecoder",
     "ViT",

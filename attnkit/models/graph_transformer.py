@@ -4,11 +4,13 @@ from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
+from attnkit.layers.graph.far.expander import expander_edges, joined_edges
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 from attnkit.layers.graph.sparse import SparseLinear
 from attnkit.layers.graph.transformer_block import (
@@ -30,6 +32,14 @@ class GraphTransformer(nn.Module):
         x = block(x, edges)         num_layers times
         logits = linear(norm(x))    of nodes, of pooled graphs, or of pairs [x_i, x_j]
 
+    With `expander_degree` or `num_virtual_nodes` it is Exphormer (Shirzad et al., 2023): local
+    attention goes along the edges of the graph, a random regular graph on its nodes, and edges from
+    and to virtual nodes, all in one softmax, at a cost linear in the nodes. What an edge is (of the
+    graph, expander, to a virtual node, from one) is a feature that every layer learns: it adds to
+    keys and values, as `GraphAttention`'s edge features do, where the paper's multiplies the keys.
+    Virtual nodes begin as learned vectors and go through the blocks as nodes do; give
+    `global_attention=None`, in whose place all this is.
+
     Args:
         in_channels: channels of the nodes.
         hidden_channels: channels between blocks.
@@ -43,6 +53,10 @@ class GraphTransformer(nn.Module):
         random_signs: flip the sign of each column of the positions at random in training, as is
             right for eigenvectors, whose sign means nothing.
         edge_dim: channels of the edges, which local attention reads.
+        expander_degree: even, edges into each node of the random regular graph (`expander_edges`);
+            None: there is none.
+        num_virtual_nodes: of each graph, not together with `global_attention`.
+        expander_seed: of the random graph, which depends on it and the numbers of nodes alone.
         mlp_ratio, dropout_p, attention_dropout_p, activation, backend: of the blocks.
 
     Raises:
@@ -69,6 +83,9 @@ class GraphTransformer(nn.Module):
         position_dim: int | None = None,
         random_signs: bool = False,
         edge_dim: int | None = None,
+        expander_degree: int | None = None,
+        num_virtual_nodes: int = 0,
+        expander_seed: int = 0,
         mlp_ratio: float = 2.0,
         dropout_p: float = 0.2,
         attention_dropout_p: float = 0.0,
@@ -80,13 +97,34 @@ class GraphTransformer(nn.Module):
         at_least(1, num_layers=num_layers)
         if random_signs and position_dim is None:
             raise ValueError("random_signs: needs positions, but position_dim is None")
+        at_least(0, num_virtual_nodes=num_virtual_nodes, expander_seed=expander_seed)
+        self.joins = expander_degree is not None or num_virtual_nodes > 0
+        if self.joins and local is None:
+            name = "num_virtual_nodes" if expander_degree is None else "expander_degree"
+            raise ValueError(f"{name}: edges are for local attention, but local is None")
+        if num_virtual_nodes and global_attention is not None:
+            raise ValueError(
+                "num_virtual_nodes: stand in the place of global_attention, expected None, "
+                f"got {global_attention!r}"
+            )
+        if expander_degree is not None:
+            expander_edges(torch.tensor([2]), expander_degree)  # names a wrong degree now
         self.in_channels = in_channels
         self.num_classes = num_classes
+        self.position_dim = position_dim
         self.readout = readout
-        is_local = global_attention is None and readout == "node"
+        is_local = global_attention is None and readout == "node" and not self.joins
         self.num_hops = num_layers if is_local else None
         self.random_signs = random_signs
         self.embed = SparseLinear(in_channels, hidden_channels)
+        self.expander_degree = expander_degree
+        self.num_virtual_nodes = num_virtual_nodes
+        self.expander_seed = expander_seed
+        self._joined: tuple[Edges, Edges, Tensor] | None = None
+        if num_virtual_nodes:
+            self.virtual_nodes = nn.Parameter(torch.randn(num_virtual_nodes, hidden_channels))
+        num_types = 0 if not self.joins else 4 if num_virtual_nodes else 2
+        features = (edge_dim or 0) + num_types
         self.position_embed = None
         if position_dim is not None:
             self.position_embed = nn.Linear(position_dim, hidden_channels)
@@ -97,7 +135,7 @@ class GraphTransformer(nn.Module):
                 heads,
                 local=local,
                 global_attention=global_attention,
-                edge_dim=edge_dim,
+                edge_dim=features or None,
                 mlp_ratio=mlp_ratio,
                 dropout_p=dropout_p,
                 attention_dropout_p=attention_dropout_p,
@@ -140,6 +178,11 @@ class GraphTransformer(nn.Module):
         if (pairs is None) != (self.readout != "edge"):
             given = None if pairs is None else list(pairs.shape)
             raise ValueError(f"pairs: only for the readout 'edge', got {given} in {self.readout!r}")
+        if self.joins and isinstance(edge_index, ReceptiveField):
+            raise ValueError(
+                "edge_index: with expander edges or virtual nodes every output depends on all "
+                "nodes, expected no receptive field"
+            )
         hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.blocks))
         lengths = torch.tensor([x.shape[0]], device=x.device)
         if batch is not None:
@@ -151,12 +194,38 @@ class GraphTransformer(nn.Module):
                 positions = positions * signs
             x = x + self.position_embed(positions.to(x.dtype))
         x = self.dropout(x)
+        num_nodes = x.shape[0]
+        if self.joins:
+            hops = [self._join(*hops[0], lengths.to(x.device), x.dtype)] * len(hops)
+        if self.num_virtual_nodes:
+            x = torch.cat([x, self.virtual_nodes.repeat_interleave(len(lengths), dim=0)])
         mask = Packed(lengths) if len(lengths) > 1 else None
         for block, (edges, features) in zip(self.blocks, hops, strict=True):
             x = block(x, edges, features, mask=mask)
-        x = self.norm(x)
+        x = self.norm(x[:num_nodes] if self.num_virtual_nodes else x)
         if self.pool is not None:
             x = self.pool(x, lengths)
         elif pairs is not None:
             x = torch.cat([x[pairs[0]], x[pairs[1]]], dim=1)
         return self.head(x)
+
+    def _join(
+        self, edges: Edges, edge_attr: Tensor | None, lengths: Tensor, dtype: torch.dtype
+    ) -> tuple[Edges, Tensor]:
+        """All edges as one set, kept while the graph is the same, and their features."""
+        if self._joined is None or self._joined[0] is not edges or len(lengths) > 1:
+            joined, types = joined_edges(
+                edges,
+                lengths,
+                degree=self.expander_degree,
+                num_virtual=self.num_virtual_nodes,
+                seed=self.expander_seed,
+            )
+            self._joined = edges, joined, types
+        _, joined, types = self._joined
+        features = F.one_hot(types, 4 if self.num_virtual_nodes else 2).to(dtype)
+        if edge_attr is not None:  # of the graph's own edges, which come first
+            edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr
+            added = joined.num_edges - edges.num_edges
+            features = torch.cat([features, F.pad(edge_attr, (0, 0, 0, added))], dim=1)
+        return joined, features

@@ -4,7 +4,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -19,6 +19,7 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.loaders import SplitData, loader_options, make_loader
 from attnkit.tasks.node_classification.neighbors import NeighborBatches, pyg_neighbor_loader
+from attnkit.tasks.node_classification.positions import Positions, node_positions
 from attnkit.tasks.node_classification.sampler import InNeighbors
 from attnkit.tasks.summary import class_lines, split_line
 
@@ -42,6 +43,9 @@ class GraphDataModule(SplitData):
             stays), as GAT does with bags of words.
         sparse_features: give x as sparse CSR, for models whose first layer takes it; None: where
             fewer than a tenth of its numbers are not 0, as of bags of words.
+        positions: positional encodings, "laplacian" or "random_walk" (see `node_positions`), which
+            the model's `position_dim` then is; None: there are none.
+        position_dim: channels of these.
         batch_size: nodes per step and process; None: the whole graph.
         num_neighbors: with a batch_size: neighbours per node and layer, -1 for all.
         sampler: what samples them: attnkit, or PyG's `NeighborLoader`, which needs pyg-lib.
@@ -64,6 +68,8 @@ class GraphDataModule(SplitData):
         split: int = 0,
         normalize_features: bool = False,
         sparse_features: bool | None = False,
+        positions: Positions | None = None,
+        position_dim: int = 16,
         batch_size: int | None = None,
         num_neighbors: Sequence[int] = (10, 10),
         sampler: Literal["attnkit", "pyg"] = "attnkit",
@@ -72,7 +78,8 @@ class GraphDataModule(SplitData):
     ) -> None:
         super().__init__()
         at_least(0, split=split, num_workers=num_workers, seed=seed)
-        at_least(1, batch_size=batch_size)
+        at_least(1, batch_size=batch_size, position_dim=position_dim)
+        one_of((*get_args(Positions), None), positions=positions)
         one_of(("attnkit", "pyg"), sampler=sampler)
         if not num_neighbors or any(count < -1 for count in num_neighbors):
             raise ValueError(
@@ -81,6 +88,8 @@ class GraphDataModule(SplitData):
         self.split = split
         self.normalize_features = normalize_features
         self.sparse_features = sparse_features
+        self.positions = positions
+        self.position_dim = position_dim
         self.batch_size = batch_size
         self.num_neighbors = list(num_neighbors)
         self.sampler = sampler
@@ -119,6 +128,8 @@ class GraphDataModule(SplitData):
         if oddities := _oddities(data):
             rank_zero_warn(f"data: {'; '.join(oddities)}")
         data.x = self._prepared(data.x)
+        if self.positions is not None:
+            data.positions = node_positions(data, self.positions, self.position_dim, self.seed)
         if self.node_names is not None and len(self.node_names) != data.num_nodes:
             raise UserError(
                 f"data: expected {data.num_nodes} node_names, one for each node, "
@@ -181,6 +192,7 @@ class GraphDataModule(SplitData):
             "out_channels": self.num_classes,  # what PyG's models call it
             "num_classes": self.num_classes,
             "class_names": self.class_names,
+            "position_dim": None if self.positions is None else self.position_dim,
         }
 
     def summary(self) -> list[str]:

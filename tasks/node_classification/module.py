@@ -82,16 +82,38 @@ class NodeClassification(ClassificationModule):
                 f"data: its nodes have {given} features, "
                 f"but the module was made for {self.in_channels}"
             )
+        self._check_positions(getattr(self.trainer, "datamodule", None))
+
+    def _check_positions(self, data: Any) -> None:
+        """UserError if the model reads other positions than there are."""
+        if not hasattr(data, "positions"):
+            return
+        kind = data.positions
+        given = None if kind is None else data.position_dim
+        read = getattr(self.model, "position_dim", None)
+        if given == read:
+            return
+        if given is None:
+            raise UserError(
+                f"data.positions: expected laplacian or random_walk with "
+                f"data.position_dim={read}, which the model reads, got null"
+            )
+        reads = "reads none; model=graph_transformer does" if read is None else f"reads {read}"
+        raise UserError(
+            f"data.positions={kind} has {given} channels (data.position_dim), "
+            f"and {type(self.model).__name__} {reads}"
+        )
 
     def logits(self, batch: Data) -> Tensor:
         """What the model says of a batch; its edges are sorted once, not once an epoch, where the
         model takes `attnkit.Edges` and the batch is the graph again."""
         edge_index = batch.edge_index
+        given = {"positions": batch.positions} if "positions" in batch else {}
         if not getattr(self.model, "takes_edges", False):
-            return self(batch.x, edge_index)
+            return self(batch.x, edge_index, **given)
         if self._edges is None or self._edges.edge_index is not edge_index:
             self._edges = Edges(edge_index, batch.num_nodes)
-        return self(batch.x, self._edges)
+        return self(batch.x, self._edges, **given)
 
     @torch.no_grad()
     def classify(self, batch: Data) -> dict[str, list[Any]]:
@@ -121,13 +143,15 @@ class NodeClassification(ClassificationModule):
         """
         if "batch_size" in batch:
             raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
+        if "positions" in batch:
+            raise UserError("run=explain: a model that reads positions is not explained")
         return Explained(
             self.model, (batch.x, batch.edge_index), class_names=self.class_names, truth=batch.y
         )
 
     def programs(self) -> dict[str, Program]:
-        """`model`: features and edges of a graph of any size to logits."""
-        if self.in_channels is None:
+        """`model`: features and edges of a graph of any size to logits; none with positions."""
+        if self.in_channels is None or getattr(self.model, "position_dim", None) is not None:
             return {}
         channels = self.in_channels
         return {

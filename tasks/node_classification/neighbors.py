@@ -70,6 +70,7 @@ class NeighborBatches(Dataset):
             edge_index=sampled.edge_index,
             n_id=nodes,
             batch_size=int(sampled.seeds.max()) + 1,
+            **({"positions": self.data.positions[nodes]} if "positions" in self.data else {}),
         )
 
 

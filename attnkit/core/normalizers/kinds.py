@@ -18,7 +18,7 @@ from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.scores.kinds import ScaledDot
 
 Estimator = Literal["straight_through", "score_function"]
-FeatureMap = Literal["elu", "relu"]
+FeatureMap = Literal["elu", "relu", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class Linear(Normalizer):
 
     There is no exponential and so no score but φ(q)·φ(k); a row whose weights are all 0 is 0.
 
-    feature_map: φ, "elu" is elu(x) + 1 as published, "relu" is max(x, 0).
+    feature_map: φ, "elu" is elu(x) + 1 as published, "relu" is max(x, 0), "sigmoid" the logistic
+        function, as of Polynormer (Deng et al., 2024).
     """
 
     feature_map: FeatureMap = "elu"
@@ -102,6 +103,8 @@ class Linear(Normalizer):
         self, tokens: Annotated[Tensor, "batch heads tokens head_dim"]
     ) -> Annotated[Tensor, "batch heads tokens head_dim"]:
         """φ, nowhere negative."""
+        if self.feature_map == "sigmoid":
+            return tokens.sigmoid()
         above_zero = F.relu(tokens)
         if self.feature_map == "relu":
             return above_zero

@@ -79,6 +79,8 @@ def _filled(
     is_vit = (config.get("model") or {}).get("_target_") in _VITS
     facts = {**numbers, **(images if is_vit else {})}
     facts |= {k: data[k] for k in ("image_size", "in_channels") if data.get(k) is not None}
+    if data.get("positions") is not None:  # of a graph's nodes
+        facts["position_dim"] = data.get("position_dim")
     nodes = {key: deepcopy(config.get(key) or {}) for key in schema.FILLED if key != "module"}
     for key, node in nodes.items():
         fill(node, facts)

@@ -23,7 +23,8 @@ from attnkit.tasks.node_classification.data import FullGraph
 class Looked(NamedTuple):
     """Edges that targets looked at most, in one layer, sorted by target, largest weight first.
 
-    layer: its name. head: its number, or "mean". target, source: int64 [edges], nodes.
+    layer: its name. head: its number, or "mean". target, source: int64 [edges], nodes, or −1 − v of
+        the virtual node v of a model.
     weight: [edges].
     """
 
@@ -40,9 +41,10 @@ class NodePredictions(Callback):
     A row is an edge: `node`, `layer` and `head` ("mean" over the heads, or a number from 0),
     `source`, where the edge comes from, and `weight`, its share of the node's attention before
     dropout, the largest first; behind the numbers of the nodes stand `name` and `source_name`, if
-    the data module has `node_names`. A self-loop that a layer adds is an edge from the node itself.
-    Attention to all nodes is left out. Of a sampled sub-graph the edges into its seeds are meant,
-    those of the neighbours that were drawn: the weights are shares among these.
+    the data module has `node_names`. A self-loop that a layer adds is an edge from the node itself;
+    nodes that a model adds are "virtual 0" and on. Attention to all nodes is left out. Of a sampled
+    sub-graph the edges into its seeds are meant, those of the neighbours that were drawn: the
+    weights are shares among these.
 
     Args:
         folder: made if it is not there.
@@ -124,6 +126,8 @@ def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) ->
         layer = call.layer + (f" #{times[call.layer]}" if times[call.layer] > 1 else "")
         used = ~call.is_replaced & (call.edge_index[1] < seeds)
         source, target = call.edge_index[:, used].cpu()
+        # nodes that the model has added have numbers below 0
+        numbers = torch.cat([nodes, -1 - torch.arange(call.num_nodes[0] - len(nodes))])
         weights = call.weights[used].float().cpu()
         columns: dict[int | str, Tensor] = {"mean": weights.mean(dim=1)}
         if each_head:
@@ -131,7 +135,7 @@ def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) ->
         for head, weight in columns.items():
             best = largest_of_each(target, weight, top_k)
             found.append(
-                Looked(layer, head, nodes[target[best]], nodes[source[best]], weight[best])
+                Looked(layer, head, numbers[target[best]], numbers[source[best]], weight[best])
             )
 
     model = cast(nn.Module, module.model)
@@ -168,5 +172,7 @@ def _rows(looked: list[Looked], names: list[str] | None) -> Iterator[list[Any]]:
         layer, head = kinds[int(kind[place])]
         yield [
             node, *([names[node]] if names else []), layer or "(model)", head,
-            other, *([names[other]] if names else []), f"{float(weight[place]):.6f}",
+            f"virtual {-1 - other}" if other < 0 else other,
+            *([names[other] if other >= 0 else ""] if names else []),
+            f"{float(weight[place]):.6f}",
         ]  # fmt: skip

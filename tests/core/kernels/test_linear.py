@@ -13,7 +13,7 @@ from attnkit.core.kernels.choose import UnsupportedError
 BATCH, HEADS = 2, 6
 # (queries, keys, head_dim, value_dim, key/value heads)
 SIZES = [(5, 5, 7, 7, 6), (7, 23, 5, 11, 2), (23, 7, 5, 3, 3), (1, 17, 3, 5, 1), (17, 1, 3, 5, 6)]
-FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu}
+FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "sigmoid": torch.sigmoid}
 
 
 def masks_for(num_keys):

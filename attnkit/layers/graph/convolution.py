@@ -1,0 +1,41 @@
+"""Graph convolution as attention whose scores are all equal."""
+
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.attend import attend
+from attnkit.core.linear import linear, reset_linear
+from attnkit.core.masks.edges import Edges
+
+
+class GraphConvolution(nn.Module):
+    """The graph convolution of Kipf and Welling (2017), by the kernel of attention along edges.
+
+        output_i = Σ_e W x_j / √(d_i d_j) + b = √d_i · mean_e(W x_j / √d_j) + b
+
+    over the edges e from j to i and a self-loop, which replaces those of the graph; d_i is their
+    number. A mean over the neighbours is attention with equal scores. As PyG's `GCNConv` with its
+    defaults, without one number of memory per edge and channel.
+
+    Nodes [nodes, in_channels] in, dense, and [nodes, out_channels] out.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, backend: str = "auto") -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_channels, out_channels, bias=False)
+        self.bias = nn.Parameter(torch.zeros(out_channels))
+        self.backend = backend
+        reset_linear(self.proj)
+
+    def forward(
+        self, x: Annotated[Tensor, "nodes in_channels"], edges: Edges
+    ) -> Annotated[Tensor, "nodes out_channels"]:
+        looped = edges.with_loops
+        degree = torch.bincount(looped.edge_index[1].long(), minlength=looped.sizes[0])
+        root = degree.to(x.dtype).sqrt()[:, None]
+        value = linear(x, self.proj.weight, None) / root
+        equal = value.new_zeros(1, x.shape[0], 1)
+        mean = attend(equal, equal, value[None], mask=looped, backend=self.backend)
+        return mean[0] * root + self.bias

@@ -1,0 +1,1 @@
+"""What joins nodes that are far from each other, at a cost linear in the nodes."""

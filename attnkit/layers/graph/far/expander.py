@@ -1,0 +1,101 @@
+"""Edges between far nodes: random regular graphs, and nodes that are joined to all others."""
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from attnkit.core.arguments import at_least
+from attnkit.core.masks.edges import Edges
+
+
+def expander_edges(
+    lengths: Annotated[Tensor, "graphs", int], degree: int, seed: int = 0
+) -> Annotated[Tensor, "2 edges", int]:
+    """A random regular graph on the nodes of each graph: as many edges enter and leave each node.
+
+    Such graphs are expanders with high probability: any two nodes are joined by O(log n) steps, and
+    attention along degree · n edges mixes as that of all n² pairs does (Shirzad et al., Exphormer,
+    2023). Made of degree / 2 random cycles through all nodes, both ways around, as one of the
+    paper's code's kinds is; so it is connected, and has no self-loops. A graph of two nodes has the
+    edges between them repeated, a graph of one has none.
+
+    Args:
+        lengths: nodes of each graph, which stand one after the other.
+        degree: edges into each node, even.
+        seed: of the cycles, which depend on it and on `lengths` alone.
+
+    Returns:
+        source in row 0, target in row 1, on the device of `lengths`.
+
+    Raises:
+        ValueError: a degree that is odd or below 2.
+    """
+    if degree < 2 or degree % 2:
+        raise ValueError(f"degree: expected an even number of at least 2, got {degree}")
+    sizes = lengths.cpu()
+    graph = torch.repeat_interleave(sizes)
+    first = (sizes.cumsum(0) - sizes)[graph]
+    place = torch.arange(len(graph)) - first
+    after = first + (place + 1) % sizes[graph]  # in a cycle through the places of the graph
+    generator = torch.Generator().manual_seed(seed)
+    both: list[Tensor] = []
+    for _ in range(degree // 2):
+        order = torch.randperm(len(graph), generator=generator)
+        order = order[graph[order].argsort(stable=True)]  # shuffled within each graph
+        cycle = torch.stack([order, order[after]])
+        both += [cycle, cycle.flip(0)]
+    edges = torch.cat(both, dim=1)
+    return edges[:, edges[0] != edges[1]].to(lengths.device)
+
+
+def virtual_edges(
+    lengths: Annotated[Tensor, "graphs", int], num_virtual: int
+) -> Annotated[Tensor, "2 edges", int]:
+    """Edges from all nodes of a graph to its virtual nodes, then from these to all nodes.
+
+    The virtual nodes come behind all others: the first of each graph, the second of each, and so
+    on.
+    """
+    at_least(1, num_virtual=num_virtual)
+    graph = torch.repeat_interleave(lengths)
+    nodes = torch.arange(len(graph), device=lengths.device)
+    virtual = [len(graph) + number * len(lengths) + graph for number in range(num_virtual)]
+    to_virtual = torch.stack([nodes.repeat(num_virtual), torch.cat(virtual)])
+    return torch.cat([to_virtual, to_virtual.flip(0)], dim=1)
+
+
+def joined_edges(
+    edges: Edges,
+    lengths: Annotated[Tensor, "graphs", int],
+    *,
+    degree: int | None = None,
+    num_virtual: int = 0,
+    seed: int = 0,
+) -> tuple[Edges, Annotated[Tensor, "_", int]]:
+    """The edges of graphs, expander edges and those of virtual nodes, as one set to be sorted once.
+
+    Args:
+        edges: of the graphs themselves.
+        lengths: nodes of each graph.
+        degree: of `expander_edges`; None: there are none.
+        num_virtual: of `virtual_edges`, of each graph; 0: none.
+        seed: of the expander edges.
+
+    Returns:
+        the edges, between nodes and virtual nodes, and the type of each: 0 of the graph, 1
+        expander, 2 to a virtual node, 3 from one.
+    """
+    device = edges.edge_index.device
+    lengths = lengths.to(device)
+    parts = [edges.edge_index.long()]
+    if degree is not None:
+        parts.append(expander_edges(lengths, degree, seed))
+    else:
+        parts.append(parts[0][:, :0])
+    if num_virtual:
+        parts += virtual_edges(lengths, num_virtual).chunk(2, dim=1)
+    counts = torch.tensor([part.shape[1] for part in parts], device=device)
+    types = torch.repeat_interleave(torch.arange(len(parts), device=device), counts)
+    num_nodes = edges.sizes[0] + num_virtual * len(lengths)
+    return Edges(torch.cat(parts, dim=1), num_nodes), types

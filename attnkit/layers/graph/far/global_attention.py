@@ -1,0 +1,77 @@
+"""Attention from every node to all nodes, in time and memory linear in the nodes."""
+
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.arguments import at_least
+from attnkit.core.weights import Indices, as_indices
+
+
+class SimpleGlobalAttention(nn.Module):
+    """The global attention of SGFormer (Wu et al., 2023), which has no softmax.
+
+        weight_h,ij = (δ_ij + cos(q_h,i, k_h,j) / n) / (1 + Σ_j cos(q_h,i, k_h,j) / n)
+        output_i = 1/H Σ_h Σ_j weight_h,ij · v_h,j      over all n nodes
+
+    q, k, v: projections of the nodes, without bias. Computed as n v_i + q̂_i (Σ_j k̂_j v_jᵀ) over
+    n + q̂_i · Σ_j k̂_j, where q̂ and k̂ have length 1. So every node keeps its own value, and
+    weights may be below 0. The paper divides queries and keys by the norm of all queries, or keys,
+    together, which makes the second term vanish as n grows; each by its own is what PyG's
+    `SGFormerAttention` does.
+
+    Nodes [nodes, in_channels] of one graph in, [nodes, out_channels] out.
+
+    Args:
+        in_channels: of the nodes.
+        out_channels: of each head, whose mean is the output.
+        heads: how many.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, heads: int = 1) -> None:
+        super().__init__()
+        at_least(1, in_channels=in_channels, out_channels=out_channels, heads=heads)
+        self.heads = heads
+        size = heads * out_channels
+        self.query_proj = nn.Linear(in_channels, size, bias=False)
+        self.key_proj = nn.Linear(in_channels, size, bias=False)
+        self.value_proj = nn.Linear(in_channels, size, bias=False)
+
+    def forward(
+        self, x: Annotated[Tensor, "nodes in_channels"]
+    ) -> Annotated[Tensor, "nodes out_channels"]:
+        query, key, value = self._heads(x)
+        count = max(1, x.shape[0])
+        gathered = query @ (key.mT @ value)
+        total = query @ key.sum(dim=1)[:, :, None]
+        return ((count * value + gathered) / (count + total)).mean(dim=0)
+
+    def attention_weights(
+        self,
+        x: Annotated[Tensor, "nodes in_channels"],
+        *,
+        rows: Indices = None,
+        heads: Indices = None,
+    ) -> Annotated[Tensor, "chosen_heads rows nodes"]:
+        """The weights that `forward` uses, which it never makes: rows × nodes of them.
+
+        Args:
+            rows: which nodes look, None for all.
+            heads: which heads, None for all.
+        """
+        query, key, _ = self._heads(x)
+        rows = as_indices("rows", rows, x.shape[0], x.device)
+        heads = as_indices("heads", heads, self.heads, x.device)
+        weights = query[heads][:, rows] @ key[heads].mT / max(1, x.shape[0])
+        weights[:, torch.arange(len(rows), device=x.device), rows] += 1
+        return weights / weights.sum(dim=2, keepdim=True)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys of length 1, and values, each [heads, nodes, out_channels]."""
+        query, key, value = (
+            proj(x).unflatten(1, (self.heads, -1)).transpose(0, 1)
+            for proj in (self.query_proj, self.key_proj, self.value_proj)
+        )
+        unit = nn.functional.normalize
+        return unit(query, dim=2), unit(key, dim=2), value

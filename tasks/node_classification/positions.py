@@ -1,0 +1,52 @@
+"""Positional encodings of nodes, by PyG's transforms."""
+
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
+from torch_geometric.utils import to_undirected
+
+from attnkit.lightning.errors import UserError
+
+Positions = Literal["laplacian", "random_walk"]
+
+
+def node_positions(data: Data, kind: Positions, dim: int, seed: int = 0) -> Tensor:
+    """Positions of the nodes of a graph, float32 [nodes, dim].
+
+    - "laplacian": eigenvectors of the dim smallest non-trivial eigenvalues of the symmetric
+      Laplacian of the graph without directions, with signs drawn by `seed` (Dwivedi et al.,
+      Benchmarking Graph Neural Networks, 2020; PyG's `AddLaplacianEigenvectorPE`)
+    - "random_walk": the probabilities that a random walk is back at its node after 1, 2, … dim
+      steps (Dwivedi et al., 2022; PyG's `AddRandomWalkPE`). It multiplies the adjacency matrix with
+      itself, whose powers of a large graph without locality are dense.
+
+    Raises:
+        UserError: as many eigenvectors as nodes, or they were not found.
+    """
+    bare = Data(edge_index=data.edge_index, num_nodes=data.num_nodes)
+    if kind == "random_walk":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sparse", UserWarning)  # of torch's, about itself
+            return AddRandomWalkPE(dim, "positions")(bare).positions.float()
+    if dim > data.num_nodes - 2:
+        raise UserError(
+            f"data.position_dim: expected at most {data.num_nodes - 2}, the nodes less 2, got {dim}"
+        )
+    bare.edge_index = to_undirected(bare.edge_index, num_nodes=bare.num_nodes)
+    options: dict[str, Any] = {}
+    if data.num_nodes >= AddLaplacianEigenvectorPE.SPARSE_THRESHOLD:
+        options["v0"] = np.random.default_rng(seed).standard_normal(data.num_nodes)
+    transform = AddLaplacianEigenvectorPE(dim, "positions", is_undirected=True, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return transform(bare).positions.float()
+        except RuntimeError as error:  # ArpackNoConvergence
+            raise UserError(
+                f"data.positions: the eigenvectors were not found ({error}); positions=random_walk"
+            ) from error
