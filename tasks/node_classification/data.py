@@ -79,7 +79,8 @@ class GraphDataModule(SplitData):
         super().__init__()
         at_least(0, split=split, num_workers=num_workers, seed=seed)
         at_least(1, batch_size=batch_size, position_dim=position_dim)
-        one_of((*get_args(Positions), None), positions=positions)
+        if positions is not None:
+            one_of(get_args(Positions), positions=positions)
         one_of(("attnkit", "pyg"), sampler=sampler)
         if not num_neighbors or any(count < -1 for count in num_neighbors):
             raise ValueError(

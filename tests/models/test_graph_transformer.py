@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch_geometric.data import Batch, Data
+from torch_geometric.nn import TransformerConv
 from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
 
 import attnkit
+from attnkit.layers.graph.expander import expander_edges
 from attnkit.layers.graph.transformer_block import GraphPool, graph_lengths
 from attnkit.models.graph_transformer import GraphTransformer
 
@@ -170,3 +173,85 @@ def test_wrong_inputs_are_named():
         model(x, edge_index, edge_attr, batch=torch.tensor([0, 1, 0]))
     with pytest.raises(ValueError, match="pairs: only for the readout 'edge'"):
         model(x, edge_index, edge_attr, pairs=torch.zeros(2, 1).long())
+
+
+def test_exphormer_attends_along_all_edges_with_their_types():
+    """A block against PyG's `TransformerConv` on the joined graph, with the types as one-hot edge
+    features."""
+    torch.manual_seed(3)
+    nodes = 11
+    edge_index = torch.randint(nodes, (2, 23))
+    options = {"num_layers": 1, "heads": 3, "global_attention": None}
+    model = GraphTransformer(
+        IN, HIDDEN, CLASSES, expander_degree=4, num_virtual_nodes=2, expander_seed=5, **options
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    model = model.double().eval()
+    layer = model.blocks[0].local
+    theirs = TransformerConv(HIDDEN, HIDDEN // 3, 3, edge_dim=4, root_weight=False).double()
+    weights = layer.projections.node_proj.in_proj.weight.chunk(3)
+    biases = layer.projections.node_proj.in_proj.bias.chunk(3)
+    for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
+        getattr(theirs, f"lin_{name}").load_state_dict({"weight": weight, "bias": bias})
+    theirs.lin_edge.load_state_dict({"weight": layer.projections.edge_proj.weight})
+
+    far = expander_edges(torch.tensor([nodes]), 4, 5)
+    every = torch.arange(nodes)
+    up = [torch.stack([every, torch.full((nodes,), nodes + number)]) for number in range(2)]
+    parts = [edge_index, far, torch.cat(up, 1), torch.cat(up, 1).flip(0)]
+    types = torch.cat([torch.full((part.shape[1],), kind) for kind, part in enumerate(parts)])
+    features = F.one_hot(types, 4).double()
+
+    x = torch.randn(nodes, IN, dtype=torch.float64)
+    block = model.blocks[0]
+    hidden = torch.cat([model.embed(x), model.virtual_nodes])
+    seen = theirs(block.attention_norm(hidden), torch.cat(parts, dim=1), features)
+    hidden = hidden + block.local_proj(seen + layer.out_bias)
+    hidden = hidden + block.mlp(block.mlp_norm(hidden))
+    expected = model.head(model.norm(hidden[:nodes]))
+    torch.testing.assert_close(model(x, edge_index), expected)
+
+    edges = attnkit.Edges(edge_index, nodes)  # sorted once
+    torch.testing.assert_close(model(x, edges), expected)
+    torch.testing.assert_close(model(x, edges), expected)
+    other = attnkit.Edges(edge_index[:, :7], nodes)
+    assert not torch.allclose(model(x, other), expected)
+    torch.testing.assert_close(model(x, edges), expected)
+
+
+@pytest.mark.parametrize("readout", ["node", "graph"])
+def test_virtual_nodes_are_of_their_graph_alone(readout):
+    model = make(global_attention=None, num_virtual_nodes=2, readout=readout)
+    graphs = some_graphs()
+    batch = Batch.from_data_list(graphs)
+    together = model(batch.x, batch.edge_index, batch.edge_attr, batch=batch.batch)
+    alone = [model(graph.x, graph.edge_index, graph.edge_attr) for graph in graphs]
+    torch.testing.assert_close(together, torch.cat(alone))
+
+
+def test_expander_edges_reach_far():
+    """A chain of 40 nodes is crossed in three layers, which see three nodes without them."""
+    chain = torch.stack([torch.arange(39), torch.arange(1, 40)])
+    x = torch.randn(40, IN, requires_grad=True)
+    for degree, num_virtual, seen in ((None, 0, 4), (6, 0, 40), (None, 1, 40)):
+        torch.manual_seed(0)
+        model = GraphTransformer(
+            IN, HIDDEN, CLASSES, num_layers=3, heads=3, global_attention=None,
+            expander_degree=degree, num_virtual_nodes=num_virtual,
+        ).eval()  # fmt: skip
+        (gradient,) = torch.autograd.grad(model(x, chain)[39].sum(), x)
+        assert len(gradient.abs().sum(1).nonzero()) == pytest.approx(seen, abs=4 * (degree or 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expander_degree": 3, "global_attention": None}, "degree: expected an even number"),
+        ({"expander_degree": 4, "local": None}, "expander_degree: .* local is None"),
+        ({"num_virtual_nodes": 1}, "num_virtual_nodes: stand in the place of global_attention"),
+    ],
+)
+def test_wrong_far_edges_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        GraphTransformer(IN, HIDDEN, CLASSES, heads=3, **options)

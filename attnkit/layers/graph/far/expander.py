@@ -1,7 +1,5 @@
 """Edges between far nodes: random regular graphs, and nodes that are joined to all others."""
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
@@ -9,9 +7,7 @@ from attnkit.core.arguments import at_least
 from attnkit.core.masks.edges import Edges
 
 
-def expander_edges(
-    lengths: Annotated[Tensor, "graphs", int], degree: int, seed: int = 0
-) -> Annotated[Tensor, "2 edges", int]:
+def expander_edges(lengths: Tensor, degree: int, seed: int = 0) -> Tensor:
     """A random regular graph on the nodes of each graph: as many edges enter and leave each node.
 
     Such graphs are expanders with high probability: any two nodes are joined by O(log n) steps, and
@@ -21,12 +17,12 @@ def expander_edges(
     edges between them repeated, a graph of one has none.
 
     Args:
-        lengths: nodes of each graph, which stand one after the other.
+        lengths: integers [graphs], the nodes of each, which stand one after the other.
         degree: edges into each node, even.
         seed: of the cycles, which depend on it and on `lengths` alone.
 
     Returns:
-        source in row 0, target in row 1, on the device of `lengths`.
+        integers [2, edges], source in row 0, target in row 1, on the device of `lengths`.
 
     Raises:
         ValueError: a degree that is odd or below 2.
@@ -49,10 +45,8 @@ def expander_edges(
     return edges[:, edges[0] != edges[1]].to(lengths.device)
 
 
-def virtual_edges(
-    lengths: Annotated[Tensor, "graphs", int], num_virtual: int
-) -> Annotated[Tensor, "2 edges", int]:
-    """Edges from all nodes of a graph to its virtual nodes, then from these to all nodes.
+def virtual_edges(lengths: Tensor, num_virtual: int) -> Tensor:
+    """Edges [2, edges] from all nodes of a graph to its virtual nodes, then from these to them.
 
     The virtual nodes come behind all others: the first of each graph, the second of each, and so
     on.
@@ -67,12 +61,12 @@ def virtual_edges(
 
 def joined_edges(
     edges: Edges,
-    lengths: Annotated[Tensor, "graphs", int],
+    lengths: Tensor,
     *,
     degree: int | None = None,
     num_virtual: int = 0,
     seed: int = 0,
-) -> tuple[Edges, Annotated[Tensor, "_", int]]:
+) -> tuple[Edges, Tensor]:
     """The edges of graphs, expander edges and those of virtual nodes, as one set to be sorted once.
 
     Args:

@@ -1,0 +1,109 @@
+"""Positional encodings of nodes: what they are, and that a model reads them or says why not."""
+
+import pytest
+import torch
+from lightning import Trainer
+from torch_geometric.data import Data
+from torch_geometric.utils import to_dense_adj, to_undirected
+
+import attnkit
+from attnkit.launch.main import main
+from attnkit.lightning import UserError
+from attnkit.tasks.node_classification import GraphDataModule, NodeClassification
+from attnkit.tasks.node_classification.positions import node_positions
+
+NODES, DIM = 127, 5  # more than 100, from which on PyG's eigenvectors are sparse
+
+
+class Random(GraphDataModule):
+    def load(self):
+        generator = torch.Generator().manual_seed(3)
+        part = torch.randperm(NODES, generator=generator) % 3
+        edges = torch.randint(0, NODES, (2, 401), generator=generator)
+        return Data(
+            x=torch.randn(NODES, 3, generator=generator),
+            y=torch.randint(0, 2, (NODES,), generator=generator),
+            edge_index=edges[:, edges[0] != edges[1]].unique(dim=1),
+            **{f"{name}_mask": part == n for n, name in enumerate(("train", "val", "test"))},
+        )
+
+
+def ready(**options):
+    data = Random(**options)
+    data.setup()
+    return data
+
+
+def test_random_walks_come_back():
+    graph = ready().graph
+    found = node_positions(graph, "random_walk", DIM)
+    step = to_dense_adj(graph.edge_index, max_num_nodes=NODES)[0]
+    step = step / step.sum(dim=1, keepdim=True).clamp(min=1)
+    powers = [torch.linalg.matrix_power(step, number).diag() for number in range(1, DIM + 1)]
+    torch.testing.assert_close(found, torch.stack(powers, dim=1))
+    assert found[:, 1:].std() > 0
+
+
+def test_eigenvectors_are_those_of_the_laplacian():
+    graph = ready().graph
+    found = node_positions(graph, "laplacian", DIM, seed=1).double()
+    adjacency = to_dense_adj(to_undirected(graph.edge_index), max_num_nodes=NODES)[0].double()
+    degree = adjacency.sum(dim=1)
+    root = torch.where(degree > 0, degree, 1).rsqrt()
+    identity = torch.diag((degree > 0).double())
+    laplacian = identity - root[:, None] * adjacency * root
+    values = torch.linalg.eigvalsh(laplacian)[1 : DIM + 1]
+    torch.testing.assert_close(laplacian @ found, found * values, atol=1e-5, rtol=1e-5)
+    again = node_positions(graph, "laplacian", DIM, seed=1).double()
+    assert torch.equal(found, again)
+    state = torch.get_rng_state()
+    other = node_positions(graph, "laplacian", DIM, seed=2).double()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.allclose(other, found)
+    torch.testing.assert_close(other.abs(), found.abs(), atol=1e-5, rtol=1e-4)
+    with pytest.raises(UserError, match="position_dim: expected at most 125"):
+        node_positions(graph, "laplacian", 126)
+
+
+def test_batches_carry_those_of_their_nodes():
+    data = ready(positions="laplacian", position_dim=DIM, batch_size=7)
+    assert data.describe()["position_dim"] == DIM
+    for batch in data.loader("train"):
+        assert torch.equal(batch.positions, data.graph.positions[batch.n_id])
+    assert ready().describe()["position_dim"] is None
+    assert "positions" not in ready().graph
+
+
+@pytest.mark.parametrize(
+    ("positions", "model", "message"),
+    [
+        ("laplacian", attnkit.GAT(3, 8, 2), "GAT reads none; model=graph_transformer does"),
+        ("laplacian", attnkit.GraphTransformer(3, 8, 2, position_dim=4), "Transformer reads 4"),
+        (None, attnkit.GraphTransformer(3, 8, 2, position_dim=4), "data.position_dim=4, .* null"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, positions, model, message):
+    silent = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, **silent)
+    data = ready(positions=positions, position_dim=DIM)
+    with pytest.raises(UserError, match=message):
+        trainer.test(NodeClassification(model, num_classes=2), datamodule=data)
+
+
+def test_the_model_learns_their_number_from_the_data(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    command = (
+        "task=graph", "model=exphormer", "data=pyg", "data.positions=laplacian",
+        "data.position_dim=3", "model.random_signs=true", "trainer=cpu", "trainer.max_epochs=1",
+        "run_dir=run", "callbacks.curves=null", "callbacks.classes=null", "callbacks.nodes=null",
+        "logger.tensorboard=null",
+    )  # fmt: skip
+    assert main(command) == 0, capfd.readouterr().err
+    predict = ("run=predict", "ckpt=run", "predict.attention=true", "predict.top_k=50")
+    assert main([*predict, "run_dir=told"]) == 0, capfd.readouterr().err
+    rows = (tmp_path / "told" / "attention.csv").read_text().splitlines()
+    assert sum("virtual 0" in row for row in rows) == 2 * 34  # of each node and layer
+    assert main(["run=explain", "ckpt=run", "run_dir=seen"]) == 2
+    assert "a model that reads positions is not explained" in capfd.readouterr().err
