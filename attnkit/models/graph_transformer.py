@@ -213,6 +213,8 @@ class GraphTransformer(nn.Module):
         self, edges: Edges, edge_attr: Tensor | None, lengths: Tensor, dtype: torch.dtype
     ) -> tuple[Edges, Tensor]:
         """All edges as one set, kept while the graph is the same, and their features."""
+        if self.expander_degree is not None and torch.compiler.is_exporting():
+            raise ValueError("expander edges are drawn for a number of nodes, not exported")
         if self._joined is None or self._joined[0] is not edges or len(lengths) > 1:
             joined, types = joined_edges(
                 edges,

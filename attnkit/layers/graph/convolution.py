@@ -33,8 +33,9 @@ class GraphConvolution(nn.Module):
         self, x: Annotated[Tensor, "nodes in_channels"], edges: Edges
     ) -> Annotated[Tensor, "nodes out_channels"]:
         looped = edges.with_loops
-        degree = torch.bincount(looped.edge_index[1].long(), minlength=looped.sizes[0])
-        root = degree.to(x.dtype).sqrt()[:, None]
+        target = looped.edge_index[1]
+        ones = x.new_ones(target.shape[0])  # bincount cannot be exported
+        root = x.new_zeros(x.shape[0]).index_add(0, target, ones).sqrt()[:, None]
         value = linear(x, self.proj.weight, None) / root
         equal = value.new_zeros(1, x.shape[0], 1)
         mean = attend(equal, equal, value[None], mask=looped, backend=self.backend)
