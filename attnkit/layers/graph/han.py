@@ -10,7 +10,7 @@ from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
-from attnkit.core.linear import reset_linear, run_linear
+from attnkit.core.operators.linear import reset_linear, run_linear
 from attnkit.core.scores.kinds import Additive
 from attnkit.layers.graph.typed_edges import (
     EdgesByType,

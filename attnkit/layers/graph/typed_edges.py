@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnkit.core.arguments import choice
-from attnkit.core.linear import linear
 from attnkit.core.masks.edges import Edges
+from attnkit.core.operators.linear import linear
 
 EdgeType = tuple[str, str, str]
 """Source node type, relation and target node type, as in PyG."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from attnkit.core.arguments import at_least
-from attnkit.core.linear import reset_linear, run_linear
+from attnkit.core.operators.linear import reset_linear, run_linear
 
 
 def channels_by_type(in_channels: int | Mapping[str, int], node_types: list[str]) -> dict[str, int]:
