@@ -217,7 +217,8 @@ class NodeClassification(ClassificationModule):
             part = self._parts[stage] = _Part.of(batch, mask, num_hops)
         if part.field is None:
             return self.logits(batch)[mask], part.labels
-        return self(part.x, part.field), part.labels
+        given = {"positions": batch.positions[part.field.nodes]} if "positions" in batch else {}
+        return self(part.x, part.field, **given), part.labels
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
 
 import attnkit
-from attnkit.layers.graph.expander import expander_edges
+from attnkit.layers.graph.far.expander import expander_edges
 from attnkit.layers.graph.transformer_block import GraphPool, graph_lengths
 from attnkit.models.graph_transformer import GraphTransformer
 

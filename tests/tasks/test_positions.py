@@ -107,3 +107,22 @@ def test_the_model_learns_their_number_from_the_data(tmp_path, monkeypatch, capf
     assert sum("virtual 0" in row for row in rows) == 2 * 34  # of each node and layer
     assert main(["run=explain", "ckpt=run", "run_dir=seen"]) == 2
     assert "a model that reads positions is not explained" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("global_attention", [None, "softmax"])
+def test_training_reads_the_positions_of_the_nodes_it_reads(global_attention):
+    """Local attention alone reads a part of the graph in training; the outputs are the same."""
+    data = ready(positions="random_walk", position_dim=DIM)
+    graph = data.graph
+    graph.train_mask = torch.arange(NODES) < 2
+    model = attnkit.GraphTransformer(
+        3, 8, 2, num_layers=1, global_attention=global_attention, position_dim=DIM
+    )
+    task = NodeClassification(model, num_classes=2).eval()
+    logits, labels = task._of_stage("train", graph)
+    assert bool(task._parts) == (global_attention is None)
+    torch.testing.assert_close(logits, task.logits(graph)[:2])
+    moved = graph.positions.roll(1, dims=0)
+    whole = model(graph.x, graph.edge_index, positions=moved)
+    assert not torch.allclose(logits, whole[:2])
+    assert torch.equal(labels, graph.y[:2])

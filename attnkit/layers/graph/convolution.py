@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.attend import attend
-from attnkit.core.linear import linear, reset_linear
 from attnkit.core.masks.edges import Edges
+from attnkit.core.operators.linear import linear, reset_linear
 
 
 class GraphConvolution(nn.Module):

@@ -10,8 +10,8 @@ from torch_geometric.utils import to_networkx
 
 from attnkit import Edges
 from attnkit.layers.graph.convolution import GraphConvolution
-from attnkit.layers.graph.expander import expander_edges, joined_edges, virtual_edges
-from attnkit.layers.graph.global_attention import SimpleGlobalAttention
+from attnkit.layers.graph.far.expander import expander_edges, joined_edges, virtual_edges
+from attnkit.layers.graph.far.global_attention import SimpleGlobalAttention
 
 NODES, CHANNELS, WIDTH, HEADS = 13, 5, 7, 3
 
