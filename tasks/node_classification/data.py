@@ -193,7 +193,7 @@ class GraphDataModule(SplitData):
             "out_channels": self.num_classes,  # what PyG's models call it
             "num_classes": self.num_classes,
             "class_names": self.class_names,
-            "position_dim": None if self.positions is None else self.position_dim,
+            **({} if self.positions is None else {"position_dim": self.position_dim}),
         }
 
     def summary(self) -> list[str]:
