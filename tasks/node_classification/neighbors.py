@@ -65,8 +65,10 @@ class NeighborBatches(Dataset):
         sampled = sample_neighbors(self.neighbors, seeds, self.num_neighbors, generator)
         nodes, x = sampled.nodes, self.data.x
         return Data(
-            x=sparse_rows(x, nodes) if x.layout == torch.sparse_csr else x[nodes].float(),
-            y=self.data.y[nodes],
+            x=sparse_rows(x, nodes)
+            if x.layout == torch.sparse_csr
+            else x.index_select(0, nodes).float(),
+            y=self.data.y.index_select(0, nodes),
             edge_index=sampled.edge_index,
             n_id=nodes,
             batch_size=int(sampled.seeds.max()) + 1,

@@ -20,7 +20,9 @@ class InNeighbors(NamedTuple):
         """From edge_index [2, edges], source in row 0, target in row 1."""
         source, target = edge_index
         counts = torch.bincount(target, minlength=num_nodes)
-        return cls(offsets(counts), source[target.argsort(stable=True)])
+        if num_nodes < 2**31:  # half the memory, for as long as the graph is there
+            source = source.int()
+        return cls(offsets(counts), source.index_select(0, target.argsort(stable=True)))
 
 
 class Sampled(NamedTuple):
@@ -66,32 +68,43 @@ def sample_neighbors(
     if any(count < -1 for count in num_neighbors):
         raise ValueError(f"num_neighbors: expected -1 (all), 0 or more, got {list(num_neighbors)}")
     nodes, positions = seeds.unique(return_inverse=True)
-    frontier, edges = nodes, [seeds.new_empty((2, 0))]
+    frontier, first, edges = nodes, 0, [seeds.new_empty((2, 0))]
     for count in num_neighbors:
-        hop = _edges_into(neighbors, frontier, count, generator)
-        edges.append(hop)
-        reached = hop[0].unique()
-        frontier = reached[~torch.isin(reached, nodes)]
+        sources, rows = _edges_into(neighbors, frontier, count, generator)
+        reached, place = sources.unique(return_inverse=True)
+        position = _positions(nodes, reached)
+        new = (position < 0).nonzero().flatten()
+        position[new] = len(nodes) + torch.arange(len(new))
+        edges.append(torch.stack([position.index_select(0, place), first + rows]))
+        frontier, first = reached.index_select(0, new), len(nodes)
         nodes = torch.cat([nodes, frontier])
-    in_order = nodes.argsort()
-    edge_index = in_order[torch.searchsorted(nodes[in_order], torch.cat(edges, dim=1))]
-    return Sampled(nodes, edge_index, positions)
+    return Sampled(nodes, torch.cat(edges, dim=1), positions)
+
+
+def _positions(nodes: Tensor, reached: Tensor) -> Tensor:
+    """Where in `nodes` each of the sorted `reached` is, −1 for what is not there."""
+    found = torch.full_like(reached, -1)
+    if len(reached):
+        place = torch.searchsorted(reached, nodes).clamp_(max=len(reached) - 1)
+        there = (reached[place] == nodes).nonzero().flatten()
+        found[place[there]] = there
+    return found
 
 
 def _edges_into(
     neighbors: InNeighbors, nodes: Tensor, count: int, generator: torch.Generator | None
-) -> Tensor:
-    """Edges [2, edges] into these nodes: all of a node's, or `count` of them if it has more."""
-    starts = neighbors.offsets[nodes]
-    degrees = neighbors.offsets[nodes + 1] - starts
-    many = degrees > count if count >= 0 else torch.zeros_like(degrees, dtype=torch.bool)
-    few = ~many
+) -> tuple[Tensor, Tensor]:
+    """Sources [edges] of edges into these nodes, all of a node's, or `count` of them if it has
+    more; and for each which of the nodes it leads to."""
+    starts = neighbors.offsets.index_select(0, nodes)
+    degrees = neighbors.offsets.index_select(0, nodes + 1) - starts
+    is_many = degrees > count if count >= 0 else torch.zeros_like(degrees, dtype=torch.bool)
+    few, many = (~is_many).nonzero().flatten(), is_many.nonzero().flatten()
     whole = ranges(starts[few], degrees[few])
     drawn = starts[many, None] + _subsets(degrees[many], max(count, 0), generator)
-    into_few = nodes[few].repeat_interleave(degrees[few])
-    into_many = nodes[many].repeat_interleave(drawn.shape[1])
-    sources = neighbors.sources[torch.cat([whole, drawn.flatten()])]
-    return torch.stack([sources, torch.cat([into_few, into_many])])
+    rows = [few.repeat_interleave(degrees[few]), many.repeat_interleave(drawn.shape[1])]
+    sources = neighbors.sources.index_select(0, torch.cat([whole, drawn.flatten()]))
+    return sources.long(), torch.cat(rows)
 
 
 def _subsets(sizes: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
