@@ -76,7 +76,7 @@ def loader_options(
     sampler: DistributedSampler = (
         shuffled(items, world, rank, seed=seed)
         if split == "train"
-        else UnpaddedSampler(items, world, rank, seed if _is_limited(trainer, split) else None)
+        else UnpaddedSampler(items, world, rank, seed if is_limited(trainer, split) else None)
     )
     return {
         "batch_size": data.batch_size,
@@ -89,7 +89,7 @@ def loader_options(
     }
 
 
-def _is_limited(trainer: Any, split: str) -> bool:
+def is_limited(trainer: Any, split: str) -> bool:
     """Whether the trainer reads only a part of val or a test split."""
     if trainer is None or split == "predict":
         return False

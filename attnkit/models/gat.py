@@ -17,6 +17,7 @@ from attnkit.layers.graph.block import (
     make_norm,
 )
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
+from attnkit.models.hops import Hops
 
 
 class GAT(nn.Module):
@@ -180,3 +181,8 @@ class GAT(nn.Module):
         for layer, (edges, features) in zip(self.layers, hops, strict=True):
             x = layer(x, edges, features)
         return self.head(x)
+
+    @property
+    def hops(self) -> Hops:
+        """The network layer by layer, for a graph that is computed in parts."""
+        return Hops(self.stem, list(self.layers), self.head)

@@ -20,6 +20,7 @@ from attnkit.layers.graph.transformer_block import (
     graph_lengths,
 )
 from attnkit.layers.tokens.block import Activation
+from attnkit.models.hops import Hops
 
 ReadOut = Literal["node", "graph", "edge"]
 
@@ -231,3 +232,15 @@ class GraphTransformer(nn.Module):
             added = joined.num_edges - edges.num_edges
             features = torch.cat([features, F.pad(edge_attr, (0, 0, 0, added))], dim=1)
         return joined, features
+
+    @property
+    def hops(self) -> Hops | None:
+        """The network layer by layer, for a graph that is computed in parts; None: with global
+        attention, positions or another readout than "node" it cannot be."""
+        if self.num_hops is None or self.position_embed is not None:
+            return None
+
+        def before(x: Tensor) -> Tensor:
+            return self.dropout(self.embed(x))
+
+        return Hops(before, list(self.blocks), lambda x: self.head(self.norm(x)))

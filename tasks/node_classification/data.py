@@ -2,8 +2,7 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,14 +16,19 @@ from attnkit.core.operators.sparse import with_values
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import EpochSampler
-from attnkit.tasks.loaders import SplitData, loader_options, make_loader
+from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
+from attnkit.tasks.node_classification.checks import (
+    SPLITS,
+    check_finite,
+    checked,
+    oddities_of,
+)
+from attnkit.tasks.node_classification.layerwise import Layers
 from attnkit.tasks.node_classification.neighbors import NeighborBatches, pyg_neighbor_loader
 from attnkit.tasks.node_classification.positions import Positions, node_positions
 from attnkit.tasks.node_classification.sampler import InNeighbors
 from attnkit.tasks.summary import class_lines, split_line
 
-SPLITS = ("train", "val", "test")
-CHECKED = 2**24  # numbers that are looked at at a time
 SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so
 
 
@@ -34,8 +38,9 @@ class GraphDataModule(SplitData):
     A batch is a `torch_geometric.data.Data` with x [nodes, in_channels], edge_index [2, edges]
     (source in row 0), y [nodes] and the masks train_mask, val_mask, test_mask [nodes]: the whole
     graph, once an epoch. With a `batch_size` it is a sub-graph sampled around that many nodes of
-    the split (see `NeighborBatches`), in training, validation and test alike. To predict is to
-    predict every node.
+    the split (see `NeighborBatches`). Validation, test and prediction then read all neighbours,
+    layer by layer in blocks of nodes (see `layerwise`), where the model can be computed so, as
+    attnkit's can; else they are sampled, too. To predict is to predict every node.
 
     Args:
         split: which of the data's fixed splits.
@@ -48,6 +53,8 @@ class GraphDataModule(SplitData):
         position_dim: channels of these.
         batch_size: nodes per step and process; None: the whole graph.
         num_neighbors: with a batch_size: neighbours per node and layer, -1 for all.
+        evaluation: with a batch_size: how to validate, test and predict: "layers", "sampled"; None:
+            by layers where the model can, unless the trainer limits the batches.
         sampler: what samples them: attnkit, or PyG's `NeighborLoader`, which needs pyg-lib.
         num_workers: processes that sample.
         seed: of all that is random here.
@@ -72,6 +79,7 @@ class GraphDataModule(SplitData):
         position_dim: int = 16,
         batch_size: int | None = None,
         num_neighbors: Sequence[int] = (10, 10),
+        evaluation: Literal["layers", "sampled"] | None = None,
         sampler: Literal["attnkit", "pyg"] = "attnkit",
         num_workers: int = 0,
         seed: int = 0,
@@ -82,6 +90,8 @@ class GraphDataModule(SplitData):
         if positions is not None:
             one_of(get_args(Positions), positions=positions)
         one_of(("attnkit", "pyg"), sampler=sampler)
+        if evaluation is not None:
+            one_of(("layers", "sampled"), evaluation=evaluation)
         if not num_neighbors or any(count < -1 for count in num_neighbors):
             raise ValueError(
                 f"num_neighbors: expected a number per layer, -1 for all, got {list(num_neighbors)}"
@@ -93,6 +103,7 @@ class GraphDataModule(SplitData):
         self.position_dim = position_dim
         self.batch_size = batch_size
         self.num_neighbors = list(num_neighbors)
+        self.evaluation = evaluation
         self.sampler = sampler
         self.num_workers = num_workers
         self.seed = seed
@@ -113,8 +124,8 @@ class GraphDataModule(SplitData):
         """Load the graph and choose the split, once."""
         if self._graph is not None:
             return
-        data = _checked(self.load())
-        _check_finite(data.x, self.place_of)
+        data = checked(self.load())
+        check_finite(data.x, self.place_of)
         self._num_splits = data.train_mask.shape[1]
         if self.split >= self._num_splits:
             expected = f"0 to {self._num_splits - 1}" if self._num_splits > 1 else "0, the only one"
@@ -126,7 +137,7 @@ class GraphDataModule(SplitData):
                 raise UserError(f"data: no nodes for {name} in split {self.split}")
             if data.y[mask].min() < 0:
                 raise UserError(f"data: nodes without a label among those for {name}")
-        if oddities := _oddities(data):
+        if oddities := oddities_of(data):
             rank_zero_warn(f"data: {'; '.join(oddities)}")
         data.x = self._prepared(data.x)
         if self.positions is not None:
@@ -164,7 +175,7 @@ class GraphDataModule(SplitData):
     def num_splits(self) -> int:
         """How many fixed splits the data has; 1 where the seed makes it. Loads the data."""
         if not self._num_splits:
-            self._num_splits = _checked(self.load()).train_mask.shape[1]
+            self._num_splits = checked(self.load()).train_mask.shape[1]
         return self._num_splits
 
     @property
@@ -232,13 +243,29 @@ class GraphDataModule(SplitData):
         every = torch.ones(graph.num_nodes, dtype=torch.bool)
         mask = every if split == "predict" else graph[f"{split}_mask"]
         seeds = mask.nonzero().flatten()
-        if self.sampler == "pyg":
+        by_layers = split != "train" and self._by_layers(split)
+        if self.sampler == "pyg" and not by_layers:
             options = loader_options(self, seeds, split, "nodes")
             return pyg_neighbor_loader(graph, seeds, self.num_neighbors, **options)
         if self._neighbors is None:
             self._neighbors = InNeighbors.of(graph.edge_index, graph.num_nodes)
         batches = NeighborBatches(graph, seeds, self.num_neighbors, self.seed, self._neighbors)
+        if by_layers:
+            return Layers(batches, loader_options(self, seeds, split, "nodes")["sampler"])
         return make_loader(self, batches, split, "nodes", shuffled=EpochSampler)
+
+    def _by_layers(self, split: str) -> bool:
+        """Whether the nodes of a split are computed layer by layer."""
+        module = self.trainer.lightning_module if self.trainer else None
+        can = getattr(getattr(module, "model", None), "hops", None) is not None
+        if self.evaluation == "layers" and not can:
+            raise UserError(
+                "data.evaluation: layers needs a model that can be computed layer by layer, as "
+                "attnkit's without global attention can; expected sampled"
+            )
+        if self.evaluation is None:
+            return can and not is_limited(self.trainer, split)
+        return self.evaluation == "layers"
 
 
 class FullGraph:
@@ -255,86 +282,6 @@ class FullGraph:
 
     def __len__(self) -> int:
         return 1
-
-
-def _checked(data: Data) -> Data:
-    """The graph with labels [nodes] and masks [nodes, splits]; a `UserError` if it is wrong."""
-    if not isinstance(data, Data):
-        kind = type(data).__name__
-        raise UserError(f"data: load() should give a torch_geometric.data.Data, got {kind}")
-    for name in ("x", "edge_index", "y", *(f"{split}_mask" for split in SPLITS)):
-        if data.get(name) is None:
-            raise UserError(
-                f"data: the graph has no {name}; it has {', '.join(sorted(data.keys()))}"
-            )
-        if not isinstance(data[name], Tensor):
-            raise UserError(
-                f"data: expected {name} to be a tensor, got {type(data[name]).__name__}"
-            )
-    count = data.x.shape[0]
-    if data.y.ndim == 2 and data.y.shape[1] == 1:
-        data.y = data.y.flatten()
-    if data.y.shape != (count,) or data.y.is_floating_point():
-        raise UserError(
-            f"data: expected a class per node, y integers [{count}], "
-            f"got {data.y.dtype} {list(data.y.shape)}"
-        )
-    edges = data.edge_index
-    if edges.numel() and (edges.min() < 0 or edges.max() >= count):
-        raise UserError(f"data: edge_index has nodes outside 0 to {count - 1}")
-    for name in SPLITS:
-        mask = data[f"{name}_mask"]
-        mask = mask.unsqueeze(1) if mask.ndim == 1 else mask
-        if mask.dtype != torch.bool or mask.ndim != 2 or len(mask) != count:
-            raise UserError(
-                f"data: expected {name}_mask bool [{count}] or [{count}, splits], "
-                f"got {mask.dtype} {list(mask.shape)}"
-            )
-        data[f"{name}_mask"] = mask
-    splits = {name: data[f"{name}_mask"].shape[1] for name in SPLITS}
-    widest = max(splits.values())
-    for name, number in splits.items():
-        if number == 1:  # such as one test set for all splits
-            data[f"{name}_mask"] = data[f"{name}_mask"].expand(-1, widest)
-        elif number != widest:
-            raise UserError(f"data: the masks are of different numbers of splits: {splits}")
-    return data
-
-
-def _check_finite(x: Tensor, place_of: Callable[[int], str]) -> None:
-    """Names the first feature that is not finite; a part of them is looked at at a time."""
-    sparse = None if x.layout == torch.strided else x.to_sparse_coo().coalesce()
-    values = x if sparse is None else sparse.values()
-    rows = max(1, CHECKED * max(1, len(values)) // max(1, values.numel()))
-    for start in range(0, len(values), rows):
-        part = values[start : start + rows]
-        wrong = (~part.isfinite()).nonzero()
-        if not len(wrong):
-            continue
-        first = wrong[0].clone()
-        value = float(part[tuple(first)])
-        first[0] += start
-        node, *feature = (first if sparse is None else sparse.indices()[:, first[0]]).tolist()
-        where = place_of(node) + f", feature {feature[0]}," * bool(feature)
-        raise UserError(f"{where} is {value}, expected finite numbers")
-
-
-def _oddities(data: Data) -> list[str]:
-    """What can be trained on and is seldom meant."""
-    found = []
-    for one, other in combinations(SPLITS, 2):
-        both = (data[f"{one}_mask"] & data[f"{other}_mask"]).nonzero().flatten()
-        if len(both):
-            found.append(f"{one} and {other} share nodes ({len(both):,}, such as {int(both[0])})")
-    used = torch.stack([data[f"{split}_mask"] for split in SPLITS]).any(dim=0)
-    seen = data.y[data.train_mask].unique()
-    unseen = data.y[used & ~torch.isin(data.y, seen)].unique().tolist()
-    if unseen:
-        named = ", ".join(map(str, unseen[:5])) + (", …" if len(unseen) > 5 else "")
-        found.append(f"no training node has class {named}")
-    if not data.edge_index.numel():
-        found.append("there are no edges")
-    return found
 
 
 def to_sparse_csr(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from attnkit.lightning.arguments import at_least, held_out, one_of
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.loaders import SplitData, make_loader
-from attnkit.tasks.node_classification.data import SPLITS
+from attnkit.tasks.node_classification.checks import SPLITS
 
 
 class DictionaryLookupData(SplitData):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from attnkit.lightning import ClassificationModule, UserError
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import probability_columns
+from attnkit.tasks.node_classification.layerwise import layerwise
 
 MOST = 0.8  # of the edges, from which a part of the graph is not worth a copy of its features
 
@@ -29,8 +31,8 @@ class NodeClassification(ClassificationModule):
     A batch is a `torch_geometric.data.Data` with x, edge_index and y. The loss and the metrics of a
     stage are of the nodes in its `train_mask`, `val_mask` or `test_mask`; of a sampled sub-graph
     (one with a `batch_size`, as PyG's `NeighborLoader` and our `NeighborBatches` give), of its
-    first `batch_size` nodes. Edge features are not used. Of a whole graph nothing is computed but
-    what the logits of a stage's nodes depend on (`attnkit.layers.ReceptiveField`), where the model
+    first `batch_size` nodes. Edge features are not used. Nothing is computed but what the logits of
+    a stage's nodes depend on (`attnkit.layers.ReceptiveField`), where the model
     says in `num_hops` how far that is.
 
     Logged, tested and shown is what `ClassificationModule` says, and of two classes `val/auroc` and
@@ -106,9 +108,13 @@ class NodeClassification(ClassificationModule):
 
     def logits(self, batch: Data) -> Tensor:
         """What the model says of a batch; its edges are sorted once, not once an epoch, where the
-        model takes `attnkit.Edges` and the batch is the graph again."""
+        model takes `attnkit.Edges` and the batch is the graph again. Of a batch of `Layers` all
+        neighbours are read, layer by layer."""
+        if "whole" in batch:
+            hops: Any = self.model.hops
+            return layerwise(hops, batch.whole.data.x, batch.whole.neighbors, batch.n_id)
         edge_index = batch.edge_index
-        given = {"positions": batch.positions} if "positions" in batch else {}
+        given = _positions(batch)
         if not getattr(self.model, "takes_edges", False):
             return self(batch.x, edge_index, **given)
         if self._edges is None or self._edges.edge_index is not edge_index:
@@ -207,7 +213,10 @@ class NodeClassification(ClassificationModule):
         """Logits and labels of the nodes that count."""
         if "batch_size" in batch:
             seeds = slice(batch.batch_size)
-            return self.logits(batch)[seeds], batch.y[seeds]
+            field = _sampled_field(batch, getattr(self.model, "num_hops", None))
+            if field is None:
+                return self.logits(batch)[seeds], batch.y[seeds]
+            return self(batch.x, field, **_positions(batch)), batch.y[seeds]
         mask = batch[f"{stage}_mask"]
         num_hops: Any = getattr(self.model, "num_hops", None)
         if num_hops is None:
@@ -219,6 +228,26 @@ class NodeClassification(ClassificationModule):
             return self.logits(batch)[mask], part.labels
         given = {"positions": batch.positions[part.field.nodes]} if "positions" in batch else {}
         return self(part.x, part.field, **given), part.labels
+
+
+def _positions(batch: Data) -> dict[str, Tensor]:
+    return {"positions": batch.positions} if "positions" in batch else {}
+
+
+def _sampled_field(batch: Data, num_hops: int | None) -> ReceptiveField | None:
+    """What the seeds of a sampled sub-graph depend on, if it says what each hop reached."""
+    sizes, counts = batch.get("num_sampled_nodes"), batch.get("num_sampled_edges")
+    if not sizes or not counts or len(counts) != num_hops:
+        return None
+    nodes, edges = list(accumulate(sizes)), list(accumulate(counts))
+    return ReceptiveField(
+        torch.arange(nodes[-1], device=batch.x.device),
+        tuple(
+            Edges(batch.edge_index[:, : edges[hop]], nodes[hop], nodes[hop + 1])
+            for hop in reversed(range(num_hops))
+        ),
+        tuple(torch.arange(edges[hop]) for hop in reversed(range(num_hops))),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,8 @@ class NeighborBatches(Dataset):
 
     For a `DataLoader` with `collate_fn=as_it_is`; any sampler gives the numbers of the seeds. A
     batch is a sub-graph as PyG's `NeighborLoader` gives it: `x`, `y`, `edge_index`, `n_id` (the
-    nodes' numbers in the graph) and `batch_size`, the number of seeds, which are the first nodes.
+    nodes' numbers in the graph) and `batch_size`, the number of seeds, which are the first nodes;
+    and, hop by hop, `num_sampled_nodes` and `num_sampled_edges`, of which the first are the seeds'.
 
     What is drawn depends on `seed`, the nodes of the batch and, with an `EpochSampler`, the epoch,
     and on nothing else: neither the number of workers nor a run that was stopped and resumed change
@@ -71,7 +72,9 @@ class NeighborBatches(Dataset):
             y=self.data.y.index_select(0, nodes),
             edge_index=sampled.edge_index,
             n_id=nodes,
-            batch_size=int(sampled.seeds.max()) + 1,
+            batch_size=sampled.num_nodes[0],
+            num_sampled_nodes=sampled.num_nodes,
+            num_sampled_edges=sampled.num_edges,
             **({"positions": self.data.positions[nodes]} if "positions" in self.data else {}),
         )
 

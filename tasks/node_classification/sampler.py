@@ -8,6 +8,8 @@ from torch import Tensor
 
 from attnkit.core.operators.sparse import offsets, ranges
 
+ALL = -1  # neighbours of a node
+
 
 class InNeighbors(NamedTuple):
     """The edges of a graph by target (CSR): into node i come sources[offsets[i]:offsets[i + 1]]."""
@@ -33,11 +35,15 @@ class Sampled(NamedTuple):
             what was reached, hop by hop.
         edge_index: int64 [2, edges], source in row 0, target in row 1, as positions in `nodes`.
         seeds: int64 [seeds], the position in `nodes` of every seed that was given.
+        num_nodes: of the seeds, then those that each hop reached.
+        num_edges: of each hop, the nearest to the seeds first.
     """
 
     nodes: Tensor
     edge_index: Tensor
     seeds: Tensor
+    num_nodes: list[int]
+    num_edges: list[int]
 
 
 def sample_neighbors(
@@ -69,6 +75,7 @@ def sample_neighbors(
         raise ValueError(f"num_neighbors: expected -1 (all), 0 or more, got {list(num_neighbors)}")
     nodes, positions = seeds.unique(return_inverse=True)
     frontier, first, edges = nodes, 0, [seeds.new_empty((2, 0))]
+    sizes = [len(nodes)]
     for count in num_neighbors:
         sources, rows = _edges_into(neighbors, frontier, count, generator)
         reached, place = sources.unique(return_inverse=True)
@@ -78,7 +85,9 @@ def sample_neighbors(
         edges.append(torch.stack([position.index_select(0, place), first + rows]))
         frontier, first = reached.index_select(0, new), len(nodes)
         nodes = torch.cat([nodes, frontier])
-    return Sampled(nodes, torch.cat(edges, dim=1), positions)
+        sizes.append(len(frontier))
+    num_edges = [hop.shape[1] for hop in edges[1:]]
+    return Sampled(nodes, torch.cat(edges, dim=1), positions, sizes, num_edges)
 
 
 def _positions(nodes: Tensor, reached: Tensor) -> Tensor:

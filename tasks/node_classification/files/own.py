@@ -10,7 +10,8 @@ from torch_geometric.data import Data
 from attnkit.lightning.arguments import held_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import stratified_split
-from attnkit.tasks.node_classification.data import SPLITS, GraphDataModule
+from attnkit.tasks.node_classification.checks import SPLITS
+from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.files.arrays import Part, Parts
 from attnkit.tasks.node_classification.files.edges import read_edges
 from attnkit.tasks.node_classification.files.nodes import (

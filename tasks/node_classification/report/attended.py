@@ -18,6 +18,7 @@ from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import write_csv
 from attnkit.tasks.node_classification.data import FullGraph
+from attnkit.tasks.node_classification.layerwise import sub_graphs
 
 
 class Looked(NamedTuple):
@@ -87,10 +88,11 @@ class NodePredictions(Callback):
         if not self.attention or (is_repeated and not trainer.is_global_zero):
             return
         with trainer.precision_plugin.forward_context(), unrecorded():
-            found = looked_at(pl_module, batch, self.top_k, each_head=self.heads == "each")
-        if not found:
-            raise UserError("predict.attention: the model has no attention along edges")
-        self._looked += found
+            for part in sub_graphs(batch):
+                found = looked_at(pl_module, part, self.top_k, each_head=self.heads == "each")
+                if not found:
+                    raise UserError("predict.attention: the model has no attention along edges")
+                self._looked += found
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # also called in a process whose part of the data is empty

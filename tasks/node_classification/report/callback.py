@@ -18,6 +18,7 @@ from attnkit.sight.diagnosis.recorder import Layout, Recorder
 from attnkit.sight.diagnosis.sampling import Sampling
 from attnkit.sight.picture import save
 from attnkit.tasks.node_classification.data import FullGraph
+from attnkit.tasks.node_classification.layerwise import sub_graphs
 from attnkit.tasks.node_classification.report.neighbourhoods import (
     GroupScore,
     NeighbourhoodScores,
@@ -79,7 +80,7 @@ class NodeReport(Callback):
             self._count(trainer, self._scores, outputs, batch)
         if batch_idx == 0 and trainer.is_global_zero:
             with trainer.precision_plugin.forward_context(), unrecorded():
-                self._rows = entropies(cast(Any, pl_module), batch)
+                self._rows = entropies(cast(Any, pl_module), next(sub_graphs(batch)))
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found: list[GroupScore] = []

@@ -1,0 +1,93 @@
+"""Whether a graph is as described; a message names what is not."""
+
+from collections.abc import Callable
+from itertools import combinations
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from attnkit.lightning.errors import UserError
+
+SPLITS = ("train", "val", "test")
+CHECKED = 2**24  # numbers that are looked at at a time
+
+
+def checked(data: Data) -> Data:
+    """The graph with labels [nodes] and masks [nodes, splits]; a `UserError` if it is wrong."""
+    if not isinstance(data, Data):
+        kind = type(data).__name__
+        raise UserError(f"data: load() should give a torch_geometric.data.Data, got {kind}")
+    for name in ("x", "edge_index", "y", *(f"{split}_mask" for split in SPLITS)):
+        if data.get(name) is None:
+            raise UserError(
+                f"data: the graph has no {name}; it has {', '.join(sorted(data.keys()))}"
+            )
+        if not isinstance(data[name], Tensor):
+            raise UserError(
+                f"data: expected {name} to be a tensor, got {type(data[name]).__name__}"
+            )
+    count = data.x.shape[0]
+    if data.y.ndim == 2 and data.y.shape[1] == 1:
+        data.y = data.y.flatten()
+    if data.y.shape != (count,) or data.y.is_floating_point():
+        raise UserError(
+            f"data: expected a class per node, y integers [{count}], "
+            f"got {data.y.dtype} {list(data.y.shape)}"
+        )
+    edges = data.edge_index
+    if edges.numel() and (edges.min() < 0 or edges.max() >= count):
+        raise UserError(f"data: edge_index has nodes outside 0 to {count - 1}")
+    for name in SPLITS:
+        mask = data[f"{name}_mask"]
+        mask = mask.unsqueeze(1) if mask.ndim == 1 else mask
+        if mask.dtype != torch.bool or mask.ndim != 2 or len(mask) != count:
+            raise UserError(
+                f"data: expected {name}_mask bool [{count}] or [{count}, splits], "
+                f"got {mask.dtype} {list(mask.shape)}"
+            )
+        data[f"{name}_mask"] = mask
+    splits = {name: data[f"{name}_mask"].shape[1] for name in SPLITS}
+    widest = max(splits.values())
+    for name, number in splits.items():
+        if number == 1:  # such as one test set for all splits
+            data[f"{name}_mask"] = data[f"{name}_mask"].expand(-1, widest)
+        elif number != widest:
+            raise UserError(f"data: the masks are of different numbers of splits: {splits}")
+    return data
+
+
+def check_finite(x: Tensor, place_of: Callable[[int], str]) -> None:
+    """Names the first feature that is not finite; a part of them is looked at at a time."""
+    sparse = None if x.layout == torch.strided else x.to_sparse_coo().coalesce()
+    values = x if sparse is None else sparse.values()
+    rows = max(1, CHECKED * max(1, len(values)) // max(1, values.numel()))
+    for start in range(0, len(values), rows):
+        part = values[start : start + rows]
+        wrong = (~part.isfinite()).nonzero()
+        if not len(wrong):
+            continue
+        first = wrong[0].clone()
+        value = float(part[tuple(first)])
+        first[0] += start
+        node, *feature = (first if sparse is None else sparse.indices()[:, first[0]]).tolist()
+        where = place_of(node) + f", feature {feature[0]}," * bool(feature)
+        raise UserError(f"{where} is {value}, expected finite numbers")
+
+
+def oddities_of(data: Data) -> list[str]:
+    """What can be trained on and is seldom meant."""
+    found = []
+    for one, other in combinations(SPLITS, 2):
+        both = (data[f"{one}_mask"] & data[f"{other}_mask"]).nonzero().flatten()
+        if len(both):
+            found.append(f"{one} and {other} share nodes ({len(both):,}, such as {int(both[0])})")
+    used = torch.stack([data[f"{split}_mask"] for split in SPLITS]).any(dim=0)
+    seen = data.y[data.train_mask].unique()
+    unseen = data.y[used & ~torch.isin(data.y, seen)].unique().tolist()
+    if unseen:
+        named = ", ".join(map(str, unseen[:5])) + (", …" if len(unseen) > 5 else "")
+        found.append(f"no training node has class {named}")
+    if not data.edge_index.numel():
+        found.append("there are no edges")
+    return found

@@ -1,0 +1,126 @@
+"""A network on a whole graph in bounded memory: layer by layer, and each in blocks of nodes."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from attnkit.core.masks.edges import Edges
+from attnkit.core.operators.sparse import sparse_rows
+from attnkit.models.hops import Hops
+from attnkit.tasks.node_classification.neighbors import NeighborBatches
+from attnkit.tasks.node_classification.sampler import ALL, InNeighbors, sample_neighbors
+
+EDGES = 2**20  # of a block of nodes
+
+
+class Layers:
+    """One batch of nodes whose logits are computed from all their neighbours, layer by layer.
+
+    A `Data` with `n_id` (the nodes), `batch_size` (how many), `y`, and `whole`, the
+    `NeighborBatches` that the features and neighbours are in, which stay where they are.
+
+    Args:
+        batches: of a split's nodes.
+        chosen: the places of this process's nodes among them.
+    """
+
+    def __init__(self, batches: NeighborBatches, chosen: Iterable[int]) -> None:
+        nodes = batches.seeds[list(chosen)]
+        self.batch = Data(
+            y=batches.data.y.index_select(0, nodes),
+            n_id=nodes,
+            batch_size=len(nodes),
+            num_nodes=len(nodes),
+            whole=batches,
+        )
+
+    def __iter__(self) -> Iterator[Data]:
+        if self.batch.batch_size:
+            yield self.batch
+
+    def __len__(self) -> int:
+        return int(self.batch.batch_size > 0)
+
+
+def sub_graphs(batch: Data, size: int = 1024) -> Iterator[Data]:
+    """The batch itself; of one that is computed layer by layer, sampled sub-graphs around `size` of
+    its nodes each."""
+    if "whole" not in batch:
+        yield batch
+        return
+    whole = batch.whole
+    parts = NeighborBatches(
+        whole.data, batch.n_id.cpu(), whole.num_neighbors, whole.seed, whole.neighbors
+    )
+    for numbers in torch.arange(len(parts)).split(size):
+        yield parts.__getitems__(numbers.tolist()).to(batch.n_id.device)
+
+
+@torch.no_grad()
+def layerwise(
+    hops: Hops, x: Tensor, neighbors: InNeighbors, nodes: Tensor, num_edges: int = EDGES
+) -> Tensor:
+    """The logits of nodes, equal to those of the whole graph at once.
+
+    A layer is computed where the next one reads it, in blocks of targets with about `num_edges`
+    edges: in memory are the outputs of two layers and one block, of the features only the rows
+    of a block.
+
+    Args:
+        hops: of a network that does not train now.
+        x: [all nodes, channels] on the CPU, dense or sparse CSR.
+        nodes: int64 [nodes], on the device to compute on; what layers give stays on the CPU.
+
+    Returns:
+        [nodes, classes], on the device.
+    """
+    device, nodes = nodes.device, nodes.cpu()
+    needed = [torch.unique(nodes)]
+    for _ in hops.each:
+        needed.append(_with_sources(neighbors, needed[-1], num_edges))
+    before: Tensor | None = None
+    place = torch.empty(len(neighbors.offsets) - 1, dtype=torch.int32)
+    for number, hop in enumerate(hops.each, 1):
+        targets, after, filled = needed[len(hops.each) - number], None, 0
+        for block in _blocks(neighbors, targets, num_edges):
+            part = sample_neighbors(neighbors, block, [ALL])
+            if before is None:
+                given = hops.before(_rows(x, part.nodes).to(device))
+            else:
+                given = before.index_select(0, place.index_select(0, part.nodes)).to(device)
+            edges = Edges(part.edge_index.to(device), len(block), len(part.nodes))
+            found = hop(given, edges)
+            if number == len(hops.each):
+                found = hops.after(found)
+            if after is None:
+                after = found.new_empty((len(targets), found.shape[1]), device="cpu")
+            after[filled : filled + len(block)] = found
+            filled += len(block)
+        before = after
+        place[targets] = torch.arange(len(targets), dtype=torch.int32)
+    assert before is not None
+    return before.index_select(0, place.index_select(0, nodes)).to(device)
+
+
+def _rows(x: Tensor, nodes: Tensor) -> Tensor:
+    return (
+        sparse_rows(x, nodes) if x.layout == torch.sparse_csr else x.index_select(0, nodes).float()
+    )
+
+
+def _with_sources(neighbors: InNeighbors, nodes: Tensor, num_edges: int) -> Tensor:
+    """The nodes and all that an edge leads from to them, sorted."""
+    found = torch.zeros(len(neighbors.offsets) - 1, dtype=torch.bool)
+    found[nodes] = True
+    for block in _blocks(neighbors, nodes, num_edges):
+        found[sample_neighbors(neighbors, block, [ALL]).nodes] = True
+    return found.nonzero().flatten()
+
+
+def _blocks(neighbors: InNeighbors, nodes: Tensor, num_edges: int) -> Iterator[Tensor]:
+    """Parts of sorted nodes with about so many edges into them, and no more nodes than that."""
+    degrees = neighbors.offsets[nodes + 1] - neighbors.offsets[nodes]
+    number = (degrees + 1).cumsum(0).sub_(1).div_(num_edges, rounding_mode="floor")
+    yield from nodes.split(number.unique_consecutive(return_counts=True)[1].tolist())
