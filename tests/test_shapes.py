@@ -420,7 +420,7 @@ def graphs():
     relations = torch.arange(23) % 5
     layer = attnkit.RGATAttention(18, 13, 5, heads=6, edge_dim=17)
     yield called(layer.forward, x, edge_index, relations, graph[1])
-    yield called(layer.attention_weights, x, edge_index, relations, floats("edges edge_dim"))
+    yield called(layer.attention_weights, x, edge_index, relations, graph[1], **CHOSEN)
     cites, writes = ("paper", "cites", "paper"), ("author", "writes", "paper")
     metadata = ["paper", "author"], [cites, writes]
     nodes = {"paper": floats("nodes channels"), "author": floats("sources channels")}
@@ -428,7 +428,7 @@ def graphs():
     for kind in (attnkit.HGTAttention, attnkit.HANAttention):
         layer = kind(18, 78, metadata, 6)
         yield called(layer.forward, nodes, of_types)
-        yield called(layer.attention_weights, nodes, of_types)
+        yield called(layer.attention_weights, nodes, of_types, **CHOSEN)
     typed = attnkit.TypedEdges(edge_index, 19, relations, 5)
     yield called(attnkit.TypedEdges, edge_index, 19, relations, 5)
     yield called(typed.summed, floats("heads nodes channels"), "across-relation")

@@ -105,6 +105,15 @@ def weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
     return inputs.normalizer.weights(block, allowed)
 
 
+def of_edges(
+    weights: Annotated[Tensor, "edges heads"], rows: Indices, heads: Indices
+) -> Annotated[Tensor, "rows chosen_heads"]:
+    """The weights of some edges and heads of a graph."""
+    row_indices = as_indices("rows", rows, len(weights), weights.device)
+    head_indices = as_indices("heads", heads, weights.shape[1], weights.device)
+    return weights[row_indices[:, None], head_indices]
+
+
 def as_indices(name: str, given: Indices, size: int, device: torch.device) -> Tensor:
     """Places from 0 to size − 1; IndexError or TypeError name what is wrong."""
     everything = torch.arange(size, device=device)

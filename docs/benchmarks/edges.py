@@ -1,6 +1,6 @@
 """Attention over the edges of a graph against PyG's layers, forward + backward.
 
-    python docs/benchmarks/edges.py [layers] [wide] [small] [memory] [scaling]
+    python docs/benchmarks/edges.py [layers] [wide] [small] [memory] [typed] [scaling]
 
 - layers: 50,000 nodes, 1,000,000 random edges, 128 channels in, 8 heads × 16, each of PyG's
   `TransformerConv`, `GATv2Conv` and `GATConv` against the layer that `attnkit.interop.from_pyg`
@@ -8,6 +8,9 @@
 - wide: the same with 8 heads × 64;
 - small: 2,708 nodes, 10,556 edges, 64 channels in, 8 heads × 8, the sizes of Cora's second layer;
 - memory: the peak memory of a step of each beyond what stood before it, in a process of its own;
+- typed: PyG's `HGTConv` and `HANConv`, 50,000 nodes of three types, 1,000,000 edges of four, 128
+  channels in, 8 heads × 16; and `RGATConv`, which makes a matrix for each edge, with 10,000 nodes,
+  50,000 edges of ten relations, 32 channels in, 4 heads × 8; with the peak memory;
 - scaling: 10⁵, 10⁶ and 10⁷ edges, 20 a node, 8 heads × 16, the kernel alone, against what moving
   its tables through memory would take at the speed at which this machine copies.
 
@@ -31,6 +34,14 @@ from attnkit import interop
 
 HEADS = 8
 LAYERS = ("TransformerConv", "GATv2Conv", "GATConv")
+TYPED = ("HGTConv", "HANConv", "RGATConv")
+NODES = {"paper": 25_000, "author": 20_000, "venue": 5_000}
+EDGES = {
+    ("paper", "cites", "paper"): 400_000,
+    ("author", "writes", "paper"): 250_000,
+    ("paper", "written_by", "author"): 250_000,
+    ("venue", "prints", "paper"): 100_000,
+}
 
 
 def graph(num_nodes: int, num_edges: int, channels: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,24 +70,72 @@ def steps(name: str, sizes: tuple[int, int, int], head_dim: int):
     return step(theirs, edge_index), step(ours, edges)
 
 
+def typed_steps(name: str):
+    """The same of a layer for typed graphs."""
+    from torch_geometric import nn
+
+    torch.manual_seed(0)
+    if name == "RGATConv":
+        theirs = nn.RGATConv(32, 8, num_relations=10, heads=4)
+        edge_index, edge_type = torch.randint(10_000, (2, 50_000)), torch.randint(10, (50_000,))
+        nodes, given = torch.randn(10_000, 32), (edge_index, edge_type)
+        prepared = attnkit.TypedEdges(edge_index, 10_000, edge_type, 10)
+    else:
+        metadata = [*NODES], [*EDGES]
+        theirs = getattr(nn, name)(128, HEADS * 16, metadata, heads=HEADS)
+        nodes = {kind: torch.randn(number, 128) for kind, number in NODES.items()}
+        given = (
+            {
+                key: torch.stack([torch.randint(NODES[end], (number,)) for end in key[::2]])
+                for key, number in EDGES.items()
+            },
+        )
+        prepared = attnkit.TypedEdges(given[0], NODES)
+    ours = interop.from_pyg(theirs)
+
+    def outputs(layer, *edges):
+        found = layer(nodes, *edges)
+        found = [*found.values()] if isinstance(found, dict) else [found]
+        return [output for output in found if output is not None]
+
+    for mine, their in zip(outputs(ours, prepared), outputs(theirs, *given), strict=True):
+        torch.testing.assert_close(mine, their, atol=1e-4, rtol=1e-4)
+
+    def step(layer, *edges):
+        def run():
+            sum(output.square().mean() for output in outputs(layer, *edges)).backward()
+            layer.zero_grad()
+
+        return run
+
+    return step(theirs, *given), step(ours, prepared)
+
+
 def layers(sizes: tuple[int, int, int], head_dim: int, rounds: int) -> None:
     rows = []
     for name in LAYERS:
-        pyg, ours = steps(name, sizes, head_dim)
-        times = alternate({"PyG": pyg, "attnkit": ours}, rounds)
-        ratios = [
-            a / b for a, b in zip(times.seconds["PyG"], times.seconds["attnkit"], strict=True)
-        ]
-        rows.append(
-            {
-                "layer": f"{name}, {HEADS} × {head_dim}",
-                "attnkit": f"{1e3 * times.median('attnkit'):.1f} ms",
-                "PyG": f"{1e3 * times.median('PyG'):.1f} ms",
-                "ratio": f"{times.ratio('PyG', 'attnkit'):.1f} × "
-                f"({min(ratios):.1f}–{max(ratios):.1f})",
-            }
-        )
+        row = {"layer": f"{name}, {HEADS} × {head_dim}"}
+        rows.append(row | compared(*steps(name, sizes, head_dim), rounds))
     print(table(rows))
+
+
+def typed(rounds: int) -> None:
+    rows = []
+    for name in TYPED:
+        row = {"layer": name} | compared(*typed_steps(name), rounds)
+        rows.append(row | peaks_of(name))
+    print(table(rows))
+
+
+def compared(pyg, ours, rounds: int) -> dict[str, str]:
+    """Median times of two steps, and the median, least and largest of their ratios."""
+    times = alternate({"PyG": pyg, "attnkit": ours}, rounds)
+    ratios = [a / b for a, b in zip(times.seconds["PyG"], times.seconds["attnkit"], strict=True)]
+    return {
+        "attnkit": f"{1e3 * times.median('attnkit'):.1f} ms",
+        "PyG": f"{1e3 * times.median('PyG'):.1f} ms",
+        "ratio": f"{times.ratio('PyG', 'attnkit'):.1f} × ({min(ratios):.1f}–{max(ratios):.1f})",
+    }
 
 
 def prepare() -> None:
@@ -94,24 +153,25 @@ def memory(head_dims: tuple[int, ...]) -> None:
     rows = []
     for head_dim in head_dims:
         for name in LAYERS:
-            peaks = {}
-            for who in ("PyG", "attnkit"):
-                command = [sys.executable, __file__, "--peak", name, who, str(head_dim)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                peaks[who] = float(done.stdout.split()[-1])
-            rows.append(
-                {
-                    "layer": f"{name}, {HEADS} × {head_dim}",
-                    **{who: f"{peak / 2**20:.0f} MiB" for who, peak in peaks.items()},
-                    "share": f"1/{peaks['PyG'] / peaks['attnkit']:.1f}",
-                }
-            )
+            rows.append({"layer": f"{name}, {HEADS} × {head_dim}"} | peaks_of(name, head_dim))
     print(table(rows))
+
+
+def peaks_of(name: str, head_dim: int = 16) -> dict[str, str]:
+    """The peak memory of a step of each, and the share of PyG's that ours is."""
+    peaks = {}
+    for who in ("PyG", "attnkit"):
+        command = [sys.executable, __file__, "--peak", name, who, str(head_dim)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[who] = float(done.stdout.split()[-1])
+    named = {f"{who}, memory": f"{peak / 2**20:.0f} MiB" for who, peak in peaks.items()}
+    return named | {"share": f"1/{peaks['PyG'] / peaks['attnkit']:.1f}"}
 
 
 def peak(name: str, who: str, head_dim: int) -> None:
     """Print the peak memory of the second step: the first has made gradients and sorted edges."""
-    pyg, ours = steps(name, (50_000, 1_000_000, 128), head_dim)
+    is_typed = name in TYPED
+    pyg, ours = typed_steps(name) if is_typed else steps(name, (50_000, 1_000_000, 128), head_dim)
     step = pyg if who == "PyG" else ours
     step()
     print(peak_memory(step))
@@ -155,7 +215,7 @@ def copy_speed() -> float:
     return 2 * source.nbytes / times.median("copy")
 
 
-PARTS = ("layers", "wide", "small", "memory", "scaling")
+PARTS = ("layers", "wide", "small", "memory", "typed", "scaling")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
@@ -184,5 +244,7 @@ if __name__ == "__main__":
         layers((2_708, 10_556, 64), 8, 20 * arguments.rounds)
     if "memory" in parts:
         memory((16, 64))
+    if "typed" in parts:
+        typed(arguments.rounds)
     if "scaling" in parts:
         scaling(arguments.rounds)

@@ -13,7 +13,7 @@ from attnkit.core.running import module_name
 from attnkit.core.watch.taps.call import AttentionCall
 from attnkit.core.watch.taps.layers import ChosenCalls, LayerChoice, Layers
 from attnkit.core.watch.taps.watch import Call, told_of_attention
-from attnkit.core.weights import Indices, as_indices
+from attnkit.core.weights import Indices, of_edges
 
 
 class AttentionWeights(dict[str, list[Tensor]]):
@@ -112,11 +112,9 @@ def _weights(call: Call, rows: Indices, heads: Indices) -> Tensor:
     if isinstance(call, AttentionCall):
         return call.weights(rows, heads).to(call.query.dtype)
     try:
-        chosen_rows = as_indices("rows", rows, len(call.weights), call.weights.device)
-        chosen_heads = as_indices("heads", heads, call.num_heads, call.weights.device)
+        return of_edges(call.weights, rows, heads)
     except IndexError as error:
         raise IndexError(f"{call.layer}: {error}") from None
-    return call.weights[chosen_rows[:, None], chosen_heads]
 
 
 def _check_names(choice: LayerChoice, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
 from attnkit.core.operators.linear import reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
-from attnkit.core.weights import Indices, as_indices
+from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.heads import (
     GATHeads,
     GATv2Heads,
@@ -328,9 +328,7 @@ class GraphAttention(nn.Module):
         source, target, edges, features = self._read(x, edge_index, edge_attr)
         weights = self._weights(self.projections(source, target), *self._graph(edges, features))
         weights = in_callers_order(weights, edges) if self.add_self_loops else weights
-        rows = as_indices("rows", rows, len(weights), weights.device)
-        heads = as_indices("heads", heads, self.heads, weights.device)
-        return weights[rows[:, None], heads]
+        return of_edges(weights, rows, heads)
 
     def _weights(self, nodes: NodeHeads, edges: Edges, carried: EdgeFeatures | None) -> Tensor:
         """[edges, heads]."""

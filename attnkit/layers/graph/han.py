@@ -12,9 +12,9 @@ from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.operators.linear import reset_linear, run_linear
 from attnkit.core.scores.kinds import Additive
+from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.typed_edges import (
     EdgesByType,
-    EdgeType,
     Metadata,
     NodesByType,
     Pairs,
@@ -154,11 +154,21 @@ class HANAttention(nn.Module):
         self,
         x_dict: NodesByType,
         edge_index_dict: EdgesByType | TypedEdges,
-    ) -> dict[EdgeType, Annotated[Tensor, "_ heads"]]:
-        """The node-level weights that `forward` uses, before dropout: [edges, heads] of each edge
-        type."""
+        *,
+        rows: Indices = None,
+        heads: Indices = None,
+    ) -> Annotated[Tensor, "rows chosen_heads"]:
+        """The node-level weights that `forward` uses on the same arguments, before dropout.
+
+        Args:
+            rows: which edges, None for all.
+            heads: which heads, None for all.
+
+        Returns:
+            A row for each edge, one edge type after the other; `TypedEdges.by_type` splits them.
+        """
         edges, query, key, _ = self._heads(x_dict, edge_index_dict)
-        return edges.by_type(edge_weights(query, key, edges.within, score=self._score()).T)
+        return of_edges(edge_weights(query, key, edges.within, score=self._score()).T, rows, heads)
 
     def _score(self) -> Additive:
         return Additive(self.key_vector.new_ones(1), "leaky_relu", self.negative_slope)

@@ -11,10 +11,10 @@ from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
+from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.typed_edges import (
     AttentionMechanism,
     EdgesByType,
-    EdgeType,
     Metadata,
     NodesByType,
     TypedEdges,
@@ -126,19 +126,30 @@ class HGTAttention(nn.Module):
         outputs = self.out_proj(parts)
         for name, output in outputs.items():
             if x_dict[name].shape[1] == self.out_channels:
-                share = self.skip[self.metadata[0].index(name)].sigmoid()
-                outputs[name] = torch.lerp(x_dict[name], output, share)
+                weight = self.skip[self.metadata[0].index(name)].sigmoid()
+                outputs[name] = weight * output + (1 - weight) * x_dict[name]
         return outputs
 
     def attention_weights(
         self,
         x_dict: NodesByType,
         edge_index_dict: EdgesByType | TypedEdges,
-    ) -> dict[EdgeType, Annotated[Tensor, "_ heads"]]:
-        """The weights that `forward` uses, before dropout: [edges, heads] of each edge type."""
+        *,
+        rows: Indices = None,
+        heads: Indices = None,
+    ) -> Annotated[Tensor, "rows chosen_heads"]:
+        """The weights that `forward` uses on the same arguments, before dropout.
+
+        Args:
+            rows: which edges, None for all.
+            heads: which heads, None for all.
+
+        Returns:
+            A row for each edge, one edge type after the other; `TypedEdges.by_type` splits them.
+        """
         edges, query, key, _ = self._heads(x_dict, edge_index_dict)
         mask = edges.mask(self.attention_mechanism)
-        return edges.by_type(edge_weights(query, key, mask).T)
+        return of_edges(edge_weights(query, key, mask).T, rows, heads)
 
     def _heads(
         self,

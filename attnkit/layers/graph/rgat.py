@@ -11,6 +11,7 @@ from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.typed_edges import (
     AttentionMechanism,
     TypedEdges,
@@ -197,13 +198,24 @@ class RGATAttention(nn.Module):
         edge_index: Annotated[Tensor, "2 edges", int] | TypedEdges,
         edge_type: Annotated[Tensor, "edges", int] | None = None,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
-    ) -> Annotated[Tensor, "edges heads"]:
-        """The weights that `forward` uses, before dropout: `heads · dim` for each edge, in the
-        caller's order."""
+        *,
+        rows: Indices = None,
+        heads: Indices = None,
+    ) -> Annotated[Tensor, "rows chosen_heads"]:
+        """The weights that `forward` uses on the same arguments, before dropout.
+
+        Args:
+            rows: which edges, None for all.
+            heads: which of `heads · dim`, None for all.
+
+        Returns:
+            Row e for edge e of `edge_index`.
+        """
         edges, value, features = self._read(x, edge_index, edge_type, edge_attr)
         mask = edges.mask(self.attention_mechanism)
         query, key = self._without_channels(mask.sizes, value)
-        return edge_weights(query, key, mask, edge_features=features).T
+        weights = edge_weights(query, key, mask, edge_features=features).T
+        return of_edges(weights, rows, heads)
 
     def _without_channels(self, sizes: tuple[int, int], value: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of 0: the scores are what each edge adds to them."""

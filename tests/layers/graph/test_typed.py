@@ -1,5 +1,8 @@
 """Attention over edges of several types: HGT, HAN, RGAT, and the edges that they share."""
 
+import re
+import runpy
+
 import pytest
 import torch
 from torch import nn
@@ -84,9 +87,11 @@ def test_weights_sum_to_one_across_or_within_types(kind, mechanism):
     options = {"attention_mechanism": mechanism} if kind is HGTAttention else {}
     layer, (x, edges) = typed(kind, **options), graph()
     weights = layer.attention_weights(x, edges)
-    assert [*weights] == [*edges]
+    with attnkit.capture_attention(layer, rows=[50, 3], heads=1) as captured:
+        layer(x, edges)
+    assert torch.equal(captured[""][0], weights[[50, 3], 1:])
     totals = {}
-    for key, rows in weights.items():
+    for key, rows in TypedEdges(edges, SIZES).by_type(weights).items():
         kept = key if mechanism == "within-relation" else key[2]
         sums = torch.zeros(SIZES[key[2]], 2, dtype=torch.float64)
         totals[kept] = totals.get(kept, 0) + sums.index_add(0, edges[key][1], rows)
@@ -278,3 +283,13 @@ KEY = METADATA[1][0]
 def test_what_is_wrong_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_the_example_learns_which_edges_count(repository, capsys):
+    example = runpy.run_path(str(repository / "docs" / "examples" / "typed_graph.py"))
+    assert example["main"]() > 0.9
+    told = re.findall(r"(\w+ \w+ \w+): ([\d.]+) of the edges, ([\d.]+)", capsys.readouterr().out)
+    shares = {name: (float(edges), float(weight)) for name, edges, weight in told}
+    edges, weight = shares["venue prints paper"]
+    assert weight > 2 * edges
+    assert sum(weight for _, weight in shares.values()) == pytest.approx(1, abs=0.02)
