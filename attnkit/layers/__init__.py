@@ -8,8 +8,12 @@ from attnkit.layers.gates.gate import Gate, capture_gates
 from attnkit.layers.gates.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.block import GraphBlock
+from attnkit.layers.graph.han import HANAttention
+from attnkit.layers.graph.hgt import HGTAttention
 from attnkit.layers.graph.receptive_field import ReceptiveField
+from attnkit.layers.graph.rgat import RGATAttention
 from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
+from attnkit.layers.graph.typed_edges import TypedEdges
 from attnkit.layers.maps.channel import (
     ChannelAttention,
     CrossCovarianceAttention,
@@ -41,7 +45,10 @@ __all__ = [
     "GatedSum",
     "GraphAttention",
     "GraphBlock",
+    "HANAttention",
+    "HGTAttention",
     "PatchEmbedding",
+    "RGATAttention",
     "ReceptiveField",
     "SparseDropout",
     "SparseLinear",
@@ -50,5 +57,6 @@ __all__ = [
     "SqueezeExcitation",
     "TransformerBlock",
     "TransposedAttention",
+    "TypedEdges",
     "capture_gates",
 ]

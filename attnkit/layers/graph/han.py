@@ -10,14 +10,13 @@ from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
-from attnkit.core.operators.linear import reset_linear, run_linear
+from attnkit.core.operators.linear import linear, reset_linear, run_linear
 from attnkit.core.scores.kinds import Additive
 from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.typed_edges import (
     EdgesByType,
     Metadata,
     NodesByType,
-    Pairs,
     TypedEdges,
     as_typed_edges,
     split_heads,
@@ -181,17 +180,18 @@ class HANAttention(nn.Module):
         """The edges, and queries and keys [heads, pairs, 1] and values [heads, pairs, head_dim]."""
         edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)
         projected = self.in_proj(x_dict)
-        rows = torch.cat([projected[name] for name in edges.nodes])
-        nodes = split_heads(rows, self.heads)
-
-        def scores(vector: Tensor, pairs: Pairs) -> Tensor:
-            by_type = nodes @ vector[types].permute(1, 2, 0)  # [heads, nodes, types]
-            places = pairs.node * len(types) + pairs.type
-            return by_type.flatten(1).index_select(1, places)[..., None]
-
-        query = scores(self.query_vector, edges.targets)
-        key = scores(self.key_vector, edges.sources)
-        value = split_heads(rows.index_select(0, edges.sources.node), self.heads)
+        nodes = torch.cat([projected[name] for name in edges.nodes])
+        # one product for the vectors of all types and heads, each of which reads its own head
+        vectors = torch.stack([self.query_vector[types], self.key_vector[types]])
+        eye = torch.eye(self.heads, dtype=vectors.dtype, device=vectors.device)
+        matrix = torch.einsum("erhd,hk->erkhd", vectors, eye).flatten(3).flatten(0, 2)
+        scores = linear(nodes, matrix, None).view(-1, self.heads)
+        places = [
+            (2 * pairs.node + end) * len(types) + pairs.type
+            for end, pairs in enumerate((edges.targets, edges.sources))
+        ]
+        query, key = (split_heads(scores.index_select(0, place), self.heads) for place in places)
+        value = split_heads(nodes.index_select(0, edges.sources.node), self.heads)
         return edges, query, key, value
 
     def __repr__(self) -> str:
