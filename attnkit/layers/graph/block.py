@@ -8,6 +8,7 @@ from attnkit.core.arguments import choice
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.elu import elu
 from attnkit.layers.graph.attention import GraphAttention
+from attnkit.layers.graph.inputs import targets_among
 from attnkit.layers.graph.sparse import SparseDropout
 
 GraphActivation = Literal["elu", "relu", "gelu"]
@@ -90,4 +91,5 @@ class GraphBlock(nn.Module):
         edges: Edges,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
     ) -> Annotated[Tensor, "nodes channels"]:
-        return x[: edges.sizes[0]] + self.mlp(self.attention(self.norm(x), edges, edge_attr))
+        gathered = self.mlp(self.attention(self.norm(x), edges, edge_attr))
+        return targets_among(x, edges) + gathered

@@ -123,3 +123,8 @@ def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | No
             f"sources, x has {num_targets} and {num_sources}"
         )
     return edge_index
+
+
+def targets_among(nodes: Tensor, edges: Edges) -> Tensor:
+    """The nodes that are targets, the first ones; all where a tracer has not seen the edges."""
+    return nodes if isinstance(edges, fx.Proxy) else nodes[: edges.sizes[0]]
