@@ -145,6 +145,8 @@ def test_residual_blocks_over_edge_features():
 def test_what_cannot_be_converted_is_refused():
     with pytest.raises(ValueError, match="model: Net has no GraphAttention"):
         interop.to_hetero(Net(nn.Linear(5, 5), nn.Linear(5, 5)), METADATA)
+    with pytest.raises(ValueError, match="GraphTransformer cannot be traced by torch"):
+        interop.to_hetero(attnkit.GraphTransformer(5, 12, 4, heads=3), METADATA)
     with pytest.raises(ValueError, match="'add_self_loops' attribute set to 'True'"):
         interop.to_hetero(attnkit.GAT(5, 12, 4, heads=3), METADATA)
     with pytest.raises(ValueError, match="in_channels: mlp_ratio needs one number, got"):

@@ -138,6 +138,20 @@ def test_relations(options, dtype, atol):
     torch.testing.assert_close(ours.attention_weights(*given), weights)
 
 
+@pytest.mark.parametrize("kind", [HGTConv, HANConv])
+def test_sparse_matrices(kind):
+    x_dict, edge_index_dict = graph()
+    theirs = randomised(kind({name: c for name, (_, c) in SIZES.items()}, 12, METADATA, heads=3))
+    matrices = {}
+    for key, (source, target) in edge_index_dict.items():
+        dense = torch.zeros(SIZES[key[2]][0], SIZES[key[0]][0])
+        dense[target, source] = 1
+        matrices[key] = dense.to_sparse_csr()
+    expected = theirs(x_dict, matrices)
+    actual = interop.from_pyg(theirs)(x_dict, matrices)
+    torch.testing.assert_close(as_one(actual), as_one(expected))
+
+
 def test_semantic_attention_weights():
     x_dict, edge_index_dict = graph()
     sizes = {name: channels for name, (_, channels) in SIZES.items()}

@@ -43,7 +43,8 @@ def to_hetero(
         A model that takes and gives a dict in the place of each tensor.
 
     Raises:
-        ValueError: the model has no `GraphAttention`; or a layer adds self-loops, and an edge type
+        ValueError: the model has no `GraphAttention`; its `forward` branches or loops over what a
+            tensor says, which torch.fx cannot trace; or a layer adds self-loops, and an edge type
             joins two node types.
     """
     if not any(isinstance(module, GraphAttention) for module in model.modules()):
@@ -72,7 +73,13 @@ def _transformer_class() -> Any:
 
         def __init__(self, module: nn.Module, *args: Any) -> None:
             super().__init__(nn.Identity(), *args)  # it would trace as if all modules were leaves
-            graph = Tracer().trace(module)
+            try:
+                graph = Tracer().trace(module)
+            except fx.proxy.TraceError as error:
+                reason = str(error).partition(". ")[0]
+                raise ValueError(
+                    f"model: {type(module).__name__} cannot be traced by torch.fx: {reason}"
+                ) from None
             for node in graph.nodes:
                 node.type = None  # the generated code could not name Annotated[Tensor, …]
             self.module, self.gm = module, fx.GraphModule(module, graph)
