@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         VerifiedCheckpointIO,
     )
     from attnkit.lightning.resume.exact_resume import ExactResume
+    from attnkit.lightning.resume.paced_checkpoints import BestCheckpoint, LastCheckpoint
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
     from attnkit.lightning.resume.warm_start import warm_start

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning import Trainer
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data._utils.worker import _worker_loop
 from torchmetrics import Metric
 
@@ -48,6 +49,22 @@ def set_num_updates(metric: Metric, count: int) -> None:
 
 
 # --- Lightning ------------------------------------------------------------------------------------
+
+
+def last_saved_step(callback: ModelCheckpoint) -> int:
+    """The step of its last checkpoint; in public there are only names of files."""
+    return callback._last_global_step_saved
+
+
+def note_saved(callback: ModelCheckpoint, step: int, path: str) -> None:
+    """What `ModelCheckpoint` notes when it saves."""
+    callback._last_global_step_saved, callback._last_checkpoint_saved = step, path
+
+
+def snapshot(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
+    """What `trainer.save_checkpoint` would write, in memory of its own."""
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), checkpoint)
 
 
 def starts_processes(trainer: Trainer) -> bool:

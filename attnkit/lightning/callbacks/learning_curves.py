@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning import Callback, LightningModule, Trainer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -65,10 +66,17 @@ class LearningCurves(Callback):
             self._draw(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": {name: list(values) for name, values in self.history.items()}}
+        # one tensor for each metric: an object for each number would take longer than an epoch may
+        tensors = {
+            name: torch.tensor(values, dtype=torch.float64) for name, values in self.history.items()
+        }
+        return {"history": tensors}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history = {name: list(points) for name, points in state_dict["history"].items()}
+        self.history = {
+            name: [(epoch, value) for epoch, value in torch.as_tensor(points).tolist()]
+            for name, points in state_dict["history"].items()
+        }
 
     def _note(self, trainer: Trainer, stage: str, share_of_epoch: float) -> None:
         epoch = trainer.current_epoch + share_of_epoch

@@ -1,0 +1,142 @@
+"""Checkpoints of epochs that take less time than a checkpoint, as on small graphs."""
+
+import time
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+from attnkit.lightning import _private as private
+
+HELD = 2**26  # bytes of a checkpoint that are held in memory at most
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint` to go on from: after an epoch, unless it has just saved.
+
+    It saves at the end of the last epoch, and of others where it is `every_seconds` since it last
+    did. A run that is killed repeats these seconds; Ctrl-C and SIGTERM save by `SaveOnSignal`.
+
+    Args:
+        every_seconds: 0 saves after every epoch.
+        kwargs: Lightning's.
+    """
+
+    def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.every_seconds = _seconds(every_seconds)
+        self._saved_at = -float("inf")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_due(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+            self._note(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_due(trainer):
+            super().on_validation_end(trainer, pl_module)
+            self._note(trainer)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """The same in all processes."""
+        steps, epochs = trainer.max_steps, trainer.max_epochs
+        if (
+            trainer.should_stop
+            or 0 <= steps <= trainer.global_step
+            or (epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
+        ):
+            return True
+        is_due = time.monotonic() - self._saved_at >= self.every_seconds
+        return trainer.strategy.broadcast(is_due) if trainer.world_size > 1 else is_due
+
+    def _note(self, trainer: Trainer) -> None:
+        if private.last_saved_step(self) == trainer.global_step:
+            self._saved_at = time.monotonic()
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint` with a monitor, which may improve many times a second.
+
+    A checkpoint that would replace one of less than `every_seconds` ago is held in memory, and
+    written when that has passed, before any other checkpoint, and when training ends, also by an
+    error. What is on the disk is thus never behind what another checkpoint says is the best. Large
+    checkpoints, and those of several processes, are written at once.
+
+    Args:
+        every_seconds: 0 writes every improvement.
+        kwargs: Lightning's.
+    """
+
+    def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.every_seconds = _seconds(every_seconds)
+        self._held: tuple[dict[str, Any], str] | None = None
+        self._dumps = False
+        self._written: dict[str, float] = {}
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._held is not None and not self._is_recent(self._held[1]):
+            self._write(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if not self._dumps:
+            self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer)
+        super().on_train_end(trainer, pl_module)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._write(trainer)
+        super().on_exception(trainer, pl_module, exception)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if trainer.world_size > 1 or not self._is_recent(filepath) or not _is_small(trainer):
+            self._held, self._dumps = None, True
+            try:
+                super()._save_checkpoint(trainer, filepath)
+            finally:
+                self._dumps = False
+            self._written = {filepath: time.monotonic()}
+            return
+        self._dumps = True
+        try:
+            self._held = private.snapshot(trainer, bool(self.save_weights_only)), filepath
+        finally:
+            self._dumps = False
+        private.note_saved(self, trainer.global_step, filepath)
+
+    def _is_recent(self, filepath: str) -> bool:
+        return time.monotonic() - self._written.get(filepath, -float("inf")) < self.every_seconds
+
+    def _write(self, trainer: Trainer) -> None:
+        if self._held is not None:
+            (checkpoint, filepath), self._held = self._held, None
+            trainer.strategy.save_checkpoint(checkpoint, filepath)
+            self._written = {filepath: time.monotonic()}
+
+
+def _is_small(trainer: Trainer) -> bool:
+    """Of parameters, of which optimizers keep up to three times as much."""
+    return (
+        4 * sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) < HELD
+    )
+
+
+def _seconds(value: float) -> float:
+    if value < 0:
+        raise ValueError(f"every_seconds: expected at least 0, got {value}")
+    return value
