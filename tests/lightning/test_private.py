@@ -15,6 +15,7 @@ import torch
 import torchmetrics
 from lightning import Trainer
 from lightning.fabric.utilities import data as fabric_data
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, launchers
 
@@ -91,6 +92,7 @@ def test_they_stand_in_two_files():
         (torch.nn.Module, "_compiled_call_impl"),
         (launchers, "_SubprocessScriptLauncher"),
         (torch.utils._pytree, "tree_leaves"),
+        (torch.utils._pytree, "tree_map_only"),
         (torch.utils.data._utils.worker, "_worker_loop"),
         (DDPStrategy(), "_timeout"),
         (FSDPStrategy(), "_timeout"),
@@ -98,6 +100,9 @@ def test_they_stand_in_two_files():
         (torchmetrics.MeanMetric(), "_computed"),
         (torchmetrics.MeanMetric(), "_defaults"),
         (CSVLogger("."), "_experiment"),
+        (ModelCheckpoint(), "_last_global_step_saved"),
+        (ModelCheckpoint(), "_last_checkpoint_saved"),
+        (ModelCheckpoint(), "_save_checkpoint"),  # which BestCheckpoint overrides
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -109,6 +114,7 @@ def test_it_is_there(owner, name):
     "path",
     [
         "_signal_connector.register_signal_handlers",
+        "_checkpoint_connector.dump_checkpoint",
         "fit_loop._data_fetcher",
         "fit_loop._combined_loader",
         "fit_loop.epoch_loop._results",

@@ -26,17 +26,17 @@ class LastCheckpoint(ModelCheckpoint):
     def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.every_seconds = _seconds(every_seconds)
-        self._saved_at = -float("inf")
+        self._saved_at, self._saved_step = -float("inf"), private.last_saved_step(self)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_due(trainer):
             super().on_train_epoch_end(trainer, pl_module)
-            self._note(trainer)
+            self._note()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_due(trainer):
             super().on_validation_end(trainer, pl_module)
-            self._note(trainer)
+            self._note()
 
     def _is_due(self, trainer: Trainer) -> bool:
         """The same in all processes."""
@@ -50,9 +50,10 @@ class LastCheckpoint(ModelCheckpoint):
         is_due = time.monotonic() - self._saved_at >= self.every_seconds
         return trainer.strategy.broadcast(is_due) if trainer.world_size > 1 else is_due
 
-    def _note(self, trainer: Trainer) -> None:
-        if private.last_saved_step(self) == trainer.global_step:
-            self._saved_at = time.monotonic()
+    def _note(self) -> None:
+        step = private.last_saved_step(self)
+        if step != self._saved_step:
+            self._saved_step, self._saved_at = step, time.monotonic()
 
 
 class BestCheckpoint(ModelCheckpoint):
