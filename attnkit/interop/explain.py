@@ -53,8 +53,10 @@ class _ExplainedAttention(GraphAttention):
 
     messages: nn.Module
 
-    def _attend(self, nodes: NodeHeads, edges: Edges, features: Tensor | None) -> Tensor:
-        weights = self._weights(nodes, *self._graph(edges, features))
+    def _attend(
+        self, nodes: NodeHeads, edges: Edges, features: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        weights = self._weights(nodes, *self._graph(edges, features, bias))
         edge_index, edge_value = edges.edge_index, None
         if self.add_self_loops:
             weights = in_callers_order(weights, edges)

@@ -1,5 +1,6 @@
 """Attention of the nodes of a graph: node features and edges in, node features out."""
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -22,7 +23,7 @@ from attnkit.layers.graph.heads import (
     NodeHeads,
     QueryKeyValueHeads,
 )
-from attnkit.layers.graph.inputs import Nodes, Size, check_graph, sources_and_targets
+from attnkit.layers.graph.inputs import Nodes, Size, check_bias, check_graph, sources_and_targets
 from attnkit.layers.graph.self_loops import (
     FillValue,
     check_fill_value,
@@ -193,6 +194,8 @@ class GraphAttention(nn.Module):
         edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
         size: Size | None = None,
         return_attention_weights: bool | None = None,
+        *,
+        edge_bias: Annotated[Tensor, "edges #heads"] | Annotated[Tensor, "edges"] | None = None,
     ) -> Annotated[Tensor, "targets out_channels"]:
         """What each node gathers from its neighbours.
 
@@ -207,6 +210,9 @@ class GraphAttention(nn.Module):
             edge_attr: features of the edges; one channel may lack its dimension.
             size: the number of sources and of targets, where x does not tell it; else checked.
             return_attention_weights: give the weights too, as PyG's layers do.
+            edge_bias: added to the scores, of all heads or each its own: of a learned one for each
+                distance (Ying et al., Graphormer, 2021), or the logarithms of edge weights, which
+                the exponentials are multiplied by. That of self-loops that are added is 0.
 
         Returns:
             heads · out_channels, or without `concat` out_channels; twice as many channels with
@@ -219,10 +225,11 @@ class GraphAttention(nn.Module):
         """
         source, target, edges, features = self._read(x, edge_index, edge_attr, size)
         nodes = self.projections(source, target)
-        output = self._output(nodes, source, target, edges, features)
+        bias = None if edge_bias is None else check_bias(edge_bias, edges, self.heads)
+        output = self._output(nodes, source, target, edges, features, bias)
         if not return_attention_weights:
             return output
-        used, carried = self._graph(edges, features)
+        used, carried = self._graph(edges, features, bias)
         weights = self._weights(nodes, used, carried)
         where = used.edge_index
         if not isinstance(edge_index, Edges) and edge_index.layout is not torch.strided:
@@ -237,8 +244,9 @@ class GraphAttention(nn.Module):
         target: Tensor,
         edges: Edges,
         features: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
-        output = self._merged(self._attend(nodes, edges, features))
+        output = self._merged(self._attend(nodes, edges, features, bias))
         if self.separate_self:
             own = nodes.value if target is source else self.projections.own(target)
             output = torch.cat([self._merged(own), output], dim=1)
@@ -313,6 +321,7 @@ class GraphAttention(nn.Module):
         *,
         rows: Indices = None,
         heads: Indices = None,
+        edge_bias: Annotated[Tensor, "edges #heads"] | Annotated[Tensor, "edges"] | None = None,
     ) -> Annotated[Tensor, "rows chosen_heads"]:
         """The weights that `forward` uses on the same arguments, before dropout.
 
@@ -326,7 +335,9 @@ class GraphAttention(nn.Module):
             0. The rows of the edges into one node sum to 1.
         """
         source, target, edges, features = self._read(x, edge_index, edge_attr)
-        weights = self._weights(self.projections(source, target), *self._graph(edges, features))
+        bias = None if edge_bias is None else check_bias(edge_bias, edges, self.heads)
+        used, carried = self._graph(edges, features, bias)
+        weights = self._weights(self.projections(source, target), used, carried)
         weights = in_callers_order(weights, edges) if self.add_self_loops else weights
         return of_edges(weights, rows, heads)
 
@@ -335,9 +346,11 @@ class GraphAttention(nn.Module):
         score = self.projections.current_score()
         return edge_weights(nodes.query, nodes.key, edges, score=score, edge_features=carried).T
 
-    def _attend(self, nodes: NodeHeads, edges: Edges, features: Tensor | None) -> Tensor:
+    def _attend(
+        self, nodes: NodeHeads, edges: Edges, features: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         """[heads, targets, out_channels]."""
-        used, carried = self._graph(edges, features)
+        used, carried = self._graph(edges, features, bias)
         return attend(
             *nodes,
             score=self.projections.current_score(),
@@ -347,12 +360,20 @@ class GraphAttention(nn.Module):
             backend=self.backend,
         )
 
-    def _graph(self, edges: Edges, features: Tensor | None) -> tuple[Edges, EdgeFeatures | None]:
-        """The edges that attention goes along, and what they add to keys and values."""
-        if features is not None and self.add_self_loops:
+    def _graph(
+        self, edges: Edges, features: Tensor | None, bias: Tensor | None
+    ) -> tuple[Edges, EdgeFeatures | None]:
+        """The edges that attention goes along, and what they add to scores, keys and values."""
+        used = edges.with_loops if self.add_self_loops else edges
+        if self.add_self_loops and features is not None:
             features = looped_features(features, edges, self.fill_value)
+        if self.add_self_loops and bias is not None:
+            proper = bias[edges.without_loops]
+            bias = torch.cat([proper, bias.new_zeros(used.num_edges - len(proper), bias.shape[1])])
         carried = None if features is None else self.projections.edge_features(features)
-        return edges.with_loops if self.add_self_loops else edges, carried
+        if bias is not None:
+            carried = replace(carried or EdgeFeatures(), bias=bias.T)
+        return used, carried
 
     def _merged(self, output: Tensor) -> Tensor:
         """Heads [heads, nodes, out_channels] side by side, or their mean."""

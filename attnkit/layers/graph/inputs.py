@@ -105,6 +105,21 @@ def check_graph(
     return edges, edge_attr
 
 
+def check_bias(bias: Tensor, edges: Edges, heads: int) -> Tensor:
+    """[edges, heads] or [edges, 1]; ValueError or TypeError name what is wrong."""
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise TypeError(f"edge_bias: expected a floating-point tensor, got {given}")
+    if bias.ndim == 1:
+        bias = bias[:, None]
+    if list(bias.shape) not in ([edges.num_edges, heads], [edges.num_edges, 1]):
+        raise ValueError(
+            f"edge_bias: expected [edges, heads] = {[edges.num_edges, heads]}, "
+            f"got {list(bias.shape)}"
+        )
+    return bias
+
+
 def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | None = None) -> Edges:
     """`Edges` between so many nodes, from what users pass; those that are already are kept."""
     num_sources = num_targets if num_sources is None else num_sources

@@ -140,3 +140,44 @@ def test_rows_may_be_none_or_numpys():
     torch.testing.assert_close(
         attnkit.attention_weights(query, query, rows=np.int64(3)), everything[:, :, 3:4]
     )
+
+
+@pytest.mark.parametrize("score", ["gat", "gatv2", "scaled_dot", "cosine"])
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_bias_is_added_to_the_scores(score, loops):
+    torch.manual_seed(0)
+    layer = GraphAttention(5, 3, 2, score=score, add_self_loops=loops).double()
+    x = torch.randn(6, 5, dtype=torch.float64)
+    edge_index = torch.tensor([[0, 1, 2, 3, 4, 5, 5], [1, 1, 1, 4, 4, 5, 0]])
+    bias = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
+    plain = layer.attention_weights(x, edge_index)
+    # softmax(s + b) = softmax(s) e^b, normalized again; a self-loop that is added has no bias
+    proper = edge_index[0] != edge_index[1] if loops else torch.ones(7, dtype=torch.bool)
+    factors = torch.ones_like(plain)
+    factors[:7] = torch.where(proper[:, None], bias.exp(), 1.0)
+    target = torch.cat([edge_index[1], torch.arange(6)]) if loops else edge_index[1]
+    raised = plain * factors
+    totals = torch.zeros(6, 2, dtype=torch.float64).index_add(0, target, raised)
+    expected = raised / totals.clamp(min=1e-300)[target]
+    weights = layer.attention_weights(x, edge_index, edge_bias=bias)
+    torch.testing.assert_close(weights, expected)
+    output, (_, given) = layer(x, edge_index, return_attention_weights=True, edge_bias=bias)
+    assert len(given) == int(proper.sum()) + 6 * loops
+    shared = bias[:, :1].detach()
+    torch.testing.assert_close(
+        layer(x, edge_index, edge_bias=shared[:, 0]),
+        layer(x, edge_index, edge_bias=shared.expand(-1, 2)),
+    )
+    towards = torch.randn_like(output)
+    assert torch.autograd.gradcheck(
+        lambda b: (layer(x, edge_index, edge_bias=b) * towards).sum(), bias, fast_mode=True
+    )
+
+
+def test_a_wrong_bias_is_named():
+    layer = GraphAttention(5, 3, 2)
+    x, edge_index = torch.randn(4, 5), torch.tensor([[0, 1], [1, 2]])
+    with pytest.raises(ValueError, match=r"edge_bias: expected \[edges, heads\] = \[2, 2\]"):
+        layer(x, edge_index, edge_bias=torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="edge_bias: expected a floating-point tensor"):
+        layer(x, edge_index, edge_bias=torch.zeros(2, dtype=torch.long))
