@@ -11,7 +11,7 @@ SMALL = (
     "trainer=cpu", "model.dim=24", "model.depth=2", "callbacks.curves=null", "callbacks.cost=null",
     "callbacks.classes=null", "logger.tensorboard=null",
 )  # fmt: skip
-FILE = "callbacks: ModelCheckpoint: nothing logs its monitor "
+FILE = "callbacks: BestCheckpoint: nothing logs its monitor "
 
 
 @pytest.mark.parametrize(
