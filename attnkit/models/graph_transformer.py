@@ -10,7 +10,7 @@ from attnkit.core.arguments import at_least, choice
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
-from attnkit.layers.graph.far.expander import expander_edges, joined_edges
+from attnkit.layers.graph.far.expander import joined_edges
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 from attnkit.layers.graph.sparse import SparseLinear
 from attnkit.layers.graph.transformer_block import (
@@ -108,8 +108,10 @@ class GraphTransformer(nn.Module):
                 "num_virtual_nodes: stand in the place of global_attention, expected None, "
                 f"got {global_attention!r}"
             )
-        if expander_degree is not None:
-            expander_edges(torch.tensor([2]), expander_degree)  # names a wrong degree now
+        if expander_degree is not None and (expander_degree < 2 or expander_degree % 2):
+            raise ValueError(
+                f"expander_degree: expected an even number of at least 2, got {expander_degree}"
+            )
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.position_dim = position_dim

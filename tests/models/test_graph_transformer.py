@@ -247,7 +247,7 @@ def test_expander_edges_reach_far():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"expander_degree": 3, "global_attention": None}, "degree: expected an even number"),
+        ({"expander_degree": 3, "global_attention": None}, "^expander_degree: expected an even"),
         ({"expander_degree": 4, "local": None}, "expander_degree: .* local is None"),
         ({"num_virtual_nodes": 1}, "num_virtual_nodes: stand in the place of global_attention"),
     ],
