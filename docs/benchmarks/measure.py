@@ -56,16 +56,22 @@ def peak_memory(program: Callable[[], object]) -> int:
     run is not counted, since it also loads code.
     """
     program()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else the program would reuse what its first run freed
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # begin the peak anew
-    before = _status("VmRSS")
+    begin_peak()
+    before = resident("VmRSS")
     program()
-    return _status("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _status(field: str) -> int:
+def begin_peak() -> None:
+    """Give freed memory back, and begin this process's peak anew."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else a program would reuse what another freed
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def resident(field: str) -> int:
+    """Bytes of this process by the kernel's count: VmRSS, now; VmHWM, the peak; RssAnon, …"""
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith(field))
 

@@ -12,7 +12,7 @@ from attnkit.models.hops import Hops
 from attnkit.tasks.node_classification.neighbors import NeighborBatches
 from attnkit.tasks.node_classification.sampler import ALL, InNeighbors, sample_neighbors
 
-EDGES = 2**20  # of a block of nodes
+EDGES = 2**18  # of a block of nodes
 
 
 class Layers:

@@ -118,7 +118,8 @@ def _warn_of_oddities(where: str, edge_index: Tensor, num_nodes: int) -> None:
     """Edges given twice and self-loops, which are used as they are."""
     source, target = edge_index
     loops = int((source == target).sum())
-    keys = (target * num_nodes + source).sort().values
+    keys = (target * num_nodes).add_(source).numpy()
+    keys.sort()  # in place: a third of what a sort of torch's takes
     repeats = int((keys[1:] == keys[:-1]).sum())
     found = [f"{repeats:,} edges are given again"] * bool(repeats)
     found += [f"{loops:,} lead from a node to itself"] * bool(loops)
