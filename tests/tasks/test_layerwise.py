@@ -3,11 +3,12 @@
 import pytest
 import torch
 from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT as PyGGAT
 
 import attnkit
-from attnkit.lightning import UserError
+from attnkit.lightning import ExactResume, UserError
 from attnkit.tasks.node_classification import GraphDataModule, InNeighbors, NodeClassification
 from attnkit.tasks.node_classification.layerwise import Layers, layerwise
 
@@ -84,12 +85,11 @@ def quiet(folder, **options):
     return Trainer(
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         default_root_dir=folder,
-        **options,
+        **{"enable_checkpointing": False, **options},
     )
 
 
@@ -147,3 +147,19 @@ def test_of_a_sampled_sub_graph_only_what_the_seeds_read_is_computed(tmp_path):
     theirs = torch.autograd.grad(expected, list(model.parameters()))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sampled_training_goes_on_in_the_middle_of_an_epoch(tmp_path, workers):
+    def fit(resume=None):
+        torch.manual_seed(5 if resume is None else 77)
+        task = task_of(attnkit.GAT(CHANNELS, 16, 5, heads=2))
+        data = Random(batch_size=16, num_neighbors=[2, 2], num_workers=workers)
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+        options = {"max_steps": 6, "enable_checkpointing": True}  # of four an epoch
+        trainer = quiet(tmp_path, callbacks=[saving, ExactResume()], **options)
+        trainer.fit(task, data, ckpt_path=resume, weights_only=True)
+        return task.state_dict()
+
+    whole, resumed = fit(), fit(tmp_path / "step=3.ckpt")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
