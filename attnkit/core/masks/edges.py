@@ -62,8 +62,11 @@ class Edges(Mask):
             raise ValueError(
                 f"edge_index: expected the shape [2, edges], got {list(edges.shape)}{hint}"
             )
-        if self.num_nodes is None:
-            raise TypeError("num_nodes: expected the number of nodes, got None (Edges)")
+        for name in ("num_nodes", "num_sources"):
+            given = getattr(self, name)
+            # not isinstance int: a traced size is none
+            if isinstance(given, str | float | Tensor) or (given is None and name == "num_nodes"):
+                raise TypeError(f"{name}: expected the number of nodes, got {given!r} (Edges)")
         if edges.numel() == 0 or edges.is_meta or torch.compiler.is_compiling():
             return
         for name, row, size in zip(("source", "target"), edges, self.sizes[::-1], strict=True):
