@@ -85,7 +85,8 @@ def fits(value: Any, hint: Any, sizes: Sizes) -> bool:
         items = list(zip(value, arguments, strict=True))
     elif any(tensors_of(hint)):
         each = value.values() if isinstance(value, dict) else value
-        items = [(item, arguments[-1]) for item in each]
+        of_item = [argument for argument in arguments if argument is not Ellipsis][-1]
+        items = [(item, of_item) for item in each]
     elif is_dataclass(value):
         hints = get_type_hints(type(value), include_extras=True)
         items = [(getattr(value, field.name), hints[field.name]) for field in fields(value)]
@@ -435,6 +436,11 @@ def graphs():
     typed = attnkit.TypedEdges(of_types, {"paper": 19, "author": 29})
     yield called(typed.of_sources, cites, nodes["paper"])
     yield called(typed.by_type, floats("edges heads"))
+    wanted = torch.randperm(99)[: SIZES["targets"]]
+    yield called(layers.ReceptiveField.of, edge_index, 99, wanted, 2)
+    field = layers.ReceptiveField.of(edge_index, 19, torch.tensor([3, 5]), 2)
+    yield called(layers.ReceptiveField, field.nodes, field.edges, field.kept)
+    yield called(field.rows, x)
     yield called(layers.SparseDropout().forward, x.to_sparse_csr())
     yield called(layers.SparseLinear(18, 78).forward, x.to_sparse_csr())
     yield called(attnkit.GAT(18, 16, 31, edge_dim=17).forward, x, *graph)

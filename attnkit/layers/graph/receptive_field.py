@@ -31,16 +31,16 @@ class ReceptiveField:
     kept: which of the caller's edges those of each layer are.
     """
 
-    nodes: Annotated[Tensor, "read", int]
+    nodes: Annotated[Tensor, "_", int]
     edges: tuple[Edges, ...]
-    kept: tuple[Tensor, ...]
+    kept: tuple[Annotated[Tensor, "_", int], ...]
 
     @classmethod
     def of(
         cls,
         edge_index: Annotated[Tensor, "2 edges", int],
         num_nodes: int,
-        wanted: Annotated[Tensor, "wanted", int],
+        wanted: Annotated[Tensor, "targets", int],
         num_layers: int,
     ) -> ReceptiveField:
         """Of so many layers, each of which sends messages along edges once.
@@ -78,7 +78,7 @@ class ReceptiveField:
         """Of all layers together."""
         return sum(edges.num_edges for edges in self.edges)
 
-    def rows(self, x: Tensor) -> Tensor:
+    def rows(self, x: Annotated[Tensor, "nodes channels"]) -> Annotated[Tensor, "_ channels"]:
         """The features of the nodes to read, from those of all nodes, dense or sparse CSR."""
         return x[self.nodes] if x.layout == torch.strided else sparse_rows(x, self.nodes)
 
