@@ -80,18 +80,19 @@ class _Writer(ExperimentWriter):
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         if self._continues and step is not None:
             self._continues = False
-            self._drop_from(step)
+            self._drop_from(step, is_test="epoch" not in metrics_dict)
         super().log_metrics(metrics_dict, step)
 
-    def _drop_from(self, step: int) -> None:
-        """Leave out rows of steps that come again, and one that a crash left half written."""
+    def _drop_from(self, step: int, *, is_test: bool) -> None:
+        """Leave out rows of steps that come again, and one that a crash left half written; before a
+        test, which has no epoch, the row of the last epoch stays."""
         with open(self.metrics_file_path, newline="") as file:
             rows = list(csv.DictReader(file))
         whole = [row for row in rows if (row["step"] or "").isdecimal()]
         former = any(row.get("epoch") == "0" for row in whole)
         if former:  # epochs and steps counted from 0 once
             whole = [_counted(row) for row in whole]
-        kept = [row for row in whole if int(row["step"]) < step]
+        kept = [row for row in whole if int(row["step"]) < step + (is_test and row["epoch"] != "")]
         if len(kept) < len(rows) or former:
             keys = self.metrics_keys
             write_csv(Path(self.metrics_file_path), keys, ([row[k] for k in keys] for row in kept))
