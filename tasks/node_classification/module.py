@@ -1,8 +1,6 @@
 """The LightningModule of node classification; users subclass it or copy it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,14 +13,12 @@ from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
 from attnkit.core.masks.edges import Edges
-from attnkit.layers.graph.receptive_field import ReceptiveField
 from attnkit.lightning import ClassificationModule, UserError
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import probability_columns
 from attnkit.tasks.node_classification.layerwise import layerwise
-
-MOST = 0.8  # of the edges, from which a part of the graph is not worth a copy of its features
+from attnkit.tasks.node_classification.parts import GraphPart, sampled_field
 
 
 class NodeClassification(ClassificationModule):
@@ -32,8 +28,8 @@ class NodeClassification(ClassificationModule):
     stage are of the nodes in its `train_mask`, `val_mask` or `test_mask`; of a sampled sub-graph
     (one with a `batch_size`, as PyG's `NeighborLoader` and our `NeighborBatches` give), of its
     first `batch_size` nodes. Edge features are not used. Nothing is computed but what the logits of
-    a stage's nodes depend on (`attnkit.layers.ReceptiveField`), where the model
-    says in `num_hops` how far that is.
+    a stage's nodes depend on (`attnkit.layers.ReceptiveField`), where the model says in `num_hops`
+    how far that is.
 
     Logged, tested and shown is what `ClassificationModule` says, and of two classes `val/auroc` and
     `test/auroc`, the exact area under the ROC curve of the second one's probability.
@@ -68,7 +64,7 @@ class NodeClassification(ClassificationModule):
         )
         self.in_channels = in_channels
         self._edges: Edges | None = None
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, GraphPart] = {}
 
     def metrics(self) -> dict[str, Metric]:
         metrics = super().metrics()
@@ -213,7 +209,7 @@ class NodeClassification(ClassificationModule):
         """Logits and labels of the nodes that count."""
         if "batch_size" in batch:
             seeds = slice(batch.batch_size)
-            field = _sampled_field(batch, getattr(self.model, "num_hops", None))
+            field = sampled_field(batch, getattr(self.model, "num_hops", None))
             if field is None:
                 return self.logits(batch)[seeds], batch.y[seeds]
             return self(batch.x, field, **_positions(batch)), batch.y[seeds]
@@ -223,7 +219,7 @@ class NodeClassification(ClassificationModule):
             return self.logits(batch)[mask], batch.y[mask]
         part = self._parts.get(stage)
         if part is None or not part.is_of(batch):
-            part = self._parts[stage] = _Part.of(batch, mask, num_hops)
+            part = self._parts[stage] = GraphPart.of(batch, mask, num_hops)
         if part.field is None:
             return self.logits(batch)[mask], part.labels
         given = {"positions": batch.positions[part.field.nodes]} if "positions" in batch else {}
@@ -232,44 +228,6 @@ class NodeClassification(ClassificationModule):
 
 def _positions(batch: Data) -> dict[str, Tensor]:
     return {"positions": batch.positions} if "positions" in batch else {}
-
-
-def _sampled_field(batch: Data, num_hops: int | None) -> ReceptiveField | None:
-    """What the seeds of a sampled sub-graph depend on, if it says what each hop reached."""
-    sizes, counts = batch.get("num_sampled_nodes"), batch.get("num_sampled_edges")
-    if not sizes or not counts or len(counts) != num_hops:
-        return None
-    nodes, edges = list(accumulate(sizes)), list(accumulate(counts))
-    return ReceptiveField(
-        torch.arange(nodes[-1], device=batch.x.device),
-        tuple(
-            Edges(batch.edge_index[:, : edges[hop]], nodes[hop], nodes[hop + 1])
-            for hop in reversed(range(num_hops))
-        ),
-        tuple(torch.arange(edges[hop]) for hop in reversed(range(num_hops))),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """What the logits of a stage's nodes depend on; no field where it is most of the graph."""
-
-    graph: Data
-    x: Tensor
-    labels: Tensor
-    field: ReceptiveField | None
-
-    @classmethod
-    def of(cls, graph: Data, mask: Tensor, num_hops: int) -> "_Part":
-        wanted = mask.nonzero().squeeze(1)
-        field = ReceptiveField.of(graph.edge_index, graph.num_nodes, wanted, num_hops)
-        labels = graph.y[mask]
-        if field.num_edges > MOST * num_hops * graph.num_edges:
-            return cls(graph, graph.x, labels, None)
-        return cls(graph, field.rows(graph.x), labels, field)
-
-    def is_of(self, graph: Data) -> bool:
-        return self.graph.edge_index is graph.edge_index and self.graph.x is graph.x
 
 
 class _BinaryAUROC(BinaryAUROC):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN
 
+import attnkit
 from attnkit.launch.main import main
 from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
 from attnkit.lightning import ClassReport, UserError
@@ -238,3 +239,26 @@ def test_from_the_command_line(tmp_path, command):
         assert code == 2, wrong
         assert message in shown.err, (wrong, shown.err)
         assert len(shown.err.strip().splitlines()) <= 3
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_a_stage_computes_what_its_nodes_depend_on(layers):
+    data = Random()
+    data.setup()
+    model = attnkit.GAT(5, 16, 7, num_layers=layers)
+    module = NodeClassification(model, ADAM, CONSTANT, num_classes=7).eval()
+    computed = []
+    model.layers[0].register_forward_hook(lambda _, __, output: computed.append(len(output)))
+    whole = model(data.graph.x, data.graph.edge_index)
+    for stage in ("train", "val", "test"):
+        mask = data.graph[f"{stage}_mask"]
+        computed.clear()
+        for _ in range(2):
+            logits, labels = module._of_stage(stage, data.graph)
+            torch.testing.assert_close(logits, whole[mask])
+            assert torch.equal(labels, data.graph.y[mask])
+        assert computed[0] == computed[1]
+        if layers == 2:
+            assert int(mask.sum()) < computed[0] < 97
+        if layers == 1:
+            assert computed[0] == int(mask.sum())
