@@ -202,7 +202,8 @@ class GraphAttention(nn.Module):
         Args:
             x: dense or sparse CSR; or a pair, of sources and of targets. Targets may be None with
                 "gat", without `gate` and `separate_self`: they add nothing to the scores, and have
-                no residual.
+                no residual. Of one tensor, and `Edges` with fewer targets than sources, the targets
+                are the first rows.
             edge_index: sources in row 0 and targets in row 1 (PyG's, its
                 `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. Tensors
                 are sorted at every call, which can take longer than the rest of it: for a graph
