@@ -9,13 +9,13 @@ import torch
 from lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
-from torch_geometric.utils import add_remaining_self_loops
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.one_run import Session
 from attnkit.launch.job.request import Request, decide
 from attnkit.launch.measure import stopwatch
 from attnkit.launch.measure.check import check
+from attnkit.layers import ReceptiveField
 from attnkit.tasks.node_classification import DigitsGraphData
 
 VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "trainer.max_epochs=3")
@@ -61,17 +61,22 @@ def test_multiply_adds_of_a_dense_model_are_torchs(flash_is_counted):
 
 
 def test_multiply_adds_of_a_graph_are_those_counted_by_hand():
-    """Of each head and edge, self-loops too: its score, its weight in their sum, its value."""
+    """Of what the training nodes depend on: of each head and edge, self-loops too, its score, its
+    weight in their sum, its value."""
     found = figures_of("task=graph", "trainer=cpu", "trainer.max_epochs=1")
     data = DigitsGraphData()
     data.setup("fit")
     (graph,) = data.train_dataloader()
-    edges = add_remaining_self_loops(graph.edge_index, num_nodes=graph.num_nodes)[0].shape[1]
+    wanted = graph.train_mask.nonzero().flatten()
+    field = ReceptiveField.of(graph.edge_index, graph.num_nodes, wanted, 2)
+    expected = 0
     layers = (64, 8, 8), (64, 1, 10)  # channels in, heads, channels of a head
-    assert found["multiply_adds"] == sum(
-        graph.num_nodes * 2 * channels * heads * head_dim + edges * heads * (2 * head_dim + 1)
-        for channels, heads, head_dim in layers
-    )
+    for (channels, heads, head_dim), edges in zip(layers, field.edges, strict=True):
+        targets, sources = edges.sizes  # these have queries, those keys
+        proper = int((edges.edge_index[0] != edges.edge_index[1]).sum())
+        expected += (targets + sources) * channels * heads * head_dim
+        expected += (proper + targets) * heads * (2 * head_dim + 1)
+    assert found["multiply_adds"] == expected
 
 
 def test_nothing_is_left_behind_in_a_folder_that_can_not_be_written(tmp_path, monkeypatch, attnkit):
