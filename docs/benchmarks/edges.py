@@ -1,12 +1,16 @@
 """Attention over the edges of a graph against PyG's layers, forward + backward.
 
-    python docs/benchmarks/edges.py [layers] [wide] [small] [memory] [typed] [scaling]
+    python docs/benchmarks/edges.py [layers] [wide] [small] [features] [inference] [molecules] \
+        [memory] [typed] [scaling] [--busy 1]
 
 - layers: 50,000 nodes, 1,000,000 random edges, 128 channels in, 8 heads × 16, each of PyG's
   `TransformerConv`, `GATv2Conv` and `GATConv` against the layer that `attnkit.interop.from_pyg`
   makes of it, which has the same weights and gives the same output;
 - wide: the same with 8 heads × 64;
 - small: 2,708 nodes, 10,556 edges, 64 channels in, 8 heads × 8, the sizes of Cora's second layer;
+- features: as layers, with edge features of 16 channels;
+- inference: as layers, without gradients;
+- molecules: 200 graphs of 30 nodes and 60 edges as one, new in every step, which ours sorts;
 - memory: the peak memory of a step of each beyond what stood before it, in a process of its own;
 - typed: PyG's `HGTConv` and `HANConv`, 50,000 nodes of three types, 1,000,000 edges of four, 128
   channels in, 8 heads × 16; and `RGATConv`, which makes a matrix for each edge, with 10,000 nodes,
@@ -14,7 +18,8 @@
 - scaling: 10⁵, 10⁶ and 10⁷ edges, 20 a node, 8 heads × 16, the kernel alone, against what moving
   its tables through memory would take at the speed at which this machine copies.
 
-Sorting the edges, once for a graph, is told apart. Programs alternate; a ratio is the median of the
+With --busy so many other processes keep a core each busy. Sorting the edges, once for a graph, is
+told apart. Programs alternate; a ratio is the median of the
 rounds' ratios. New pages are a large part of PyG's time: environment variables of the memory
 allocator change these figures.
 """
@@ -25,6 +30,9 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from measure import alternate, machine, peak_memory, table
@@ -49,21 +57,38 @@ def graph(num_nodes: int, num_edges: int, channels: int) -> tuple[torch.Tensor, 
     return torch.randn(num_nodes, channels), torch.randint(num_nodes, (2, num_edges))
 
 
-def steps(name: str, sizes: tuple[int, int, int], head_dim: int):
-    """A training step of PyG's layer and of ours, of equal weights; and the prepared edges."""
+def steps(
+    name: str,
+    sizes: tuple[int, int, int],
+    head_dim: int,
+    *,
+    edge_dim: int | None = None,
+    trains: bool = True,
+    graphs: int | None = None,
+):
+    """A step of PyG's layer and of ours, of equal weights; ours on edges that are sorted already,
+    but of so many `graphs`."""
     from torch_geometric import nn
 
     x, edge_index = graph(*sizes)
+    if graphs is not None:  # edges stay within a graph
+        size, of_graph = sizes[0] // graphs, torch.arange(sizes[1]) % graphs
+        edge_index = edge_index % size + of_graph * size
     options = {} if name == "TransformerConv" else {"add_self_loops": False}
-    theirs = getattr(nn, name)(sizes[2], head_dim, heads=HEADS, **options)
+    theirs = getattr(nn, name)(sizes[2], head_dim, heads=HEADS, edge_dim=edge_dim, **options)
     ours = interop.from_pyg(theirs)
-    edges = attnkit.Edges(edge_index, sizes[0])
-    torch.testing.assert_close(ours(x, edges), theirs(x, edge_index), atol=1e-4, rtol=1e-4)
+    edges = attnkit.Edges(edge_index, sizes[0]) if graphs is None else edge_index
+    carried = [] if edge_dim is None else [torch.randn(sizes[1], edge_dim)]
+    expected = theirs(x, edge_index, *carried)
+    torch.testing.assert_close(ours(x, edges, *carried), expected, atol=1e-4, rtol=1e-4)
 
     def step(layer, given):
         def run():
-            layer(x, given).square().mean().backward()
-            layer.zero_grad()
+            with torch.set_grad_enabled(trains):
+                output = layer(x, given, *carried)
+            if trains:
+                output.square().mean().backward()
+                layer.zero_grad()
 
         return run
 
@@ -111,11 +136,11 @@ def typed_steps(name: str):
     return step(theirs, *given), step(ours, prepared)
 
 
-def layers(sizes: tuple[int, int, int], head_dim: int, rounds: int) -> None:
+def layers(sizes: tuple[int, int, int], head_dim: int, rounds: int, **options: Any) -> None:
     rows = []
     for name in LAYERS:
         row = {"layer": f"{name}, {HEADS} × {head_dim}"}
-        rows.append(row | compared(*steps(name, sizes, head_dim), rounds))
+        rows.append(row | compared(*steps(name, sizes, head_dim, **options), rounds))
     print(table(rows))
 
 
@@ -171,7 +196,7 @@ def peaks_of(name: str, head_dim: int = 16) -> dict[str, str]:
 def peak(name: str, who: str, head_dim: int) -> None:
     """Print the peak memory of the second step: the first has made gradients and sorted edges."""
     is_typed = name in TYPED
-    pyg, ours = typed_steps(name) if is_typed else steps(name, (50_000, 1_000_000, 128), head_dim)
+    pyg, ours = typed_steps(name) if is_typed else steps(name, LARGE, head_dim)
     step = pyg if who == "PyG" else ours
     step()
     print(peak_memory(step))
@@ -215,7 +240,22 @@ def copy_speed() -> float:
     return 2 * source.nbytes / times.median("copy")
 
 
-PARTS = ("layers", "wide", "small", "memory", "typed", "scaling")
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that keep a core busy."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+
+
+LARGE = (50_000, 1_000_000, 128)
+PARTS = (
+    *("layers", "wide", "small", "features", "inference", "molecules"),
+    *("memory", "typed", "scaling"),
+)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
@@ -223,6 +263,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--busy", type=int, default=0)
     parser.add_argument(
         "--peak", nargs=3, metavar=("LAYER", "WHO", "HEAD_DIM"), help=argparse.SUPPRESS
     )
@@ -235,16 +276,24 @@ if __name__ == "__main__":
     allocator = ("OMP", "MALLOC", "THP")
     settings = {name: value for name, value in os.environ.items() if name.startswith(allocator)}
     print(f"{machine()}\n{settings}\n")
-    prepare()
-    if "layers" in parts:
-        layers((50_000, 1_000_000, 128), 16, arguments.rounds)
-    if "wide" in parts:
-        layers((50_000, 1_000_000, 128), 64, min(3, arguments.rounds))
-    if "small" in parts:
-        layers((2_708, 10_556, 64), 8, 20 * arguments.rounds)
-    if "memory" in parts:
-        memory((16, 64))
-    if "typed" in parts:
-        typed(arguments.rounds)
-    if "scaling" in parts:
-        scaling(arguments.rounds)
+    rounds = arguments.rounds
+    with busy(arguments.busy):
+        prepare()
+        if "layers" in parts:
+            layers(LARGE, 16, rounds)
+        if "wide" in parts:
+            layers(LARGE, 64, min(3, rounds))
+        if "small" in parts:
+            layers((2_708, 10_556, 64), 8, 20 * rounds)
+        if "features" in parts:
+            layers(LARGE, 16, min(3, rounds), edge_dim=16)
+        if "inference" in parts:
+            layers(LARGE, 16, rounds, trains=False)
+        if "molecules" in parts:
+            layers((6_000, 12_000, 64), 8, 5 * rounds, graphs=200)
+        if "memory" in parts:
+            memory((16, 64))
+        if "typed" in parts:
+            typed(rounds)
+        if "scaling" in parts:
+            scaling(rounds)
