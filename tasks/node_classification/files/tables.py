@@ -51,6 +51,8 @@ def blocks(path: Path, dtype: Any, columns: int | None = None) -> Iterator[np.nd
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", ".*input contained no data", UserWarning)
+                    # NumPy 1 reads 1.5 as 1, and says so
+                    warnings.filterwarnings("error", ".*integer via a float", DeprecationWarning)
                     rows = np.loadtxt(
                         rest,
                         dtype,
@@ -60,7 +62,7 @@ def blocks(path: Path, dtype: Any, columns: int | None = None) -> Iterator[np.nd
                         max_rows=ROWS,
                         ndmin=2,
                     )
-            except (ValueError, OverflowError) as error:
+            except (ValueError, OverflowError, DeprecationWarning) as error:
                 raise _wrong(path, counted, expected) from error
             if not rows.size:
                 return
