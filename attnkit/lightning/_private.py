@@ -51,11 +51,6 @@ def set_num_updates(metric: Metric, count: int) -> None:
 # --- Lightning ------------------------------------------------------------------------------------
 
 
-def last_saved_step(callback: ModelCheckpoint) -> int:
-    """The step of its last checkpoint; in public there are only names of files."""
-    return callback._last_global_step_saved
-
-
 def note_saved(callback: ModelCheckpoint, step: int, path: str) -> None:
     """What `ModelCheckpoint` notes when it saves."""
     callback._last_global_step_saved, callback._last_checkpoint_saved = step, path

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from attnkit.core.masks.edges import Edges
-from attnkit.core.operators.sparse import sparse_rows
+from attnkit.core.operators.sparse import chosen_rows
 from attnkit.models.hops import Hops
 from attnkit.tasks.node_classification.neighbors import NeighborBatches
 from attnkit.tasks.node_classification.sampler import ALL, InNeighbors, sample_neighbors
@@ -87,7 +87,7 @@ def layerwise(
         for block in _blocks(neighbors, targets, num_edges):
             part = sample_neighbors(neighbors, block, [ALL])
             if before is None:
-                given = hops.before(_rows(x, part.nodes).to(device))
+                given = hops.before(chosen_rows(x, part.nodes).float().to(device))
             else:
                 given = before.index_select(0, place.index_select(0, part.nodes)).to(device)
             edges = Edges(part.edge_index.to(device), len(block), len(part.nodes))
@@ -102,12 +102,6 @@ def layerwise(
         place[targets] = torch.arange(len(targets), dtype=torch.int32)
     assert before is not None
     return before.index_select(0, place.index_select(0, nodes)).to(device)
-
-
-def _rows(x: Tensor, nodes: Tensor) -> Tensor:
-    return (
-        sparse_rows(x, nodes) if x.layout == torch.sparse_csr else x.index_select(0, nodes).float()
-    )
 
 
 def _with_sources(neighbors: InNeighbors, nodes: Tensor, num_edges: int) -> Tensor:

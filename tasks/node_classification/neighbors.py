@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch_geometric.data import Data
 
-from attnkit.core.operators.sparse import sparse_rows
+from attnkit.core.operators.sparse import chosen_rows
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.sampler import InNeighbors, sample_neighbors
 
@@ -66,9 +66,7 @@ class NeighborBatches(Dataset):
         sampled = sample_neighbors(self.neighbors, seeds, self.num_neighbors, generator)
         nodes, x = sampled.nodes, self.data.x
         return Data(
-            x=sparse_rows(x, nodes)
-            if x.layout == torch.sparse_csr
-            else x.index_select(0, nodes).float(),
+            x=chosen_rows(x, nodes).float(),
             y=self.data.y.index_select(0, nodes),
             edge_index=sampled.edge_index,
             n_id=nodes,

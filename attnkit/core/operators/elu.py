@@ -11,7 +11,8 @@ from attnkit.core.operators.plain import is_plain
 
 def elu(x: Tensor) -> Tensor:
     """`torch.nn.functional.elu`, within a rounding of 1."""
-    return _Elu.apply(x) if is_plain(x) else F.elu(x)
+    is_exact = x.dtype in (torch.float32, torch.float64)  # others torch computes in float32
+    return _Elu.apply(x) if is_exact and is_plain(x) else F.elu(x)
 
 
 class _Elu(torch.autograd.Function):

@@ -24,8 +24,14 @@ def with_values(x: Tensor, values: Tensor) -> Tensor:
     matrix = torch.sparse_csr_tensor(
         x.crow_indices(), x.col_indices(), values, x.shape, check_invariants=False
     )
-    _PATTERNS[matrix] = _pattern(x)
+    if is_plain(x):
+        _PATTERNS[matrix] = _pattern(x)
     return matrix
+
+
+def chosen_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows], dense or sparse CSR."""
+    return x.index_select(0, rows) if x.layout == torch.strided else sparse_rows(x, rows)
 
 
 def sparse_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -69,6 +75,8 @@ def first_rows(x: Tensor, count: int) -> Tensor:
     """x[:count], dense or sparse CSR."""
     if x.layout != torch.sparse_csr:
         return x[:count]
+    if not is_plain(x):
+        return sparse_rows(x, torch.arange(count, device=x.device))
     pattern = _pattern(x).first(count)
     end = pattern.num_edges
     rows = torch.sparse_csr_tensor(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.masks.edges import Edges
-from attnkit.core.operators.sparse import sparse_rows
+from attnkit.core.operators.sparse import chosen_rows
 from attnkit.layers.graph.inputs import as_edges
 
 
@@ -80,7 +80,7 @@ class ReceptiveField:
 
     def rows(self, x: Annotated[Tensor, "nodes channels"]) -> Annotated[Tensor, "_ channels"]:
         """The features of the nodes to read, from those of all nodes, dense or sparse CSR."""
-        return x[self.nodes] if x.layout == torch.strided else sparse_rows(x, self.nodes)
+        return chosen_rows(x, self.nodes)
 
 
 def edges_of_layers(

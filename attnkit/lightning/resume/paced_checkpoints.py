@@ -26,17 +26,15 @@ class LastCheckpoint(ModelCheckpoint):
     def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.every_seconds = _seconds(every_seconds)
-        self._saved_at, self._saved_step = -float("inf"), private.last_saved_step(self)
+        self._saved_at = -float("inf")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_due(trainer):
             super().on_train_epoch_end(trainer, pl_module)
-            self._note()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_due(trainer):
             super().on_validation_end(trainer, pl_module)
-            self._note()
 
     def _is_due(self, trainer: Trainer) -> bool:
         """The same in all processes."""
@@ -50,10 +48,9 @@ class LastCheckpoint(ModelCheckpoint):
         is_due = time.monotonic() - self._saved_at >= self.every_seconds
         return trainer.strategy.broadcast(is_due) if trainer.world_size > 1 else is_due
 
-    def _note(self) -> None:
-        step = private.last_saved_step(self)
-        if step != self._saved_step:
-            self._saved_step, self._saved_at = step, time.monotonic()
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self._saved_at = time.monotonic()
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -73,8 +70,7 @@ class BestCheckpoint(ModelCheckpoint):
         super().__init__(**kwargs)
         self.every_seconds = _seconds(every_seconds)
         self._held: tuple[dict[str, Any], str] | None = None
-        self._dumps = False
-        self._written: dict[str, float] = {}
+        self._written = "", -float("inf")
 
     def on_train_batch_end(
         self,
@@ -85,14 +81,13 @@ class BestCheckpoint(ModelCheckpoint):
         batch_idx: int,
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._held is not None and not self._is_recent(self._held[1]):
+        if not self._is_recent():
             self._write(trainer)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if not self._dumps:
-            self._write(trainer)
+        self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer)
@@ -105,29 +100,26 @@ class BestCheckpoint(ModelCheckpoint):
         super().on_exception(trainer, pl_module, exception)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if trainer.world_size > 1 or not self._is_recent(filepath) or not _is_small(trainer):
-            self._held, self._dumps = None, True
-            try:
-                super()._save_checkpoint(trainer, filepath)
-            finally:
-                self._dumps = False
-            self._written = {filepath: time.monotonic()}
-            return
-        self._dumps = True
-        try:
+        if filepath == self._written[0]:
+            self._held = None  # what is held is replaced
+        is_alone = trainer.world_size == 1
+        if is_alone and filepath == self._written[0] and self._is_recent() and _is_small(trainer):
             self._held = private.snapshot(trainer, bool(self.save_weights_only)), filepath
-        finally:
-            self._dumps = False
-        private.note_saved(self, trainer.global_step, filepath)
+            private.note_saved(self, trainer.global_step, filepath)
+        else:
+            super()._save_checkpoint(trainer, filepath)
+            self._written = filepath, time.monotonic()
 
-    def _is_recent(self, filepath: str) -> bool:
-        return time.monotonic() - self._written.get(filepath, -float("inf")) < self.every_seconds
+    def _is_recent(self) -> bool:
+        return time.monotonic() - self._written[1] < self.every_seconds
 
     def _write(self, trainer: Trainer) -> None:
         if self._held is not None:
             (checkpoint, filepath), self._held = self._held, None
             trainer.strategy.save_checkpoint(checkpoint, filepath)
-            self._written = {filepath: time.monotonic()}
+            self._written = filepath, time.monotonic()
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
 
 
 def _is_small(trainer: Trainer) -> bool:

@@ -56,14 +56,13 @@ class NodeReport(Callback):
         self._scores: NeighbourhoodScores | None = None
         self._rows: list[dict[str, Any]] = []
         self._around: tuple[Tensor, Tensor] | None = None
-        self._has_counts = False
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         num_classes = getattr(pl_module, "num_classes", None)
         self._scores = (
             NeighbourhoodScores(num_classes).to(pl_module.device) if num_classes else None
         )
-        self._rows, self._around, self._has_counts = [], None, False
+        self._rows, self._around = [], None
 
     def on_test_batch_end(
         self,
@@ -84,7 +83,7 @@ class NodeReport(Callback):
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found: list[GroupScore] = []
-        if self._scores is not None and self._has_counts:
+        if self._scores is not None and self._scores.update_called:
             found = self._scores.compute()  # a sum over the processes
         if not trainer.is_global_zero:
             return
@@ -120,7 +119,6 @@ class NodeReport(Callback):
             nodes, labels, predicted = nodes[:0], labels[:0], predicted[:0]
         around = (values[nodes.to(values.device)].to(labels.device) for values in self._around)
         scores.update(predicted == labels, labels, *around)
-        self._has_counts = True
 
 
 def entropies(module: nn.Module, batch: Data) -> list[dict[str, Any]]:

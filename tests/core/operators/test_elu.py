@@ -26,3 +26,8 @@ def test_derivatives_of_both_orders():
     assert torch.autograd.gradcheck(elu, x)
     assert torch.autograd.gradgradcheck(elu, x)
     assert torch.equal(torch.vmap(elu)(x), F.elu(x))
+
+
+def test_low_precision_is_torchs():
+    x = torch.linspace(-1, 1, 99, dtype=torch.bfloat16)
+    assert torch.equal(elu(x), F.elu(x))

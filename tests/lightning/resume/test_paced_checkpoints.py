@@ -1,5 +1,7 @@
 """Checkpoints of short epochs: seldom on the disk, never wrong there."""
 
+import time
+
 import pytest
 import torch
 from lightning import Callback
@@ -108,6 +110,44 @@ def test_it_is_written_before_any_other_checkpoint(small_net, loader, make_train
     net = improving(small_net)
     fit(net, loader, make_trainer, tmp_path, 3600, callbacks=[At(3, save)])
     assert (tmp_path / "mine.ckpt").exists()
+
+
+def test_it_is_written_when_its_time_has_come(
+    small_net, loader, make_trainer, tmp_path, monkeypatch
+):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    found = []
+
+    class Clock(Callback):
+        """Ten seconds go by in epoch 3; every epoch is better."""
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            now[0] += 10.0 if trainer.current_epoch == 3 else 0.0
+
+        def on_validation_start(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                found.append(epoch_of(tmp_path / "best.ckpt") if trainer.current_epoch else None)
+
+    best = BestCheckpoint(
+        dirpath=tmp_path, filename="best", monitor="val/loss", enable_version_counter=False
+    )
+    trainer = make_trainer(max_epochs=5, callbacks=[best, Clock()], enable_checkpointing=True)
+    trainer.fit(improving(small_net), loader, loader)
+    # that of epoch 2, held, is written in the first batch after the ten seconds
+    assert found == [None, 0, 0, 2, 2]
+    assert epoch_of(tmp_path / "best.ckpt") == 4
+
+
+def test_files_of_several_names_are_all_written(small_net, loader, make_trainer, tmp_path):
+    best = BestCheckpoint(
+        dirpath=tmp_path, filename="{epoch}", monitor="val/loss", save_top_k=3, every_seconds=3600
+    )
+    trainer = make_trainer(max_epochs=5, callbacks=[best], enable_checkpointing=True)
+    trainer.fit(improving(small_net), loader, loader)
+    assert {path.name: epoch_of(path) for path in tmp_path.glob("*.ckpt")} == {
+        f"epoch={epoch}.ckpt": epoch for epoch in (2, 3, 4)
+    }
 
 
 def test_it_is_written_when_training_fails(small_net, loader, make_trainer, tmp_path):
