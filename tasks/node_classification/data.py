@@ -47,7 +47,8 @@ class GraphDataModule(SplitData):
         normalize_features: divide each row of x by the sum of its absolute values (a row of zeros
             stays), as GAT does with bags of words.
         sparse_features: give x as sparse CSR, for models whose first layer takes it; None: where
-            fewer than a tenth of its numbers are not 0, as of bags of words.
+            fewer than a tenth of its numbers are not 0, as of bags of words; dense ones stay so
+            with a batch_size, since they may be mapped from a file.
         positions: positional encodings, "laplacian" or "random_walk" (see `node_positions`), which
             the model's `position_dim` then is; None: there are none.
         position_dim: channels of these.
@@ -158,7 +159,8 @@ class GraphDataModule(SplitData):
         """The features as they are used; of a mapped file the same, if batches read its rows."""
         is_sparse = self.sparse_features
         if is_sparse is None:
-            is_sparse = int(x.to_dense().count_nonzero()) < SPARSE * x.numel()
+            may_be_mapped = self.batch_size is not None and x.layout == torch.strided
+            is_sparse = not may_be_mapped and int(x.to_dense().count_nonzero()) < SPARSE * x.numel()
         if self.batch_size is None or is_sparse or self.normalize_features:
             x = x.float()
         x = to_sparse_csr(x) if is_sparse else x.to_dense()

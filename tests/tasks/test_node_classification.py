@@ -262,3 +262,15 @@ def test_a_stage_computes_what_its_nodes_depend_on(layers):
             assert int(mask.sum()) < computed[0] < 97
         if layers == 1:
             assert computed[0] == int(mask.sum())
+
+
+def test_another_graph_is_another_part():
+    """Of the same edges too."""
+    data = Random()
+    data.setup()
+    module = NodeClassification(attnkit.GAT(5, 16, 7), ADAM, CONSTANT, num_classes=7).eval()
+    for graph in (data.graph, data.graph.clone().update({"x": -data.graph.x})):
+        graph.edge_index = data.graph.edge_index
+        logits, _ = module._of_stage("train", graph)
+        expected = module.model(graph.x, graph.edge_index)[graph.train_mask]
+        torch.testing.assert_close(logits, expected)
