@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from attnkit.launch.job.figures import tables
 from attnkit.launch.job.folder import RESULTS
 from attnkit.lightning.errors import RunError, UserError
 from attnkit.lightning.telling.say import log as _log
@@ -169,33 +170,18 @@ def final(job: Job, results: Mapping[str, float]) -> None:
     """The figures and where everything is."""
     if job.kind.stage == "predict":
         show(predictions(job.folder))
-    table = Table(title=f"{job.config['task']} · {job.config['run']}", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    several = results["num_seeds"] > 1
-    for name in sorted(results, key=_order):
-        if name.endswith("_std") or name == "num_seeds" or name.startswith("kernels/"):
-            continue
-        if f"{name}_last" in results:  # the same figure
-            continue
-        value = _number(name, results[name])
-        if several and f"{name}_std" in results:
-            value += f" ± {_number(name, results[f'{name}_std'])}"
-        table.add_row(name, value)
-    if several:
-        table.add_row("num_seeds", str(int(results["num_seeds"])))
-    kernels = sorted({n.rpartition("/")[2] for n in results if n.startswith("kernels/")})
-    if kernels:
-        table.add_row("attention kernels", ", ".join(kernels))
-    if "best_epoch" in results and any(name.startswith("test/") for name in results):
-        table.caption = "test: of the best epoch's checkpoint"
     if not job.kind.has_table:
-        show(table)
+        for table in tables(f"{job.config['task']} · {job.config['run']}", results):
+            show(table)
     folder = job.folder
     left = {
         "best": folder / "checkpoints" / "best.ckpt",
         "bench": folder / "bench.md",
         "curves": folder / "learning_curves.png",
+        "confusion": folder / "confusion_matrix.png",
+        "nodes": folder / "accuracy_by_neighbourhood.png",
+        "entropy": folder / "attention_entropy.png",
+        "looks": folder / "attention_maps",
         "metrics": folder / "metrics.csv",
         "steps": folder / "steps.csv",
         "predictions": folder / PREDICTIONS,
@@ -225,26 +211,3 @@ def predictions(folder: Path) -> Table:
     for row in rows[:_MAX_ROWS]:
         table.add_row(*(escape(row[name] or "") for name in names))
     return table
-
-
-def _scaled(value: float) -> str:
-    """Three digits and a prefix: 40.1 G."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / size * (10 if prefix == 'k' else 1):.3g} {prefix}"
-    return f"{value:.3g} "
-
-
-def _order(name: str) -> tuple[int, str]:
-    stages = ("test/", "val/", "train/")
-    return next((i for i, s in enumerate(stages) if name.startswith(s)), len(stages)), name
-
-
-def _number(name: str, value: float) -> str:
-    if name.startswith("difference/"):
-        return f"{value:.1e}"
-    if name.endswith("_per_second"):
-        return f"{_scaled(value)}/s"
-    if name.endswith("seconds"):
-        return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4f}"

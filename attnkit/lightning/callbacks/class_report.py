@@ -113,7 +113,8 @@ def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) ->
         size = 10 if count <= _MAX_NUMBERS else 6
         # A dollar sign would start a formula.
         names = [_short(name).replace("$", r"\$") for name in class_names]
-        axes.set_xticks(range(count), names, rotation=90, fontsize=size)
+        upright = 90 if max(map(len, names)) > 4 else 0
+        axes.set_xticks(range(count), names, rotation=upright, fontsize=size)
         axes.set_yticks(range(count), names, fontsize=size)
     if count <= _MAX_NUMBERS:
         for row in range(count):

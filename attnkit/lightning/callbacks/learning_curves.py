@@ -98,7 +98,7 @@ class LearningCurves(Callback):
 def draw_curves(history: History) -> Figure:
     """One panel for each name after the slash, one line for each stage before it; loss first."""
     names = sorted({_panel_of(name) for name in history}, key=lambda n: (n != "loss", n))
-    columns = min(len(names), 3)
+    columns = 2 if len(names) == 4 else min(len(names), 3)
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()

@@ -7,6 +7,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from attnkit.lightning.telling.numbers import seconds, three_digits
 from attnkit.lightning.telling.say import on_terminal, say
 from attnkit.lightning.telling.steps import StepMetrics
 
@@ -16,7 +17,7 @@ MANY = 100  # epochs, of which not each gets its line
 class EpochLines(Callback):
     """Says how each epoch went, on screen and in run.log:
 
-        epoch 3/40  loss 1.23  val/loss 1.31, accuracy 0.512  lr 0.00098  12 s  best
+        epoch 3/40  loss 1.23  val/loss 1.31, accuracy 0.512  lr 0.00098  12.3 s  best
 
     That is the training loss; of validation, the loss, the metric that the checkpoint follows, and
     what is logged with `prog_bar=True`; the learning rate at the end, the seconds with validation,
@@ -55,8 +56,7 @@ class EpochLines(Callback):
         steps = _steps(trainer)
         if rates:
             parts.append(f"lr {steps.get('lr', max(rates)):.2g}")
-        seconds = now - self._began
-        parts.append(f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s")
+        parts.append(seconds(now - self._began))
         if is_best:
             parts.append("best")
         elif self.best:
@@ -131,13 +131,15 @@ def _epoch(trainer: Trainer) -> str:
 def _metrics(trainer: Trainer, monitored: str) -> list[str]:
     """The loss of training, and the figures of validation that are shown."""
     found = trainer.callback_metrics
-    parts = [f"loss {float(found['train/loss']):.3g}"] if "train/loss" in found else []
+    parts = [f"loss {three_digits(float(found['train/loss']))}"] if "train/loss" in found else []
     if "train/plain_loss" in found:
-        parts[0] += f" (plain {float(found['train/plain_loss']):.3g})"
-    names = {"val/loss": 0, monitored: 0} | dict.fromkeys(trainer.progress_bar_metrics, 0)
-    shown = [name for name in names if name.startswith("val/") and name in found]
+        parts[0] += f" (plain {three_digits(float(found['train/plain_loss']))})"
+    known = {"val/loss": 0, monitored: 0} | dict.fromkeys(trainer.progress_bar_metrics, 0)
+    shown = [name for name in known if name.startswith("val/") and name in found]
     if shown:
-        figures = [f"{name.removeprefix('val/')} {float(found[name]):.3g}" for name in shown]
+        figures = [
+            f"{name.removeprefix('val/')} {three_digits(float(found[name]))}" for name in shown
+        ]
         parts.append(f"val/{', '.join(figures)}")
     return parts
 

@@ -82,9 +82,10 @@ def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
         panels[0].get_gridspec().set_width_ratios([width, 4.2])
     for place, layer in enumerate(layers):
         heads = [row for row in rows if layer_of(row) == layer and row["entropy"] is not None]
+        aside = [0.6 * ((head + 0.5) / len(heads) - 0.5) for head in range(len(heads))]
         panels[0].plot(
-            [place] * len(heads), [row["entropy"] for row in heads], color=colour_of[layer],
-            ls="", marker="o", ms=5, alpha=0.7,
+            [place + x for x in aside], [row["entropy"] for row in heads], color=colour_of[layer],
+            ls="", marker="o", ms=4,
         )  # fmt: skip
         means = [_mean(row["entropy_by_degree"].get(d) for row in heads
                        if row.get("entropy_by_degree")) for d in degrees]  # fmt: skip
@@ -97,7 +98,7 @@ def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
     panels[0].set_xticks(range(len(layers)), names, rotation=30, ha="right", fontsize=8)
     panels[0].set_xlim(-0.6, len(layers) - 0.4)
     panels[0].set_ylabel("entropy / entropy of even attention", fontsize=9)
-    panels[0].set_title("each head", fontsize=10)
+    panels[0].set_title("each head, side by side", fontsize=10)
     for panel in panels:
         panel.axhline(1, color="0.4", lw=0.8, ls="--", label="even attention")
         _plain(panel)

@@ -11,6 +11,7 @@ from attnkit.launch.sweep import numbers
 from attnkit.launch.sweep.record import Trial
 from attnkit.launch.sweep.report import pictures, ranking
 from attnkit.launch.sweep.report.table import Table, broken_name, labels
+from attnkit.lightning.telling.numbers import seconds, three_digits, with_prefix
 
 METRIC = ranking.Metric()
 RATES = ["0.0012098197376602014", "0.00011634859582525738", "0.0077040812489690535"]
@@ -19,20 +20,20 @@ RATES = ["0.0012098197376602014", "0.00011634859582525738", "0.00770408124896905
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (numbers.three_digits(0.55678), "0.557"),
-        (numbers.three_digits(0.9999), "1.00"),
-        (numbers.three_digits(999.96), "1000"),
-        (numbers.three_digits(0.0), "0.00"),
-        (numbers.three_digits(1.234e-5), "1.23e-05"),
-        (numbers.three_digits(float("inf")), "inf"),
-        (numbers.three_digits(0.2996, 0.0427), "0.300 ± 0.043"),
-        (numbers.three_digits(1.234e-5, 2e-6), "(1.23 ± 0.20)e-05"),
-        (numbers.with_prefix(999_999), "1 M"),
-        (numbers.with_prefix(2_351_424), "2.35 M"),
-        (numbers.with_prefix(7), "7"),
-        (numbers.seconds(0.0183), "18.3 ms"),
-        (numbers.seconds(99.96), "1 min 40 s"),
-        (numbers.seconds(12_000), "3 h 20 min"),
+        (three_digits(0.55678), "0.557"),
+        (three_digits(0.9999), "1.00"),
+        (three_digits(999.96), "1000"),
+        (three_digits(0.0), "0.00"),
+        (three_digits(1.234e-5), "1.23e-05"),
+        (three_digits(float("inf")), "inf"),
+        (three_digits(0.2996, 0.0427), "0.300 ± 0.043"),
+        (three_digits(1.234e-5, 2e-6), "(1.23 ± 0.20)e-05"),
+        (with_prefix(999_999), "1 M"),
+        (with_prefix(2_351_424), "2.35 M"),
+        (with_prefix(7), "7"),
+        (seconds(0.0183), "18.3 ms"),
+        (seconds(99.96), "1 min 40 s"),
+        (seconds(12_000), "3 h 20 min"),
     ],
 )
 def test_three_digits(shown, expected):

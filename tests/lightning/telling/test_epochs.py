@@ -5,6 +5,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from attnkit.lightning import EpochLines, Progress, StepMetrics
 from attnkit.lightning.telling import epochs
+from attnkit.lightning.telling.numbers import three_digits
 
 
 @pytest.fixture
@@ -33,12 +34,12 @@ def test_a_line_for_each_epoch(fit, small_net):
             self.log("val/loss", 1.0)
 
     trainer, lines = fit(StepMetrics(), EpochLines(), Progress(), net=Known)
-    figures = r"loss \S+  val/loss 1, accuracy 0.{}  lr 0.003  \d+\.\d s  {}"
+    figures = r"loss \S+  val/loss 1.00, accuracy 0.{}  lr 0.003  \S+ m?s  {}"
     for number, (line, value, best) in enumerate(
-        zip(lines, ("25", "75", "5"), ("best", "best", "best: 2"), strict=True), 1
+        zip(lines, ("250", "750", "500"), ("best", "best", "best: 2"), strict=True), 1
     ):
         assert re.fullmatch(f"epoch {number}/3  " + figures.format(value, best), line), line
-    assert f"loss {trainer.callback_metrics['train/loss']:.3g} " in lines[-1]
+    assert f"loss {three_digits(float(trainer.callback_metrics['train/loss']))} " in lines[-1]
 
 
 def test_the_best_is_known_after_a_resume(fit, make_trainer, small_net, loader, tmp_path):

@@ -15,7 +15,6 @@ from attnkit.launch.command import command_line, key_of, setting
 from attnkit.launch.errors import CRASHED, summary
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.request import Request
-from attnkit.launch.sweep.numbers import three_digits
 from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, read_sweep, to_go_on
 from attnkit.launch.sweep.report import ranking
 from attnkit.launch.sweep.report.pictures import PICTURES
@@ -24,6 +23,7 @@ from attnkit.launch.sweep.report.table import FILE as MARKDOWN
 from attnkit.launch.sweep.report.table import Table
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import replacing
+from attnkit.lightning.telling.numbers import three_digits
 
 FILE = "report.md"
 

@@ -17,7 +17,6 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.launchers import BASIC, Launch
-from attnkit.launch.sweep.numbers import three_digits
 from attnkit.launch.sweep.record import Sweep, add_trial, read_sweep
 from attnkit.launch.sweep.report.page import best_command
 from attnkit.launch.sweep.run_trials import begin, check_trial, order_of, run_trials
@@ -27,6 +26,7 @@ from attnkit.launch.sweep.trial import Order
 from attnkit.lightning.callbacks.study import make_pruner, open_storage
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import replacing
+from attnkit.lightning.telling.numbers import three_digits
 
 if TYPE_CHECKING:
     from attnkit.launch.sweep.study.store import Store
