@@ -234,9 +234,9 @@ def test_sweep(mine, hers):
     ]  # fmt: skip
     assert each[0][2].startswith("val/loss_best ")
     assert each[0][3].endswith("s")
-    assert "figure" not in done.out  # its tables are in the trial's folder
-    assert "test/loss" in (Path("sweep") / names[0] / "output.log").read_text()
-    assert "test/loss" in (Path("sweep") / names[0] / "run.log").read_text()
+    assert "┃ metric" not in done.out  # its tables are in the trial's folder
+    assert "┃ metric" in (Path("sweep") / names[0] / "output.log").read_text()
+    assert "┃ metric" in (Path("sweep") / names[0] / "run.log").read_text()
     assert [row["rank"] for row in rows] == ["1", "2", "", ""]
     assert float(rows[0]["val/loss_best"]) < float(rows[1]["val/loss_best"])
     assert "fails on purpose" in rows[3]["error"]
