@@ -1,75 +1,98 @@
 """What `attnkit --help` says."""
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 
 from attnkit.launch.job.kinds import KINDS
 
 SHORT = """\
 attnkit: train, test and use attention models. For example
 
-  attnkit task=vit                                  train on scikit-learn's digits, in a minute
-  attnkit task=vit data=image_folder data.root=DIR  on your own images, one folder per class
-  attnkit run=check task=vit                        its cost, time and memory; leaves nothing
-  attnkit run=predict ckpt=RUN_DIR images=PATH      label a folder or a file; writes a CSV
-  attnkit --help                                    all that there is
-  attnkit --cfg job task=vit                        every key and its value"""
+  attnkit task=vit                             train on scikit-learn's digits
+  attnkit task=vit data=image_folder data.root=DIR
+                                               your images, a folder per class
+  attnkit run=check task=vit                   parameters, time and memory of it
+  attnkit run=predict ckpt=RUN_DIR images=PATH label images; writes a CSV
+  attnkit --help                               everything
+  attnkit --cfg job task=vit                   every key and its value"""
+
+_COLUMNS = 80
 
 TEMPLATE = """\
-attnkit: train, test and use attention models. Settings are key=value, parts are group=choice.
+attnkit: train, test and use attention models.
+Settings are key=value, parts are group=choice. `python -m attnkit` is the same.
 
-  attnkit task=vit                                  train, then test the best checkpoint
-  attnkit task=vit data=image_folder data.root=DIR  on your own images, one folder per class
-  attnkit -m task=spatial attention=none,se,cbam    attentions in one network, compared
-  attnkit run=check task=vit                        its cost, time and memory; leaves nothing
-  attnkit run=bench task=vit                        its speed, and which kernel wins here
-  attnkit run=test ckpt=RUN_DIR                     test again; its configuration is known
-  attnkit run=predict ckpt=RUN_DIR images=PATH      label a folder or a file; writes a CSV
-  attnkit run=inspect ckpt=RUN_DIR images=PATH      of captions: where it looked at each word
-  attnkit run=explain ckpt=RUN_DIR images=PATH      where it looks, how far to trust it: one page
-  attnkit run=explain ckpt=RUN_DIR explain.nodes=[12]      of a graph
-  attnkit run=explain model=timm model.name=NAME images=PATH    a network nobody trained here
-  attnkit run=export ckpt=RUN_DIR                   safe weights, torch.export, ONNX
-  attnkit resume=latest                             go on after an interruption
-  attnkit -m optimizer.lr=1e-3,2e-3 seeds=3         one run for each value, one ranked table
-  attnkit -m resume=latest                          go on with a sweep; nothing runs twice
-  attnkit run=retry sweep=SWEEP_DIR                 run its failed trials again
-  attnkit run=report sweep=latest                   its table, plots and best run, so far
+Train
+  attnkit task=vit                             train, then test the best epoch
+  attnkit task=vit data=image_folder data.root=DIR
+                                               your images, a folder per class
+  attnkit run=check task=vit                   parameters, time and memory of it
+  attnkit run=bench task=vit                   speed by part, fastest kernel
+  attnkit resume=latest                        go on after an interruption
 
-(The same with `python -m attnkit`.)
+Use what was trained
+  attnkit run=test ckpt=RUN_DIR                test again
+  attnkit run=predict ckpt=RUN_DIR images=PATH label images; writes a CSV
+  attnkit run=explain ckpt=RUN_DIR images=PATH where it looks, and how far to
+                                               trust that: one page
+  attnkit run=explain ckpt=RUN_DIR explain.nodes=[12]
+                                               the same of nodes of a graph
+  attnkit run=explain model=timm model.name=NAME images=PATH
+                                               a network trained elsewhere
+  attnkit run=inspect ckpt=RUN_DIR images=PATH where each word of a caption
+                                               looked
+  attnkit run=export ckpt=RUN_DIR              safetensors, torch.export, ONNX
+
+Compare
+  attnkit -m task=spatial attention=none,se,cbam seeds=3
+                                               a run for each, a ranked table
+  attnkit -m resume=latest                     finish a sweep
+  attnkit run=retry sweep=SWEEP_DIR            run its failed trials again
+  attnkit run=report sweep=latest              its table, plots and best run
 
 Groups and their choices
 {groups}
 
 Keys of every task
-  run={kinds}   what to do
-  seed=0  seeds=1              seeds=N: N runs, mean and spread
-  splits=all                   the same over the fixed splits of the data
+  run=KIND                     what to do:
+{kinds}
+  seed=0  seeds=N              N runs, their mean and spread
+  splits=all                   a run for each of the fixed splits of the data
   trainer.max_epochs=N         how long
-  trainer.limit_batches=N      a quick look: N batches (or a fraction) of everything
+  trainer.limit_batches=N      a quick look: N batches (or a share) of all data
   trainer.gradient_clip_val=X  trainer.accumulate_grad_batches=N
   precision=32|bf16-mixed|…    compile=false|true|max-autotune
-  trainer.oom_retry=false      out of memory: do not try again with half the batch
+  trainer.oom_retry=false      do not halve the batch when memory runs out
   trainer=cpu_ddp|ddp|fsdp     several processes; rank_logs=true: a log of each
   run_dir=PATH                 default: outputs/<task>/<date_time>
   resume=RUN_DIR|latest        ckpt=PATH  images=PATH
-Any argument of a constructor named in the configuration may be set, e.g. model.qk_norm=true.
+Any argument of a constructor that the configuration names can be set:
+model.qk_norm=true.
 
 Options
   --cfg job [--resolve]        print the configuration and stop
-  -m, --multirun               one run for each combination of values: key=a,b
-  hydra/sweeper=optuna         -m: Optuna chooses: key='interval(1e-4,1e-2)', a,b, range(1,9);
-                               hydra.sweeper.n_trials=20, sampler=tpe, pruner=median, …
-  hydra/launcher=joblib        several at once; also submitit_local, submitit_slurm
-  --config RUN_DIR key=value   a new run with the configuration of an earlier one
-  --config-dir DIR             your own folder: its task/*.yaml, model/*.yaml, … and modules
-  allow=[PACKAGE]              let the configuration name classes of your own package
-  --shell-completion install=bash|zsh|fish     eval "$(attnkit --shell-completion install=bash)"
+  -m, --multirun               a run for each combination of values: key=a,b
+  hydra/sweeper=optuna         -m: Optuna chooses; key='interval(1e-4,1e-2)',
+                               a,b or range(1,9); hydra.sweeper.n_trials=20, …
+  hydra/launcher=joblib        several at once; submitit_local, submitit_slurm
+  --config RUN_DIR key=value   a new run with the configuration of another
+  --config-dir DIR             a folder of yours with task/*.yaml and modules
+  allow=[PACKAGE]              let the configuration name classes of a package
+  --shell-completion install=bash|zsh|fish
+                               eval "$(attnkit --shell-completion install=bash)"
   --help, --version
-A wrong setting ends with exit code 2 and says what is right; ATTNKIT_TRACEBACK=1 shows where."""
+A wrong setting ends with exit code 2 and a line that says what is right.
+ATTNKIT_TRACEBACK=1 shows where it was noticed."""
 
 
 def text(groups: Mapping[str, Sequence[str]]) -> str:
     """The help, with the groups and choices of all folders."""
     width = max(map(len, groups), default=0)
-    lines = [f"  {name:<{width}}  {', '.join(choices)}" for name, choices in groups.items()]
-    return TEMPLATE.format(groups="\n".join(lines), kinds="|".join(KINDS))
+    lines = (_wrapped(f"  {name:<{width}}  ", ", ".join(given)) for name, given in groups.items())
+    return TEMPLATE.format(groups="\n".join(lines), kinds=_wrapped(" " * 31, ", ".join(KINDS)))
+
+
+def _wrapped(start: str, words: str) -> str:
+    indent = " " * len(start)
+    return fill(words, _COLUMNS, initial_indent=start, subsequent_indent=indent,
+                break_long_words=False, break_on_hyphens=False)  # fmt: skip

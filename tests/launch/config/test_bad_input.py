@@ -179,6 +179,11 @@ def test_question_that_needs_no_torch(ends, command, answer):
     assert end["left"] == []
 
 
+@pytest.mark.parametrize("command", ["", "--help"])
+def test_help_fits_a_terminal_of_80_columns(ends, command):
+    assert [line for line in ends[command]["out"].splitlines() if len(line) > 80] == []
+
+
 @pytest.mark.parametrize(("command", "message"), SHIPPED)
 def test_wrong_command(ends, full, command, message):
     end = ends[command]

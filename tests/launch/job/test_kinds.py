@@ -227,4 +227,4 @@ def test_a_kind_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
     assert Path("here/greeting.txt").read_text() == "hello Mine"
     assert "greetings" in done.out
     assert "seed=1: does nothing in run=greet" in mine("run=greet", "seed=1").err
-    assert "|greet" in mine("--help").out
+    assert ", greet" in mine("--help").out
