@@ -7,7 +7,7 @@ This file is the public table and nothing else. Names are imported when first us
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "attend": "attnkit.core.attend",

@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 import attnkit
 
@@ -42,11 +44,17 @@ def copy(repository, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(copy, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    build = "build", "--wheel", "--no-isolation", "--skip-dependency-check", "--outdir", folder
+def built(copy, tmp_path_factory) -> Path:
+    """A folder with the source archive, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("built")
+    build = "build", "--no-isolation", "--skip-dependency-check", "--outdir", folder
     run(sys.executable, "-m", *build, folder=copy)
-    (wheel,) = folder.glob("attnkit-*.whl")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(built) -> Path:
+    (wheel,) = built.glob("attnkit-*.whl")
     return wheel
 
 
@@ -89,6 +97,24 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, repository):
     assert {f"attnkit/{name}" for name in ("tasks/__init__.py", "conf/config.yaml")} <= expected
     assert {name for name in names if name.startswith("attnkit/")} == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_source_archive_holds_what_git_does(built, repository):
+    (archive,) = built.glob("attnkit-*.tar.gz")
+    with tarfile.open(archive) as file:
+        held = {name.partition("/")[2] for name in file.getnames()}
+    listed = subprocess.run(("git", "ls-files"), cwd=repository, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("needs a clone")
+    linked = {"attnkit/conf", "attnkit/tasks"}  # to conf/ and tasks/, which are held
+    assert {n for n in listed.stdout.splitlines() if not n.startswith(".")} - held <= linked
+
+
+def test_the_citation_is_of_this_version(repository):
+    cited = yaml.safe_load((repository / "CITATION.cff").read_text())
+    assert cited["version"] == attnkit.__version__
+    changes = (repository / "CHANGELOG.md").read_text()
+    assert f"## {cited['version']} ({cited['date-released']})" in changes
 
 
 @pytest.mark.slow
