@@ -126,7 +126,7 @@ def test_what_added_self_loops_carry(conv, fill_value, in_channels):
     theirs = conv(in_channels, 4, heads=3, edge_dim=EDGE_DIM, fill_value=fill_value)
     theirs = randomise(theirs).double()
     ours = interop.from_pyg(theirs)
-    # as many sources as targets: PyG cannot make loops for a target that is no source
+    # as many sources as targets: PyG cannot make loops for a target that is not a source
     *given, leaves = inputs_for(theirs, torch.float64, num_sources=NODES)
     assert_equal(theirs, ours, given, leaves, 1e-10)
 

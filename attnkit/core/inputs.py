@@ -100,7 +100,7 @@ class Inputs:
         )
 
     def real_keys(self) -> Annotated[Tensor, "batch 1 keys 1", bool] | None:
-        """Which keys are no padding; None where no `Padding` says so."""
+        """Which keys are not padding; None where no `Padding` says so."""
         real = [
             part.dense(1, self.num_keys, self.key.device).transpose(2, 3)
             for part in self.masks

@@ -40,7 +40,7 @@ def finetuned(module: nn.Module) -> tuple[str, nn.Module, FineTuned] | None:
 
 
 def check_new(network: nn.Module) -> None:
-    """ValueError if it is being fine-tuned already, TypeError if it is no network."""
+    """ValueError if it is being fine-tuned already, TypeError if it is not a network."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(network).__name__}")
     if (found := finetuned(network)) is not None:

@@ -105,6 +105,6 @@ def _rows(network: nn.Module, name: str, layer: nn.Linear, qkv: str) -> Rows | N
     sizes = getattr(network.get_submodule(parent), "sizes", None)  # attnkit's: k and v may differ
     sizes = sizes or [layer.out_features // 3] * 3
     if sum(sizes) != layer.out_features:
-        raise ValueError(f"qkv: {name} has {layer.out_features} rows, which are no three parts")
+        raise ValueError(f"qkv: {name} has {layer.out_features} rows, which is not a multiple of 3")
     ends = [sum(sizes[: i + 1]) for i in range(3)]
     return [(ends[i] - sizes[i], ends[i]) for i, letter in enumerate("qkv") if letter in qkv]

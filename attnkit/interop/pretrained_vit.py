@@ -89,7 +89,7 @@ class PretrainedViT(ViT):
             state["patch_embed.weight"] = adapt_input_conv(channels, patches, patches.shape[1])
         side = _side(state["position_table"].shape[1]) if "position_table" in state else 1
         if side is None:
-            raise ValueError(f"{given}: its positions are of a grid that is no square")
+            raise ValueError(f"{given}: its grid of positions is not square")
         unsaid = {name: value for name, value in _settings(self).items() if name in _UNSAID}
         _check_settings(given, {**_settings_of_state(state), **unsaid}, _settings(self))
         head = state.get("head.weight")

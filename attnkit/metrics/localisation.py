@@ -47,7 +47,7 @@ class PointingGame(_OnObjects):
     Raises:
         ValueError: shapes that do not go together, a mask without a True, a map with NaN; in
             `compute`, no images at all.
-        TypeError: maps that are no floating-point tensor, masks that are not boolean.
+        TypeError: maps that are not floating-point tensors, masks that are not boolean.
     """
 
     state = "hits"

@@ -56,7 +56,7 @@ def timm_backbone(
 
     Raises:
         ValueError: no such name; weights that cannot be had, or are another network's; a size that
-            it cannot take; or it is no classifier.
+            it cannot take; or it is not a classifier.
     """
     config = check_name(name)
     options |= {"in_chans": in_channels, "num_classes": num_classes}
@@ -189,6 +189,6 @@ def _try_out(network: Any, name: str, shape: tuple[int, ...], num_classes: int) 
     given = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if given != [1, num_classes]:
         raise ValueError(
-            f"name: {name} is no classifier: it gives {given} of an image, "
+            f"name: {name} is not a classifier: it gives {given} of an image, "
             f"expected [1, {num_classes}]"
         )

@@ -29,7 +29,7 @@ class Explanation:
     map: on the model's own grid, in reading order; not enlarged and not scaled.
     tokens: the same with the class and register tokens before the patches; None where a method
         gives the image alone.
-    num_prefix_tokens: how many tokens of `tokens` are no patches.
+    num_prefix_tokens: how many tokens of `tokens` are not patches.
     target: the class that is explained; for a method that knows of none, the predicted class.
     predicted, logit, probability: the model's own class, and logit and softmax of `target`.
     layers: a row for each layer and head of attention that was used; None for a method that does

@@ -39,7 +39,7 @@ def convert(module: nn.Module, changes: Changes) -> adapters.Adapter:
         ValueError: the module is of no class known here, or has what the block has not.
     """
     if not is_known(module):
-        raise ValueError(f"{_class_of(module).replace(':', '.')} is no class that is known here")
+        raise ValueError(f"{_class_of(module).replace(':', '.')} is not a class that is known here")
     refuse(module, {"hooks": any(map(has_hooks, module.modules()))})
     adapter = _CONVERTERS[_class_of(module)](module, changes)
     return adapter.train(module.training)

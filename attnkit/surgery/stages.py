@@ -20,7 +20,7 @@ def stages(run: DryRun) -> list[str]:
     but through this map. A block is a module in which the main path divides and joins again, with
     weights in between (residual, inception, dense), or one of its class, or of its name but for
     numbers; in a network whose path never divides, a module of several with weights. Where a
-    divided part of the path is no module of its own, the stage ends with the first module after
+    divided part of the path is not a module of its own, the stage ends with the first module after
     it; where there are weights and no block in a path that never divides, with the last module of
     the size.
     """

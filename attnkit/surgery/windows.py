@@ -29,7 +29,7 @@ class MapWindows(Adapter):
     """In the place of torchvision's `ShiftedWindowAttention`: maps [batch, height, width, dim].
 
     Padded to a multiple of the window, shifted in a circle, cut into windows; in a window tokens
-    that were no neighbours before the shift have a bias of −100, as in theirs.
+    that were not neighbours before the shift have a bias of −100, as in theirs.
     """
 
     def __init__(

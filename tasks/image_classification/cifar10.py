@@ -28,7 +28,7 @@ class CIFAR10Data(ImageDataModule):
     arguments are those of `ImageDataModule`.
 
     Raises:
-        ValueError: `root` is no folder.
+        ValueError: `root` is not a folder.
         UserError: the files are missing and cannot be downloaded.
     """
 

@@ -40,7 +40,7 @@ class ImageFolderData(ImageDataModule):
     The other arguments are those of `ImageDataModule`.
 
     Raises:
-        ValueError: `root` is no folder.
+        ValueError: `root` is not a folder.
         UserError: in `setup`, if the folders or files are not as described.
     """
 

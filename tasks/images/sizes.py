@@ -78,7 +78,7 @@ def default_patch_size(image_size: Size) -> int:
 
     The largest power of two from 2 to 16 that divides the image into 8 to 16 patches a side, so
     256 tokens at most. Where there is none, the divisor nearest to 16 that does; and images too
-    small for 8 patches a side get the smallest divisor above 1. Of images that are no squares,
+    small for 8 patches a side get the smallest divisor above 1. Of images that are not squares,
     8 to 16 is the square root of the number of patches.
 
     Raises:

@@ -35,7 +35,7 @@ class HeterophilousData(GraphDataModule):
     The other arguments are those of `GraphDataModule`.
 
     Raises:
-        ValueError: `root` is no folder.
+        ValueError: `root` is not a folder.
         UserError: in `setup`, if the file is missing or differs from the published form.
     """
 

@@ -26,7 +26,7 @@ def vit(stand_in):
 
 @pytest.fixture(scope="module")
 def saved(vit, stand_in_files):
-    """Its weights in each form, and what is no weights."""
+    """Its weights in each form, and what are not weights."""
     folder, state = stand_in_files, vit.state_dict()
     torch.save(state, folder / "net.pth")
     torch.save({"state_dict": state, "epoch": 3}, folder / "timm.pth.tar")
@@ -146,7 +146,7 @@ def test_wrong_weights(saved, tmp_path, monkeypatch, case):
 
 
 def test_what_is_no_classifier():
-    with pytest.raises(ValueError, match="name: test_vit is no classifier: it gives list of an im"):
+    with pytest.raises(ValueError, match="name: test_vit is not a classifier: it gives list of"):
         timm_backbone("test_vit", 3, 4, features_only=True, **SIZE)
 
 

@@ -272,9 +272,9 @@ BAD = {
         "edges.npy, edge 2: there is no node 97",
     ),
     "npy ends early": (cut("edges.npy", 300), "edges.npy: ends early, after 300 bytes"),
-    "header ends early": (cut("edges.npy", 30), "edges.npy: is no array: "),
+    "header ends early": (cut("edges.npy", 30), "edges.npy: is not an array: "),
     "empty": (cut("features.npy", 0), "features.npy: is empty"),
-    "objects": (array("labels", np.array([{}] * 97)), "labels.npy: is no array: "),
+    "objects": (array("labels", np.array([{}] * 97)), "labels.npy: is not an array: "),
     "NaN": (
         array("features", one_wrong(np.nan)),
         "features.npy: node 41, feature 3, is nan, expected finite numbers",

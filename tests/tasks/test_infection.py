@@ -1,4 +1,4 @@
-"""Infection: distances and paths against networkx, and what is no truth."""
+"""Infection: distances and paths against networkx, and what is not a truth."""
 
 import networkx as nx
 import pytest

@@ -66,7 +66,7 @@ def test_files_that_would_run_something_are_refused(graph_files, tmp_path):
     with pytest.raises(UserError, match=r"that Planetoid reads names posix.system"):
         ready("Planetoid", tmp_path, {"name": "Cora"})
     assert not marker.exists()
-    with pytest.raises(AttributeError):  # what the command returned is no dict
+    with pytest.raises(AttributeError):  # what the command returned is not a dict
         Planetoid(str(tmp_path), "Cora")  # without the guard
     assert marker.exists()
     assert pickle.loads(pickle.dumps(PyGData)) is PyGData  # nobody else is held to it

@@ -19,7 +19,7 @@ QUICK = (
 
 @pytest.fixture
 def photos(tmp_path):
-    """Uneven classes, one broken file, one that is no image."""
+    """Uneven classes, one broken file, one that is not an image."""
     numbers = {"train": {"cats": 60, "dogs": 180}, "val": {"cats": 7, "dogs": 5}}
     for split, classes in numbers.items():
         for name, count in classes.items():

@@ -128,7 +128,7 @@ def with_channels(tensor: Tensor, size: int) -> Tensor:
 
 
 def first_channels(tensor: Tensor, size: int) -> Tensor:
-    """The first channels; the tensor itself, whose gradient is no copy, where there are no more."""
+    """The first channels; the tensor itself if it has no more: a slice copies the gradient."""
     return tensor if tensor.shape[-1] == size else tensor[..., :size]
 
 

@@ -73,7 +73,7 @@ class WindowKernel(Backend):
 
 
 def _line_reasons(inputs: Inputs) -> Iterator[str]:
-    """Why the mask is no window along a line."""
+    """Why the mask is not a window along a line."""
     if inputs.mask is None:
         return
     lower, upper = inputs.mask.band(inputs.num_queries, inputs.num_keys)

@@ -44,7 +44,7 @@ class Edges(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.edge_index, Tensor):
-            return  # a pytree map rebuilds masks with leaves that are no tensors
+            return  # a pytree map rebuilds masks with leaves that are not tensors
         if isinstance(self.num_nodes, tuple | list):
             self._read_pair(*self.num_nodes)
         if self.edge_index.layout is not torch.strided:
@@ -124,7 +124,7 @@ class Edges(Mask):
 
     @cached_property
     def without_loops(self) -> Annotated[Tensor, "_", int]:
-        """The places of the edges that are no self-loops."""
+        """The places of the edges that are not self-loops."""
         with torch.inference_mode(False):
             source, target = self.edge_index
             return (source != target).nonzero().squeeze(1)

@@ -47,7 +47,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Padding(Mask):
-    """Every query of item b sees the keys of item b that are no padding.
+    """Every query of item b sees the keys of item b that are not padding.
 
     `lengths`: how many keys are real, or which are.
     """
@@ -55,7 +55,7 @@ class Padding(Mask):
     lengths: Annotated[Tensor, "batch", int] | Annotated[Tensor, "batch keys", bool]
 
     def __post_init__(self) -> None:
-        # pytree maps rebuild masks with leaves that are no tensors; only tensors can be checked
+        # pytree maps rebuild masks with leaves that are not tensors; only tensors can be checked
         if not isinstance(self.lengths, Tensor):
             return
         if self.lengths.dtype == torch.bool:
@@ -147,7 +147,7 @@ class Packed(Mask):
             if isinstance(given, Sequence):
                 given = torch.tensor(given)
                 object.__setattr__(self, name, given)
-            # pytree maps rebuild masks with leaves that are no tensors
+            # pytree maps rebuild masks with leaves that are not tensors
             if not isinstance(given, Tensor):
                 continue
             if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:

@@ -15,8 +15,8 @@ class ALiBi(nn.Module):
 
         bias[h, i, j] = −slope_h · |j − i|,   slope_h = 2^(−8 h / num_heads), h = 1 … num_heads
 
-    For a number of heads that is no power of two, the slopes are those of the largest power of two
-    below, then every other one of twice that, as in the authors' code. With `Causal` only the past
+    If num_heads is not a power of two, the slopes are those of the next smaller power of two,
+    then every other slope of twice that power, as in the authors' code. With `Causal` only the past
     is seen and this is the paper's form; without, it is the symmetric one. The tensor is queries ×
     keys; the paper's own form, slope_h · j, equals it under `Causal`.
 

@@ -157,7 +157,7 @@ class Rotary2d(_Rotary):
     split the pairs in halves where Heo et al. interleave them: a fixed permutation of channels.
 
     Raises:
-        ValueError: head_dim is no multiple of 4, num_prefix_tokens is negative, or the grid is
+        ValueError: head_dim is not a multiple of 4, num_prefix_tokens is negative, or the grid is
             empty.
     """
 

@@ -45,7 +45,7 @@ def sincos_2d(
     by dim / 4 - 1 instead; timm's `build_sincos2d_pos_embed` orders the channels differently.
 
     Raises:
-        ValueError: dim is no multiple of 4 or a size is not positive.
+        ValueError: dim is not a multiple of 4 or a size is not positive.
     """
     if dim % 4:
         raise ValueError(f"dim: {dim} is not a multiple of 4, as 2-D sinusoidal positions need")

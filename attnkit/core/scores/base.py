@@ -56,7 +56,7 @@ class Score:
         return self.softcap * (scores / self.softcap).tanh()
 
     def dot_dim(self, head_dim: int) -> int | None:
-        """The head dimension of `as_dot`; None if the score is no dot product."""
+        """The head dimension of `as_dot`; None if the score is not a dot product."""
         return None
 
     def as_dot(
@@ -72,10 +72,10 @@ class Score:
         """Query, key and scale whose scaled dot product is this score before its softcap.
 
         Without softcap it may lack what depends on the query alone, which softmax does not see.
-        is_real: which keys are no padding, [batch, 1, keys, 1], for a score that computes with all
+        is_real: which keys are not padding, [batch, 1, keys, 1], for a score that computes with all
         keys of an item together; None: all.
         """
-        raise NotImplementedError(f"{type(self).__name__} is no dot product")
+        raise NotImplementedError(f"{type(self).__name__} is not a dot product")
 
     def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> "Score":
         """The score of some query heads only."""

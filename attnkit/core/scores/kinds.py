@@ -168,7 +168,7 @@ class Gaussian(Score):
 
         Moving them changes no distance and keeps the norms small; the norm in two parts is as
         exact in half precision as the products are; the unit keeps it within float16's range. The
-        mean is that of the keys that are no padding, which may lie far off; keys that another mask
+        mean is that of the keys that are not padding, which may lie far off; keys that another mask
         hides count, and so can change the rounding, nothing else.
         """
         points = _high(key)

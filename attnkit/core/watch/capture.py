@@ -118,7 +118,7 @@ def _weights(call: Call, rows: Indices, heads: Indices) -> Tensor:
 
 
 def _check_names(choice: LayerChoice, model: nn.Module) -> None:
-    """ValueError, before it runs, where what is asked for is no module at all."""
+    """ValueError, before the model runs, if what is asked for is not a module."""
     modules = [module_name(name) for name, _ in model.named_modules()]
     for asked in choice.asked or ():
         is_module = isinstance(asked, str) and any(fnmatchcase(name, asked) for name in modules)

@@ -166,7 +166,7 @@ class Composer:
                 texts = [t for t in texts if t != f"~{error.key}"]
             except _NoSuchKey as error:
                 # Any argument of a constructor may be given, whether or not a file lists it;
-                # what is no argument is found by validate(), in one form with everything else.
+                # what is not an argument is found by validate(), in one form with everything else.
                 # A group that the task has no choice in yet is appended likewise.
                 mark = "+" if error.key in self.groups else "++"
                 texts = [f"{mark}{t}" if _key(t) == error.key else t for t in texts]
@@ -279,7 +279,7 @@ class Composer:
         return f"{short(path)}: {_one_line(chr(10).join(lines), 3)}"
 
     def _broken_file(self) -> str:
-        """The first of her files that is no configuration by itself."""
+        """The first of her files that is not a configuration by itself."""
         for path in sorted(self.config_dir.glob("*/*.yaml")) if self.config_dir else []:
             try:
                 content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -52,7 +52,7 @@ def plan(given: object, task: str, *, sweep: bool = False) -> Path:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Refuse what is no folder and can't become one."""
+    """Refuse what is not a folder and can't become one."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{key}: {path} is a file")
     nearest = next(p for p in (path, *path.parents) if p.exists())

@@ -237,7 +237,7 @@ class Session:
         if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             task = self.config["task"]
             raise UserError(
-                f"ckpt: {ckpt} is no checkpoint of task={task}: {cls.__name__} has no "
+                f"ckpt: {ckpt} is not a checkpoint of task={task}: {cls.__name__} has no "
                 f"{unknown[0]}\n"
                 "  give the task it was trained with, task=…; in its run folder it needs none"
             )
@@ -329,4 +329,4 @@ def loaded(
         raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
     except wrong as error:
         problem = first_line(error, named=True)
-        raise UserError(f"ckpt: {ckpt} is no checkpoint of this task: {problem}") from error
+        raise UserError(f"ckpt: {ckpt} is not a checkpoint of this task: {problem}") from error

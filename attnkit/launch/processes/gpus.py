@@ -70,7 +70,7 @@ def _own(folder: Path) -> Path:
     """A folder that only this user can write to: anyone may make one of this name in /tmp.
 
     Raises:
-        UserError: another user has made it, or it is no folder.
+        UserError: another user has made it, or it is not a folder.
     """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -1,6 +1,6 @@
 """The ranks of a run, a process each: started together, told of signals, none left behind.
 
-The command itself is no rank. It starts them on the written configuration, passes signals on and
+The command itself is not a rank. It starts them on the written configuration, passes signals on and
 says once which of them went wrong and how. (Where Lightning starts them, rank 0 is the parent of
 the others, and is killed without a word when one of them dies.)
 """

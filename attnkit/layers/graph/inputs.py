@@ -28,7 +28,7 @@ def sources_and_targets(
 
     Of one tensor the targets are the first rows where `Edges` has fewer targets than sources. Of
     targets without features there are as many as `size` or the edges say, else as many as sources.
-    TypeError for what are no tensors, ValueError for another number of them than `size`.
+    TypeError for what are not tensors, ValueError for another number of them than `size`.
     """
     if not isinstance(x, Tensor | tuple | list) or (not isinstance(x, Tensor) and len(x) != 2):
         raise TypeError(f"x: expected a tensor or a pair of tensors, got {type(x).__name__}")

@@ -84,7 +84,7 @@ class Export:
         try:
             with TemporaryDirectory(dir=self.folder, prefix=".") as beside:
                 self._write(module, Path(beside), written)
-                # config.json last: without it the folder is no export.
+                # config.json last: without it the folder is not an export.
                 written.files = [path.replace(self.folder / path.name) for path in written.files]
         except BaseException:
             if made:

@@ -25,7 +25,7 @@ def muon(
 
     A step of Muon has singular values of about 1: it moves directions of small gradients as far as
     those of large ones, which shortens the plateaus before attention finds out where to look.
-    AdamW gets what Muon cannot treat (vectors) and what is no map from vectors to vectors: the
+    AdamW gets what Muon cannot treat (vectors) and what is not a map from vectors to vectors: the
     group that `parameter_groups` does not decay, of embeddings and positions.
 
     Args:

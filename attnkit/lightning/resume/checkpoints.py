@@ -37,7 +37,7 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a checkpoint, whole or not at all, and what was there before stays until it is.
 
     Raises:
-        UserError: it holds objects that are no plain data, so that it could not be read safely.
+        UserError: it holds objects that are not plain data, so that it could not be read safely.
         RunError: the disk is full, the folder can't be written to, …
     """
     try:

@@ -18,7 +18,7 @@ class Once:
         self._last = -ECHO
 
     def is_new(self) -> bool:
-        """Whether a signal that comes now is no echo."""
+        """Whether a signal that comes now is not an echo."""
         now = time.monotonic()
         if now - self._last < ECHO:
             return False
@@ -26,7 +26,7 @@ class Once:
         return True
 
     def forget(self) -> None:
-        """The next one is no echo."""
+        """The next one is not an echo."""
         self._last = -ECHO
 
 

@@ -24,10 +24,10 @@ class EpochLines(Callback):
     and whether it is the best epoch so far (`best: 2` if not), by the metric of the checkpoint.
     Runs of more than 100 epochs get at most one line a second.
 
-    Where the output is no terminal, it also says every few seconds how far it is.
+    Where the output is not a terminal, it also says every few seconds how far it is.
 
     Args:
-        every_seconds: the longest time without a line, where the output is no terminal.
+        every_seconds: the longest time without a line, where the output is not a terminal.
     """
 
     def __init__(self, every_seconds: float = 10.0) -> None:

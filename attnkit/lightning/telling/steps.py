@@ -24,8 +24,8 @@ class StepMetrics(Callback):
     - `step/samples_per_second`: of training alone, data included; nodes of a graph.
 
     Loss and throughput are those of all processes. Between two logged steps nothing is read from
-    the device: the loss is summed there. The figures are no metrics of the trainer, so nothing that
-    monitors or reports those sees them. The last ones are in `figures`.
+    the device: the loss is summed there. The figures are not metrics of the trainer, so no callback
+    can monitor or report them. The last ones are in `figures`.
 
     Args:
         num_samples: how many samples a batch has; by default the length of its first tensor,

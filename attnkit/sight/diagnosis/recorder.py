@@ -40,7 +40,7 @@ class Layout:
             return None
 
     def real_keys(self, batch: int, num_keys: int) -> Tensor | None:
-        """Which keys are no padding, [batch, keys]; None where there is none."""
+        """Which keys are not padding, [batch, keys]; None where there is none."""
         if self.real is None or self.real.shape != (batch, num_keys):
             return None
         self.has_met_padding = True

@@ -75,7 +75,7 @@ def _blocks(
     real: Tensor | None,
     block_elements: int | None = BLOCK_ELEMENTS,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Some rows, their weights, and which of them look somewhere and are no padding."""
+    """Some rows, their weights, and which of them look somewhere and are not padding."""
     per_row = max(1, call.query.shape[0] * call.num_heads * call.num_keys)
     size = len(rows) if block_elements is None else max(1, block_elements // per_row)
     for block in rows.split(size):

@@ -25,7 +25,7 @@ def legrad(question: Question) -> Tensor:
     hold the layers have to be a sequence; a pooling by attention belongs to the end.
 
     Raises:
-        ValueError: the model's blocks are no sequence of one block for each layer of attention.
+        ValueError: the model's blocks are not a sequence of one block for each layer of attention.
     """
     with _kept_outputs(question.model) as outputs:
         chain = watch(question, "legrad")

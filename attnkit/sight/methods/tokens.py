@@ -159,7 +159,7 @@ def _why_no_chain(calls: Sequence[Any], question: Question) -> str | None:
         if not isinstance(call, AttentionCall):
             return f"{call.layer!r} attends over the edges of a graph"
         if isinstance(question.module(call.layer), _OVER_CHANNELS):
-            return f"{call.layer!r} attends over channels, which are no places; {OTHERS}"
+            return f"{call.layer!r} attends over channels, which are not places; {OTHERS}"
         if len(call.query) != batch:
             pieces = len(call.query) // batch
             return f"{call.layer!r} attends within windows, {pieces} an image; {OTHERS}"

@@ -52,7 +52,7 @@ class AttentionMaps(Callback):
 
     Raises:
         UserError: before it begins, if the model has neither attention nor gates of attnkit; in the
-            check of the first validation, if tokens are no grid over the image.
+            check of the first validation, if tokens are not a grid over the image.
     """
 
     def __init__(

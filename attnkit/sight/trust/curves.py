@@ -148,7 +148,7 @@ def target_values(logits: Tensor, target: Tensor) -> Annotated[Tensor, "2 batch"
 
 
 def check_map(map: Tensor, question: Question, name: str = "map") -> None:
-    """ValueError or TypeError for what is no map of these images."""
+    """ValueError or TypeError for what is not a map of these images."""
     if not isinstance(map, Tensor) or not map.is_floating_point():
         given = map.dtype if isinstance(map, Tensor) else type(map).__name__
         raise TypeError(f"{name}: expected a floating-point tensor, got {given}")

@@ -4,7 +4,7 @@ Random graphs of 20 edges a target on average, whose degrees follow a power law.
 whole layer against PyG's, whose output it must equal; its peak memory beyond the inputs; and
 attention alone, as a share of the speed at which the device copies memory, where each edge reads
 the rows of its nodes once in each of three passes (forward, gradients of the targets, of the
-sources). Rows that the cache still holds make the share larger, so that one above 1 is no mistake.
+sources). Rows that the cache still holds make the share larger; a share above 1 is possible.
 """
 
 from collections.abc import Callable, Iterator

@@ -125,7 +125,7 @@ def mapped(path: Path) -> np.ndarray:
             raise UserError(f"{path}: ends early, after {path.stat().st_size:,} bytes") from error
         if not path.stat().st_size:
             raise UserError(f"{path}: is empty") from error
-        raise UserError(f"{path}: is no array: {first_line(error)}") from error
+        raise UserError(f"{path}: is not an array: {first_line(error)}") from error
 
 
 def _archive(path: Path) -> dict[str, np.ndarray]:
@@ -133,4 +133,4 @@ def _archive(path: Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (OSError, EOFError, ValueError, BadZipFile) as error:
-        raise UserError(f"{path}: is no whole .npz: {first_line(error)}") from error
+        raise UserError(f"{path}: is not a whole .npz: {first_line(error)}") from error

@@ -30,7 +30,7 @@ def read_edges(
         undirected: add the reverse of each edge, and leave each once.
 
     Raises:
-        UserError: what is no edge of these nodes, with its line or place.
+        UserError: what is not an edge of these nodes, with its line or place.
     """
     if not part.is_table:
         edges = _from_array(part, num_nodes)

@@ -120,7 +120,7 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
 
 
 def _holds_numbers(part: Part) -> bool:
-    """Whether the second line, which is no header, is a number."""
+    """Whether the second line, which is not a header, is a number."""
     assert part.path is not None
     rows = list(islice(words(part.path), 2))
     word = rows[-1][0][0] if rows else "0"

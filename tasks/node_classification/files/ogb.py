@@ -39,7 +39,7 @@ class OGBFilesData(GraphDataModule):
     The other arguments are those of `GraphDataModule`.
 
     Raises:
-        ValueError: `root` is no folder.
+        ValueError: `root` is not a folder.
         UserError: in `setup`, if a file is missing, ends early or is not as described.
     """
 

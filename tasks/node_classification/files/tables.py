@@ -30,7 +30,7 @@ def blocks(path: Path, dtype: Any, columns: int | None = None) -> Iterator[np.nd
         columns: how many are expected; None: those of the first row.
 
     Raises:
-        UserError: what is no such number, another number of columns, or a file that ends early,
+        UserError: what is not such a number, another number of columns, or a file that ends early,
             with the line.
     """
     if path.suffix == ".parquet":

@@ -285,7 +285,7 @@ def test_packed_serves_dropout_and_a_learned_bias():
 @pytest.mark.parametrize(
     "mask",
     [
-        Window(5, 3),  # runs of keys that are no multiple of the step
+        Window(5, 3),  # runs of keys that are not a multiple of the step
         Window(5, 3) & Padding(torch.tensor([53])),
         Window2d(37, 7, 2, 1, num_prefix_tokens=2),
         Packed([100, 161]) & Causal(),

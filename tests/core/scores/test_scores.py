@@ -531,7 +531,7 @@ def test_refusals_say_what_is_missing():
 @pytest.mark.parametrize("backend", ["auto", "blockwise", "math", "flash"])
 @pytest.mark.parametrize("name", ["cosine", "gaussian"])
 def test_padding_that_lies_far_off_costs_no_digits(name, backend, side):
-    """The Gaussian's centre is that of the keys that are no padding, whose digits matter."""
+    """The Gaussian's centre is that of the keys that are not padding, whose digits matter."""
     score = {"cosine": Cosine(0.3), "gaussian": Gaussian(torch.tensor([1.0, 0.7, 2.0]))}[name]
     query, key, value = torch.randn(3, BATCH, 3, 7, 5)
     key = key[:, :1] + 300  # one head for three

@@ -125,7 +125,7 @@ class Seen(nn.Module):
 
 
 class Gate(nn.Module):
-    """A softmax that is no attention: over channels, and over classes with a matrix of weights."""
+    """A softmax that is not attention: over channels, and over classes with a matrix of weights."""
 
     def __init__(self):
         super().__init__()

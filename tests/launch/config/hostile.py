@@ -117,7 +117,7 @@ TARGETS = [
     "attnkit.lightning.resume.checkpoints.load",
     "attnkit.lightning.modules.module.TaskModule.load_from_checkpoint", "attnkit.interop.from_timm",
     "attnkit.tasks.image_classification.cifar10.tempfile.TemporaryDirectory", "attnkit.conf.os",
-    # look-alikes and what is no name
+    # look-alikes and what is not a name
     "tоrch.nn.Linear", "torch.nn.Lіnear", "ｔｏｒｃｈ.nn.Linear",
     "torch․nn․Linear", " torch.nn.Linear",
     "torch.nn.Linear ", "torch.nn.Linear\n", "torch.nn.\u200bLinear", "torch .nn.Linear",

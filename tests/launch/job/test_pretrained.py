@@ -177,7 +177,7 @@ WRONG = {
          "data.image_size=50"),
         "image_size: test_vit cannot take 50 x 50 pixels",
     ),
-    "no classifier": ((*VIT, "model.features_only=true", "data.image_size=32"), "no classifier"),
+    "no classifier": ((*VIT, "model.features_only=true", "data.image_size=32"), "not a classifier"),
     "argument": ((*VIT, "model.depht=3"), "unexpected keyword argument 'depht'"),
     "ours: another network": (
         ("task=vit", "model=vit_small", "model.pretrained={saved}/hf"),

@@ -46,7 +46,7 @@ def test_config_is_filled_in_from_the_data(trained):
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("cpu_ddp", marks=pytest.mark.slow)])
 def test_tested_again_it_is_the_same(attnkit, trained, trainer):
-    """359 test images are no multiple of two processes × 64: none may be seen twice."""
+    """359 test images are not a multiple of two processes × 64: none may be seen twice."""
     done = attnkit("run=test", f"ckpt={trained}", f"trainer={trainer}", "run_dir=again")
     assert done.code == 0, done.err
     found = figures(Path("again"))

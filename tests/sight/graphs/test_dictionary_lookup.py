@@ -77,7 +77,7 @@ def test_the_edge_that_a_trained_gatv2_needs_is_found(repository):
 @pytest.mark.slow
 def test_a_gatv2_that_is_right_by_elimination_does_not_look_at_the_right_edge(repository):
     """Of a permutation the value that the other keys lack is one's own, which networks find: right
-    answers are no evidence that attention is on the edge that an annotation calls right."""
+    answers are not evidence that attention is on the edge that an annotation calls right."""
     values = distinct_permutations(K, STEPS * BATCH + 5, seed=0)
     model = trained(repository, values[:-5])
     unseen = LookupGraphs(values[-5:], "test")

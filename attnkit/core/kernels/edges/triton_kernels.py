@@ -53,7 +53,7 @@ def _numbers(table, batch, heads, nodes, is_edge, other):
 
 @triton.jit
 def _rows(table, batch, heads, nodes, is_edge, DIM: tl.constexpr):
-    """The channels of each edge's node, [edges, heads, columns], with zeros where is no edge."""
+    """The channels of each edge's node, [edges, heads, columns]; zeros where there is no edge."""
     columns = tl.arange(0, triton.next_power_of_2(DIM))[None, None, :]
     node = (nodes.to(tl.int64) * table.node)[:, None, None]
     places = _places(table, batch, heads)[None, :, None] + node + columns

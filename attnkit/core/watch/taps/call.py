@@ -86,8 +86,8 @@ class AttentionCall:
             output_gradient: ∂y/∂O, `torch.autograd.grad(y, call.output)`.
 
         Raises:
-            ValueError: a gradient of another shape, or the output is no product of A and V: it was
-                computed with dropout, or with keys drawn at random.
+            ValueError: a gradient of another shape, or an output that is not a product of A and V
+                (computed with dropout, or with keys drawn at random).
         """
         self._check_gradient(output_gradient)
         rows, heads = self._chosen(rows, heads)

@@ -59,7 +59,7 @@ class LayerChoice:
         return any(self._is_meant(asked, name) for asked in lasting)
 
     def check(self) -> None:
-        """ValueError where something asked for is no layer."""
+        """ValueError if something that is asked for is not a layer."""
         names = list(dict.fromkeys([*self.names, *self.ran]))
         for asked in self.asked or ():
             if not any(self._is_meant(asked, name) for name in names):

@@ -218,7 +218,7 @@ def _histories(row: Row, name: str) -> Iterator[list[tuple[float, float]]]:
 
 
 def _numbers(texts: Iterable[str]) -> dict[str, float]:
-    """The values as numbers, in order; empty where one of them is no finite number."""
+    """The values as numbers, in order; empty where one of them is not a finite number."""
     try:
         numbers = {text: float(text) for text in texts}
     except ValueError:

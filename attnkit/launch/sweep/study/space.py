@@ -34,7 +34,7 @@ def distributions(swept: Sequence[Override]) -> dict[str, BaseDistribution]:
     """A distribution for each swept key, by the override up to its `=`.
 
     Raises:
-        UserError: nothing is swept, a key twice, or what is written is no space.
+        UserError: nothing is swept, a key twice, or what is written is not a space.
     """
     space: dict[str, BaseDistribution] = {}
     for override in swept:
