@@ -131,22 +131,23 @@ def test_the_wheel_runs_from_anywhere(wheel, make_environment, repository, tmp_p
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_a_users_own_task(wheel, make_environment, repository, tmp_path):
-    """The folder that the README shows, with an installed attnkit, from another folder."""
-    blocks = re.findall(
-        r"^```\w+ file=(mine/\S+)\n(.*?)^```$",
-        (repository / "README.md").read_text(),
-        re.MULTILINE | re.DOTALL,
-    )
+def test_the_wheel_runs_a_users_own_parts(wheel, make_environment, repository, tmp_path):
+    """The folder that docs/extending.md shows, with an installed attnkit, from another folder."""
+    page = (repository / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"^```\w+ file=(mine/\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^python -m attnkit --config-dir mine (.*)$", page, re.MULTILINE)
+    assert len(commands) == 4
     for name, code in blocks:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(code)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    command = make_environment(wheel), "-m", "attnkit", "--config-dir", "../mine", "task=mine"
-    run(*command, "trainer.limit_batches=2", "run_dir=out", folder=elsewhere)
-    assert (elsewhere / "out" / "results.json").is_file()
-    assert (elsewhere / "out" / "checkpoints" / "best.ckpt").is_file()
+    attnkit = make_environment(wheel), "-m", "attnkit", "--config-dir", "../mine"
+    for number, words in enumerate(commands):
+        quick = "trainer.max_epochs=1", "trainer.limit_batches=2", f"run_dir={number}"
+        run(*attnkit, *words.split(), *quick, folder=elsewhere)
+        assert (elsewhere / str(number) / "results.json").is_file()
+        assert (elsewhere / str(number) / "checkpoints" / "best.ckpt").is_file()
 
 
 @pytest.mark.slow

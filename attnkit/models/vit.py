@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, choice, divides, pair, share
 from attnkit.core.former import rename
+from attnkit.core.inputs import Normalizer
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.operators.linear import reset_linear
 from attnkit.core.positions.learned import FactorizedPositions2d, resize_positions
@@ -72,6 +73,8 @@ class ViT(nn.Module):
             no such norm, nor dropout, as timm's).
         score: of every attention, pooling included: a name or a `Score` without tensors, as in
             `MultiHeadAttention`.
+        normalizer: of the attention in the blocks: a name or a `Normalizer`, as in
+            `MultiHeadAttention`.
         dropout_p: after embedding, attention and in the MLPs.
         drop_path: chance that a sample skips a branch, rising linearly from 0 at the first block
             to this at the last; with one block it is 0.
@@ -103,6 +106,7 @@ class ViT(nn.Module):
         qkv_bias: bool = True,
         qk_norm: bool = False,
         score: ScoreName | Score = "scaled_dot",
+        normalizer: Literal["softmax", "linear", "hard"] | Normalizer = "softmax",
         layer_scale: float | None = None,
         dropout_p: float = 0.0,
         attention_dropout_p: float = 0.0,
@@ -169,6 +173,7 @@ class ViT(nn.Module):
                 qkv_bias=qkv_bias,
                 qk_norm=qk_norm,
                 score=score,
+                normalizer=normalizer,
                 layer_scale=layer_scale,
                 dropout_p=dropout_p,
                 attention_dropout_p=attention_dropout_p,

@@ -144,6 +144,8 @@ def check_node(key: str, node: dict[str, Any], origins: Origins, given: Iterable
             # come from the module.
             if missing and key not in ("optimizer", "scheduler", "finetune"):
                 message = f"missing: {target} needs it"
+                if key == "attention":  # called for each feature map
+                    message += "; the network gives it if the file has the line\n  _partial_: true"
                 raise _problem(origins, f"{key}.{missing[0]}", message, at=key)
     for name, value in node.items():
         _check_below(f"{key}.{name}", value, origins)

@@ -9,6 +9,7 @@ from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 
 from attnkit.core.arguments import choice
+from attnkit.core.inputs import Normalizer
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.operators.linear import run_linear
 from attnkit.core.scores.base import Score
@@ -46,7 +47,8 @@ class TransformerBlock(nn.Module):
 
     Args:
         mlp_ratio: the MLP's width over `dim`.
-        qkv_bias, qk_norm, score, backend: of the attention, as in `MultiHeadAttention`.
+        qkv_bias, qk_norm, score, normalizer, backend: of the attention, as in
+            `MultiHeadAttention`.
         layer_scale: start value of the per-channel scales (CaiT, Touvron et al. 2021), None: none.
         dropout_p: dropout after the attention and inside the MLP, in training only.
         attention_dropout_p: dropout of the attention weights, in training only.
@@ -64,6 +66,7 @@ class TransformerBlock(nn.Module):
         qkv_bias: bool = True,
         qk_norm: bool = False,
         score: str | Score | nn.Module = "scaled_dot",
+        normalizer: str | Normalizer | nn.Module = "softmax",
         layer_scale: float | None = None,
         dropout_p: float = 0.0,
         attention_dropout_p: float = 0.0,
@@ -81,6 +84,7 @@ class TransformerBlock(nn.Module):
             qk_norm=qk_norm,
             norm_eps=norm_eps if qk_norm else None,
             score=score,
+            normalizer=normalizer,
             dropout_p=attention_dropout_p,
             backend=backend,
         )

@@ -1,0 +1,113 @@
+"""Every block of code and command in the README and the pages runs, as it stands there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("tutorials/*.md")),
+         *(ROOT / "docs" / name for name in ("index.md", "attention.md"))]  # fmt: skip
+BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [(page, *block) for page in PAGES for block in BLOCK.findall(page.read_text())]
+SNIPPETS = [
+    pytest.param(code, id=f"{page.stem}-{number}")
+    for number, (page, language, name, code) in enumerate(BLOCKS)
+    if language == "python" and not name
+]
+COMMANDS = {
+    page: [
+        line
+        for of, language, _, code in BLOCKS
+        if of == page and language == "bash"
+        for line in code.splitlines()
+    ]
+    for page in PAGES
+}
+# Installing is what CI does before these tests.
+SET_UP = re.compile(r"git clone \S+( \S+)* && cd \S+|pip install -e \S+ && pytest")
+RUN = [
+    pytest.param(page, line.removeprefix("pip install -e . && "), id=f"{page.stem}: {line}")
+    for page, lines in COMMANDS.items()
+    for line in lines
+    if not SET_UP.fullmatch(line)
+]
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_snippets(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    exec(compile(code, "page", "exec"), {"__name__": "__main__"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shown_examples_are_the_ones_that_are_tested():
+    shown = {name: code for _, _, name, code in BLOCKS if name}
+    assert "docs/examples/plain_trainer.py" in shown
+    for name, code in shown.items():
+        assert code == (ROOT / name).read_text()
+
+
+def test_the_set_up_is_what_ci_does():
+    assert "pip install -e . && python -m attnkit task=vit" in COMMANDS[README]
+    assert "pip install -e '.[dev]' && pytest" in COMMANDS[README]
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "pip install" in ci
+    assert "-e '.[dev]'" in ci
+    assert 'pytest "$@"' in ci
+
+
+def test_the_readme_is_read_to_the_end():
+    assert len(README.read_text().split()) <= 1100
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """For each page where a reader stands: her photos, the repository's docs, and nothing else."""
+    folders = {}
+
+    def stands(page):
+        if page not in folders:
+            folder = folders[page] = tmp_path_factory.mktemp("reader")
+            (folder / "docs").symlink_to(ROOT / "docs")
+            for split, count in (("train", 12), ("val", 4), ("test", 4)):
+                for index in range(count):
+                    for label, colour in (("cat", (200, 120, 40)), ("dog", (90, 90, 100))):
+                        path = folder / "photos" / split / label / f"{index}.png"
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        shade = tuple(value + 5 * index for value in colour)
+                        Image.new("RGB", (40 + index, 32), shade).save(path)
+        return folders[page]
+
+    return stands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "command"), RUN)
+def test_commands(page, command, reader):
+    """In the order of the page, in one folder: later ones use what earlier ones left."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, shell=True, cwd=reader(page), env={**os.environ, "PATH": path},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+    assert "Traceback" not in done.stderr
+
+
+def test_pictures_and_links_of_the_readme_are_there():
+    targets = re.findall(r"\]\(([^)]+)\)", README.read_text())
+    assert targets
+    for target in targets:
+        path, _, section = target.partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.M) if section else []
+        assert (ROOT / path).exists(), target
+        assert not section or section in [re.sub(r"\W+", "-", h.lower()) for h in headings], target
