@@ -50,3 +50,5 @@ def test_it_builds(tmp_path):
             r"<(?:script|img|link)[^>]+(?:src|href)=[\"\']?(https?://[^\"\'> ]+)", page.read_text()
         )
         assert sources == [], page.name
+        text = re.sub(r"<[^>]+>", "", page.read_text())
+        assert "```" not in text, page.name  # a fence that was not understood
