@@ -48,7 +48,7 @@ def check_attention(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Report:
-    """Check what every attention must do on a module of anyone's, and report what it does.
+    """Check any attention module for what every attention must do, and report the findings.
 
         report = attnkit.check_attention(
             nn.MultiheadAttention(64, 4, batch_first=True), dim=64,

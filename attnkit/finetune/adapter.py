@@ -24,7 +24,7 @@ _FORMAT = "attnkit.adapter.1"
 
 
 def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Write what is trained of a fine-tuned network, and how it is, as a safetensors file.
+    """Write the trained tensors of a fine-tuned network, and its method, to a safetensors file.
 
     That is LoRA's matrices, the head, and of other methods what they train, with the buffers of
     those modules. The base is not in it: `load_adapter` needs the network as it was before.
@@ -53,7 +53,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
 
 
 def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Put what `save_adapter` wrote onto the base, in place.
+    """Load what `save_adapter` wrote into the base network, in place.
 
     Args:
         model: the network with the weights that were the base; it is given the method and options

@@ -132,7 +132,7 @@ def unmerge(model: nn.Module) -> nn.Module:
 def merge_state_dict(
     state: Mapping[str, Tensor], *, rank: int = 8, alpha: float = 16.0, qkv: str = "qkv", **_: Any
 ) -> dict[str, Tensor]:
-    """The tensors of a network with LoRA's changes in the weights that they belong to.
+    """The state dict of a network with LoRA's changes merged into the weights.
 
     Args:
         state: a `state_dict()` of a network that `lora` was applied to, of any other as it is.
@@ -164,7 +164,7 @@ def merge_state_dict(
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside this context its layers of LoRA's, if it has any, are merged."""
+    """Context in which the LoRA layers of a network, if it has any, are merged."""
     has_any = any(isinstance(layer, LoRALinear) for layer in model.modules())
     if has_any:
         merge(model)

@@ -47,7 +47,7 @@ def full(
 
 
 def head_only(model: nn.Module, *, cache: bool = True, head: str | None = None) -> nn.Module:
-    """Train the head alone (linear probing); all before it is frozen and in evaluation mode.
+    """Train only the head (linear probing); all else is frozen and in evaluation mode.
 
     Args:
         model: the network.

@@ -31,7 +31,7 @@ def note(network: nn.Module, record: FineTuned) -> None:
 
 
 def finetuned(module: nn.Module) -> tuple[str, nn.Module, FineTuned] | None:
-    """The name, in a module, of the network with a record, that network, and the record."""
+    """Find the fine-tuned network in a module: its name there, the network, and its record."""
     for name, child in module.named_modules():
         record = child.__dict__.get("finetuned")
         if isinstance(record, FineTuned):

@@ -23,7 +23,7 @@ _UNSAID = ("num_heads", "pooling", "activation", "norm_eps")
 
 
 class PretrainedViT(ViT):
-    """attnkit's `ViT` that may start from pretrained weights, of timm's networks or its own.
+    """`ViT` with optional pretrained weights, timm's or its own.
 
     Positions and patches are resampled to its image and patch size, the first layer is adapted to
     its channels. A head for another number of classes is left out, and parameters that the

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def from_pyg(module: nn.Module) -> Any:
-    """attnkit's layer with the weights of PyG's; equal outputs and gradients. Of a model, a copy in
-    which every such layer is attnkit's.
+    """Convert PyG's layer to attnkit's, with equal outputs and gradients; or every such layer in a
+    copy of a model.
 
         model = interop.from_pyg(torch_geometric.nn.GAT(1433, 64, 2, 7, heads=8))
 

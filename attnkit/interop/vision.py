@@ -33,7 +33,7 @@ _FROM_TORCHVISION = {
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """attnkit's block with the weights of torch's `nn.MultiheadAttention`; equal outputs.
+    """Convert torch's `nn.MultiheadAttention` to attnkit's block, with equal outputs.
 
     Ours takes [batch, tokens, channels] whatever `batch_first` was: of a module with
     `batch_first=False`, transpose inputs and output. torch's masks hide where they are True, ours
@@ -78,7 +78,7 @@ def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT: .
 @overload
 def from_timm(model: nn.Module) -> nn.Module: ...
 def from_timm(model: Any) -> nn.Module:
-    """attnkit's ViT or gate with the weights of timm's; equal outputs.
+    """Convert timm's ViT or gate to attnkit's, with its weights and equal outputs.
 
     Gates: `SEModule`, `EcaModule`, `CbamModule`, its parts `ChannelAttn` and `SpatialAttn`, and
     `CoordAttn`. Of two that do not keep their number of channels, `EcaModule` and `SpatialAttn`,
@@ -190,7 +190,7 @@ def from_timm(model: Any) -> nn.Module:
 
 
 def from_torchvision(model: Any) -> Any:
-    """attnkit's ViT or `SqueezeExcitation` with the weights of torchvision's; equal outputs.
+    """Convert torchvision's ViT or `SqueezeExcitation` to attnkit's, with equal outputs.
 
     Raises:
         TypeError: another class.

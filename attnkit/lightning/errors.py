@@ -4,7 +4,7 @@ import signal
 
 
 class UserError(Exception):
-    """Something the user can correct: a wrong key, a missing folder, an unreadable file.
+    """A mistake that the user can correct: a wrong key, a missing folder, an unreadable file.
 
     The message is complete: it names the argument or path, what was given and what was
     expected, in at most three lines. The command line prints it without a traceback and exits
@@ -13,7 +13,7 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """Something that went wrong while a run was under way: a full disk, a loss that is NaN.
+    """A failure during a run, such as a full disk or a loss that is NaN.
 
     The message is complete, as a `UserError`'s. The exit code is 1.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Explained:
-    """What `attnkit.explain` is given of a batch, and what a reader is to see beside it.
+    """A batch for `attnkit.explain`, and what a page shows beside its maps.
 
     A LightningModule has it made by a method `explained(batch)`; without one it cannot be explained
     by `run=explain`, as with it any module can:

@@ -22,7 +22,7 @@ class _Vector(NamedTuple):
 
 
 class CIDEr(CaptionMetric):
-    """CIDEr, from 0 to 10: how like its references a caption is, what is rare counting most.
+    """CIDEr, from 0 to 10: similarity to the references, in which rare n-grams count most.
 
         g_w(s) = count of w in s · (ln N − ln max(1, d_w))
         CIDEr  = 10 · mean over n-gram lengths and references r of cos(g(s), g(r))
@@ -85,7 +85,7 @@ class CIDEr(CaptionMetric):
 
 
 class CIDErD(CIDEr):
-    """CIDEr-D, from 0 to 10: CIDEr that repeated words and length do not raise.
+    """CIDEr-D, from 0 to 10: CIDEr that does not rise with repeated words or length.
 
         CIDEr-D = 10 · mean over n-gram lengths and references r of
                   exp(−(|s| − |r|)² / 2σ²) · Σ_w min(g_w(s), g_w(r)) · g_w(r) / (‖g(s)‖ ‖g(r)‖)

@@ -57,7 +57,7 @@ class PointingGame(_OnObjects):
 
 
 class AttributionMass(_OnObjects):
-    """The share of a map's positive values that is on the object.
+    """The share of a map's positive values that lies on the object.
 
         mass = Σ_inside max(map, 0) / Σ max(map, 0)
 

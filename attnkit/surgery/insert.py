@@ -104,7 +104,7 @@ def insert_attention(
     example: Annotated[Tensor, "batch channels height width"] | None = None,
     **options: Any,
 ) -> Insertion:
-    """Put attention of feature maps into a network, in place.
+    """Insert attention over feature maps into a network, in place.
 
         report = attnkit.insert_attention(timm.create_model("resnet50"), "cbam")
         print(report)
@@ -187,7 +187,7 @@ def insert_attention(
 
 
 def remove_attention(model: nn.Module) -> list[str]:
-    """Take out all that `insert_attention` put in; the network is what it was.
+    """Remove everything that `insert_attention` inserted, which restores the network.
 
     Returns:
         The names of the modules that were removed.

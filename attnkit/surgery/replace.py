@@ -61,7 +61,7 @@ def replace_attention(
     normalizer: str | Normalizer | None = None,
     backend: str = "auto",
 ) -> Replacement:
-    """Let the shared block do the attention of a network nobody here wrote, in place.
+    """Replace the attention of another library's network by the shared block, in place.
 
         vit = timm.create_model("vit_base_patch16_224", pretrained=True)
         attnkit.replace_attention(vit)                             # outputs as they were

@@ -129,7 +129,7 @@ class Window(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Packed(Mask):
-    """Many sequences one after the other in one row; none sees another.
+    """Sequences that are concatenated in one row; each sees only itself.
 
     lengths: the queries of each sequence; their sum is the number of queries.
     key_lengths: the keys of each; None: as many as queries.

@@ -31,7 +31,7 @@ class Softmax(Normalizer):
 
 @dataclass(frozen=True)
 class Hard(Normalizer):
-    """One key has all the weight: drawn from the softmax of the scores, or the best one.
+    """All weight on one key: drawn from the softmax of the scores, or the best.
 
         index_i ~ softmax_j(score_ij),   weight_ij = [j = index_i]
 

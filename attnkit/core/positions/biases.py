@@ -11,7 +11,7 @@ from attnkit.core.arguments import at_least
 
 
 class ALiBi(nn.Module):
-    """Attention with linear biases (Press et al., Train Short, Test Long, 2022): nothing learned.
+    """Attention with linear biases, not learned (Press et al., Train Short, Test Long, 2022).
 
         bias[h, i, j] = −slope_h · |j − i|,   slope_h = 2^(−8 h / num_heads), h = 1 … num_heads
 

@@ -70,7 +70,7 @@ class _Rotary(nn.Module):
 
 
 class Rotary1d(_Rotary):
-    """Rotary positions in a line: `(query, key) -> (query, key)`, scores see differences only.
+    """Rotary positions on a line, `(query, key) -> (query, key)`; scores see only differences.
 
         pair i of the token at p turns by p · w_i,   w_i = temperature ** (-i / (head_dim / 2))
 
@@ -146,7 +146,7 @@ class Rotary1d(_Rotary):
 
 
 class Rotary2d(_Rotary):
-    """Axial 2-D rotary positions: `(query, key) -> (query, key)`, scores see differences only.
+    """Axial 2-D rotary positions, `(query, key) -> (query, key)`; scores see only differences.
 
     Of head_dim / 2 channel pairs the first half turns by `y * w_i`, the second by `x * w_i`, with
     `w_i = temperature ** (-i / (head_dim / 4))` and y, x in patches, so `<R(p) q, R(p') k>` depends

@@ -7,7 +7,7 @@ from attnkit.layers.gates.gate import Gate, hidden_width
 
 
 class BAM(Gate):
-    """BAM, the bottleneck attention module: one gate of what and where together, and a residual.
+    """BAM, the bottleneck attention module: a channel gate and a spatial gate in one.
 
         y = x + x ⊙ σ(C(x) + S(x))
         C(x) = norm(W₁ relu(W₀ mean of x over the pixels + b₀))

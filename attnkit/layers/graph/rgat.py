@@ -24,7 +24,7 @@ AttentionMode = Literal["additive-self-attention", "multiplicative-self-attentio
 
 
 class RGATAttention(nn.Module):
-    """Attention over edges with a relation each (Busbridge et al., Relational Graph Attention
+    """Attention over edges of several relations (Busbridge et al., Relational Graph Attention
     Networks, 2019).
 
         output_i = Σ_e weight_e · W_r x_j + b        over the edges e of relation r from j to i

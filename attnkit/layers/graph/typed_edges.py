@@ -46,7 +46,7 @@ class Pairs(NamedTuple):
 
 
 class TypedEdges:
-    """Edges with a type each, sorted once for all layers and epochs that use them.
+    """Edges of several types, sorted once for all layers and epochs that use them.
 
         edges = TypedEdges(data.edge_index_dict, data.num_nodes_dict)
         edges = TypedEdges(edge_index, num_nodes, edge_type, num_types)

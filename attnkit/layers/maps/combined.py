@@ -12,7 +12,7 @@ Mode = Literal["sequence", "sum", "max", "product", "gated_sum"]
 
 
 class GatedSum(nn.Module):
-    """A mixture of two feature maps, decided anew for each pixel and channel.
+    """A mixture of two feature maps, with a weight for each pixel and channel.
 
         y = g ⊙ a + (1 − g) ⊙ b,   g = σ(W [a, b] + c)
 
@@ -42,7 +42,7 @@ class GatedSum(nn.Module):
 
 
 class Combined(nn.Module):
-    """Two modules from feature map to feature map, A and B, made one.
+    """Two modules on feature maps, A and B, combined into one.
 
         sequence    y = B(A(x))
         sum         y = A(x) + B(x)

@@ -16,7 +16,7 @@ CHUNK = 32  # samples that features are computed of at once, always as many
 
 
 class CachedFeatures(Callback):
-    """Computes the features of each sample once, where only the head of a network is trained.
+    """Computes the features of each sample once if only the head of a network is trained.
 
     A `TaskModule` that is fine-tuned by `attnkit.finetune.head_only` brings it. The network must be
     called with one tensor, and its output be its head's. Samples are known by their content, so

@@ -16,7 +16,7 @@ SHORT = {"grad_norm": "grad", "samples_per_second": "per s"}
 
 
 class Progress(BarFromOne):
-    """Lightning's rich progress bar on one line, which is gone when the stage is over.
+    """Lightning's rich progress bar on one line, removed when the stage ends.
 
     Epochs count from 1. Behind the bar stand the last figures of `StepMetrics`, if it is there, and
     those logged with `prog_bar=True`: as many as there is room for, brought up to date when

@@ -36,7 +36,7 @@ _MERGED = "finetune"  # this one is left out: what is written is merged
 
 
 def load(path: Any, device: torch.device | str = "cpu") -> LightningModule:
-    """The trained module of a folder that `run=export` wrote, in evaluation mode.
+    """Load the trained module of a folder that `run=export` wrote, in evaluation mode.
 
     Needs no Hydra, no Trainer and no network. Nothing in the folder is run: weights are tensors,
     and config.json may only name what any configuration may; name packages of your own with

@@ -28,7 +28,7 @@ Shape = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Program:
-    """A network that can be exported, and all that its user must know of its inputs.
+    """A network to export, and the description of its inputs.
 
     network: called with the inputs by position, gives one tensor.
     sample: what draws inputs of given sizes, called with those that are named in `inputs` as

@@ -17,7 +17,7 @@ def parameter_groups(
     layer_decay: float | None = None,
     head_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: parameters that are decayed and those that are not, by learning rate.
+    """Optimizer groups: parameters with and without weight decay, by learning rate.
 
     Not decayed are vectors and scalars (biases, norms, layer scales) and what any submodule names
     in its `no_weight_decay()` (attnkit's and timm's models: positions, class token). Frozen

@@ -91,7 +91,7 @@ def warmup_step(
     every_epochs: float | None = None,
     at_epochs: Sequence[float] | None = None,
 ) -> LRScheduler:
-    """Linear warm-up, and times `gamma` every `every_epochs` epochs, or after those named.
+    """Linear warm-up, then a factor `gamma` every `every_epochs` epochs, or after given epochs.
 
     Epochs are counted from the start of the run, the warm-up included, as by torch's `StepLR` and
     `MultiStepLR`.
@@ -121,7 +121,7 @@ def warmup_step(
 
 
 class Plateau(ReduceLROnPlateau):
-    """torch's `ReduceLROnPlateau`, which knows the metric that it follows, once an epoch.
+    """torch's `ReduceLROnPlateau`, stepped once an epoch with the metric it is given by name.
 
     Args:
         optimizer: whose learning rates are lowered.

@@ -30,7 +30,7 @@ _BLOCK = 2**20
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is not there, not intact, or would run code."""
+    """A checkpoint is missing, damaged, or would run code when loaded."""
 
 
 def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -117,7 +117,7 @@ def newest_intact(folder: str | os.PathLike[str]) -> tuple[Path | None, list[Che
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, written whole or not at all and proved intact when read.
+    """Writes Lightning's checkpoint files whole or not at all, and verifies them when read.
 
     >>> trainer = Trainer(plugins=[VerifiedCheckpointIO()])
     """

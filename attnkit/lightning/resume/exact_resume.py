@@ -19,7 +19,7 @@ from attnkit.lightning.resume.sampler import ResumableSampler
 
 
 class ExactResume(Callback):
-    """A run that goes on from a checkpoint ends with the weights, to the bit, of one never stopped.
+    """Makes a resumed run end with the weights, to the bit, of a run that was never stopped.
 
     Lightning's checkpoints hold the weights, the optimizer and the counters. This adds, for every
     process: the random states of Python, NumPy, torch and the GPU; the place in the training data,

@@ -13,7 +13,7 @@ HELD = 2**26  # bytes of a checkpoint that are held in memory at most
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint` to go on from: after an epoch, unless it has just saved.
+    """`ModelCheckpoint` that saves the run after an epoch, at most once every few seconds.
 
     It saves at the end of the last epoch, and of others where it is `every_seconds` since it last
     did. A run that is killed repeats these seconds; Ctrl-C and SIGTERM save by `SaveOnSignal`.
@@ -54,7 +54,7 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint` with a monitor, which may improve many times a second.
+    """`ModelCheckpoint` that holds the best checkpoint in memory and writes it every few seconds.
 
     A checkpoint that would replace one of less than `every_seconds` ago is held in memory, and
     written when that has passed, before any other checkpoint, and when training ends, also by an

@@ -22,7 +22,7 @@ _IMAGES = (*OF_DATA, "mean", "std")
 
 
 def warm_start(module: nn.Module, given: str | Path) -> str:
-    """Give a network the weights of an earlier run; its head is left out where it does not fit.
+    """Load the weights of an earlier run into a network; a head of another size is left out.
 
     Of two LightningModules with a `model`, that is what takes the weights. Tensors are matched by
     name. The head is every tensor whose shape differs just by the number of classes (of words, for

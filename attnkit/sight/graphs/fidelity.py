@@ -74,7 +74,7 @@ def edge_fidelity(
     num_hops: int | None = None,
     seed: int = 0,
 ) -> EdgeFidelity:
-    """How much a prediction needs the edges that scores rank first, and how far these suffice.
+    """Fidelity: how much a prediction needs the top-ranked edges, and how far they suffice.
 
     Edges are taken out of the graph, so that attention and means are over those that are left, and
     taken whole: the k that score most, ties in their order, among those that can reach the node.
