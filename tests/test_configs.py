@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from attnkit.launch.config.compose import Composer
@@ -18,6 +19,23 @@ from attnkit.tasks.image_classification import CIFAR10Data, MemoryImages
 CONF = Path(__file__).resolve().parent.parent / "conf"
 FILES = sorted(p.relative_to(CONF) for p in CONF.glob("*/*.yaml"))
 ELSEWHERE = {Path("trainer/cpu_ddp.yaml")}  # takes its steps in launch/test_vit.py
+QUICK_EXPERIMENTS = {"cifar10_resnet", "cifar10_vit", "dictionary_lookup", "digits_quick"}
+
+
+def _experiments():
+    """A run of each experiment that is none of these, with the task and data that it chooses."""
+    for path in sorted(CONF.glob("experiment/*.yaml")):
+        content = yaml.safe_load(path.read_text())
+        if "script" in content["record"]:
+            ELSEWHERE.add(path.relative_to(CONF))  # launch/test_records.py
+        elif path.stem not in QUICK_EXPERIMENTS:
+            lines = content.get("defaults", [])
+            chosen = {key.split("/")[1]: value for line in lines for key, value in line.items()}
+            data = chosen.get("data") or DATA_OF[chosen.get("task", "vit")]
+            yield f"task={chosen.get('task', 'vit')} data={data} experiment={path.stem} trainer=cpu"
+
+
+DATA_OF = {"vit": "digits", "spatial": "digits", "captioning": "scenes", "graph": "digits_graph"}
 # Checked, trained, and predicted with: every task.
 WHOLE = [
     "task=vit model=vit data=digits trainer=cpu logger=default",
@@ -71,6 +89,7 @@ TRAINED = [
     "task=graph model=gatv2 data=graph_files trainer=cpu",
     "task=graph model=gatv2 data=ogb_files trainer=cpu",
     pytest.param("task=vit model=vit_base trainer=cpu", marks=pytest.mark.slow),
+    *(pytest.param(run, marks=pytest.mark.slow) for run in _experiments()),
 ]
 QUICK = (
     "trainer.max_epochs=1", "trainer.limit_batches=2", "data.batch_size=3", "callbacks.last=null",
@@ -186,11 +205,16 @@ def _arranged(run, graph_files, tmp_path, monkeypatch):
         command += ["model.name=test_vit", "data.image_size=32"]
     elif chosen["task"] == "vit" and "model" not in chosen:
         command += ["model.dim=24", "model.depth=1"]
+    name = None
+    if "experiment" in chosen:
+        path = CONF / "experiment" / f"{chosen['experiment']}.yaml"
+        name = yaml.safe_load(path.read_text()).get("data", {}).get("name")
+        command += ["seeds=1", "splits=null"]
     if data == "planetoid":
-        graph_files.write_planetoid(tmp_path / "graph", "Cora", isolated=())
+        graph_files.write_planetoid(tmp_path / "graph", name or "Cora", isolated=())
         command.append(f"data.root={tmp_path / 'graph'}")
     if data == "heterophilous":
-        np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
+        np.savez(tmp_path / f"{name or 'minesweeper'}.npz", **graph_files.heterophilous_arrays())
         command.append(f"data.root={tmp_path}")
     if data == "graph_files":
         command.append(f"data.root={graph_files.write_own(tmp_path / 'mine')}")

@@ -49,6 +49,8 @@ Compare
   attnkit -m resume=latest                     finish a sweep
   attnkit run=retry sweep=SWEEP_DIR            run its failed trials again
   attnkit run=report sweep=latest              its table, plots and best run
+  attnkit run=reproduce                        published and own results
+  attnkit run=reproduce reproduce.name=NAME    run one again, compare
 
 Groups and their choices
 {groups}

@@ -92,7 +92,7 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
             "which have their own configuration"
         )
     if launcher and launcher.rank:
-        if "sweep" not in request.kind.needs:
+        if not {"sweep", "reproduce"} & {*request.kind.needs}:  # which rank 0 refuses
             launcher.job = decide(request)
         return 0  # what is done is rank 0's to say
     return named(request.kind.command)(request, launcher)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 TARGET = f"{__name__}.Config"
 TRAINER_EXTRAS = f"{__name__}.TrainerExtras"
+REPRODUCE = f"{__name__}.Reproduce"
 
 
 @dataclass
@@ -80,6 +81,10 @@ class Config:
     """Packages of your own that may be named; on the command line only."""
     vars: dict[str, Any] | None = None
     """Yours, for interpolations: dim: ${vars.dim}."""
+    record: dict[str, Any] | None = None
+    """Of an experiment, the figure that it reproduces (launch/records/record.py)."""
+    reproduce: dict[str, Any] | None = None
+    """Which records run=reproduce runs: arguments of `Reproduce`."""
 
 
 @dataclass
@@ -92,6 +97,16 @@ class TrainerExtras:
     """How long a process waits for the others of its run."""
     oom_retry: bool = True
     """Whether to try again with half the batch when memory runs out."""
+
+
+@dataclass
+class Reproduce:
+    """What run=reproduce runs; without any of it, it lists the records."""
+
+    name: str | list[str] | None = None
+    """One record, or several."""
+    minutes: int | float | None = None
+    """All records that together take no longer, and whose data is there."""
 
 
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.

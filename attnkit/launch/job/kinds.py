@@ -45,7 +45,8 @@ class Kind:
         command: dotted name of the function that carries the command line out, given a `Request`
             (job/request.py) and the launcher of ranks or None, and returns the exit code.
         stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
-        needs: which of `ckpt`, `sweep`, `inspect`, `explain` and `export` must be there.
+        needs: which of `ckpt`, `sweep`, `inspect`, `explain`, `export` and `reproduce` must be
+            there.
         leaves: arguments of the trainer it does not read.
         in_sweeps: whether `-m` runs several of them.
         has_table: whether its work shows a table of its own, in the place of that of the figures.
@@ -144,6 +145,14 @@ KINDS = {
             frozenset({"sweep"}),
             command="attnkit.launch.sweep.report.page.report",
             needs=("sweep",),
+            in_sweeps=False,
+        ),
+        Kind(
+            "reproduce",
+            # of data only the root: a record is run as it is
+            frozenset({"reproduce", "record", "data", "seeds", "run_dir"}),
+            command="attnkit.launch.records.reproduce.command",
+            needs=("reproduce",),
             in_sweeps=False,
         ),
     )

@@ -156,6 +156,12 @@ def check_uses(request: Request) -> None:
             raise UserError(f"{typed}: does nothing in run={kind.name}{only}")
         if top == "trainer" and inner in kind.leaves:
             raise UserError(f"{typed}: does nothing in run={kind.name}, which does not train")
+    if (config.get("record") or {}).get("script") and kind.name != "reproduce":
+        name = request.typed("experiment").partition("=")[2]
+        raise UserError(
+            f"experiment={name}: a script, no configuration of a run\n"
+            f"  {command_line('run=reproduce', f'reproduce.name={name}')}"
+        )
     if config.get("splits") is not None and config.get("seeds") != 1:
         raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
     images = config.get("images")

@@ -127,6 +127,22 @@ SHIPPED = [
     ("resume={folder} seeds=2", "seeds=2: not together with resume"),
     ("resume={folder} seed=2", "seed=2: not together with resume"),
     ("resume={folder} run=test", "run=test: not together with resume"),
+    # records
+    ("run=reproduce reproduce.name=coora", "no record 'coora'; did you mean cora?"),
+    ("run=reproduce reproduce.name=cora", "cora: needs data.root=PATH, the folder of ind.cora."),
+    ("run=reproduce reproduce.name=[dates,cora] data.root=/nope", "data.root: no folder /nope"),
+    ("run=reproduce reproduce.nam=cora", "run=reproduce has no such key; did you mean name?"),
+    (
+        "run=reproduce reproduce.minutes=soon",
+        "reproduce.minutes: expected int | float | None, got 'soon'",
+    ),
+    ("run=reproduce reproduce.minutes=-1", "reproduce.minutes: expected more than 0, got -1"),
+    ("run=reproduce experiment=cora", "not for run=reproduce, which runs records as they are"),
+    ("run=reproduce data.batch_size=3", "as they are; of data only data.root=PATH"),
+    ("run=reproduce model.depth=3", "model.depth=3: does nothing in run=reproduce; only in run="),
+    ("reproduce.name=cora", "does nothing in run=train; only in run=reproduce"),
+    ("-m run=reproduce reproduce.name=cora,pubmed", "run=reproduce: not with -m"),
+    ("experiment=dates", "attnkit run=reproduce reproduce.name=dates"),
 ]
 
 

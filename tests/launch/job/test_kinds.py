@@ -52,6 +52,8 @@ CHANGED = {
     "compile": "compile=true",
     "precision": "precision=bf16-mixed",
     "rank_logs": "rank_logs=true",
+    "record": "record.metric=val/accuracy",
+    "reproduce": "reproduce.minutes=1",
 }
 FREE = {"run", "task", "allow", "vars"}
 RUNS = [k for k in KINDS.values() if k.work or k.name == "check"]

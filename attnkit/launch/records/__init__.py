@@ -1,0 +1,1 @@
+"""Records of results: what conf/experiment says of published figures, and running it again."""

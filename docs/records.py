@@ -1,0 +1,111 @@
+"""Writes docs/records.md from the records in conf/experiment.
+
+python docs/records.py
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from attnkit.launch.records.record import Record, read
+from attnkit.launch.records.table import grouped, minutes
+from attnkit.launch.records.verdict import verdict
+
+HEAD = """# Records
+
+Written by `python docs/records.py` from the files in `conf/experiment/`; a test holds it to them.
+
+A record is an experiment with a node `record`: a figure that a paper has published or that this
+documentation claims, the command that measures it, and what came of it here. The file is the
+command, so that the figure and its settings cannot drift apart.
+
+    python -m attnkit run=reproduce                                         # lists them
+    python -m attnkit run=reproduce reproduce.name=digits_vit               # runs one again
+    python -m attnkit run=reproduce 'reproduce.name=[cora,citeseer]' data.root=PATH
+    python -m attnkit run=reproduce reproduce.minutes=20 data.root=PATH     # all that fit
+    python -m attnkit experiment=cora data.root=PATH                        # one as an ordinary run
+
+`data.root` is the folder with the files, or a folder that holds `planetoid`, `heterophilous` and
+`cifar10`. `seeds=N` runs another number of seeds or splits. With `reproduce.minutes=N` the shortest
+records come first, as many as together fit by the times below. What is left out is named with its
+reason. Each record has a folder of its own in `outputs/reproduce/<date_time>`, beside `table.csv`
+and `table.md`. A record that fails stays in the table with its error, and the others go on; the
+exit code is then 1. A figure that disagrees is no failure.
+
+## The verdict
+
+A new figure `m ± s` is held against the published one, or against ours where nothing is published:
+
+    |m − m_ref| ≤ max(√(s² + s_ref²), half a unit of the last digit of m_ref)    within spread
+
+else it is `above` or `below`: on which side the number lies, not which is better. `s` is the
+standard deviation over seeds or splits, and 0 where there is one run or none is known. This is a
+rule of thumb for a few seeds, no test of significance. A record may have a `tolerance` of its own
+in the place of half a unit.
+
+## Add one
+
+A file in `conf/experiment/`, or in `experiment/` of a folder given as `--config-dir`. It begins
+with `# @package _global_`, sets what a run needs (`defaults` with `override /task: …`, `seeds` or
+`splits`), and ends with
+
+    record:
+      what: GAT on Cora                       # what is measured
+      paper: Veličković et al. 2018           # or where it is claimed
+      table: "table 2: GAT, public split"
+      url: https://arxiv.org/abs/1710.10903
+      metric: test/accuracy                   # of results.json
+      unit: "%"                               # "": results.json has the figure as it is
+      published: {mean: 83.0, std: 0.7, runs: 100}
+      ours: {mean: 83.05, std: 0.37, runs: 10}
+      date: "2026-11-23"
+      machine: 2 CPU cores (AMD EPYC), torch 2.15
+      minutes: 4                              # of all runs on this machine
+      data: {folder: planetoid, file: ind.cora.graph}
+      gpu: false                              # true: takes too long without one
+      why: …                                  # in the place of ours: why there is none
+      note: …                                 # what differs from the paper
+
+Write down only what a run has given. Instead of a run a record may name a `script`, relative to the
+folder above `conf/`, with `main(seed, picture)` that returns the figure. Then run
+`python docs/records.py`.
+
+## All of them
+
+Shares in %. Verdict: of our figure against the published one. Time: of all runs of the record, most
+of them beside other work on the machine; where it is missing, `reproduce.minutes` leaves the record
+out.
+"""
+
+
+def rows(records: list[Record]) -> Iterator[str]:
+    """The table of a group."""
+    yield "| record | what | published | ours | verdict | runs | time | measured | remarks |"
+    yield "|---|---|---:|---:|---|---:|---:|---|---|"
+    for record in records:
+        ours, published = record.ours, record.published
+        cells = [
+            f"`{record.name}`",
+            record.what,
+            published.written() if published else "",
+            ours.written() if ours else "",
+            verdict(ours, published) if ours and published else "",
+            str(ours.runs or "") if ours else "",
+            minutes(record),
+            f"{record.date}, {record.machine}" if ours else "",
+            ". ".join(filter(None, (f"not run: {record.why}" if record.why else "", record.note))),
+        ]
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def page() -> str:
+    sections = [HEAD]
+    conf = Path(__file__).resolve().parents[1] / "conf"
+    for group, records in grouped([*read([conf]).values()]).items():
+        url = records[0].url
+        heading = f"[{records[0].paper}]({url}), {records[0].table}" if url else group
+        sections += [f"### {heading}\n", *rows(records), ""]
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    Path(__file__).with_suffix(".md").write_text(page())
