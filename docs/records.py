@@ -14,9 +14,8 @@ HEAD = """# Records
 
 Written by `python docs/records.py` from the files in `conf/experiment/`; a test holds it to them.
 
-A record is an experiment with a node `record`: a figure that a paper has published or that this
-documentation claims, the command that measures it, and what came of it here. The file is the
-command, so that the figure and its settings cannot drift apart.
+A record is an experiment with a node `record`. It holds a figure that a paper or this documentation
+claims, and what was measured here. The experiment is the command that measures it.
 
     python -m attnkit run=reproduce                                         # lists them
     python -m attnkit run=reproduce reproduce.name=digits_vit               # runs one again
@@ -29,7 +28,7 @@ command, so that the figure and its settings cannot drift apart.
 records come first, as many as together fit by the times below. What is left out is named with its
 reason. Each record has a folder of its own in `outputs/reproduce/<date_time>`, beside `table.csv`
 and `table.md`. A record that fails stays in the table with its error, and the others go on; the
-exit code is then 1. A figure that disagrees is no failure.
+exit code is then 1. A figure that disagrees is not a failure.
 
 ## The verdict
 
@@ -37,10 +36,10 @@ A new figure `m ± s` is held against the published one, or against ours where n
 
     |m − m_ref| ≤ max(√(s² + s_ref²), half a unit of the last digit of m_ref)    within spread
 
-else it is `above` or `below`: on which side the number lies, not which is better. `s` is the
+Otherwise it is `above` or `below`: on which side the number lies, not which is better. `s` is the
 standard deviation over seeds or splits, and 0 where there is one run or none is known. This is a
-rule of thumb for a few seeds, no test of significance. A record may have a `tolerance` of its own
-in the place of half a unit.
+rule of thumb for a few seeds, not a test of significance. A record may have a `tolerance` of its
+own instead of half a unit.
 
 ## Add one
 
@@ -62,11 +61,11 @@ with `# @package _global_`, sets what a run needs (`defaults` with `override /ta
       minutes: 4                              # of all runs on this machine
       data: {folder: planetoid, file: ind.cora.graph}
       gpu: false                              # true: takes too long without one
-      why: …                                  # in the place of ours: why there is none
+      why: …                                  # instead of ours: why there is none
       note: …                                 # what differs from the paper
 
-Write down only what a run has given. Instead of a run a record may name a `script`, relative to the
-folder above `conf/`, with `main(seed, picture)` that returns the figure. Then run
+Write down only what a run has given. A record may name a `script` instead of a run: its path is
+relative to the folder above `conf/`, and its `main(seed, picture)` returns the figure. Then run
 `python docs/records.py`.
 
 ## All of them

@@ -50,5 +50,8 @@ def test_it_builds(tmp_path):
             r"<(?:script|img|link)[^>]+(?:src|href)=[\"\']?(https?://[^\"\'> ]+)", page.read_text()
         )
         assert sources == [], page.name
+        targets = re.findall(r'(?:href|src)="([^"#?]+)', page.read_text())
+        inside = [t for t in targets if not re.match(r"\w+:", t) and page.name != "404.html"]
+        assert [t for t in inside if not (page.parent / t).exists()] == [], page.name
         text = re.sub(r"<[^>]+>", "", page.read_text())
         assert "```" not in text, page.name  # a fence that was not understood

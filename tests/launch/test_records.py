@@ -276,7 +276,7 @@ def test_an_incomplete_record(attnkit, own, record, message):
     assert "broken.yaml" in done.err
 
 
-def test_read_refuses_what_is_no_yaml(tmp_path):
+def test_read_refuses_what_is_not_yaml(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "broken.yaml").write_text("record: {what: [")
     with pytest.raises(UserError, match=r"broken\.yaml: not valid YAML"):

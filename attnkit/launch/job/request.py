@@ -159,7 +159,7 @@ def check_uses(request: Request) -> None:
     if (config.get("record") or {}).get("script") and kind.name != "reproduce":
         name = request.typed("experiment").partition("=")[2]
         raise UserError(
-            f"experiment={name}: a script, no configuration of a run\n"
+            f"experiment={name}: a script, which run=reproduce runs\n"
             f"  {command_line('run=reproduce', f'reproduce.name={name}')}"
         )
     if config.get("splits") is not None and config.get("seeds") != 1:

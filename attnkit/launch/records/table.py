@@ -17,10 +17,10 @@ CSV, MARKDOWN = "table.csv", "table.md"
 _HEADER = ("record", "metric", "unit", "published", "published_std", "on_record", "on_record_std",
            "now", "now_std", "runs", "verdict", "against", "seconds", "state", "error",
            "folder")  # fmt: skip
-_COLUMNS = {"record": 23, "published": 13, "ours": 13, "time": 7, "needs": 9}
+_COLUMNS = {"record": 22, "published": 12, "ours": 15, "time": 6, "needs": 9}
 _LEGEND = """
-published: of the paper; ours: by this command, ± over seeds or splits; shares in %.
-time: of all runs, where our figure was measured; docs/records.md says where.
+published: the paper's figure; ours: measured here; ± over seeds or splits, in %.
+time: of all runs, on the machine named in docs/records.md.
   attnkit run=reproduce reproduce.name=NAME [data.root=PATH]  run one
   attnkit run=reproduce reproduce.minutes=N [data.root=PATH]  all that fit"""
 _RULE = """\
