@@ -63,7 +63,7 @@ class _ExplainedAttention(GraphAttention):
             loops = torch.arange(min(edges.sizes), device=edge_index.device).expand(2, -1)
             edge_index = torch.cat([edge_index, loops.to(edge_index.dtype)], dim=1)
             if features is not None:
-                looped = looped_features(features, edges, self.fill_value)
+                looped = looped_features(features, edges.with_loops, self.fill_value)
                 features = in_callers_order(looped, edges)
         if features is not None:
             weight = self.projections.edge_features(features).value_weight

@@ -46,7 +46,7 @@ class Backend:
         if isinstance(inputs.mask, Edges) and not self.reads_edges:
             if inputs.edge_features is not None:
                 yield "cannot read edge features"
-            elif serves and (torch.compiler.is_exporting() or inputs.mask.has_repeated):
+            elif serves and (torch.compiler.is_compiling() or inputs.mask.has_repeated):
                 yield "reads a boolean mask, which cannot say that an edge is given twice"
 
     def serves(self, inputs: Inputs) -> bool:

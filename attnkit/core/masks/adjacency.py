@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+from attnkit.core.cached import cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,9 @@ class Adjacency:
     @classmethod
     def of(cls, edge_index: Tensor, num_targets: int, num_sources: int) -> Adjacency:
         """From edge_index [2, edges], sources in row 0, targets in row 1."""
+        if torch.compiler.is_compiling():
+            offsets, target, source, order = _sort_edges(edge_index, num_targets, num_sources)
+            return cls(offsets, target, source, order, num_sources)
         source, target = edge_index
         largest = max(num_targets + num_sources, 2 * edge_index.shape[1])
         dtype = torch.int32 if largest < 2**31 else torch.int64
@@ -43,6 +48,11 @@ class Adjacency:
             source = source[order]
         return cls(_offsets(target, num_targets), target, source, order, num_sources)
 
+    def known(self, name: str) -> Tensor | None:
+        """A cached property, None where it was not computed yet; also under torch.compile, which
+        cannot compute one."""
+        return vars(self).get(name)
+
     @property
     def num_targets(self) -> int:
         return len(self.offsets) - 1
@@ -51,37 +61,37 @@ class Adjacency:
     def num_edges(self) -> int:
         return len(self.target)
 
-    @cached_property
+    @cached
     def by_source(self) -> Tensor:
         """The places of the edges in the order of their sources, [edges]."""
         return self.source.sort(stable=True).indices.to(self.source.dtype)
 
-    @cached_property
+    @cached
     def source_offsets(self) -> Tensor:
         """Where the edges of each source begin in that order, [sources + 1]."""
         return _offsets(self.source, self.num_sources)
 
-    @cached_property
+    @cached
     def target_by_source(self) -> Tensor:
         """The targets in that order, [edges]."""
         return self.target.index_select(0, self.by_source)
 
-    @cached_property
+    @cached
     def places(self) -> Tensor:
         """0 … edges − 1."""
         return torch.arange(self.num_edges, dtype=self.source.dtype, device=self.source.device)
 
-    @cached_property
+    @cached
     def zeros(self) -> Tensor:
         """As many zeros."""
         return torch.zeros_like(self.source)
 
-    @cached_property
+    @cached
     def pairs(self) -> Tensor:
         """Target and source of each edge, [2 · edges], where sources are counted after targets."""
         return torch.stack([self.target, self.source + self.num_targets], dim=1).flatten()
 
-    @cached_property
+    @cached
     def pairs_by_source(self) -> Tensor:
         """The same in the order of sources."""
         return self.pairs.view(-1, 2).index_select(0, self.by_source).flatten()
@@ -129,7 +139,12 @@ class Adjacency:
             return self
         if ("copies", count) not in self._kept:
             self._kept["copies", count] = self._new_copies(count)
-        return self._kept["copies", count]
+        copies = self._kept["copies", count]
+        if "by_source" in vars(self) and "by_source" not in vars(copies):
+            places = torch.arange(count, dtype=self.source.dtype, device=self.source.device)
+            by_source = self.by_source + places[:, None] * self.num_edges
+            vars(copies)["by_source"] = by_source.flatten()  # without sorting them
+        return copies
 
     def first(self, num_targets: int) -> Adjacency:
         """The edges of the first targets; of edges whose order is the caller's."""
@@ -145,7 +160,7 @@ class Adjacency:
             )
         return self._kept["first", num_targets]
 
-    @cached_property
+    @cached
     def _kept(self) -> dict[tuple, Any]:
         return {}
 
@@ -160,6 +175,29 @@ class Adjacency:
             None,
             count * self.num_sources,
         )
+
+
+@torch.library.custom_op("attnkit::sort_edges", mutates_args=())
+def _sort_edges(
+    edge_index: Tensor, num_targets: int, num_sources: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """offsets, target, source and order of `Adjacency.of`, as one operator of torch."""
+    graph = Adjacency.of(edge_index, num_targets, num_sources)
+    order = torch.arange(graph.num_edges, device=graph.offsets.device)
+    if graph.order is not None:
+        return graph.offsets, graph.target, graph.source, graph.order
+    return graph.offsets, graph.target.clone(), graph.source.clone(), order  # of its own memory
+
+
+@_sort_edges.register_fake
+def _(edge_index, num_targets, num_sources):
+    _, num_edges = edge_index.shape
+    # a number that is not known yet is taken to be small
+    is_small = guard_or_true(num_targets + num_sources < 2**31)
+    dtype = torch.int32 if is_small and guard_or_true(2 * num_edges < 2**31) else torch.int64
+    offsets = edge_index.new_empty(num_targets + 1, dtype=dtype)
+    target, source = (edge_index.new_empty(num_edges, dtype=dtype) for _ in range(2))
+    return offsets, target, source, edge_index.new_empty(num_edges, dtype=torch.int64)
 
 
 def _offsets(nodes: Tensor, num_nodes: int) -> Tensor:

@@ -1,13 +1,13 @@
 """The edges of a graph as a mask, and what edges may carry."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnkit.core.cached import cached
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.base import Mask
 from attnkit.core.scores.base import moved
@@ -41,6 +41,8 @@ class Edges(Mask):
 
     looped_from: ClassVar["Edges | None"] = None
     """Of the edges that another's `with_loops` are, that other."""
+    proper: ClassVar[Annotated[Tensor, "_", int] | None] = None
+    """Of the same, the other's `without_loops`, whose edges come first."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.edge_index, Tensor):
@@ -67,7 +69,7 @@ class Edges(Mask):
             # not isinstance int: a traced size is none
             if isinstance(given, str | float | Tensor) or (given is None and name == "num_nodes"):
                 raise TypeError(f"{name}: expected the number of nodes, got {given!r} (Edges)")
-        if edges.numel() == 0 or edges.is_meta or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or edges.numel() == 0 or edges.is_meta:
             return
         for name, row, size in zip(("source", "target"), edges, self.sizes[::-1], strict=True):
             low, high = (int(bound) for bound in row.aminmax())
@@ -110,34 +112,37 @@ class Edges(Mask):
     def num_edges(self) -> int:
         return self.edge_index.shape[1]
 
-    @cached_property
+    @cached
     def adjacency(self) -> Adjacency:
         """The edges as kernels read them."""
         with torch.inference_mode(False):  # kept, and so for training too
             return Adjacency.of(self.edge_index, *self.sizes)
 
-    @cached_property
+    @cached
     def has_repeated(self) -> bool:
         """Whether an edge is given more than once."""
         source, target = self.edge_index.long()
         return len((target * self.sizes[1] + source).unique()) < self.num_edges
 
-    @cached_property
+    @cached
     def without_loops(self) -> Annotated[Tensor, "_", int]:
         """The places of the edges that are not self-loops."""
         with torch.inference_mode(False):
-            source, target = self.edge_index
-            return (source != target).nonzero().squeeze(1)
+            if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+                return _without_loops(self.edge_index)  # of a size that it need not know
+            return _proper(self.edge_index)
 
-    @cached_property
+    @cached
     def with_loops(self) -> "Edges":
         """The proper edges in their order, then one self-loop for each node that is both source
         and target; made once and kept, as the sorted edges are."""
         with torch.inference_mode(False):
             loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
-            proper = self.edge_index[:, self.without_loops]
+            places = self.without_loops
+            proper = self.edge_index[:, places]
             looped = Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
             object.__setattr__(looped, "looped_from", self)
+            object.__setattr__(looped, "proper", places)
             return looped
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
@@ -160,6 +165,21 @@ class Edges(Mask):
         allowed = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=device)
         allowed[target, source] = True
         return allowed[None, None]
+
+
+def _proper(edge_index: Tensor) -> Tensor:
+    source, target = edge_index
+    return (source != target).nonzero().squeeze(1)
+
+
+@torch.library.custom_op("attnkit::without_loops", mutates_args=())
+def _without_loops(edge_index: Tensor) -> Tensor:
+    return _proper(edge_index)
+
+
+@_without_loops.register_fake
+def _(edge_index):
+    return edge_index.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
 
 
 def in_callers_order(rows: Tensor, edges: Edges) -> Tensor:

@@ -367,10 +367,9 @@ class GraphAttention(nn.Module):
         """The edges that attention goes along, and what they add to scores, keys and values."""
         used = edges.with_loops if self.add_self_loops else edges
         if self.add_self_loops and features is not None:
-            features = looped_features(features, edges, self.fill_value)
+            features = looped_features(features, used, self.fill_value)
         if self.add_self_loops and bias is not None:
-            proper = bias[edges.without_loops]
-            bias = torch.cat([proper, bias.new_zeros(used.num_edges - len(proper), bias.shape[1])])
+            bias = torch.cat([bias[used.proper], bias.new_zeros(min(used.sizes), bias.shape[1])])
         carried = None if features is None else self.projections.edge_features(features)
         if bias is not None:
             carried = replace(carried or EdgeFeatures(), bias=bias.T)

@@ -30,14 +30,15 @@ def check_fill_value(fill_value: object, *, is_read: bool) -> None:
         raise TypeError(f"fill_value: expected a number, tensor or name, got {fill_value!r}")
 
 
-def looped_features(features: Tensor, edges: Edges, fill_value: FillValue) -> Tensor:
+def looped_features(features: Tensor, looped: Edges, fill_value: FillValue) -> Tensor:
     """The features of `edges.with_loops`, from those of `edges`, [edges, edge_dim]."""
-    num_loops, edge_dim = min(edges.sizes), features.shape[1]
-    proper = features[edges.without_loops]
+    num_loops, edge_dim = min(looped.sizes), features.shape[1]
+    assert looped.proper is not None
+    proper = features[looped.proper]
     if isinstance(fill_value, str):
         empty = torch.ones if fill_value == "mul" else torch.zeros
-        nodes = empty(edges.sizes[0], edge_dim, dtype=features.dtype, device=features.device)
-        target = edges.edge_index[1, edges.without_loops].long()[:, None].expand(-1, edge_dim)
+        nodes = empty(looped.sizes[0], edge_dim, dtype=features.dtype, device=features.device)
+        target = looped.edge_index[1, : proper.shape[0]].long()[:, None].expand(-1, edge_dim)
         loops = nodes.scatter_reduce(
             0, target, proper, _REDUCTIONS[fill_value], include_self=fill_value == "mul"
         )[:num_loops]

@@ -1,13 +1,13 @@
 """The edges of a heterogeneous graph as one set, with a type each."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from attnkit.core.arguments import choice
+from attnkit.core.cached import cached
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.linear import linear
 
@@ -143,12 +143,12 @@ class TypedEdges:
     def num_edges(self) -> int:
         return self.edge_index.shape[1]
 
-    @cached_property
+    @cached
     def sources(self) -> Pairs:
         """The pairs of an edge type and a source."""
         return self._pairs(self.edge_index[0])
 
-    @cached_property
+    @cached
     def targets(self) -> Pairs:
         """The pairs of an edge type and a target."""
         return self._pairs(self.edge_index[1])
@@ -159,13 +159,13 @@ class TypedEdges:
         counts = torch.bincount(types, minlength=len(self.edge_types)).tolist()
         return Pairs(types, numbers - types * self.num_nodes, counts, of_edge)
 
-    @cached_property
+    @cached
     def across(self) -> Edges:
         """From pairs of an edge type and a source to nodes."""
         edges = torch.stack([self.sources.of_edge, self.edge_index[1]])
         return Edges(edges, self.num_nodes, len(self.sources.node))
 
-    @cached_property
+    @cached
     def within(self) -> Edges:
         """From pairs of an edge type and a source to those of the same type and a target."""
         edges = torch.stack([self.sources.of_edge, self.targets.of_edge])
@@ -191,7 +191,7 @@ class TypedEdges:
         nodes = self._sources_by_type[key]
         return rows if nodes is None else rows.index_select(0, nodes)
 
-    @cached_property
+    @cached
     def _sources_by_type(self) -> dict[EdgeType, Tensor | None]:
         """The nodes of `sources` by edge type, counted from those of their type; None: all."""
         found = {}

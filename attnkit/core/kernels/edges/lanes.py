@@ -4,7 +4,7 @@ Lanes of a small graph are computed together, as one graph of copies side by sid
 one in turn, in memory that each hands to the next.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +30,8 @@ class Plan:
     negative_slope: float | None
     sums_features: bool
     dropout_p: float
-    seed: int
+    seed: Tensor | None
+    """One integer; None: no dropout."""
 
     def groups(self, num_lanes: int) -> Iterator[tuple[slice, Adjacency]]:
         """Lanes that are computed at once, and their graphs side by side."""
@@ -44,10 +45,14 @@ class Plan:
 
     def keep(self, lanes: slice, like: Tensor) -> Tensor | None:
         """What dropout multiplies the weights of these lanes by, the same at each call."""
-        if self.dropout_p == 0:
+        if self.seed is None:
             return None
-        generator = torch.Generator(like.device).manual_seed(self.seed + lanes.start)
+        generator = torch.Generator(like.device).manual_seed(int(self.seed) + lanes.start)
         return keep_mask(like, self.dropout_p, generator)
+
+
+Tensors = Sequence[Tensor | None]
+"""Those of `NAMES`, of all lanes."""
 
 
 def as_lanes(inputs: Inputs) -> tuple[Plan, tuple[Tensor | None, ...]]:
@@ -85,7 +90,7 @@ def as_lanes(inputs: Inputs) -> tuple[Plan, tuple[Tensor | None, ...]]:
         negative_slope=slope,
         sums_features=features is not None and features.value_weight is not None,
         dropout_p=inputs.dropout_p,
-        seed=int(torch.randint(2**62, ())) if inputs.dropout_p else 0,
+        seed=torch.randint(2**62, ()) if inputs.dropout_p else None,
     )
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
     return plan, (query, key, value, vector, edge_query, edge_key, rows, bias)
@@ -99,7 +104,7 @@ def make_scorer(
     graph: Adjacency,
     workspace: "Workspace",
     lanes: slice,
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
 ) -> AdditiveEdges | DotEdges:
     query, key, _, vector, edge_query, edge_key, features, _ = tensors
     assert query is not None
@@ -167,7 +172,7 @@ def write_scores(
     graph: Adjacency,
     workspace: Workspace,
     lanes: slice,
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
     out: Tensor,
 ) -> None:
     """The scores of the edges of some lanes, written to `out`."""
