@@ -62,9 +62,10 @@ def attend(
         scale: the factor of "scaled_dot"; 1/√head_dim if None.
         dropout_p: the share of weights zeroed, the rest scaled by 1/(1 − dropout_p). Applied
             whenever it is not 0; modules pass 0 in evaluation.
-        backend: "auto" takes the first kernel that can and pays; "edges_triton", "edges",
-            "varlen", "packed", "window", "flex", "flash", "cudnn", "efficient", "linear",
-            "delta_rule", "blockwise", "hard", "math" or "reference" forces one.
+        backend: "auto" takes the first kernel that can and pays; "edges_triton",
+            "edges_numba", "edges", "varlen", "packed", "window", "flex", "flash", "cudnn",
+            "efficient", "linear", "delta_rule", "blockwise", "hard", "math" or "reference" forces
+            one.
             `attnkit.explain_backends` tells which can, and why the others cannot.
 
     Returns:

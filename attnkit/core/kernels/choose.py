@@ -11,6 +11,7 @@ from attnkit.core.kernels.base import Backend
 from attnkit.core.kernels.blockwise import Blockwise
 from attnkit.core.kernels.delta_rule import DeltaRuleKernel
 from attnkit.core.kernels.edges.edges import EdgesKernel
+from attnkit.core.kernels.edges.numba import NumbaEdgesKernel
 from attnkit.core.kernels.edges.triton import TritonEdgesKernel
 from attnkit.core.kernels.flex import Flex
 from attnkit.core.kernels.hard import HardKernel
@@ -28,6 +29,7 @@ class UnsupportedError(ValueError):
 
 BACKENDS: tuple[Backend, ...] = (
     TritonEdgesKernel(),
+    NumbaEdgesKernel(),
     EdgesKernel(),
     VarlenKernel(),
     PackedKernel(lambda inputs: choose_backend(inputs)),

@@ -77,6 +77,11 @@ class Adjacency:
         return self.target.index_select(0, self.by_source)
 
     @cached
+    def largest_degree(self) -> int:
+        """How many edges the target with the most has."""
+        return int(self.offsets.diff().max()) if self.num_targets else 0
+
+    @cached
     def places(self) -> Tensor:
         """0 … edges − 1."""
         return torch.arange(self.num_edges, dtype=self.source.dtype, device=self.source.device)

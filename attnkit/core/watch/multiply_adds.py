@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit.core.scores.additive_operator  # noqa: F401  registers its operator
-from attnkit.core.kernels.edges.triton import without_triton
+from attnkit.core.kernels.edges.edges import by_operators
 from attnkit.core.watch.undisturbed import undisturbed
 
 
@@ -43,7 +43,7 @@ def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any
             stack.enter_context(undisturbed(module))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(without_triton())
+        stack.enter_context(by_operators())
         mha = torch.backends.mha
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)

@@ -1,6 +1,8 @@
 """Attention over the edges of a graph, by torch's operators: what it serves, and when it pays."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,23 @@ from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive, Cosine, Gaussian
 
 DENSITY = 16  # products of a full matrix that take as long as one that is sampled
+
+_IS_COUNTED = ContextVar("_IS_COUNTED", default=False)
+
+
+@contextmanager
+def by_operators() -> Iterator[None]:
+    """In the block torch's operators compute edges, which torch can count as it cannot others."""
+    token = _IS_COUNTED.set(True)
+    try:
+        yield
+    finally:
+        _IS_COUNTED.reset(token)
+
+
+def computes_by_operators() -> bool:
+    """Whether this is such a block."""
+    return _IS_COUNTED.get()
 
 
 class EdgesKernel(Backend):
@@ -58,10 +77,16 @@ class EdgesKernel(Backend):
             exact = in_high_precision(inputs)
             plan, lanes = as_lanes(exact)
             softmax = traced_softmax if torch.compiler.is_compiling() else EdgeSoftmax.apply
-            output, sums = softmax(plan, *lanes)
-            output = output.unflatten(0, inputs.query.shape[:2])
-            features = exact.edge_features
-            if features is not None and features.value_weight is not None:
-                sums = sums.unflatten(0, inputs.query.shape[:2])
-                output = output + sums @ features.value_weight.transpose(1, 2)
+            output = with_feature_values(exact, *softmax(plan, *lanes))
         return output.to(inputs.query.dtype)
+
+
+def with_feature_values(inputs: Inputs, output: Tensor, sums: Tensor) -> Tensor:
+    """The output [batch, heads, targets, value_dim], from that of all lanes and their weighted sums
+    of features."""
+    output = output.unflatten(0, inputs.query.shape[:2])
+    features = inputs.edge_features
+    if features is None or features.value_weight is None:
+        return output
+    sums = sums.unflatten(0, inputs.query.shape[:2])
+    return output + sums @ features.value_weight.transpose(1, 2)

@@ -8,8 +8,6 @@ are the same to the bit from run to run.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import refuse_second_derivative
-from attnkit.core.kernels.edges.edges import EdgesKernel
+from attnkit.core.kernels.edges.edges import EdgesKernel, computes_by_operators
 from attnkit.core.masks.adjacency import Adjacency, SplitNodes
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
@@ -31,18 +29,6 @@ WIDTH = 256  # channels of all its heads
 TILE = 512  # numbers of a tile of edges × heads × channels, which one warp holds in registers
 LARGEST_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_IS_COUNTED = ContextVar("_IS_COUNTED", default=False)
-
-
-@contextmanager
-def without_triton() -> Iterator[None]:
-    """In the block torch's operators compute edges, which torch can count as it cannot these."""
-    token = _IS_COUNTED.set(True)
-    try:
-        yield
-    finally:
-        _IS_COUNTED.reset(token)
 
 
 class TritonEdgesKernel(EdgesKernel):
@@ -67,7 +53,7 @@ class TritonEdgesKernel(EdgesKernel):
             yield f"needs a head_dim of at most {LARGEST_DIM}, got {dim}"
 
     def compute(self, inputs: Inputs) -> Tensor:
-        if _IS_COUNTED.get():
+        if computes_by_operators():
             return super().compute(inputs)
         with no_autocast(inputs.query):
             return attend_edges(inputs)

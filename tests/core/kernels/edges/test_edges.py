@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from edge_graphs import graphs, rand, random_graph, results
 from support import Largest
 
 import attnkit
@@ -15,38 +16,10 @@ from attnkit.core.kernels.edges import scores as edge_scores
 BATCH, HEADS, DIM, VALUE_DIM, EDGE_DIM = 2, 3, 5, 7, 2
 
 
-def random_graph(num_sources=13, num_targets=11, num_edges=41, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    source = torch.randint(num_sources, (num_edges,), generator=generator)
-    target = torch.randint(num_targets - 2, (num_edges,), generator=generator)
-    return torch.stack([source, target])  # the last two targets have no edges
-
-
 def gat_tensors():
     """Queries and keys of one channel."""
     query, key, value = tensors()
     return [query[..., :1].detach().requires_grad_(), key[..., :1].detach().requires_grad_(), value]
-
-
-def graphs():
-    some = random_graph()
-    hub = torch.stack([torch.arange(37) % 13, torch.full((37,), 4)])
-    complete = torch.cartesian_prod(torch.arange(13), torch.arange(11)).T
-    return {
-        "some": Edges(some, 11, 13),
-        "sorted": Edges(some[:, some[1].argsort(stable=True)], 11, 13),
-        "repeated": Edges(torch.cat([some, some[:, :7]], dim=1), 11, 13),
-        "hub": Edges(torch.cat([hub, some], dim=1), 11, 13),
-        "complete": Edges(complete, 11, 13),
-        "one edge": Edges(some[:, :1], 11, 13),
-        "no edges": Edges(some[:, :0], 11, 13),
-        "self loops": Edges(torch.arange(11).expand(2, -1), 11, 13),
-    }
-
-
-def rand(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
 def tensors(dtype=torch.float64, kv_heads=HEADS):
@@ -78,14 +51,6 @@ def computed_in(request, monkeypatch):
     if request.param == "blocks":
         monkeypatch.setattr(edge_lanes, "GROUP", 0)
         monkeypatch.setattr(edge_scores, "BLOCK", 40)
-
-
-def results(output, inputs):
-    towards = (torch.arange(output.numel()) % 17 - 8).view_as(output) / 8
-    return [
-        output,
-        *torch.autograd.grad(output, inputs, towards.to(output.dtype), allow_unused=True),
-    ]
 
 
 @pytest.mark.parametrize("graph", list(graphs()))

@@ -1,0 +1,387 @@
+"""Attention over edges on a CPU by kernels that numba compiles: what they serve, and how they run.
+
+A kernel reads the rows at both ends of an edge once, forward, and once in each order backward, and
+keeps nothing of the edges in between. Its few long tasks wait for no other thread, so that a busy
+machine slows it by the share of its cores that others take.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.kernels.base import (
+    device_reasons,
+    first_channels,
+    multiple_of_8,
+    refuse_second_derivative,
+    with_channels,
+)
+from attnkit.core.kernels.edges.edges import (
+    EdgesKernel,
+    computes_by_operators,
+    with_feature_values,
+)
+from attnkit.core.kernels.edges.lanes import NAMES, Plan, Tensors, as_lanes
+from attnkit.core.kernels.edges.threads import run_tasks
+from attnkit.core.masks.edges import Edges
+from attnkit.core.precision import no_autocast
+from attnkit.core.scores.kinds import Additive
+
+LARGEST_DIM = 256
+WIDEST_DOT = 32  # above, torch's operators are faster: they read one table at a time
+GROUP = 2**21  # edges × lanes that are computed at once
+ALONE = 2**20  # edges × lanes × channels that one thread computes
+BLOCK = 2**13  # edges of a task, at least
+TASKS = 4  # of each thread, at least
+SMALL = 2**21  # bytes over which a table is spread that is read where it stands
+FEW = 8  # reads of a row that do not pay for a copy of it
+BY_SOURCE = ("by_source", "source_offsets", "target_by_source")
+
+
+class NumbaEdgesKernel(EdgesKernel):
+    """`Edges` on a CPU, by kernels that numba compiles."""
+
+    name = "edges_numba"
+
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from super().reasons(inputs)
+        if not isinstance(inputs.mask, Edges):
+            return
+        yield from device_reasons(inputs, "cpu")
+        if not _is_there():
+            yield "needs numba"
+        if torch.compiler.is_compiling():
+            yield "cannot be traced by torch.compile"
+        elif type(inputs.query) not in (Tensor, nn.Parameter):
+            yield f"needs tensors with numbers, got {type(inputs.query).__name__}"
+        if inputs.query.dtype == torch.float64:
+            yield "needs float32, bfloat16 or float16, got torch.float64"
+        score = inputs.score
+        if isinstance(score, Additive) and score.activation != "leaky_relu":
+            yield f"needs the activation 'leaky_relu', got {score.activation!r}"
+        dim = max(inputs.query.shape[3], inputs.value.shape[3])
+        if dim > LARGEST_DIM:
+            yield f"needs a head_dim of at most {LARGEST_DIM}, got {dim}"
+        if 2 * inputs.mask.num_edges + sum(inputs.mask.sizes) >= 2**31:
+            yield f"needs fewer than 2³⁰ edges, got {inputs.mask.num_edges}"
+
+    def pays(self, inputs: Inputs) -> bool:
+        is_dot = not isinstance(inputs.score, Additive)
+        if is_dot and inputs.edge_features is None and inputs.query.shape[3] > WIDEST_DOT:
+            return False
+        return super().pays(inputs)
+
+    def compute(self, inputs: Inputs) -> Tensor:
+        if computes_by_operators():
+            return super().compute(inputs)
+        with no_autocast(inputs.query):
+            exact = in_high_precision(inputs)
+            plan, lanes = as_lanes(exact)
+            output = with_feature_values(exact, *_NumbaEdgeSoftmax.apply(plan, *lanes))
+        return output.to(inputs.query.dtype)
+
+
+@cache
+def _is_there() -> bool:
+    return find_spec("numba") is not None
+
+
+class _NumbaEdgeSoftmax(torch.autograd.Function):
+    """Outputs [lanes, targets, value_dim], weighted sums of features [lanes, targets, edge_dim]."""
+
+    @staticmethod
+    def forward(ctx, plan: Plan, *tensors: Tensor | None):
+        results = _Job(plan, tensors).forward()
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors, *results)
+        ctx.set_materialize_grads(False)
+        return results[:2]
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor | None):
+        refuse_second_derivative("edges_numba", *gradients, *ctx.saved_tensors)
+        tensors, results = ctx.saved_tensors[: len(NAMES)], ctx.saved_tensors[len(NAMES) :]
+        needed = zip(NAMES, ctx.needs_input_grad[1:], strict=True)
+        wanted = {name for name, is_needed in needed if is_needed}
+        found = _Job(ctx.plan, tensors).backward(results, gradients, wanted)
+        return None, *(found.get(name) for name in NAMES)
+
+
+class _Job:
+    """One call, forward or backward: tensors as kernels read them, and tasks for the threads.
+
+    Channels are filled up to whole vectors with zeros, which change nothing.
+    """
+
+    def __init__(self, plan: Plan, tensors: Tensors) -> None:
+        given = dict(zip(NAMES, tensors, strict=True))
+        query, value, features = given["query"], given["value"], given["features"]
+        assert query is not None
+        assert value is not None
+        self.plan, self.graph = plan, plan.adjacency
+        self.sizes = {name: t.shape for name, t in given.items() if t is not None}
+        self.num_lanes, self.num_targets, dim = query.shape
+        self.is_dot = given["vector"] is None
+        self.head_dim = 1 if dim == 1 and not self.is_dot else multiple_of_8(dim)  # 1: as in GAT
+        self.value_dim = multiple_of_8(value.shape[2])
+        self.edge_dim = 0 if features is None else multiple_of_8(features.shape[1])
+        if self.is_dot:  # the kernels read a vector, and have no use for it
+            given["vector"] = query.new_zeros(1).expand(self.num_lanes, self.head_dim)
+        if given["edge_key"] is not None:  # a row for each feature
+            rows = given["edge_key"].transpose(1, 2)
+            given["edge_key"] = F.pad(rows, (0, 0, 0, self.edge_dim - rows.shape[1]))
+        if features is not None:  # of all lanes
+            given["features"] = features[None]
+        dims = dict.fromkeys(("query", "key", "vector", "edge_key"), self.head_dim)
+        dims |= {"value": self.value_dim, "edge_query": self.edge_dim, "features": self.edge_dim}
+        dims["bias"] = self.graph.num_edges
+        self.given = {name: t if t is None else _filled(t, dims[name]) for name, t in given.items()}
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs, sums of features, and the numbers of the softmax, [lanes, targets, 2]."""
+        compiled = _compiled()
+        output = self._new("query", self.value_dim)
+        sums = self._new("query", self.edge_dim) if self.plan.sums_features else None
+        softmax = output.new_empty(self.num_lanes, self.num_targets, 2)
+        kernel, _, _ = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
+        for lanes in self._groups():
+            results = compiled.Results(*(_table(t, lanes) for t in (output, sums, softmax)))
+            arguments = self._graph(), self._given(lanes, "key", "value"), results
+
+            def task(part: int, *where: int, arguments: Any = arguments) -> None:
+                scratch = self._scratch()
+                kernel(*arguments, scratch.data_ptr(), *where)
+
+            self._run(task, lanes)
+        output = first_channels(output, self.sizes["value"][2])
+        if sums is None:
+            return output, output.new_empty(self.num_lanes, self.num_targets, 0), softmax
+        return output, first_channels(sums, self.sizes["features"][1]), softmax
+
+    def backward(
+        self,
+        results: tuple[Tensor, ...],
+        gradients: tuple[Tensor | None, ...],
+        wanted: set[str],
+    ) -> dict[str, Tensor]:
+        """The gradients of the wanted tensors, by name."""
+        compiled = _compiled()
+        output, sums, softmax = results
+        gradient, sums_gradient = gradients
+        if gradient is None:
+            gradient = torch.zeros_like(output)
+        output, gradient = (_filled(t, self.value_dim) for t in (output, gradient))
+        has_sums = self.plan.sums_features and sums_gradient is not None
+        of_sums = [
+            _filled(t, self.edge_dim) if has_sums and t is not None else None
+            for t in (sums, sums_gradient)
+        ]
+        found = self._new_gradients(wanted)
+        _, by_target, by_source = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
+        for lanes in self._groups():
+            shape = lanes.stop - lanes.start, self.graph.num_edges
+            pairs = self._buffer("pairs", (*shape, 2))
+            signs = None if self.is_dot or self.head_dim == 1 else self._signs(shape)
+            tables = {name: _table(tensor, lanes) for name, tensor in found.items()}
+            tables["features"] = _table(found.get("features"))
+            written = compiled.Gradients(
+                _table(self._near("output", gradient, lanes)),
+                _table(of_sums[1], lanes),
+                _table(pairs),
+                _table(signs),
+                *(tables.get(name, _table(None)) for name in compiled.Gradients._fields[4:]),
+            )
+            of_results = compiled.Results(
+                *(_table(t, lanes) for t in (output, of_sums[0], softmax))
+            )
+            read = self._graph(*BY_SOURCE), self._given(lanes, "query", "key", "value")
+
+            def target_task(
+                part: int, *where: int, arguments: Any = (*read, of_results, written)
+            ) -> None:
+                scratch = self._scratch()
+                by_target(*arguments, scratch.data_ptr(), part, *where)
+
+            def source_task(part: int, *where: int, arguments: Any = (*read, written)) -> None:
+                by_source(*arguments, *where)
+
+            self._run(target_task, lanes, are_together="features" in found)
+            if wanted & {"key", "value"}:
+                self._run(source_task, lanes, by_source=True)
+        return {name: self._finished(name, found[name]) for name in wanted}
+
+    def _new_gradients(self, wanted: set[str]) -> dict[str, Tensor]:
+        """Where they are written to; the first two of the rest in parts, one for each task."""
+        assert self.given["query"] is not None
+        zeros, num_parts = self.given["query"].new_zeros, len(self._blocks())
+        found = {
+            "query": self._new("query", self.head_dim),
+            "key": self._new("key", self.head_dim),
+            "value": self._new("value", self.value_dim),
+            "vector": zeros(self.num_lanes, num_parts, self.head_dim),
+        }
+        if self.given["edge_key"] is not None:
+            size = self.edge_dim * self.head_dim
+            found["edge_key"] = zeros(self.num_lanes, num_parts, size)
+        if self.given["edge_query"] is not None:
+            found["edge_query"] = self._new("query", self.edge_dim)
+        if "features" in wanted:
+            found["features"] = zeros(1, self.graph.num_edges, self.edge_dim)
+        if "bias" in wanted:
+            found["bias"] = zeros(self.num_lanes, self.graph.num_edges)
+        return found
+
+    def _finished(self, name: str, gradient: Tensor) -> Tensor:
+        """Of the shape that was given."""
+        if name in ("vector", "edge_key"):
+            gradient = gradient.sum(dim=1)
+        if name == "edge_key":
+            gradient = gradient.unflatten(1, (self.edge_dim, self.head_dim)).transpose(1, 2)
+            gradient = gradient[:, : self.sizes[name][1]]
+        elif name == "features":
+            gradient = gradient[0]
+        return first_channels(gradient, self.sizes[name][-1])
+
+    def _new(self, name: str, dim: int) -> Tensor:
+        """[lanes, nodes, dim] for the nodes of that tensor, the lanes of a node side by side, as
+        layers want them."""
+        like = self.given[name]
+        assert like is not None
+        return like.new_empty(like.shape[1], self.num_lanes, dim).transpose(0, 1)
+
+    def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Memory that one group of lanes hands to the next: new memory costs more."""
+        count = int(np.prod(shape))
+        kept = self.kept.get(name)
+        if kept is None or len(kept) < count:
+            kept = self.kept[name] = torch.empty(count)
+        return kept[:count].view(shape)
+
+    def _signs(self, shape: tuple[int, int]) -> Tensor:
+        """Bits of each lane and edge, in bytes."""
+        num_bytes = self.head_dim // 8
+        bits = self._buffer("signs", (-(-shape[0] * shape[1] * num_bytes // 4),))
+        return bits.view(torch.uint8)[: shape[0] * shape[1] * num_bytes].view(*shape, num_bytes)
+
+    def _near(self, name: str, tensor: Tensor, lanes: slice) -> Tensor:
+        """The lanes' rows, which are read in no order, close to each other."""
+        rows = tensor[lanes]
+        _, num_nodes, dim = rows.shape
+        if rows.stride(1) == dim or 4 * num_nodes * rows.stride(1) <= SMALL:
+            return rows
+        if self.graph.num_edges < FEW * num_nodes:
+            return rows
+        return self._buffer(name, tuple(rows.shape)).copy_(rows)
+
+    def _groups(self) -> Iterator[slice]:
+        """Lanes that are computed at once."""
+        size = max(1, min(self.num_lanes, GROUP // max(1, self.graph.num_edges)))
+        for first in range(0, self.num_lanes, size):
+            yield slice(first, min(first + size, self.num_lanes))
+
+    def _graph(self, *names: str) -> Any:
+        """The addresses of the edges in the order of targets, and of those tensors."""
+        graph = _compiled().Graph
+        for name in ("offsets", "source", *names):
+            self.kept[name] = getattr(self.graph, name).contiguous()
+        addresses = (
+            self.kept[name].data_ptr() if name in self.kept else 0 for name in graph._fields[:-2]
+        )
+        return graph(*addresses, self.graph.num_edges - 1, self._at_once())
+
+    def _at_once(self) -> int:
+        """How many edges are computed at once, at most, up to a whole vector."""
+        return multiple_of_8(_compiled().CHUNK + self.graph.largest_degree)
+
+    def _scratch(self) -> Tensor:
+        return torch.empty((3 + self.head_dim) * self._at_once() + self.edge_dim)
+
+    def _given(self, lanes: slice, *near: str) -> Any:
+        """What is given for these lanes, of which those tensors are read in no order."""
+        tables = {name: _table(tensor, lanes) for name, tensor in self.given.items()}
+        tables["features"] = _table(self.given["features"])
+        for name in near:
+            tensor = self.given[name]
+            assert tensor is not None
+            tables[name] = _table(self._near(name, tensor, lanes))
+        compiled, plan = _compiled(), self.plan
+        keep = 1 - plan.dropout_p
+        return compiled.Given(
+            *(tables[name] for name in compiled.Given._fields[:8]),
+            self.edge_dim // 8,
+            np.float32(plan.scale),
+            np.float32(plan.negative_slope or 0.0),
+            lanes.start,
+            0 if plan.seed is None else int(plan.seed),
+            min(round(keep * 2**32), 2**32 - 1),
+            np.float32(1 / keep),
+        )
+
+    def _run(
+        self,
+        task: Callable[..., None],
+        lanes: slice,
+        *,
+        by_source: bool = False,
+        are_together: bool = False,
+    ) -> None:
+        """The task for blocks of nodes, each lane for itself where they are not computed together:
+        its part, first and last node, first and last lane; the lasts do not belong to it."""
+        count, blocks = lanes.stop - lanes.start, self._blocks(by_source=by_source)
+        if are_together or self._is_alone():
+            spans = [(0, count)]
+        else:
+            spans = [(lane, lane + 1) for lane in range(count)]
+        run_tasks(
+            [
+                partial(task, part, first, last, *span)
+                for span in spans
+                for part, (first, last, _, _) in enumerate(blocks)
+            ]
+        )
+
+    def _blocks(self, *, by_source: bool = False) -> list[tuple[int, int, int, int]]:
+        num_edges = max(1, self.graph.num_edges)
+        if self._is_alone():
+            return self.graph.blocks(num_edges, by_source=by_source)
+        lanes = next(self._groups())
+        num_blocks = -(-TASKS * torch.get_num_threads() // (lanes.stop - lanes.start))
+        return self.graph.blocks(max(BLOCK, -(-num_edges // num_blocks)), by_source=by_source)
+
+    def _is_alone(self) -> bool:
+        """Whether one thread computes all, since waking another would take as long."""
+        work = self.graph.num_edges * self.num_lanes * (self.head_dim + self.value_dim)
+        return work <= ALONE
+
+
+def _compiled() -> Any:
+    """The kernels, imported where they are used: numba takes half a second."""
+    from attnkit.core.kernels.edges import numba_kernels
+
+    return numba_kernels
+
+
+def _filled(tensor: Tensor, dim: int) -> Tensor:
+    """With so many channels, which stand next to each other."""
+    tensor = with_channels(tensor, dim)
+    return tensor if tensor.stride(-1) == 1 or dim == 1 else tensor.contiguous()
+
+
+def _table(tensor: Tensor | None, lanes: slice = slice(None)) -> Any:
+    """The lanes of a tensor [lanes, rows, channels] or [lanes, channels], as kernels read it; at 0
+    where there is none."""
+    table = _compiled().Table
+    if tensor is None:
+        return table(0, 0, 0)
+    tensor = tensor[lanes]
+    size = tensor.element_size()
+    row = size * tensor.stride(1) if tensor.ndim == 3 else 0
+    return table(tensor.data_ptr(), size * tensor.stride(0), row)
