@@ -142,6 +142,19 @@ def test_residual_blocks_over_edge_features():
     assert not torch.allclose(changed["paper"], output["paper"])
 
 
+def test_to_hetero_of_pyg_itself_names_this_one():
+    """It would give one output for each edge type, never summed, without a word."""
+    layers = GraphAttention((-1, -1), 4, heads=3), GraphAttention((-1, -1), 4)
+    for model in (
+        Net(*layers),
+        Net(SAGEConv((-1, -1), 12), layers[1]),
+        attnkit.GAT((-1, -1), 12, 4, heads=3, add_self_loops=False),
+    ):
+        with pytest.raises(TypeError, match=r"use attnkit\.interop\.to_hetero, with the same"):
+            to_hetero(model, METADATA)
+        interop.to_hetero(model, METADATA)
+
+
 def test_what_cannot_be_converted_is_refused():
     with pytest.raises(ValueError, match="model: Net has no GraphAttention"):
         interop.to_hetero(Net(nn.Linear(5, 5), nn.Linear(5, 5)), METADATA)

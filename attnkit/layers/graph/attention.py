@@ -1,7 +1,7 @@
 """Attention of the nodes of a graph: node features and edges in, node features out."""
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,14 @@ from attnkit.layers.graph.heads import (
     NodeHeads,
     QueryKeyValueHeads,
 )
-from attnkit.layers.graph.inputs import Nodes, Size, check_bias, check_graph, sources_and_targets
+from attnkit.layers.graph.inputs import (
+    Nodes,
+    Size,
+    check_bias,
+    check_graph,
+    refuse_pyg_tracer,
+    sources_and_targets,
+)
 from attnkit.layers.graph.self_loops import (
     FillValue,
     check_fill_value,
@@ -186,6 +193,11 @@ class GraphAttention(nn.Module):
                 reset_linear(module)
         if self.out_bias is not None:
             nn.init.zeros_(self.out_bias)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # PyG's tracer stops at a module's __call__ unless it has one of its own
+        refuse_pyg_tracer(*args, *kwargs.values())
+        return super().__call__(*args, **kwargs)
 
     def forward(
         self,

@@ -124,6 +124,7 @@ def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | No
     """`Edges` between so many nodes, from what users pass; those that are already are kept."""
     num_sources = num_targets if num_sources is None else num_sources
     if isinstance(edge_index, fx.Proxy):
+        refuse_pyg_tracer(edge_index)
         return edge_index  # each layer reads those of its edge type when it runs
     if not isinstance(edge_index, Edges):
         if not isinstance(edge_index, Tensor):
@@ -138,6 +139,21 @@ def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | No
             f"sources, x has {num_targets} and {num_sources}"
         )
     return edge_index
+
+
+def refuse_pyg_tracer(*arguments: object) -> None:
+    """TypeError where PyG's `to_hetero` traces: it would not sum over edge types, since only its
+    own `MessagePassing` aggregates over edges to it."""
+    for argument in arguments:
+        if isinstance(argument, fx.Proxy) and _is_pyg(argument.tracer):
+            raise TypeError(
+                "to_hetero: PyG's own gives one output for each edge type of attnkit's layers; "
+                "use attnkit.interop.to_hetero, with the same arguments"
+            )
+
+
+def _is_pyg(tracer: object) -> bool:
+    return type(tracer).__module__.partition(".")[0] == "torch_geometric"
 
 
 def targets_among(nodes: Tensor, edges: Edges) -> Tensor:
