@@ -1,6 +1,7 @@
 """Checkpoints of short epochs: seldom on the disk, never wrong there."""
 
 import time
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -21,6 +22,23 @@ class Writes(Callback):
             if self.times.get(path.name) != changed:
                 self.times[path.name] = changed
                 self.found.append((path.name, trainer.current_epoch))
+
+
+class Lists(Callback):
+    """A state of all kinds, which goes on changing."""
+
+    def __init__(self):
+        self.state = {"list": [[]], "tuple": ([], 1), "counts": Counter(), "ordered": OrderedDict()}
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        epoch = trainer.current_epoch
+        self.state["list"][0].append(epoch)
+        self.state["tuple"][0].append(torch.tensor(epoch))
+        self.state["counts"][str(epoch)] = 2
+        self.state["ordered"][epoch] = None
+
+    def state_dict(self):
+        return self.state
 
 
 def improving(small_net):
@@ -82,12 +100,18 @@ def test_what_is_held_is_the_state_of_its_epoch(small_net, loader, make_trainer,
                 self.kept = {k: v.clone() for k, v in self.state_dict().items()}
 
     net = Once()
-    fit(net, loader, make_trainer, tmp_path, 3600, epochs=3)
+    fit(net, loader, make_trainer, tmp_path, 3600, epochs=3, callbacks=[Lists()])
     checkpoint = torch.load(tmp_path / "best.ckpt", weights_only=True)
     assert checkpoint["epoch"] == 1
     for key, value in net.kept.items():
         torch.testing.assert_close(checkpoint["state_dict"][key], value)
     assert not torch.equal(net.kept[key], net.state_dict()[key])
+    assert checkpoint["callbacks"]["Lists"] == {
+        "list": [[0, 1]],
+        "tuple": ([torch.tensor(0), torch.tensor(1)], 1),
+        "counts": Counter({"0": 2, "1": 2}),
+        "ordered": OrderedDict({0: None, 1: None}),
+    }
 
 
 class At(Callback):
