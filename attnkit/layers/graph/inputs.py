@@ -9,13 +9,14 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.sparse import first_rows
 
 Nodes = (
-    Annotated[Tensor, "nodes channels"]
+    Annotated[Tensor, "*batch nodes channels"]
     | tuple[
-        Annotated[Tensor, "sources source_channels"],
-        Annotated[Tensor, "targets target_channels"] | None,
+        Annotated[Tensor, "*batch sources source_channels"],
+        Annotated[Tensor, "*batch targets target_channels"] | None,
     ]
 )
-"""Features of the nodes; or those of sources and of targets, None where these have none."""
+"""Features of the nodes, or those of sources and of targets, None where these have none; of a batch
+[batch, nodes, channels] all have one graph."""
 
 Size = tuple[int | None, int | None]
 """The number of sources and of targets, None where that is not known."""
@@ -33,22 +34,29 @@ def sources_and_targets(
     if not isinstance(x, Tensor | tuple | list) or (not isinstance(x, Tensor) and len(x) != 2):
         raise TypeError(f"x: expected a tensor or a pair of tensors, got {type(x).__name__}")
     source, target = (x, x) if isinstance(x, Tensor) else x
-    if isinstance(x, Tensor) and isinstance(edge_index, Edges) and x.ndim == 2:
+    if isinstance(x, Tensor) and isinstance(edge_index, Edges) and x.ndim >= 2:
         targets, sources = edge_index.sizes
-        if targets < sources == x.shape[0]:
-            target = first_rows(x, targets)
+        if targets < sources == x.shape[-2]:
+            target = first_rows(x, targets) if x.ndim == 2 else x[..., :targets, :]
     if isinstance(source, Tensor) and target is None:
         number = size[1] if isinstance(size, tuple | list) and len(size) == 2 else None
         if isinstance(edge_index, Edges):
             number = edge_index.sizes[0]
         elif isinstance(edge_index, Tensor) and edge_index.layout is not torch.strided:
             number = edge_index.shape[0]
-        target = source.new_empty(source.shape[0] if number is None else number, 0)
+        *batch, sources, _ = source.shape if source.ndim >= 2 else (0, 0)
+        target = source.new_empty(*batch, sources if number is None else number, 0)
     for nodes in (source, target):
-        if not isinstance(nodes, Tensor) or nodes.ndim != 2:
+        is_dense = isinstance(nodes, Tensor) and nodes.layout is torch.strided
+        if not isinstance(nodes, Tensor) or not 2 <= nodes.ndim <= 2 + is_dense:
             given = list(nodes.shape) if isinstance(nodes, Tensor) else type(nodes).__name__
             raise ValueError(f"x: expected [nodes, channels], got {given}")
-    sizes = source.shape[0], target.shape[0]  # len() would make a constant of it, where traced
+    if source.shape[:-2] != target.shape[:-2]:
+        raise ValueError(
+            "x: expected sources and targets of one batch, "
+            f"got {list(source.shape)} and {list(target.shape)}"
+        )
+    sizes = source.shape[-2], target.shape[-2]  # len() would make a constant of it, where traced
     if size is not None and not (
         isinstance(size, tuple | list)
         and len(size) == 2
@@ -74,17 +82,17 @@ def check_graph(
     ValueError or TypeError name what is wrong.
     """
     for nodes, channels in zip((source, target), in_channels, strict=True):
-        is_empty = nodes is target and nodes.shape[1] == 0
+        is_empty = nodes is target and nodes.shape[-1] == 0
         if is_empty and needs_targets:
             raise ValueError(
                 f"x: expected [targets, {channels}], got None; targets without features are for "
                 "the score 'gat', without gate and separate_self"
             )
-        if nodes.shape[1] != channels and not is_empty:
+        if nodes.shape[-1] != channels and not is_empty:
             raise ValueError(f"x: expected [nodes, {channels}], got {list(nodes.shape)}")
         if not nodes.is_floating_point():
             raise TypeError(f"x: expected a floating-point tensor, got {nodes.dtype}")
-    edges = as_edges(edge_index, target.shape[0], source.shape[0])
+    edges = as_edges(edge_index, target.shape[-2], source.shape[-2])
     if edges.edge_index.device != source.device:
         raise ValueError(f"edge_index: is on {edges.edge_index.device}, x is on {source.device}")
     if edge_dim is None:
