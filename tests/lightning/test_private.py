@@ -104,6 +104,7 @@ def test_they_stand_in_two_files():
         (ModelCheckpoint(), "_last_global_step_saved"),
         (ModelCheckpoint(), "_last_checkpoint_saved"),
         (ModelCheckpoint(), "_save_checkpoint"),  # which BestCheckpoint overrides
+        (ModelCheckpoint(), "_monitor_candidates"),  # the same
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
