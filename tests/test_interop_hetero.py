@@ -10,6 +10,7 @@ from torch_geometric.nn import models as pyg_models
 
 import attnkit
 from attnkit import GraphAttention, interop
+from attnkit.layers import GraphBlock
 
 SIZES = {"paper": (11, 5), "author": (7, 3)}
 EDGE_TYPES = [
@@ -149,6 +150,8 @@ def test_to_hetero_of_pyg_itself_names_this_one():
         Net(*layers),
         Net(SAGEConv((-1, -1), 12), layers[1]),
         attnkit.GAT((-1, -1), 12, 4, heads=3, add_self_loops=False),
+        Nested(attnkit.GAT((-1, -1), 12, 4, heads=3, add_self_loops=False)),
+        Nested(GraphBlock(5, GraphAttention(5, 5), nn.Identity())),
     ):
         with pytest.raises(TypeError, match=r"use attnkit\.interop\.to_hetero, with the same"):
             to_hetero(model, METADATA)

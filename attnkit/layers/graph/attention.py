@@ -1,7 +1,7 @@
 """Attention of the nodes of a graph: node features and edges in, node features out."""
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,11 @@ from attnkit.layers.graph.heads import (
     QueryKeyValueHeads,
 )
 from attnkit.layers.graph.inputs import (
+    EdgeModule,
     Nodes,
     Size,
     check_bias,
     check_graph,
-    refuse_pyg_tracer,
     sources_and_targets,
 )
 from attnkit.layers.graph.self_loops import (
@@ -40,7 +40,7 @@ from attnkit.layers.graph.self_loops import (
 GraphScoreName = Literal[ScoreName, "gat", "gatv2"]
 
 
-class GraphAttention(nn.Module):
+class GraphAttention(EdgeModule):
     """Multi-head attention of nodes to their neighbours.
 
         head_h,i = Σ_e weight_h,e · (W_v,h x_j + W_e,h e_ij)    over the edges e from j to i
@@ -193,11 +193,6 @@ class GraphAttention(nn.Module):
                 reset_linear(module)
         if self.out_bias is not None:
             nn.init.zeros_(self.out_bias)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # PyG's tracer stops at a module's __call__ unless it has one of its own
-        refuse_pyg_tracer(*args, *kwargs.values())
-        return super().__call__(*args, **kwargs)
 
     def forward(
         self,

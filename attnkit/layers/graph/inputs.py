@@ -1,9 +1,9 @@
 """What graph layers are given: nodes, edges and what edges carry, checked against each other."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.sparse import first_rows
@@ -126,6 +126,17 @@ def check_bias(bias: Tensor, edges: Edges, heads: int) -> Tensor:
             f"got {list(bias.shape)}"
         )
     return bias
+
+
+class EdgeModule(nn.Module):
+    """A module that aggregates over edges, at which PyG's `to_hetero` ends in an error.
+
+    PyG's tracer takes a module as a whole unless it has a `__call__` of its own.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_pyg_tracer(*args, *kwargs.values())
+        return super().__call__(*args, **kwargs)
 
 
 def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | None = None) -> Edges:
