@@ -10,6 +10,7 @@ from torch_geometric.nn import models as pyg_models
 
 import attnkit
 from attnkit import GraphAttention, interop
+from attnkit.layers import GraphBlock
 
 SIZES = {"paper": (11, 5), "author": (7, 3)}
 EDGE_TYPES = [
@@ -140,6 +141,21 @@ def test_residual_blocks_over_edge_features():
     edge_attr_dict[EDGE_TYPES[1]] += 1
     changed = hetero(x_dict, edge_index_dict, edge_attr_dict)
     assert not torch.allclose(changed["paper"], output["paper"])
+
+
+def test_to_hetero_of_pyg_itself_names_this_one():
+    """It would give one output for each edge type, never summed, without a word."""
+    layers = GraphAttention((-1, -1), 4, heads=3), GraphAttention((-1, -1), 4)
+    for model in (
+        Net(*layers),
+        Net(SAGEConv((-1, -1), 12), layers[1]),
+        attnkit.GAT((-1, -1), 12, 4, heads=3, add_self_loops=False),
+        Nested(attnkit.GAT((-1, -1), 12, 4, heads=3, add_self_loops=False)),
+        Nested(GraphBlock(5, GraphAttention(5, 5), nn.Identity())),
+    ):
+        with pytest.raises(TypeError, match=r"use attnkit\.interop\.to_hetero, with the same"):
+            to_hetero(model, METADATA)
+        interop.to_hetero(model, METADATA)
 
 
 def test_what_cannot_be_converted_is_refused():

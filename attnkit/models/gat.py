@@ -16,11 +16,12 @@ from attnkit.layers.graph.block import (
     make_activation,
     make_norm,
 )
+from attnkit.layers.graph.inputs import EdgeModule
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 from attnkit.models.hops import Hops
 
 
-class GAT(nn.Module):
+class GAT(EdgeModule):
     """Graph attention network (Veličković et al., Graph Attention Networks, 2018).
 
         x = elu(attention(dropout(x)))        for each layer but the last

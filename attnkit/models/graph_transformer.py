@@ -11,6 +11,7 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
 from attnkit.layers.graph.far.expander import joined_edges
+from attnkit.layers.graph.inputs import EdgeModule
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 from attnkit.layers.graph.sparse import SparseLinear
 from attnkit.layers.graph.transformer_block import (
@@ -25,7 +26,7 @@ from attnkit.models.hops import Hops
 ReadOut = Literal["node", "graph", "edge"]
 
 
-class GraphTransformer(nn.Module):
+class GraphTransformer(EdgeModule):
     """Graph transformer of pre-norm blocks (Rampášek et al., GraphGPS, 2022; with local attention
     alone, Dwivedi and Bresson 2021).
 

@@ -10,7 +10,7 @@ from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers.kinds import Linear
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
-from attnkit.layers.graph.inputs import as_edges
+from attnkit.layers.graph.inputs import EdgeModule, as_edges
 from attnkit.layers.graph.sparse import SparseLinear
 
 
@@ -63,7 +63,7 @@ class PolynormerGlobal(nn.Module):
         return self.dropout(self.out_proj(y).relu())
 
 
-class Polynormer(nn.Module):
+class Polynormer(EdgeModule):
     """Polynomial-expressive graph transformer in linear time (Deng et al., Polynormer, 2024).
 
         x = dropout(W x)

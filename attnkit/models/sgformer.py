@@ -8,11 +8,11 @@ from attnkit.core.arguments import at_least, share
 from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.layers.graph.far.global_attention import SimpleGlobalAttention
-from attnkit.layers.graph.inputs import as_edges
+from attnkit.layers.graph.inputs import EdgeModule, as_edges
 from attnkit.layers.graph.sparse import SparseLinear
 
 
-class SGFormer(nn.Module):
+class SGFormer(EdgeModule):
     """Simplified graph transformer for large graphs (Wu et al., SGFormer, 2023).
 
         g = dropout(relu(layer_norm(W_g x)))

@@ -1,7 +1,7 @@
 """Whether a graph is as described; a message names what is not."""
 
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, islice
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch_geometric.data import Data
 from attnkit.lightning.errors import UserError
 
 SPLITS = ("train", "val", "test")
+SHOWN = 5  # classes in a warning
 CHECKED = 2**24  # numbers that are looked at at a time
 
 
@@ -86,8 +87,16 @@ def oddities_of(data: Data) -> list[str]:
     seen = data.y[data.train_mask].unique()
     unseen = data.y[used & ~torch.isin(data.y, seen)].unique().tolist()
     if unseen:
-        named = ", ".join(map(str, unseen[:5])) + (", …" if len(unseen) > 5 else "")
-        found.append(f"no training node has class {named}")
+        found.append(f"no training node has class {_some(unseen)}")
+    known = set(data.y.unique().tolist())
+    empty = list(islice((c for c in range(max(known)) if c not in known), SHOWN + 1))
+    if empty:
+        found.append(f"no node has class {_some(empty)}")
     if not data.edge_index.numel():
         found.append("there are no edges")
     return found
+
+
+def _some(classes: list[int]) -> str:
+    """The first few."""
+    return ", ".join(map(str, classes[:SHOWN])) + (", …" if len(classes) > SHOWN else "")

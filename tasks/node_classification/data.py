@@ -136,8 +136,10 @@ class GraphDataModule(SplitData):
             data[f"{name}_mask"] = mask
             if not mask.any():
                 raise UserError(f"data: no nodes for {name} in split {self.split}")
-            if data.y[mask].min() < 0:
-                raise UserError(f"data: nodes without a label among those for {name}")
+            unlabelled = (mask & (data.y < 0)).nonzero()
+            if len(unlabelled):
+                node = int(unlabelled[0])
+                raise UserError(f"{self.label_of(node)}: node {node} of {name} has no label")
         if oddities := oddities_of(data):
             rank_zero_warn(f"data: {'; '.join(oddities)}")
         data.x = self._prepared(data.x)
@@ -154,6 +156,10 @@ class GraphDataModule(SplitData):
     def place_of(self, node: int) -> str:
         """Where the features of a node are, for a message."""
         return f"data: x of node {node}"
+
+    def label_of(self, node: int) -> str:
+        """Where the label of a node is, for a message."""
+        return "data"
 
     def _prepared(self, x: Tensor) -> Tensor:
         """The features as they are used; of a mapped file the same, if batches read its rows."""

@@ -13,7 +13,7 @@ import lightning.fabric.loggers.csv_logs as csv_logs
 import pytest
 import torch
 import torchmetrics
-from lightning import Trainer
+from lightning import LightningModule, Trainer
 from lightning.fabric.utilities import data as fabric_data
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
@@ -89,10 +89,11 @@ def test_they_stand_in_two_files():
         (hydra._internal.utils, "create_config_search_path"),
         (csv_logs._ExperimentWriter, "_check_log_dir_exists"),
         (fabric_data, "_set_sampler_epoch"),
+        (LightningModule(), "_current_fx_name"),
+        (LightningModule(), "_trainer"),
         (torch.nn.Module, "_compiled_call_impl"),
         (launchers, "_SubprocessScriptLauncher"),
         (torch.utils._pytree, "tree_leaves"),
-        (torch.utils._pytree, "tree_map_only"),
         (torch.utils.data._utils.worker, "_worker_loop"),
         (DDPStrategy(), "_timeout"),
         (FSDPStrategy(), "_timeout"),
@@ -103,6 +104,7 @@ def test_they_stand_in_two_files():
         (ModelCheckpoint(), "_last_global_step_saved"),
         (ModelCheckpoint(), "_last_checkpoint_saved"),
         (ModelCheckpoint(), "_save_checkpoint"),  # which BestCheckpoint overrides
+        (ModelCheckpoint(), "_monitor_candidates"),  # the same
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -113,6 +115,8 @@ def test_it_is_there(owner, name):
 @pytest.mark.parametrize(
     "path",
     [
+        "_results",
+        "_logger_connector._current_fx",
         "_signal_connector.register_signal_handlers",
         "_checkpoint_connector.dump_checkpoint",
         "fit_loop._data_fetcher",

@@ -163,7 +163,7 @@ def test_features_are_sparse_where_few_are_not_zero(rows, layout):
             lambda data: data.update({"val_mask": torch.zeros(7, dtype=torch.bool)}),
             "no nodes for val in split 0",
         ),
-        (lambda data: data.y[0].fill_(-1), "nodes without a label among those for train"),
+        (lambda data: data.y[0].fill_(-1), "data: node 0 of train has no label"),
         (lambda data: data.update({"y": data.y.tolist()}), "expected y to be a tensor, got list"),
         (
             lambda data: data.x[3, 2].fill_(float("nan")),

@@ -155,6 +155,22 @@ def test_splits_that_overlap_are_said(graph_files, tmp_path):
         ready(graph_files.write_own(tmp_path, arrays))
 
 
+def test_a_node_twice_in_a_split_is_said(graph_files, tmp_path):
+    arrays = graph_files.own_arrays()
+    arrays["val"] = np.append(arrays["val"], arrays["val"][2])
+    expected = f"val.npy: node {arrays['val'][2]} is there more than once; it counts once"
+    with pytest.warns(UserWarning, match=expected):
+        data = ready(graph_files.write_own(tmp_path, arrays))
+    same_as(data, graph_files.own_arrays())
+
+
+def test_numbers_of_classes_with_gaps_are_said(graph_files, tmp_path):
+    arrays = graph_files.own_arrays()
+    arrays["labels"] = 3 * arrays["labels"]
+    with pytest.warns(UserWarning, match=r"data: no node has class 1, 2, 4, 5"):
+        ready(graph_files.write_own(tmp_path, arrays))
+
+
 def ogb(root, **options):
     return ready(root, OGBFilesData, **options)
 
@@ -316,12 +332,28 @@ BAD = {
         "labels.csv, line 97: 'c' is none of the classes",
     ),
     "unlabelled": (
+        text("labels.csv", "class\n" + "0\n1\n" * 48 + "-1\n"),
+        "labels.csv, line 98: node 96 of train has no label",
+    ),
+    "unlabelled, array": (
         array("labels", np.full(97, -1)),
-        "data: nodes without a label among those for train",
+        "labels.npy: node ",
+    ),
+    "negative label": (
+        text("labels.csv", "0\n" * 90 + "-2\n" + "1\n" * 6),
+        "labels.csv, line 91: node 90 is of class -2, expected one from 0 on, or -1 for none",
+    ),
+    "no nodes": (
+        array("features", np.ones((0, 5))),
+        "features.npy: expected nodes and channels, got [0, 5]",
+    ),
+    "no channels": (
+        array("features", np.ones((97, 0))),
+        "features.npy: expected nodes and channels, got [97, 0]",
     ),
     "empty split": (array("val", np.array([], int)), "val.npy: is empty, expected nodes"),
     "empty split in text": (text("val.csv", "node\n"), "val.csv: is empty, expected nodes"),
-    "empty mask": (array("val", np.zeros(97, bool)), "data: no nodes for val in split 0"),
+    "empty mask": (array("val", np.zeros(97, bool)), "val.npy: is empty, expected nodes"),
     "short mask": (
         array("val", np.ones(96, bool)),
         "val.npy: expected numbers of nodes, or a mask bool [97]",

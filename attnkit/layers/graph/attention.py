@@ -23,7 +23,14 @@ from attnkit.layers.graph.heads import (
     NodeHeads,
     QueryKeyValueHeads,
 )
-from attnkit.layers.graph.inputs import Nodes, Size, check_bias, check_graph, sources_and_targets
+from attnkit.layers.graph.inputs import (
+    EdgeModule,
+    Nodes,
+    Size,
+    check_bias,
+    check_graph,
+    sources_and_targets,
+)
 from attnkit.layers.graph.self_loops import (
     FillValue,
     check_fill_value,
@@ -33,7 +40,7 @@ from attnkit.layers.graph.self_loops import (
 GraphScoreName = Literal[ScoreName, "gat", "gatv2"]
 
 
-class GraphAttention(nn.Module):
+class GraphAttention(EdgeModule):
     """Multi-head attention of nodes to their neighbours.
 
         head_h,i = Σ_e weight_h,e · (W_v,h x_j + W_e,h e_ij)    over the edges e from j to i
@@ -196,14 +203,15 @@ class GraphAttention(nn.Module):
         return_attention_weights: bool | None = None,
         *,
         edge_bias: Annotated[Tensor, "edges #heads"] | Annotated[Tensor, "edges"] | None = None,
-    ) -> Annotated[Tensor, "targets out_channels"]:
+    ) -> Annotated[Tensor, "*batch targets out_channels"]:
         """What each node gathers from its neighbours.
 
         Args:
-            x: dense or sparse CSR; or a pair, of sources and of targets. Targets may be None with
-                "gat", without `gate` and `separate_self`: they add nothing to the scores, and have
-                no residual. Of one tensor, and `Edges` with fewer targets than sources, the targets
-                are the first rows.
+            x: dense or sparse CSR; or a pair, of sources and of targets. Dense, with a dimension of
+                a batch before: all of it have this graph. Targets may be None with "gat", without
+                `gate` and `separate_self`: they add nothing to the scores, and have no residual. Of
+                one tensor, and `Edges` with fewer targets than sources, the targets are the first
+                rows.
             edge_index: sources in row 0 and targets in row 1 (PyG's, its
                 `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. Tensors
                 are sorted at every call, which can take longer than the rest of it: for a graph
@@ -219,7 +227,8 @@ class GraphAttention(nn.Module):
             heads · out_channels, or without `concat` out_channels; twice as many channels with
             `separate_self`. With `return_attention_weights` a pair, of that and of (edges
             [2, edges], weights [edges, heads] before dropout), the self-loops that were added
-            last; of a sparse matrix (the matrix of the weights, weights).
+            last; of a sparse matrix (the matrix of the weights, weights). Of a batch, with its
+            dimension before, in the matrix behind.
 
         Raises:
             ValueError, TypeError, IndexError: features or edges of another shape or type.
@@ -234,9 +243,9 @@ class GraphAttention(nn.Module):
         weights = self._weights(nodes, used, carried)
         where = used.edge_index
         if not isinstance(edge_index, Edges) and edge_index.layout is not torch.strided:
-            shape = (*used.sizes, self.heads)
+            shape = (*used.sizes, *weights.shape[1:])
             where = torch.sparse_coo_tensor(where.flip(0), weights, shape)
-        return output, (where, weights)  # type: ignore[return-value]
+        return output, (where, _batch_first(weights))  # type: ignore[return-value]
 
     def _output(
         self,
@@ -250,15 +259,15 @@ class GraphAttention(nn.Module):
         output = self._merged(self._attend(nodes, edges, features, bias))
         if self.separate_self:
             own = nodes.value if target is source else self.projections.own(target)
-            output = torch.cat([self._merged(own), output], dim=1)
+            output = torch.cat([self._merged(own), output], dim=-1)
         if self.residual_proj is not None:
-            if target.shape[1] == 0:
+            if target.shape[-1] == 0:
                 bias = self.residual_proj.bias
                 return output if bias is None else output + bias
             root = self.residual_proj(target)
             if self.gate_proj is None:
                 return output + root
-            beta = self.gate_proj(torch.cat([output, root, output - root], dim=1)).sigmoid()
+            beta = self.gate_proj(torch.cat([output, root, output - root], dim=-1)).sigmoid()
             return torch.lerp(output, root, beta)
         return output if self.out_bias is None else output + self.out_bias
 
@@ -272,7 +281,7 @@ class GraphAttention(nn.Module):
         """Sources, targets, edges and their features, checked."""
         source, target = sources_and_targets(x, edge_index, size)
         if -1 in self.in_channels:
-            self._infer(source.shape[1], target.shape[1])
+            self._infer(source.shape[-1], target.shape[-1])
         needs_targets = (
             self.separate_self
             or self.gate_proj is not None
@@ -323,7 +332,7 @@ class GraphAttention(nn.Module):
         rows: Indices = None,
         heads: Indices = None,
         edge_bias: Annotated[Tensor, "edges #heads"] | Annotated[Tensor, "edges"] | None = None,
-    ) -> Annotated[Tensor, "rows chosen_heads"]:
+    ) -> Annotated[Tensor, "*batch rows chosen_heads"]:
         """The weights that `forward` uses on the same arguments, before dropout.
 
         Args:
@@ -340,12 +349,13 @@ class GraphAttention(nn.Module):
         used, carried = self._graph(edges, features, bias)
         weights = self._weights(self.projections(source, target), used, carried)
         weights = in_callers_order(weights, edges) if self.add_self_loops else weights
-        return of_edges(weights, rows, heads)
+        return _batch_first(of_edges(weights, rows, heads))
 
     def _weights(self, nodes: NodeHeads, edges: Edges, carried: EdgeFeatures | None) -> Tensor:
-        """[edges, heads]."""
+        """[edges, heads], and a batch's dimension behind."""
         score = self.projections.current_score()
-        return edge_weights(nodes.query, nodes.key, edges, score=score, edge_features=carried).T
+        weights = edge_weights(nodes.query, nodes.key, edges, score=score, edge_features=carried)
+        return weights.movedim((-1, -2), (0, 1))
 
     def _attend(
         self, nodes: NodeHeads, edges: Edges, features: Tensor | None, bias: Tensor | None
@@ -377,8 +387,13 @@ class GraphAttention(nn.Module):
 
     def _merged(self, output: Tensor) -> Tensor:
         """Heads [heads, nodes, out_channels] side by side, or their mean."""
-        return output.transpose(0, 1).flatten(1) if self.concat else output.mean(dim=0)
+        return output.transpose(-3, -2).flatten(-2) if self.concat else output.mean(dim=-3)
 
     def __repr__(self) -> str:
         channels = self.in_channels[0] if len(set(self.in_channels)) == 1 else self.in_channels
         return f"{type(self).__name__}({channels}, {self.out_channels}, heads={self.heads})"
+
+
+def _batch_first(weights: Tensor) -> Tensor:
+    """[edges, heads, batch] as [batch, edges, heads]; of one graph as they are."""
+    return weights.movedim(2, 0) if weights.ndim == 3 else weights

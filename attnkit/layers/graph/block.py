@@ -8,7 +8,7 @@ from attnkit.core.arguments import choice
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.elu import elu
 from attnkit.layers.graph.attention import GraphAttention
-from attnkit.layers.graph.inputs import targets_among
+from attnkit.layers.graph.inputs import EdgeModule, targets_among
 from attnkit.layers.graph.sparse import SparseDropout
 
 GraphActivation = Literal["elu", "relu", "gelu"]
@@ -51,7 +51,7 @@ class GraphLayer(nn.Module):
         return self.activation(self.norm(self.attention(self.dropout(x), edges, edge_attr)))
 
 
-class GraphBlock(nn.Module):
+class GraphBlock(EdgeModule):
     """x = x + mlp(attention(norm(x))), a residual block of Platonov et al. 2023.
 
     The MLP, of linear, dropout, activation, linear, dropout, reads what the attention gives: with

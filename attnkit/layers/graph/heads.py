@@ -19,7 +19,7 @@ from attnkit.core.scores.learned import AdditiveScore, learned_score
 
 class NodeHeads(NamedTuple):
     """What nodes give to attention: query [heads, targets, head_dim], key [heads, sources,
-    head_dim] and value [heads, sources, out_channels]."""
+    head_dim] and value [heads, sources, out_channels]; of a batch with its dimension before."""
 
     query: Tensor
     key: Tensor
@@ -71,7 +71,7 @@ class GraphHeads(nn.Module):
 
     def _split(self, projected: Tensor) -> Tensor:
         """[nodes, heads · channels] as [heads, nodes, channels]."""
-        return projected.unflatten(1, (self.heads, -1)).transpose(0, 1)
+        return projected.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
     def _edge_weight(self) -> Tensor:
         """The projection of the edges by heads, [heads, out_channels, edge_dim]."""
@@ -219,10 +219,10 @@ class GATHeads(GraphHeads):
             value, key, query = self._heads(source, values, keys, queries)
         else:
             value, key = self._heads(source, values, keys)
-            if target.shape[1]:
+            if target.shape[-1]:
                 (query,) = self._heads(target, queries)
             else:  # they add nothing to the scores
-                query = key.new_zeros(self.heads, target.shape[0], 1)
+                query = key.new_zeros(*key.shape[:-2], target.shape[-2], 1)
         return NodeHeads(query, key, value)
 
     def _folded(self, vector: Tensor, proj: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -237,7 +237,7 @@ class GATHeads(GraphHeads):
         weights, biases = zip(*rows, strict=True)
         bias = None if biases[0] is None else torch.cat(biases)
         projected = linear(nodes, torch.cat(weights), bias)
-        return [self._split(part) for part in projected.split([len(w) for w in weights], dim=1)]
+        return [self._split(part) for part in projected.split([len(w) for w in weights], dim=-1)]
 
     def own(self, nodes: Tensor) -> Tensor:
         return self._split(self.value_proj(nodes))

@@ -1,21 +1,22 @@
 """What graph layers are given: nodes, edges and what edges carry, checked against each other."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.sparse import first_rows
 
 Nodes = (
-    Annotated[Tensor, "nodes channels"]
+    Annotated[Tensor, "*batch nodes channels"]
     | tuple[
-        Annotated[Tensor, "sources source_channels"],
-        Annotated[Tensor, "targets target_channels"] | None,
+        Annotated[Tensor, "*batch sources source_channels"],
+        Annotated[Tensor, "*batch targets target_channels"] | None,
     ]
 )
-"""Features of the nodes; or those of sources and of targets, None where these have none."""
+"""Features of the nodes, or those of sources and of targets, None where these have none; of a batch
+[batch, nodes, channels] all have one graph."""
 
 Size = tuple[int | None, int | None]
 """The number of sources and of targets, None where that is not known."""
@@ -33,22 +34,29 @@ def sources_and_targets(
     if not isinstance(x, Tensor | tuple | list) or (not isinstance(x, Tensor) and len(x) != 2):
         raise TypeError(f"x: expected a tensor or a pair of tensors, got {type(x).__name__}")
     source, target = (x, x) if isinstance(x, Tensor) else x
-    if isinstance(x, Tensor) and isinstance(edge_index, Edges) and x.ndim == 2:
+    if isinstance(x, Tensor) and isinstance(edge_index, Edges) and x.ndim >= 2:
         targets, sources = edge_index.sizes
-        if targets < sources == x.shape[0]:
-            target = first_rows(x, targets)
+        if targets < sources == x.shape[-2]:
+            target = first_rows(x, targets) if x.ndim == 2 else x[..., :targets, :]
     if isinstance(source, Tensor) and target is None:
         number = size[1] if isinstance(size, tuple | list) and len(size) == 2 else None
         if isinstance(edge_index, Edges):
             number = edge_index.sizes[0]
         elif isinstance(edge_index, Tensor) and edge_index.layout is not torch.strided:
             number = edge_index.shape[0]
-        target = source.new_empty(source.shape[0] if number is None else number, 0)
+        *batch, sources, _ = source.shape if source.ndim >= 2 else (0, 0)
+        target = source.new_empty(*batch, sources if number is None else number, 0)
     for nodes in (source, target):
-        if not isinstance(nodes, Tensor) or nodes.ndim != 2:
+        is_dense = isinstance(nodes, Tensor) and nodes.layout is torch.strided
+        if not isinstance(nodes, Tensor) or not 2 <= nodes.ndim <= 2 + is_dense:
             given = list(nodes.shape) if isinstance(nodes, Tensor) else type(nodes).__name__
             raise ValueError(f"x: expected [nodes, channels], got {given}")
-    sizes = source.shape[0], target.shape[0]  # len() would make a constant of it, where traced
+    if source.shape[:-2] != target.shape[:-2]:
+        raise ValueError(
+            "x: expected sources and targets of one batch, "
+            f"got {list(source.shape)} and {list(target.shape)}"
+        )
+    sizes = source.shape[-2], target.shape[-2]  # len() would make a constant of it, where traced
     if size is not None and not (
         isinstance(size, tuple | list)
         and len(size) == 2
@@ -74,17 +82,17 @@ def check_graph(
     ValueError or TypeError name what is wrong.
     """
     for nodes, channels in zip((source, target), in_channels, strict=True):
-        is_empty = nodes is target and nodes.shape[1] == 0
+        is_empty = nodes is target and nodes.shape[-1] == 0
         if is_empty and needs_targets:
             raise ValueError(
                 f"x: expected [targets, {channels}], got None; targets without features are for "
                 "the score 'gat', without gate and separate_self"
             )
-        if nodes.shape[1] != channels and not is_empty:
+        if nodes.shape[-1] != channels and not is_empty:
             raise ValueError(f"x: expected [nodes, {channels}], got {list(nodes.shape)}")
         if not nodes.is_floating_point():
             raise TypeError(f"x: expected a floating-point tensor, got {nodes.dtype}")
-    edges = as_edges(edge_index, target.shape[0], source.shape[0])
+    edges = as_edges(edge_index, target.shape[-2], source.shape[-2])
     if edges.edge_index.device != source.device:
         raise ValueError(f"edge_index: is on {edges.edge_index.device}, x is on {source.device}")
     if edge_dim is None:
@@ -120,10 +128,22 @@ def check_bias(bias: Tensor, edges: Edges, heads: int) -> Tensor:
     return bias
 
 
+class EdgeModule(nn.Module):
+    """A module that aggregates over edges, at which PyG's `to_hetero` ends in an error.
+
+    PyG's tracer takes a module as a whole unless it has a `__call__` of its own.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_pyg_tracer(*args, *kwargs.values())
+        return super().__call__(*args, **kwargs)
+
+
 def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | None = None) -> Edges:
     """`Edges` between so many nodes, from what users pass; those that are already are kept."""
     num_sources = num_targets if num_sources is None else num_sources
     if isinstance(edge_index, fx.Proxy):
+        refuse_pyg_tracer(edge_index)
         return edge_index  # each layer reads those of its edge type when it runs
     if not isinstance(edge_index, Edges):
         if not isinstance(edge_index, Tensor):
@@ -138,6 +158,21 @@ def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | No
             f"sources, x has {num_targets} and {num_sources}"
         )
     return edge_index
+
+
+def refuse_pyg_tracer(*arguments: object) -> None:
+    """TypeError where PyG's `to_hetero` traces: it would not sum over edge types, since only its
+    own `MessagePassing` aggregates over edges to it."""
+    for argument in arguments:
+        if isinstance(argument, fx.Proxy) and _is_pyg(argument.tracer):
+            raise TypeError(
+                "to_hetero: PyG's own gives one output for each edge type of attnkit's layers; "
+                "use attnkit.interop.to_hetero, with the same arguments"
+            )
+
+
+def _is_pyg(tracer: object) -> bool:
+    return type(tracer).__module__.partition(".")[0] == "torch_geometric"
 
 
 def targets_among(nodes: Tensor, edges: Edges) -> Tensor:

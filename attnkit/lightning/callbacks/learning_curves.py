@@ -12,6 +12,7 @@ from lightning import Callback, LightningModule, Trainer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 
 from attnkit.lightning.files import in_log_folder, replacing
 
@@ -50,6 +51,7 @@ class LearningCurves(Callback):
         self.every_seconds = every_seconds
         self.skip = tuple(skip)
         self.history: History = {}
+        self._tensors: dict[str, Tensor] = {}  # of the history, as far as it has been saved
         self._drawn = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -67,16 +69,18 @@ class LearningCurves(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         # one tensor for each metric: an object for each number would take longer than an epoch may
-        tensors = {
-            name: torch.tensor(values, dtype=torch.float64) for name, values in self.history.items()
-        }
-        return {"history": tensors}
+        for name, points in self.history.items():
+            known = self._tensors.get(name, torch.empty(0, 2, dtype=torch.float64))
+            new = torch.tensor(points[len(known) :], dtype=torch.float64).reshape(-1, 2)
+            self._tensors[name] = torch.cat([known, new])
+        return {"history": dict(self._tensors)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = {
             name: [(epoch, value) for epoch, value in torch.as_tensor(points).tolist()]
             for name, points in state_dict["history"].items()
         }
+        self._tensors = {}
 
     def _note(self, trainer: Trainer, stage: str, share_of_epoch: float) -> None:
         epoch = trainer.current_epoch + share_of_epoch
@@ -100,7 +104,13 @@ def draw_curves(history: History) -> Figure:
     names = sorted({_panel_of(name) for name in history}, key=lambda n: (n != "loss", n))
     columns = 2 if len(names) == 4 else min(len(names), 3)
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
+    width, height = 4.2 * columns, 3.0 * rows
+    figure = Figure(figsize=(width, height))
+    # margins in inches: to fit them to the labels, as matplotlib can, draws everything twice
+    figure.subplots_adjust(
+        left=0.6 / width, right=1 - 0.15 / width, bottom=0.5 / height, top=1 - 0.3 / height,
+        wspace=0.25, hspace=0.4,
+    )  # fmt: skip
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for panel, name in zip(panels, names, strict=False):
         _draw_panel(panel, name, history)
@@ -130,7 +140,7 @@ def _draw_panel(panel: Axes, name: str, history: History) -> None:
     last = max((epochs[-1][0] for key, epochs in history.items() if epochs), default=1)
     if last <= 1:  # a single point has no scale of its own
         panel.set_xlim(0, 2)
-    panel.set_title(name.replace("_", " "), fontsize=10)
+    panel.set_title(name.replace("_", " "), fontsize=10, y=1.0)
     panel.set_xlabel("epoch", fontsize=9)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.tick_params(labelsize=8)

@@ -9,7 +9,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from attnkit.lightning._private import leaves
+from attnkit.lightning._private import leaves, log_again
 from attnkit.lightning.arguments import at_least
 
 
@@ -63,9 +63,9 @@ class Throughput(Callback):
         self._pause(trainer, pl_module)
         # Every rank logs, or the sum over ranks would wait for one that does not.
         rate = self._samples / self._seconds if self._samples else math.nan
-        pl_module.log(
-            "train/samples_per_second", rate, reduce_fx="sum", sync_dist=trainer.world_size > 1
-        )
+        name, value = "train/samples_per_second", torch.tensor(rate, device=pl_module.device)
+        if not log_again(pl_module, name, value):
+            pl_module.log(name, value, reduce_fx="sum", sync_dist=trainer.world_size > 1)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         wait_for_device(pl_module)

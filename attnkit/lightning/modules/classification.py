@@ -15,6 +15,7 @@ from torchmetrics.classification import (
     MulticlassStatScores,
 )
 
+from attnkit.lightning import _private as private
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.callbacks.class_report import ClassScore, class_scores, show_class_scores
 from attnkit.lightning.errors import UserError
@@ -96,10 +97,10 @@ class ClassificationModule(TaskModule):
                 compares with `val/loss`.
         """
         self.train_loss.update(losses.detach())
-        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+        self._log("train/loss", self.train_loss, on_step=False, on_epoch=True)
         if plain is not None:
             self.train_plain_loss.update(plain.detach())
-            self.log("train/plain_loss", self.train_plain_loss, on_step=False, on_epoch=True)
+            self._log("train/plain_loss", self.train_plain_loss, on_step=False, on_epoch=True)
 
     def evaluate(self, stage: str, logits: Tensor, labels: Tensor) -> None:
         """Count a batch in the metrics of `stage`, "val" or "test".
@@ -116,12 +117,17 @@ class ClassificationModule(TaskModule):
                 metric.update(functional.cross_entropy(logits, labels, reduction="none"))
             else:
                 metric.update(logits, labels)
-            self.log(f"{stage}/{name}", metric, prog_bar=name == "accuracy")
+            self._log(f"{stage}/{name}", metric, prog_bar=name == "accuracy")
         if stage == "test":
             predicted = logits.argmax(dim=1)
             self.test_scores.update(predicted, labels)
             if self.test_confusion is not None:
                 self.test_confusion.update(predicted, labels)
+
+    def _log(self, name: str, metric: Metric, **options: Any) -> None:
+        """`self.log` of a metric that is always logged with these options."""
+        if not private.log_again(self, name, metric):
+            self.log(name, metric, **options)
 
     def setup(self, stage: str) -> None:
         names = getattr(getattr(self.trainer, "datamodule", None), "class_names", None)

@@ -1,8 +1,11 @@
 """Checkpoints of epochs that take less time than a checkpoint, as on small graphs."""
 
+import copy
 import time
+from collections import OrderedDict
 from typing import Any
 
+import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -10,6 +13,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from attnkit.lightning import _private as private
 
 HELD = 2**26  # bytes of a checkpoint that are held in memory at most
+PLAIN = {str, int, float, bool, type(None)}
 
 
 class LastCheckpoint(ModelCheckpoint):
@@ -71,6 +75,7 @@ class BestCheckpoint(ModelCheckpoint):
         self.every_seconds = _seconds(every_seconds)
         self._held: tuple[dict[str, Any], str] | None = None
         self._written = "", -float("inf")
+        self._is_small: bool | None = None
 
     def on_train_batch_end(
         self,
@@ -102,13 +107,31 @@ class BestCheckpoint(ModelCheckpoint):
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if filepath == self._written[0]:
             self._held = None  # what is held is replaced
-        is_alone = trainer.world_size == 1
-        if is_alone and filepath == self._written[0] and self._is_recent() and _is_small(trainer):
-            self._held = private.snapshot(trainer, bool(self.save_weights_only)), filepath
+        if filepath == self._written[0] and self._is_recent() and self._may_hold(trainer):
+            checkpoint = private.dump(trainer, bool(self.save_weights_only))
+            self._held = _copied(checkpoint), filepath
             private.note_saved(self, trainer.global_step, filepath)
         else:
             super()._save_checkpoint(trainer, filepath)
             self._written = filepath, time.monotonic()
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+        """Lightning's, whose `deepcopy` takes ten times as long."""
+        found = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in trainer.callback_metrics.items()
+        }
+        for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+            logged = found.get(name)
+            found[name] = logged.int() if isinstance(logged, torch.Tensor) else torch.tensor(count)
+        return found
+
+    def _may_hold(self, trainer: Trainer) -> bool:
+        if self._is_small is None:
+            module = trainer.lightning_module
+            size = sum(p.numel() * p.element_size() for p in module.parameters())
+            self._is_small = 4 * size < HELD  # optimizers keep up to three times as much
+        return self._is_small and trainer.world_size == 1
 
     def _is_recent(self) -> bool:
         return time.monotonic() - self._written[1] < self.every_seconds
@@ -122,11 +145,20 @@ class BestCheckpoint(ModelCheckpoint):
                 logger.after_save_checkpoint(self)
 
 
-def _is_small(trainer: Trainer) -> bool:
-    """Of parameters, of which optimizers keep up to three times as much."""
-    return (
-        4 * sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) < HELD
-    )
+def _copied(value: Any) -> Any:
+    """With tensors and containers of its own, in a fifth of the time of `copy.deepcopy`."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return (value.detach() if value.requires_grad else value).clone()
+    if kind is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if kind is list:
+        return [_copied(item) for item in value]
+    if kind in (tuple, OrderedDict):
+        return kind(_copied(item) for item in (value.items() if kind is OrderedDict else value))
+    return copy.deepcopy(value)
 
 
 def _seconds(value: float) -> float:

@@ -7,7 +7,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.tasks.node_classification.files.tables import TABLES, TEXT, table
+from attnkit.tasks.node_classification.files.tables import TABLES, TEXT, line_of, table
 
 ARRAYS = (".npy", ".npz")
 
@@ -92,6 +92,12 @@ class Part:
     def is_table(self) -> bool:
         """Whether it is read by the row."""
         return self.path is not None and self.path.name.endswith(TABLES)
+
+    def place_of(self, row: int) -> str:
+        """Where a row is: the file and, of a table, the line."""
+        return (
+            f"{self.where}{line_of(self.path, row)}" if self.is_table and self.path else self.where
+        )
 
     def array(self, dtype: Any = None, columns: int | None = None) -> np.ndarray:
         """The whole of it; that of an .npy is mapped, so that only what is used is read.

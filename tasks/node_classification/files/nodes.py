@@ -5,11 +5,12 @@ from itertools import islice
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.files.arrays import Part
-from attnkit.tasks.node_classification.files.tables import line_of, lines, words
+from attnkit.tasks.node_classification.files.tables import lines, words
 
 
 def read_features(part: Part) -> Tensor:
@@ -20,6 +21,8 @@ def read_features(part: Part) -> Tensor:
             f"{part.where}: expected numbers [nodes, channels], "
             f"got {array.dtype} {list(array.shape)}"
         )
+    if not array.size:
+        raise UserError(f"{part.where}: expected nodes and channels, got {list(array.shape)}")
     return torch.from_numpy(array)
 
 
@@ -77,7 +80,13 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
         )
     if len(labels) != count:
         raise UserError(f"{part.where}: expected {count} labels, one per node, got {len(labels)}")
-    if found and len(labels) and labels.max() >= len(found):
+    if labels.min() < -1:
+        node = int(labels.argmin())
+        raise UserError(
+            f"{part.place_of(node)}: node {node} is of class {labels[node]}, "
+            "expected one from 0 on, or -1 for none"
+        )
+    if found and labels.max() >= len(found):
         node = int(labels.argmax())
         raise UserError(
             f"{part.where}: node {node} is of class {labels[node]}, "
@@ -97,8 +106,11 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
         nodes = _numbers_of(part, names)
     else:
         nodes = part.array(np.int64, 1)
-        if nodes.dtype == bool and len(nodes) == count and nodes.ndim in (1, 2):
+        is_mask = nodes.dtype == bool and len(nodes) == count and nodes.ndim in (1, 2)
+        if is_mask and nodes.any():
             return torch.from_numpy(np.array(nodes))
+        if is_mask:
+            nodes = nodes.nonzero()[0]
         if nodes.dtype.kind not in "iu" or (nodes.ndim != 1 and nodes.shape[1:] != (1,)):
             raise UserError(
                 f"{part.where}: expected numbers of nodes, or a mask bool [{count}] or "
@@ -110,10 +122,12 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
     wrong = ((nodes < 0) | (nodes >= count)).nonzero()[0]
     if len(wrong):
         row = int(wrong[0])
-        place = line_of(part.path, row) if part.path and part.is_table else f", place {row}"
-        raise UserError(
-            f"{part.where}{place}: there is no node {nodes[row]}: expected 0 to {count - 1}"
-        )
+        place = part.place_of(row) if part.is_table else f"{part.where}, place {row}"
+        raise UserError(f"{place}: there is no node {nodes[row]}: expected 0 to {count - 1}")
+    node, times = np.unique(nodes, return_counts=True)
+    if len(node) < len(nodes):
+        again = node[times > 1][0]
+        rank_zero_warn(f"{part.where}: node {again} is there more than once; it counts once")
     mask = torch.zeros(count, dtype=torch.bool)
     mask[torch.from_numpy(np.array(nodes, np.int64))] = True
     return mask

@@ -20,7 +20,6 @@ from attnkit.tasks.node_classification.files.nodes import (
     read_mask,
     read_names,
 )
-from attnkit.tasks.node_classification.files.tables import line_of
 from attnkit.tasks.node_classification.splits import masks
 
 MASKS = {
@@ -82,6 +81,7 @@ class GraphFilesData(GraphDataModule):
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self._features: Part | None = None
+        self._labels: Part | None = None
 
     def load(self) -> Data:
         parts = Parts(self.root)
@@ -93,8 +93,9 @@ class GraphFilesData(GraphDataModule):
             self.node_names = read_names(part, count)
             names = {name: number for number, name in enumerate(self.node_names)}
         classes = parts.find("classes")
+        self._labels = parts.expect("labels", "y")
         y, self.class_names = read_labels(
-            parts.expect("labels", "y"), count, read_names(classes) if classes else []
+            self._labels, count, read_names(classes) if classes else []
         )
         edge_index = read_edges(
             parts.expect("edges", "edge_index"), count, names, undirected=self.undirected
@@ -115,9 +116,12 @@ class GraphFilesData(GraphDataModule):
     def place_of(self, node: int) -> str:
         if self._features is None:
             return super().place_of(node)
-        if self._features.path is not None and self._features.is_table:
-            return f"{self._features.where}{line_of(self._features.path, node)}"
+        if self._features.is_table:
+            return self._features.place_of(node)
         return f"{self._features.where}: node {node}"
+
+    def label_of(self, node: int) -> str:
+        return super().label_of(node) if self._labels is None else self._labels.place_of(node)
 
     def _random_split(self, y: Tensor) -> dict[str, Tensor]:
         rank_zero_info(f"{self.root} has no train, val and test: split by data.seed={self.seed}")

@@ -181,3 +181,66 @@ def test_a_wrong_bias_is_named():
         layer(x, edge_index, edge_bias=torch.zeros(2, 3))
     with pytest.raises(TypeError, match="edge_bias: expected a floating-point tensor"):
         layer(x, edge_index, edge_bias=torch.zeros(2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "cosine", "gatv2", "gat"])
+@pytest.mark.parametrize(
+    ("channels", "options"),
+    [
+        (8, {"residual": True, "gate": True, "edge_dim": 3, "add_self_loops": True}),
+        (8, {"separate_self": True, "concat": False}),
+        ((8, 5), {"residual": True}),
+    ],
+    ids=["loops", "separate", "bipartite"],
+)
+def test_a_batch_with_one_graph(score, channels, options, graph):
+    """[batch, nodes, channels], what PyG calls a static graph: as its items one by one."""
+    torch.manual_seed(0)
+    layer = GraphAttention(channels, 4, heads=2, score=score, **options).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.5)
+    x = torch.randn(3, NODES, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randn(3, 23, 5, dtype=torch.float64, requires_grad=True)
+    inputs = (x,) if isinstance(channels, int) else (x, targets)
+    edges = graph if len(inputs) == 1 else graph[:, graph[1] < 23]
+    attr = torch.randn(edges.shape[1], 3).double() if "edge_dim" in options else None
+    bias = torch.randn(edges.shape[1], 2).double()
+
+    def run(*given):
+        nodes = given if len(given) > 1 else given[0]
+        y, (_, weights) = layer(nodes, edges, attr, None, True, edge_bias=bias)
+        options = {"rows": slice(3, None), "heads": 1, "edge_bias": bias}
+        chosen = layer.attention_weights(nodes, edges, attr, **options)
+        return y, weights, chosen
+
+    batch = run(*inputs)
+    items = [torch.stack(part) for part in zip(*map(run, *inputs), strict=True)]
+    for actual, expected in zip(batch, items, strict=True):
+        assert expected.std() > 0.01
+        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(part[0].square().sum(), inputs) for part in (batch, items))
+    )
+
+
+def test_a_batch_with_one_graph_in_every_form(graph, x):
+    """Edges with fewer targets, targets without features, a sparse matrix; and what is refused."""
+    batch = torch.stack([x, x.flip(0)])
+    few = Edges(graph[:, graph[1] < 23], (NODES, 23))
+    layer = GraphAttention((8, 5), 4, heads=2, score="gat", add_self_loops=False)
+    expected = torch.stack([layer((item, None), few) for item in batch])
+    torch.testing.assert_close(layer((batch, None), few), expected)
+    layer = GraphAttention(8, 4, heads=2)
+    torch.testing.assert_close(layer(batch, few), torch.stack([layer(y, few) for y in batch]))
+    matrix = torch.sparse_coo_tensor(graph.flip(0), torch.ones(graph.shape[1]), (NODES, NODES))
+    _, (whole, weights) = layer(batch, matrix, return_attention_weights=True)
+    for number, item in enumerate(batch):
+        _, (alone, _) = layer(item, matrix, return_attention_weights=True)
+        torch.testing.assert_close(whole.to_dense()[..., number], alone.to_dense())
+    assert list(weights.shape) == [2, graph.shape[1], 2]
+    with pytest.raises(ValueError, match=r"x: expected sources and targets of one batch, got \[2"):
+        GraphAttention((8, 8), 4)((batch, x), graph)
+    for wrong in (x[0], batch[None], batch.to_sparse()):
+        with pytest.raises(ValueError, match=r"x: expected \[nodes, channels\], got"):
+            layer(wrong, graph)

@@ -1,10 +1,12 @@
 """Checkpoints of short epochs: seldom on the disk, never wrong there."""
 
 import time
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from attnkit.lightning import BestCheckpoint, LastCheckpoint
 
@@ -21,6 +23,23 @@ class Writes(Callback):
             if self.times.get(path.name) != changed:
                 self.times[path.name] = changed
                 self.found.append((path.name, trainer.current_epoch))
+
+
+class Lists(Callback):
+    """A state of all kinds, which goes on changing."""
+
+    def __init__(self):
+        self.state = {"list": [[]], "tuple": ([], 1), "counts": Counter(), "ordered": OrderedDict()}
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        epoch = trainer.current_epoch
+        self.state["list"][0].append(epoch)
+        self.state["tuple"][0].append(torch.tensor(epoch))
+        self.state["counts"][str(epoch)] = 2
+        self.state["ordered"][epoch] = None
+
+    def state_dict(self):
+        return self.state
 
 
 def improving(small_net):
@@ -82,12 +101,18 @@ def test_what_is_held_is_the_state_of_its_epoch(small_net, loader, make_trainer,
                 self.kept = {k: v.clone() for k, v in self.state_dict().items()}
 
     net = Once()
-    fit(net, loader, make_trainer, tmp_path, 3600, epochs=3)
+    fit(net, loader, make_trainer, tmp_path, 3600, epochs=3, callbacks=[Lists()])
     checkpoint = torch.load(tmp_path / "best.ckpt", weights_only=True)
     assert checkpoint["epoch"] == 1
     for key, value in net.kept.items():
         torch.testing.assert_close(checkpoint["state_dict"][key], value)
     assert not torch.equal(net.kept[key], net.state_dict()[key])
+    assert checkpoint["callbacks"]["Lists"] == {
+        "list": [[0, 1]],
+        "tuple": ([torch.tensor(0), torch.tensor(1)], 1),
+        "counts": Counter({"0": 2, "1": 2}),
+        "ordered": OrderedDict({0: None, 1: None}),
+    }
 
 
 class At(Callback):
@@ -148,6 +173,29 @@ def test_files_of_several_names_are_all_written(small_net, loader, make_trainer,
     assert {path.name: epoch_of(path) for path in tmp_path.glob("*.ckpt")} == {
         f"epoch={epoch}.ckpt": epoch for epoch in (2, 3, 4)
     }
+
+
+@pytest.mark.parametrize("logged", [{}, {"epoch": 7.0, "step": 5.0}])
+def test_what_names_may_be_made_of_is_lightnings(logged, small_net, loader, make_trainer, tmp_path):
+    found = []
+
+    class Logging(small_net):
+        def on_train_epoch_end(self):
+            self.log_dict(logged)
+
+    class Compared(BestCheckpoint):
+        def _monitor_candidates(self, trainer):
+            ours = super()._monitor_candidates(trainer)
+            found.append((ours, ModelCheckpoint._monitor_candidates(self, trainer)))
+            return ours
+
+    best = Compared(dirpath=tmp_path, filename="{epoch}-{step}", monitor="val/loss")
+    trainer = make_trainer(max_epochs=2, callbacks=[best], enable_checkpointing=True)
+    trainer.fit(Logging(), loader, loader)
+    assert len(found) == 2
+    for ours, theirs in found:
+        assert ours == theirs
+        assert [x.dtype for x in ours.values()] == [x.dtype for x in theirs.values()]
 
 
 def test_it_is_written_when_training_fails(small_net, loader, make_trainer, tmp_path):
