@@ -136,7 +136,7 @@ def test_the_wheel_runs_a_users_own_parts(wheel, make_environment, repository, t
     page = (repository / "docs" / "extending.md").read_text()
     blocks = re.findall(r"^```\w+ file=(mine/\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     commands = re.findall(r"^python -m attnkit --config-dir mine (.*)$", page, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 7
     for name, code in blocks:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(code)
