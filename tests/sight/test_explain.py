@@ -342,7 +342,7 @@ def test_it_is_printed_in_words():
     seen = explain(randomised(ours()), torch.rand(6, 3, 32, 48), 3)
     text = repr(seen)
     assert text.startswith("relevance of 6 images on 2 x 3\n  0: class 3 (predicted")
-    assert "prefix took" in text
+    assert "class and register tokens: " in text
     assert "… 2 more" in text
     assert "grid 2 x 3 behind 1 prefix tokens, of the model's patch_size" in text
     assert str(seen.layers).splitlines()[0].split() == [

@@ -115,7 +115,7 @@ def test_an_even_map_looks_even_and_has_a_scale():
     uneven = even._replace(values=torch.tensor([[0.5, 7.0]]), prefix=0.613)
     figure, (_, below) = picture(uneven)
     assert figure.axes[-1].get_ylim() == (0, 7)
-    assert [text.get_text() for text in below.texts] == ["class and registers took 61 %"]
+    assert [text.get_text() for text in below.texts] == ["class and register tokens: 61 %"]
     gate = LayerMap("gate", "gate", torch.full((3, 5), 0.5), "image")
     assert picture(gate)[0].axes[-1].get_ylim() == (0, 1)
 

@@ -150,23 +150,23 @@ def _chosen(session: Session, report: Report) -> tuple[Any, list[int], str]:
     if not takes_images(session.config["predict"]):  # a graph is one batch
         is_whole = type(data).predict_dataloader is not LightningDataModule.predict_dataloader
         loader = data.predict_dataloader() if is_whole else _first(data.test_dataloader())
-        return next(iter(loader)), [], "" if is_whole else "chosen: the first batch of the test"
+        return next(iter(loader)), [], "" if is_whole else "shown: the first batch of the test data"
     loader = data.predict_dataloader() if images else _first(data.test_dataloader())
     dataset = getattr(loader, "dataset", None)
     if dataset is None or not hasattr(dataset, "__len__"):
         raise UserError("data: its test loader has no data set to choose from; give images=PATH")
     labels = getattr(dataset, "labels", None)
     count = min(report.num_images, len(dataset))
-    rows, how = list(range(count)), "the first"
+    rows, how = list(range(count)), "the first ones"
     if not images and labels is not None:
-        rows, how = by_turns(labels.tolist(), count), "the first of each class by turns"
+        rows, how = by_turns(labels.tolist(), count), "taken from each class in turn"
     some = DataLoader(Subset(dataset, rows), batch_size=count, collate_fn=loader.collate_fn)
     batch = data.on_after_batch_transfer(next(iter(some)), 0)
     count = num_rows(batch)  # a file that cannot be decoded is left out
     if not count:
         raise UserError(f"images: none of the first {len(rows)} in {images} can be read")
     source = f"images in {images}" if images else "test images"
-    return batch, rows, f"chosen: {count} of {len(dataset):,} {source}, {how}"
+    return batch, rows, f"shown: {count} of {len(dataset):,} {source}, {how}"
 
 
 def _beside(

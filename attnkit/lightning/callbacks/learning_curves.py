@@ -129,10 +129,10 @@ def _draw_panel(panel: Axes, name: str, history: History) -> None:
             )  # fmt: skip
     last = max((epochs[-1][0] for key, epochs in history.items() if epochs), default=1)
     if last <= 1:  # a single point has no scale of its own
-        panel.set_xlim(0, 2)
+        panel.set_xlim(0.5, 1.5)
     panel.set_title(name.replace("_", " "), fontsize=10)
     panel.set_xlabel("epoch", fontsize=9)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     panel.tick_params(labelsize=8)
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

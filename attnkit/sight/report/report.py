@@ -215,7 +215,10 @@ class Report:
     def _check_nodes(self, explained: Explained) -> None:
         number = len(explained.inputs[0])
         if not self.nodes:
-            raise ValueError(f"nodes: expected some of 0 to {number - 1}, as nodes=[12,51]")
+            raise ValueError(
+                f"nodes: expected the numbers of the nodes to explain, 0 to {number - 1}, such as "
+                "nodes=[12,51]"
+            )
         for node in self.nodes:
             if not 0 <= node < number:
-                raise ValueError(f"nodes: expected some of 0 to {number - 1}, got {node}")
+                raise ValueError(f"nodes: expected numbers from 0 to {number - 1}, got {node}")

@@ -133,7 +133,7 @@ def test_all_decoders_in_one_table(attnkit):
     for row in rows.values():
         assert not row["error"]
         assert float(row["test/compositional/cider_d"]) >= 0
-    assert "What differs: decoder." in Path("sweep/table.md").read_text()
+    assert "The trials differ in decoder." in Path("sweep/table.md").read_text()
 
 
 @pytest.mark.slow
