@@ -14,8 +14,9 @@ HEAD = """# Records
 
 Written by `python docs/records.py` from the files in `conf/experiment/`; a test holds it to them.
 
-A record is an experiment file with a section `record`. It states a figure that a paper or this documentation claims,
-and the figure that was measured here. Running the experiment measures it again.
+A record is an experiment file with a section `record`. It states a figure that a paper or this
+documentation claims, and the figure that was measured here. Running the experiment measures it
+again.
 
     python -m attnkit run=reproduce                                         # lists them
     python -m attnkit run=reproduce reproduce.name=digits_vit               # runs one again
@@ -23,12 +24,13 @@ and the figure that was measured here. Running the experiment measures it again.
     python -m attnkit run=reproduce reproduce.minutes=20 data.root=PATH     # all that fit
     python -m attnkit experiment=cora data.root=PATH                        # one as an ordinary run
 
-`data.root` is the folder with the data files, or a folder that contains `planetoid`, `heterophilous`
-and `cifar10`. `seeds=N` runs another number of seeds or splits. `reproduce.minutes=N` runs the
-shortest records first, as many as fit into N minutes by the times below, and names each record that
-it leaves out, with the reason. Each record gets its own folder in `outputs/reproduce/<date_time>`,
-next to `table.csv` and `table.md`. If a record fails, its error is in the table, the others still
-run, and the exit code is 1. A figure that disagrees is not a failure.
+`data.root` is the folder with the data files, or a folder that contains `planetoid`,
+`heterophilous` and `cifar10`. `seeds=N` runs another number of seeds or splits.
+`reproduce.minutes=N` runs the shortest records first, as many as fit into N minutes by the times
+below, and names each record that it leaves out, with the reason. Each record gets its own folder in
+`outputs/reproduce/<date_time>`, next to `table.csv` and `table.md`. If a record fails, its error is
+in the table, the others still run, and the exit code is 1. A figure that disagrees is not a
+failure.
 
 ## The verdict
 

@@ -42,7 +42,9 @@ def test_every_public_name_is_in_the_reference():
 
 def test_the_zoo_has_every_choice_and_names_only_what_there_is():
     page = (ROOT / "docs" / "zoo.md").read_text()
-    names = {name for part in re.findall(r"`([^`]+)`", page) for name in re.findall(r"[\w=]+", part)}
+    names = {
+        name for part in re.findall(r"`([^`]+)`", page) for name in re.findall(r"[\w=]+", part)
+    }
     for group in ("attention", "model", "decoder", "encoder"):
         choices = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
         missing = choices - names - {n.removeprefix(f"{group}=") for n in names} - {"captioner"}

@@ -64,7 +64,9 @@ class PretrainedViT(ViT):
             except ValueError as error:
                 raise ValueError(f"pretrained: {error}") from error
             if source.architecture is None:
-                raise ValueError(f"pretrained: {given}: its config.json names no network of timm's")
+                raise ValueError(
+                    f"pretrained: {given}: its config.json does not name a network of timm"
+                )
             own = ("num_classes", "in_chans", "drop_rate", "drop_path_rate")
             arguments = {k: v for k, v in source.arguments.items() if k not in own}
             theirs = timm_backbone(

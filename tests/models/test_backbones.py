@@ -69,7 +69,7 @@ def test_weights_that_cannot_be_had(monkeypatch):
         raise OSError("no network\nand more")
 
     monkeypatch.setattr(timm, "create_model", offline)
-    with pytest.raises(ValueError, match="the weights of resnet18 cannot be had: no network"):
+    with pytest.raises(ValueError, match="the weights of resnet18 cannot be loaded: no network"):
         timm_backbone("resnet18", in_channels=3, num_classes=5, pretrained=True)
 
 
@@ -127,7 +127,7 @@ WRONG = {
     "another pooling": ("hf", {"global_pool": "avg"}, "was made with global_pool=token, here"),
     "both": ("net.pth", {"pretrained": True}, "pretrained: not together with weights"),
     "size": ("net.pth", {"image_size": 50}, "image_size: test_vit cannot take 50 x 50 pix.*160"),
-    "hub": ("hf-hub:nobody/nothing", {}, "cannot be had: no network connection to the hub"),
+    "hub": ("hf-hub:nobody/nothing", {}, "cannot be loaded: no network connection to the hub"),
 }  # fmt: skip
 
 

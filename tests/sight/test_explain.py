@@ -479,7 +479,7 @@ BAD = {
         ours,
         {"layers": -1, "method": "occlusion"},
         ValueError,
-        "layers: 'occlusion' looks at no layer of attention; leave it out",
+        "layers: 'occlusion' does not use attention layers; leave it out",
     ),
     "layers of a map": (
         ours, {"layers": -1, "method": IMAGES[:, 0]}, TypeError, "layers: only methods of attnkit's"

@@ -91,7 +91,9 @@ def make_vit(**options):
 
 
 def test_tokens_that_are_no_grid():
-    with pytest.raises(ValueError, match="grid: 16 tokens form no grid over an image of 21 x 35"):
+    with pytest.raises(
+        ValueError, match="grid: 16 tokens do not form a grid over an image of 21 x 35"
+    ):
         layer_maps(Bright(1), torch.rand(3, 21, 35), -1, 2)
 
 

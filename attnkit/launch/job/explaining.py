@@ -34,7 +34,7 @@ def explain(session: Session) -> dict[str, float] | None:
     """Explain images, sentences or nodes; leaves explain.html, scores.csv and maps.npz."""
     report = build(session.config["explain"], at="explain")
     if not isinstance(report, Report):
-        raise UserError(f"explain: {session.config['explain']['_target_']} is no Report")
+        raise UserError(f"explain: {session.config['explain']['_target_']} is not a Report")
     facts = [] if session.config["ckpt"] else _of_timm(session)
     module = session.make_module()
     session.make_trainer()
@@ -88,7 +88,7 @@ def _explained(module: LightningModule, batch: Any, device: torch.device) -> Exp
     look = getattr(module, "explained", None)
     if look is None:
         raise UserError(
-            f"run=explain: {type(module).__name__} does not say what is explained of a batch; give "
+            f"run=explain: {type(module).__name__} does not say what to explain in a batch; give "
             "it a method explained(batch), see attnkit.lightning.Explained"
         )
     module.to(device).eval()
@@ -132,7 +132,9 @@ def _device(asked: str | None) -> torch.device:
         device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"explain.device: {asked!r} is not there: {first_line(error)}") from error
+        raise UserError(
+            f"explain.device: {asked!r} is not available: {first_line(error)}"
+        ) from error
     return device
 
 
@@ -224,7 +226,7 @@ def _of_timm(session: Session) -> list[str]:
     of = node.get("name") or node.get("weights")
     missing = [key for key in ("name", "image_size", "num_classes") if not facts.get(key)]
     if missing:
-        raise UserError(f"model.{missing[0]}: {of} does not say it; model.{missing[0]}=…")
+        raise UserError(f"model.{missing[0]}: not known from {of}; set model.{missing[0]}=…")
     asked = {key: node[key] for key in ("in_channels", "num_classes") if node.get(key) is not None}
     for part in (node, module):
         fill(part, {**facts, **asked})

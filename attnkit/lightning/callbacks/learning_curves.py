@@ -25,8 +25,8 @@ COLOURS = {"train": "#7f7f7f", "val": "#1f77b4"}
 class LearningCurves(Callback):
     """Draws every logged metric over the epochs, `train/loss` and `val/loss` in one panel.
 
-    Where there is a `train/plain_loss`, that is what compares with `val/loss`: it stands in the
-    same panel, and `train/loss` is labelled as what is minimised.
+    If there is a `train/plain_loss`, it can be compared with `val/loss` and is drawn in the same
+    panel; `train/loss` is then labelled as what is minimised.
 
     Needs no logger: it notes the values at the end of each epoch and validation. They are part of
     the checkpoint, so that the picture of a resumed run is whole. Drawn when training ends, also by

@@ -47,7 +47,7 @@ def explain_graph(
             f"{knowing}"
         )
     if layers is not None and not known.has_layers:
-        raise ValueError(f"layers: {name!r} looks at no layer of attention; leave it out")
+        raise ValueError(f"layers: {name!r} does not use attention layers; leave it out")
     for option in options:
         if option not in known.options:
             raise TypeError(f"{option}: {name!r} has no such option for a graph")

@@ -48,7 +48,7 @@ class NodeReport(Callback):
     Costs one forward of the first batch. The first process writes.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:

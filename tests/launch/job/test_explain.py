@@ -142,12 +142,12 @@ REFUSED = [
     (("images=RUNS/broken.png",), "images: none of the first 1 in"),
     (
         ("predict.batch_size=3",),
-        "predict.batch_size=3: does nothing in run=",
+        "predict.batch_size=3: has no effect in run=",
     ),
-    (("images=RUNS/pictures", "data.batch_size=3"), "data.batch_size=3: does nothing in run="),
+    (("images=RUNS/pictures", "data.batch_size=3"), "data.batch_size=3: has no effect in run="),
     (("explain.device=cuda:99",), "explain.device: 'cuda:99' is not there"),
     (("explain.sead=1",), "explain.sead: attnkit.sight.report.Report has no such key"),
-    (("trainer=cpu",), "trainer=cpu: does nothing in run=explain"),
+    (("trainer=cpu",), "trainer=cpu: has no effect in run=explain"),
 ]
 
 

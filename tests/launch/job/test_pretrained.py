@@ -152,11 +152,11 @@ WRONG = {
     ),
     "no network": (
         ("model.name=vit_tiny_patch16_224", "model.pretrained=true"),
-        "the weights of vit_tiny_patch16_224 cannot be had: no network connection to the hub",
+        "the weights of vit_tiny_patch16_224 cannot be loaded: no network connection to the hub",
     ),
     "no network to a hub": (
         ("model.weights=hf-hub:nobody/nothing",),
-        "model.weights: hf-hub:nobody/nothing cannot be had: no network connection to the hub",
+        "model.weights: hf-hub:nobody/nothing cannot be loaded: no network connection to the hub",
     ),
     "code": ((*VIT, "model.weights={saved}/evil.pth"), "would run code"),
     "junk": ((*VIT, "model.weights={saved}/junk.pth"), "junk.pth: not a file of weights"),
@@ -203,7 +203,7 @@ WRONG = {
     "init: and resume": (("resume={saved}", "init=x"), "init=x: not together with resume"),
     "init: to test": (
         ("run=test", "ckpt={saved}/junk.pth", "init=x"),
-        "init=x: does nothing in run=test; only in run=train, check",
+        "init=x: has no effect in run=test; only in run=train, check",
     ),
     "file by another name": ((*VIT, "model.checkpoint_path=x"), "leads to a file or program"),
 }  # fmt: skip
