@@ -245,7 +245,10 @@ def test_bad_adapters(tmp_path):
             lambda: last_blocks(nn.Linear(2, 2)),
             "num_blocks: Linear has no blocks that attnkit recognizes",
         ),
-        (lambda: head_only(nn.Linear(2, 2)), "head: Linear has none that is known by its name"),
+        (
+            lambda: head_only(nn.Linear(2, 2)),
+            "head: Linear has no head that can be found by its name",
+        ),
         (lambda: head_only(vit(), head="*.x"), r"head: '\*.x' matches no module with parameters"),
         (lambda: bitfit(nn.Linear(2, 2, bias=False)), "bitfit: Linear has no bias outside of"),
         (lambda: full(vit(), layer_decay=1.5), "layer_decay: expected above 0 and at most 1"),

@@ -109,5 +109,5 @@ def _built(kind: type, at: str, nodes: Mapping[str, Any] | None) -> dict[str, An
             key = f"{at}.{name}".lstrip(".")
             built[name] = build(node, at=key)
             if not isinstance(built[name], kind):
-                raise UserError(f"{key}: {node['_target_']} is no {kind.__name__}")
+                raise UserError(f"{key}: {node['_target_']} is not a {kind.__name__}")
     return built

@@ -231,7 +231,7 @@ FILES = {
     "given twice": ("seed: 1\nseed: 2", "not valid YAML: found duplicate key seed", "wrong.yaml:5"),
     "no such class": ("module:\n  _target_: mine_of_the_tests.Main", "did you mean Mine?", ":5"),
     "argument of the data": ("data:\n  smples: 3", "did you mean samples?", "wrong.yaml:5"),
-    "allow in a file": ("allow: [os]", "allow: given by a file", ""),
+    "allow in a file": ("allow: [os]", "allow: set in a file", ""),
     "callback without target": ("callbacks: {mine: {x: 1}}", "callbacks.mine: expected a", ":4"),
     "circle": ("vars: {a: '${vars.b}', b: '${vars.a}'}", "Recursive interpolation", "wrong.yaml:4"),
     "half an interpolation": ("vars: {a: '${'}", "wrong.yaml: ", ""),

@@ -222,7 +222,7 @@ def test_resume_and_retry(halted, attnkit, found, hers):
         ("-m seed=1,2 hydra/launcher=slurm", "there is no launcher of this name"),
         ("-m seed=1,2 hydra/sweeper=other", "attnkit makes the combinations itself"),
         ("-m optimizer.lr=interval(1e-4,1e-2)", "let Optuna choose: hydra/sweeper=optuna"),
-        ("-m optimizer=glob(zz*)", "a glob(…) that no choice of its group fits"),
+        ("-m optimizer=glob(zz*)", "glob(…) matches no choice of its group"),
         ("seed=1 hydra/sweeper=optuna", "hydra/sweeper=optuna: only with -m"),
         ("seed=1 hydra/launcher=joblib", "hydra/launcher=joblib: only with -m"),
         (
