@@ -99,6 +99,16 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, repository):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_every_folder_of_the_wheel_is_a_declared_package(wheel, repository):
+    """Else setuptools warns, for each, that it may be left out one day."""
+    text = (repository / "pyproject.toml").read_text()
+    declared = re.search(r"^packages = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert declared
+    held = (n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("attnkit/"))
+    folders = {name.rpartition("/")[0].replace("/", ".") for name in held}
+    assert folders == set(re.findall(r'"(.+)"', declared[1]))
+
+
 def test_the_source_archive_holds_what_git_does(built, repository):
     (archive,) = built.glob("attnkit-*.tar.gz")
     with tarfile.open(archive) as file:

@@ -471,7 +471,7 @@ BAD = {
     "method": (ours, {"method": "lrp"}, ValueError, "method: expected one of attention.* 'lrp'"),
     "method of a kind": (ours, {"method": 3}, TypeError, "method: expected a name, a function or"),
     "map": (ours, {"method": torch.rand(3, 2, 3)}, ValueError, r"expected a map \[2, rows, col"),
-    "map of tokens": (ours, {"method": torch.rand(2, 11)}, ValueError, "grid: 11 tokens do not form"),
+    "map of tokens": (ours, {"method": torch.rand(2, 11)}, ValueError, "grid: 11 tokens do not"),
     "layers": (ours, {"layers": 3}, ValueError, "layers: 3 is none of the 3 attention layers"),
     "layers by name": (ours, {"layers": "block"}, ValueError, "'block' is none of the 3 attention"),
     "no layers": (ours, {"layers": []}, ValueError, "layers: expected at least one, got none"),
