@@ -73,7 +73,7 @@ def test_the_space(composer, text, expected):
     ("text", "message"),
     [
         ("tag(log,interval(0,1))", "a lower end above 0"),
-        ("tag(log,choice(1,2))", "of interval"),
+        ("tag(log,choice(1,2))", "only tag(log,interval"),
         ("tag(exp,interval(1,2))", "tag exp"),
         ("interval(2,1)", "the lower end first"),
         ("range(1,1)", "no value"),
