@@ -65,7 +65,7 @@ def overlay(panel, image, grid):
     saturation = 1 - least / stroke.clamp(min=1)
     ink = saturation * colour + (1 - saturation) * 0.15
     paper = 1 - map * torch.tensor([0.55, 0.18, 0.0]).view(3, 1, 1)
-    covered = (0.35 + 0.65 * map) * stroke / stroke.max()
+    covered = (0.5 + 0.5 * map) * stroke / stroke.max()
     panel.imshow((paper * (1 - covered) + ink * covered).permute(1, 2, 0).numpy())
 
 
