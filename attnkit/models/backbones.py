@@ -95,7 +95,7 @@ def _pretrained(name: str, config: Mapping[str, Any], options: dict[str, Any]) -
     here = options["num_classes"]
     if here and config["num_classes"] != here:
         _log.info(
-            "pretrained: the head of %s for %d classes is left out: %d here",
+            "pretrained: the head of %s for %d classes is replaced by one for %d",
             name, config["num_classes"], here,
         )  # fmt: skip
     return network
@@ -160,7 +160,7 @@ def _with_head_of(
     here = getattr(fresh, "num_classes", 0)
     if not there:
         return fitted, f"it has no head; that for {here} classes is new"
-    return fitted, f"its head for {there} classes is left out: {here} here"
+    return fitted, f"its head for {there} classes is replaced by one for {here}"
 
 
 def _channels(fresh: nn.Module, state: dict[str, Tensor]) -> int | None:

@@ -85,8 +85,8 @@ def explain(
         inputs: images, as the model takes them; or what it is called with for a graph.
         target: a class for all images, or one for each; None: the class that is predicted. Refused
             by methods that do not know of it.
-        method: a name of the table; a function (model, images, classes) -> map; or a map that
-            somebody else made, [batch, rows, columns], or [batch, tokens].
+        method: a name of the table; a function (model, images, classes) -> map; or a finished
+            map, [batch, rows, columns] or [batch, tokens].
         layers: which layers of attention take part, by position or by name (`*` matches anything);
             None: all, or the last for "attention", "value_weighted" and "grad_cam".
         grid: rows and columns of the patches; None: found, and said in `notes`.

@@ -85,7 +85,7 @@ def test_a_head_that_does_not_fit_is_left_out(vit, saved, caplog):
     caplog.set_level(logging.INFO, "attnkit")
     network = timm_backbone("test_vit", 3, 4, weights=saved / "net.pth", **SIZE).eval()
     said = [r.getMessage() for r in caplog.records if r.name == "attnkit.models.backbones"]
-    assert said == [f"weights: {saved}/net.pth: its head for 11 classes is left out: 4 here"]
+    assert said == [f"weights: {saved}/net.pth: its head for 11 classes is replaced by one for 4"]
     images = torch.randn(2, 3, 160, 160)
     torch.testing.assert_close(network.forward_features(images), vit.forward_features(images))
     assert network.head.weight.std() > 0

@@ -62,7 +62,7 @@ class CachedFeatures(Callback):
         elif not self._said:
             self._say("features are computed once for each sample, and kept")
         elif trainer.current_epoch and not self._known and trainer.is_last_batch:
-            self._stop("no sample came a second time")
+            self._stop("no sample occurred twice")
 
     def on_fit_end(self, *args: Any) -> None:
         self._restore()
@@ -75,7 +75,7 @@ class CachedFeatures(Callback):
         rank_zero_only(_log.info)(f"finetune=head: {what}")
 
     def _stop(self, reason: str) -> None:
-        self._say(f"features are computed in every epoch anew: {reason}")
+        self._say(f"features are computed again in every epoch: {reason}")
         self._restore()
 
     def _restore(self) -> None:

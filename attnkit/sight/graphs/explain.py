@@ -76,7 +76,7 @@ def explain_graph(
 
 
 def _given(scores: Tensor, question: GraphQuestion, layers: Layers) -> EdgeMap:
-    """Numbers that somebody else made, checked."""
+    """Check numbers that were made elsewhere."""
     if list(scores.shape) != [question.num_edges] or not scores.is_floating_point():
         raise ValueError(
             f"method: expected floating-point numbers [edges] = [{question.num_edges}], got "

@@ -133,7 +133,7 @@ def entropies(module: nn.Module, batch: Data) -> list[dict[str, Any]]:
     except ValueError as error:
         if not str(error).startswith("model: "):
             raise
-        say("attention: none that can be seen, and no attention_entropy.csv")
+        say("attention: none that can be seen, so no attention_entropy.csv")
         return []
     return recorder.rows
 

@@ -56,7 +56,7 @@ def test_a_run_needs_the_weights_only_once(attnkit, saved, photos):
     done = attnkit(*TIMM, *QUICK, *photos, "model.name=test_vit", "model.weights=net.safetensors",
                    "run_dir=run")  # fmt: skip
     assert done.code == 0, done.err
-    said = f"weights: {weights}: its head for 11 classes is left out: 3 here"
+    said = f"weights: {weights}: its head for 11 classes is replaced by one for 3"
     assert done.out.count(said) == 1
     assert said in Path("run/run.log").read_text()
     config = config_of("run")
@@ -102,8 +102,8 @@ def test_our_network_with_timms_weights(attnkit, saved, photos, form):
     done = attnkit("task=vit", "model=vit_small", *size, f"model.pretrained={saved / form}",
                    "model.score=cosine", *photos, *QUICK, "run_dir=run")  # fmt: skip
     assert done.code == 0, done.err
-    assert "its head for 11 classes is left out: 3 here" in done.out
-    assert ("does not say its mean and std" in done.out) == (form != "hf")
+    assert "its head for 11 classes is replaced by one for 3" in done.out
+    assert ("has no mean and std" in done.out) == (form != "hf")
     config = config_of("run")
     assert config["model"]["patch_size"] == 16
     assert config["data"]["image_size"] == 160
