@@ -76,7 +76,7 @@ def test_with_another_score(saved, caplog):
     ours = PretrainedViT(pretrained=saved / "hf", score="general", **SAME)
     plain = PretrainedViT(pretrained=saved / "hf", **SAME)
     assert torch.equal(ours.blocks[3].mlp.fc1.weight, plain.blocks[3].mlp.fc1.weight)
-    assert "lacks blocks.0.attention.score" in said(caplog)[0]
+    assert "has no blocks.0.attention.score" in said(caplog)[0]
     assert "these start untrained" in said(caplog)[0]
 
 
