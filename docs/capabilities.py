@@ -70,20 +70,20 @@ DEVICES = {
 
 HEAD = """# What runs where
 
-Written by `python docs/capabilities.py` from what the kernels declare of themselves; a test holds
-it to them. `attnkit.explain_backends(query, key, value, …)` says the same of your own tensors.
+Written by `python docs/capabilities.py` from what the kernels declare; a test keeps it up to date.
+`attnkit.explain_backends(query, key, value, …)` tells you the same about your own tensors.
 
-A cell names the kernels that serve, the preferred first; `backend="auto"` takes the first of them
-that pays at your sizes. A kernel that is not named refuses, and says why when it is forced: the
-reasons stand below each table.
+A cell lists the kernels that can serve, the preferred one first; `backend="auto"` takes the first
+of them that is worthwhile at your sizes. A kernel that is not listed refuses, and says why if you
+force it. The reasons are below each table.
 
-- °: the score is lowered, by exact algebra, to a scaled dot product, save on `reference`.
-- ▫: the mask is made a boolean tensor of queries × keys first. Others read its own structure, or
-  compute the part that a block needs.
-- Where no kernel is named, `attend` raises `ValueError`: the two do not go together.
+- °: except on `reference`, exact algebra turns the score into a scaled dot product.
+- ▫: the mask is first turned into a boolean tensor of queries × keys. The other kernels use the
+  mask's structure, or compute the part that a block needs.
+- If a cell is empty, the two do not go together, and `attend` raises `ValueError`.
 
-CUDA's tables are what the kernels declare for compute capability 9.0. What was run there, and what
-was not, is in [the benchmarks](benchmarks.md#on-one-gpu).
+The tables for CUDA show what the kernels declare for compute capability 9.0.
+[Benchmarks](benchmarks.md#on-one-gpu) says what was run there and what was not.
 """
 
 

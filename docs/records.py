@@ -14,8 +14,9 @@ HEAD = """# Records
 
 Written by `python docs/records.py` from the files in `conf/experiment/`; a test holds it to them.
 
-A record is an experiment with a node `record`. It holds a figure that a paper or this documentation
-claims, and what was measured here. The experiment is the command that measures it.
+A record is an experiment file with a section `record`. It states a figure that a paper or this
+documentation claims, and the figure that was measured here. Running the experiment measures it
+again.
 
     python -m attnkit run=reproduce                                         # lists them
     python -m attnkit run=reproduce reproduce.name=digits_vit               # runs one again
@@ -23,28 +24,29 @@ claims, and what was measured here. The experiment is the command that measures 
     python -m attnkit run=reproduce reproduce.minutes=20 data.root=PATH     # all that fit
     python -m attnkit experiment=cora data.root=PATH                        # one as an ordinary run
 
-`data.root` is the folder with the files, or a folder that holds `planetoid`, `heterophilous` and
-`cifar10`. `seeds=N` runs another number of seeds or splits. With `reproduce.minutes=N` the shortest
-records come first, as many as together fit by the times below. What is left out is named with its
-reason. Each record has a folder of its own in `outputs/reproduce/<date_time>`, beside `table.csv`
-and `table.md`. A record that fails stays in the table with its error, and the others go on; the
-exit code is then 1. A figure that disagrees is not a failure.
+`data.root` is the folder with the data files, or a folder that contains `planetoid`,
+`heterophilous` and `cifar10`. `seeds=N` runs another number of seeds or splits.
+`reproduce.minutes=N` runs the shortest records first, as many as fit into N minutes by the times
+below, and names each record that it leaves out, with the reason. Each record gets its own folder in
+`outputs/reproduce/<date_time>`, next to `table.csv` and `table.md`. If a record fails, its error is
+in the table, the others still run, and the exit code is 1. A figure that disagrees is not a
+failure.
 
 ## The verdict
 
-A new figure `m ± s` is held against the published one, or against ours where nothing is published:
+A new figure `m ± s` is compared with the published one, or with ours if nothing was published:
 
     |m − m_ref| ≤ max(√(s² + s_ref²), half a unit of the last digit of m_ref)    within spread
 
-Otherwise it is `above` or `below`: on which side the number lies, not which is better. `s` is the
-standard deviation over seeds or splits, and 0 where there is one run or none is known. This is a
-rule of thumb for a few seeds, not a test of significance. A record may have a `tolerance` of its
-own instead of half a unit.
+Otherwise the verdict is `above` or `below`. It says on which side the number lies, not which is
+better. `s` is the standard deviation over seeds or splits, and 0 if there was a single run or if
+none is known. This is a rule of thumb for a few seeds, not a significance test. A record may set
+its own `tolerance` instead of half a unit.
 
 ## Add one
 
-A file in `conf/experiment/`, or in `experiment/` of a folder given as `--config-dir`. It begins
-with `# @package _global_`, sets what a run needs (`defaults` with `override /task: …`, `seeds` or
+Write a file in `conf/experiment/`, or in `experiment/` of your `--config-dir`. It begins with
+`# @package _global_`, sets what the run needs (`defaults` with `override /task: …`, `seeds` or
 `splits`), and ends with
 
     record:

@@ -14,21 +14,27 @@ BLOCKS = re.findall(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", PAGE, re.MULTILINE
 (COMMANDS,) = [code.splitlines() for language, _, code in BLOCKS if language == "bash"]
 
 
+def write_files(folder, monkeypatch):
+    """The files of the page, of which no test has imported one."""
+    for _, name, code in BLOCKS:
+        if name:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(code)
+    for path in (folder / "mine").glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "parts", raising=False)
-    for _, name, code in BLOCKS:
-        if name:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(code)
+    write_files(tmp_path, monkeypatch)
     words = shlex.split(command)[3:]
     quick = ["trainer.max_epochs=1", "callbacks.cost=null", "callbacks.curves=null", "run_dir=run"]
     assert main([*words, *quick]) == 0
     logged = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
-    if "callbacks=grad_norm" in words:
-        assert {"train/norm_of_all", "val/auroc", "test/auroc"} <= set(logged)
+    assert ("callbacks=grad_norm" in words) == ("train/norm_of_all" in logged)
+    assert ("module._target_=auroc.WithAUROC" in words) == ("test/auroc" in logged)
     assert ("task=rows" in words) != (tmp_path / "run" / "per_class.csv").exists()
 
 
@@ -57,11 +63,10 @@ def test_the_protocol():
 def test_an_attention_without_partial_is_told_to_add_it(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "parts", raising=False)
-    for name, code in ((name, code) for _, name, code in BLOCKS if name.startswith("mine/")):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(code.replace("_partial_: true\n", ""))
-    assert main(["--config-dir", "mine", "task=spatial", "data=cells", "attention=mean_gate"]) == 2
+    write_files(tmp_path, monkeypatch)
+    path = tmp_path / "mine" / "attention" / "mine.yaml"
+    path.write_text(path.read_text().replace("_partial_: true\n", ""))
+    assert main(["--config-dir", "mine", "task=spatial", "data=cells", "attention=mine"]) == 2
     said = capfd.readouterr().err.splitlines()
     assert said[0].endswith("the network gives it if the file has the line")
-    assert said[1:] == ["  _partial_: true", "  in attention=mean_gate"]
+    assert said[1:] == ["  _partial_: true", "  in attention=mine"]

@@ -99,6 +99,16 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, repository):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_every_folder_of_the_wheel_is_a_declared_package(wheel, repository):
+    """Else setuptools warns, for each, that it may be left out one day."""
+    text = (repository / "pyproject.toml").read_text()
+    declared = re.search(r"^packages = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert declared
+    held = (n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("attnkit/"))
+    folders = {name.rpartition("/")[0].replace("/", ".") for name in held}
+    assert folders == set(re.findall(r'"(.+)"', declared[1]))
+
+
 def test_the_source_archive_holds_what_git_does(built, repository):
     (archive,) = built.glob("attnkit-*.tar.gz")
     with tarfile.open(archive) as file:
@@ -136,7 +146,7 @@ def test_the_wheel_runs_a_users_own_parts(wheel, make_environment, repository, t
     page = (repository / "docs" / "extending.md").read_text()
     blocks = re.findall(r"^```\w+ file=(mine/\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     commands = re.findall(r"^python -m attnkit --config-dir mine (.*)$", page, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 7
     for name, code in blocks:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(code)

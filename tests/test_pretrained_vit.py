@@ -67,7 +67,7 @@ def test_another_size_and_number_of_classes(theirs, saved, caplog, form):
     torch.testing.assert_close(ours.patch_embed.weight, patches)
     assert ours(torch.randn(2, 1, 96, 64)).shape == (2, 4)
     (line,) = said(caplog)
-    assert line.endswith("its head for 11 classes is left out: 4 here")
+    assert line.endswith("its head for 11 classes is replaced by one for 4")
 
 
 def test_with_another_score(saved, caplog):
@@ -76,14 +76,14 @@ def test_with_another_score(saved, caplog):
     ours = PretrainedViT(pretrained=saved / "hf", score="general", **SAME)
     plain = PretrainedViT(pretrained=saved / "hf", **SAME)
     assert torch.equal(ours.blocks[3].mlp.fc1.weight, plain.blocks[3].mlp.fc1.weight)
-    assert "lacks blocks.0.attention.score" in said(caplog)[0]
-    assert "they start anew" in said(caplog)[0]
+    assert "has no blocks.0.attention.score" in said(caplog)[0]
+    assert "these start untrained" in said(caplog)[0]
 
 
 WRONG = {
     "no name, no file": ("vit_smal", {}, "pretrained: no file or folder vit_smal"),
     "no weights": ("vit_small_patch16_18x2_224", {}, "timm has no weights for vit_small_patch16"),
-    "no network": ("vit_tiny_patch16_224", {}, "cannot be had: no network connection to the hub"),
+    "no network": ("vit_tiny_patch16_224", {}, "cannot be loaded: no network connection"),
     "no ViT": ("other.pth", {}, "holds no Vision Transformer under timm's names or ours"),
     "wider": (
         "net.safetensors", {"dim": 96, "num_heads": 3},

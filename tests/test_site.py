@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import attnkit
+
 ROOT = Path(__file__).parent.parent
 MODULES = ("", ".checks", ".finetune", ".interop", ".layers", ".lightning", ".metrics", ".models",
            ".sight", ".surgery")  # fmt: skip
@@ -36,6 +38,20 @@ def test_every_public_name_is_in_the_reference():
         if not inspect.ismodule(value) and home not in listed
     }
     assert missing == set()
+
+
+def test_the_zoo_has_every_choice_and_names_only_what_there_is():
+    page = (ROOT / "docs" / "zoo.md").read_text()
+    names = {
+        name for part in re.findall(r"`([^`]+)`", page) for name in re.findall(r"[\w=]+", part)
+    }
+    for group in ("attention", "model", "decoder", "encoder"):
+        choices = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
+        missing = choices - names - {n.removeprefix(f"{group}=") for n in names} - {"captioner"}
+        assert missing == set(), group
+    classes = set(re.findall(r"`([A-Z]\w+)", page))
+    assert len(classes) > 30
+    assert {name for name in classes if not hasattr(attnkit, name)} == set()
 
 
 def test_it_builds(tmp_path):

@@ -48,7 +48,7 @@ def check_attention(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Report:
-    """Check any attention module for what every attention must do, and report the findings.
+    """Check any attention module for what every attention should do, and report the findings.
 
         report = attnkit.check_attention(
             nn.MultiheadAttention(64, 4, batch_first=True), dim=64,
@@ -56,8 +56,9 @@ def check_attention(
         )
         print(report)
 
-    The module is run on three items of random tokens, in its own dtype, on its own device, in
-    training and in evaluation. "a sees b" is a gradient of output a by token b that is not zero.
+    The module runs on three items of random tokens, in its own dtype and on its own device, in
+    training and in evaluation mode. "a sees b" is a gradient of output a by token b that is not
+    zero.
 
     | check              | what is held                                                         |
     |--------------------|----------------------------------------------------------------------|
@@ -75,9 +76,9 @@ def check_attention(
     | padding_appended   | two tokens of padding more change nothing                            |
     | dead_rows          | an item all masked: finite output and gradients; says what it is     |
 
-    A check in which the module raises has failed, with the exception; the others go on. The module
-    stays as it was: modes, buffers, `.grad`; so does torch's random state. State that is neither
-    a buffer nor torch's is not known here.
+    If the module raises, that check fails with the exception, and the others still run. Modes,
+    buffers, `.grad` and torch's random state are restored afterwards; other state, such as a plain
+    attribute, is not.
 
     Args:
         module: on the device and in the dtype to check it in. Random weights are best: where an
@@ -132,7 +133,7 @@ def assert_attention(
         options: the further arguments of `check_attention`.
 
     Raises:
-        AssertionError: a check has not the verdict expected, or fails.
+        AssertionError: a check does not have the expected verdict, or fails.
         TypeError, ValueError: as `check_attention`.
     """
     expected = dict(expect or {})

@@ -37,39 +37,39 @@ def attend(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Annotated[Tensor, "*batch heads queries value_dim"]:
-    """Attention: each query's average of the values, weighted by how well their keys match it.
+    """Attention: for each query, the average of the values, weighted by how well their keys match.
 
         output_i = Σ_j softmax_j(score(query_i, key_j) + bias_ij) · value_j,   j where mask allows
 
-    or another normalizer in the place of softmax. A row that may look nowhere is exactly 0, and so
-    are its gradients.
+    or with another normalizer instead of softmax. A query that may look nowhere gets exactly 0, and
+    so do its gradients.
 
     Args:
-        query, key, value: all may lack the batch. kv_heads divides heads (grouped-query attention:
-            query head h reads key/value head h // (heads // kv_heads)).
+        query, key, value: the batch may be left out of all three. kv_heads divides heads
+            (grouped-query attention: query head h reads key/value head h // (heads // kv_heads)).
         score: how well a query matches a key: a score of `attnkit.scores`, `General(weight)`,
             `Cosine(temperature)`, `Gaussian(bandwidth)`, `Additive(vector)`, any of them with a
             `softcap`; or a name: "scaled_dot", query·key · scale (Vaswani et al. 2017), "dot",
             query·key (Luong et al. 2015), "cosine" and "gaussian" with temperature and bandwidth 1.
         mask: where to look, True = may look: `Causal`, `Padding`, `Window`, `Window2d`, `Packed`,
-            `Blocks`, `Edges`, `Dense`, what `&`, `|` and `~` make of them, or a boolean tensor.
-            None is everywhere.
+            `Blocks`, `Edges`, `Dense`, a combination of these by `&`, `|` and `~`, or a boolean
+            tensor. None: everywhere.
         bias: added to the scores. `ALiBi`, `RelativeBias1d` and `RelativeBias2d` make such tensors.
         normalizer: how scores become weights: "softmax"; "hard", one key, drawn or the best
             (`Hard(estimator)`); "linear", φ(q)·φ(k) over its sum (`Linear(feature_map)`); or
             `DeltaRule(beta)`, fast weights.
-        edge_features: what the edges of a graph add to keys and values; with `Edges` alone.
+        edge_features: what the edges of a graph add to keys and values; only with `Edges`.
         scale: the factor of "scaled_dot"; 1/√head_dim if None.
         dropout_p: the share of weights zeroed, the rest scaled by 1/(1 − dropout_p). Applied
             whenever it is not 0; modules pass 0 in evaluation.
-        backend: "auto" takes the first kernel that can and pays; "edges_triton",
-            "edges_numba", "edges", "varlen", "packed", "window", "flex", "flash", "cudnn",
-            "efficient", "linear", "delta_rule", "blockwise", "hard", "math" or "reference" forces
-            one.
-            `attnkit.explain_backends` tells which can, and why the others cannot.
+        backend: "auto" takes the first kernel that can compute this and is worthwhile;
+            "edges_triton", "edges_numba", "edges", "varlen", "packed", "window", "flex", "flash",
+            "cudnn", "efficient", "linear", "delta_rule", "blockwise", "hard", "math" or
+            "reference" forces one. `attnkit.explain_backends` tells which can, and why the others
+            cannot.
 
     Returns:
-        The averages, in the dtype of the inputs (under autocast, in autocast's).
+        The averages, in the dtype of the inputs (under autocast, in that of autocast).
 
     Raises:
         ValueError, TypeError: an argument has a wrong value, shape or type, or is not served.

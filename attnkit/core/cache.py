@@ -9,8 +9,8 @@ from torch import Tensor
 class KeyValueCache:
     """Keys and values [batch, kv_heads, tokens, head_dim] of the tokens so far.
 
-    Memory for `max_tokens` is taken once; a step writes its tokens behind those before and reads
-    all of them, so that decoding n tokens computes n rows of attention, not 1 + … + n.
+    Memory for `max_tokens` is allocated once. Each step appends its tokens and reads all of them,
+    so that decoding n tokens computes n rows of attention, not 1 + … + n.
     `MultiHeadAttention.new_cache` makes one of the right sizes.
 
     Writing is in place, which autograd cannot follow: decode under `torch.no_grad()`.

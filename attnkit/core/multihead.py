@@ -36,7 +36,7 @@ class MultiHeadAttention(Projections):
     layer-normalized per head before the product (Dehghani et al. 2023), with `gate` each head is
     multiplied by sigmoid(x W_g) before W_out (Qiu et al., Gated Attention, 2025).
 
-    Decoding step by step, which gives what all at once gives:
+    Decoding step by step gives the same output as all tokens at once:
 
         cache = block.new_cache(batch=2, max_tokens=256)
         for token in tokens.split(1, dim=1):
@@ -44,9 +44,9 @@ class MultiHeadAttention(Projections):
         memory = block.remember(encoded)          # for cross-attention: projected once
         output = block(token, memory)
 
-    Unlike torch's module: batch first always; True in a mask = may look; the output alone is
-    returned, always a tensor; a row that may look nowhere is 0 before the output projection; the
-    same kernel runs in training and evaluation.
+    Differences from torch's module: the batch always comes first; in a mask, True = may look; only
+    the output is returned, always a tensor; a query that may look nowhere gets 0 before the output
+    projection; training and evaluation use the same kernel.
 
     Args:
         dim: channels of the queries' input and of the output.
@@ -57,7 +57,7 @@ class MultiHeadAttention(Projections):
         key_dim: channels of the keys' input; None: `dim`.
         value_dim: channels of the values' input; None: `key_dim`.
         bias: whether the input projections add a bias.
-        out_bias: whether the output projection does.
+        out_bias: whether the output projection adds a bias.
         qk_norm: whether to normalize queries and keys.
         norm_eps: the epsilon of that normalization; None: 1e-6.
         score: a name: "scaled_dot", "dot", or with parameters per head that the block learns
@@ -234,7 +234,7 @@ class MultiHeadAttention(Projections):
             raise ValueError("cache: keeps the keys of self-attention, but a key was given")
         if isinstance(key, KeyValueCache) and (value is not None or positions is not None):
             name = "positions" if value is None else "value"
-            raise ValueError(f"{name}: given with keys and values that are remembered")
+            raise ValueError(f"{name}: not together with remembered keys and values")
         if isinstance(key, KeyValueCache):
             heads = self.project_query(query), key.key, key.value
         else:

@@ -48,7 +48,7 @@ def attention_weights(
         The weights, in the dtype of the inputs; a row that may look nowhere is 0.
 
     Raises:
-        IndexError: a row or head that is not there. Else as `attend`.
+        IndexError: a row or head does not exist. Otherwise as `attend`.
     """
     inputs = check_inputs(
         query, key, key, score=score, mask=mask, bias=bias, normalizer=normalizer, scale=scale

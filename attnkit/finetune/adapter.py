@@ -26,8 +26,9 @@ _FORMAT = "attnkit.adapter.1"
 def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """Write the trained tensors of a fine-tuned network, and its method, to a safetensors file.
 
-    That is LoRA's matrices, the head, and of other methods what they train, with the buffers of
-    those modules. The base is not in it: `load_adapter` needs the network as it was before.
+    These are LoRA's matrices and the head, or what another method trained, with the buffers of
+    those modules. The file does not contain the base network: `load_adapter` needs the network as
+    it was before.
 
     Args:
         model: a network that `lora` or another method was applied to, or any module that holds one.
@@ -64,7 +65,7 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         the model itself.
 
     Raises:
-        ValueError: no such file, no adapter, or one of another network or method.
+        ValueError: the file does not exist, is not an adapter, or is for another network or method.
     """
     tensors, about = _read(path)
     method, network_name = about.pop("method"), about.pop("network", "another network")

@@ -63,7 +63,7 @@ def lora(
         the model itself.
 
     Raises:
-        ValueError: it is fine-tuned already, has no such layers, or a number is out of range.
+        ValueError: it is already fine-tuned, has no such layers, or a number is out of range.
     """
     check_new(model)
     whole_number(rank=rank)
@@ -98,11 +98,11 @@ def lora(
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Make every adapted layer a plain one with the weight W + (alpha / rank) · B·A, in place.
+    """Turn every adapted layer into a plain one with the weight W + (alpha / rank) · B·A, in place.
 
-    The outputs are those in evaluation, to rounding. Such a network knows nothing of LoRA: its
-    `state_dict()` is that of the base. `unmerge` brings back what was, exactly; until then it is
-    kept aside.
+    The outputs equal those in evaluation, up to rounding. The `state_dict()` has the keys of the
+    base network again. `unmerge` restores the adapted layers exactly; until then they are kept
+    aside.
 
     Raises:
         ValueError: there is nothing to merge.
@@ -139,7 +139,7 @@ def merge_state_dict(
         rank, alpha, qkv: as they were for `lora`, whose other arguments are not needed.
 
     Raises:
-        ValueError: they are not what it was made with.
+        ValueError: the state dict was made with other values.
     """
     found = {name: tensor for name, tensor in state.items() if ".lora_" not in f".{name}"}
     for name in (name for name in state if name.endswith("lora_A")):

@@ -25,19 +25,19 @@ def full(
     """Train everything.
 
     Args:
-        model: the network; what is said here is left on it for `parameter_groups`.
+        model: the network; these settings are stored on it for `parameter_groups`.
         layer_decay: the learning rate of a layer over that of the next (Clark et al., ELECTRA,
             2020; Bao et al., BEiT, 2021): the head has that of the optimizer, the last block
             `layer_decay` times that, the one before `layer_decay`² …; None: all have the same.
         head_lr: the head's own learning rate; None: that of the optimizer.
-        head: a glob of the names of the modules that are the head; None: found by their names, or
-            timm's classifier.
+        head: a glob for the names of the head's modules; None: timm's classifier, or found by the
+            usual names.
 
     Returns:
         the model itself.
 
     Raises:
-        ValueError: it is fine-tuned already, a number is out of range, there is no such head.
+        ValueError: it is already fine-tuned, a number is out of range, or there is no such head.
     """
     check_new(model)
     check_rates(layer_decay, head_lr)
@@ -56,12 +56,14 @@ def head_only(model: nn.Module, *, cache: bool = True, head: str | None = None) 
         head: as in `full`.
 
     Raises:
-        ValueError: it is fine-tuned already, or there is no head to be found.
+        ValueError: it is already fine-tuned, or there is no head to be found.
     """
     check_new(model)
     found = head_of(model, head)
     if not found:
-        raise ValueError(f"head: {type(model).__name__} has none that is known by its name; head=…")
+        raise ValueError(
+            f"head: {type(model).__name__} has no head that can be found by its name; give head=…"
+        )
     train_only(model, lambda name: is_below(name, found))
     keep_frozen_in_evaluation(model)
     note(model, FineTuned("head", found, {"cache": cache, "head": head}))
@@ -76,10 +78,10 @@ def last_blocks(
     head_lr: float | None = None,
     head: str | None = None,
 ) -> nn.Module:
-    """Train the last blocks, what comes after them, and the head.
+    """Train the last blocks, everything after them, and the head.
 
-    What comes before is frozen and in evaluation mode: no dropout, and norms by their running
-    statistics. No gradient is computed there.
+    Everything before is frozen and in evaluation mode: no dropout, norms with their running
+    statistics, and no gradients.
 
     Args:
         model: a network of blocks: timm's by its `group_matcher`, else the lists in it.
@@ -87,7 +89,7 @@ def last_blocks(
         layer_decay, head_lr, head: as in `full`.
 
     Raises:
-        ValueError: it is fine-tuned already, has fewer blocks, or no blocks.
+        ValueError: it is already fine-tuned, has fewer blocks, or no blocks.
     """
     check_new(model)
     whole_number(num_blocks=num_blocks)
@@ -96,7 +98,9 @@ def last_blocks(
     numbers = layer_numbers(model, found)
     total = max((n for name, n in numbers.items() if not is_below(name, found)), default=0)
     if not total:
-        raise ValueError(f"num_blocks: {type(model).__name__} has no blocks that are known")
+        raise ValueError(
+            f"num_blocks: {type(model).__name__} has no blocks that attnkit recognizes"
+        )
     if num_blocks > total:
         raise ValueError(f"num_blocks: expected at most {total}, its blocks, got {num_blocks}")
     train_only(model, lambda name: numbers.get(name, 0) > total - num_blocks)
@@ -115,7 +119,7 @@ def bitfit(
 ) -> nn.Module:
     """Train the biases and the head (Ben Zaken et al., BitFit, 2022).
 
-    The biases of norms are among them. Dropout stays as in full training; batch norms keep their
+    The biases of norms are trained, too. Dropout stays as in full training; batch norms keep their
     running statistics.
 
     Args:
@@ -123,7 +127,7 @@ def bitfit(
         layer_decay, head_lr, head: as in `full`.
 
     Raises:
-        ValueError: it is fine-tuned already, or has no bias.
+        ValueError: it is already fine-tuned, or has no bias.
     """
     check_new(model)
     check_rates(layer_decay, head_lr)

@@ -44,7 +44,7 @@ def check_new(network: nn.Module) -> None:
     if not isinstance(network, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(network).__name__}")
     if (found := finetuned(network)) is not None:
-        raise ValueError(f"model: it is fine-tuned already, by {found[2].method}")
+        raise ValueError(f"model: it is already fine-tuned, by {found[2].method}")
 
 
 def train_only(network: nn.Module, chosen: Callable[[str], bool]) -> None:

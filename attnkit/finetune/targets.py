@@ -38,7 +38,7 @@ def find_targets(
     if not layers:
         raise ValueError(
             f"targets: {type(network).__name__} has no linear layer that LoRA can adapt, but "
-            "those of its head"
+            "those in its head"
         )
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:

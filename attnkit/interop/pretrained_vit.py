@@ -64,7 +64,9 @@ class PretrainedViT(ViT):
             except ValueError as error:
                 raise ValueError(f"pretrained: {error}") from error
             if source.architecture is None:
-                raise ValueError(f"pretrained: {given}: its config.json names no network of timm's")
+                raise ValueError(
+                    f"pretrained: {given}: its config.json does not name a network of timm"
+                )
             own = ("num_classes", "in_chans", "drop_rate", "drop_path_rate")
             arguments = {k: v for k, v in source.arguments.items() if k not in own}
             theirs = timm_backbone(
@@ -113,12 +115,12 @@ class PretrainedViT(ViT):
         if donor.num_classes != self.num_classes:
             state = {n: tensor for n, tensor in state.items() if not n.startswith("head.")}
             _log.info(
-                "pretrained: %s: its head for %d classes is left out: %d here",
+                "pretrained: %s: its head for %d classes is replaced by one for %d",
                 given, donor.num_classes, self.num_classes,
             )  # fmt: skip
         new = [name for name in here if name not in state and not name.startswith("head.")]
         if new:
-            _log.info("pretrained: %s lacks %s: they start anew", given, shortened(new))
+            _log.info("pretrained: %s has no %s: these start untrained", given, shortened(new))
         self.load_state_dict(state, strict=False)
 
 

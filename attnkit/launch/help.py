@@ -11,7 +11,7 @@ attnkit: train, test and use attention models. For example
   attnkit task=vit                             train on scikit-learn's digits
   attnkit task=vit data=image_folder data.root=DIR
                                                your images, a folder per class
-  attnkit run=check task=vit                   parameters, time and memory of it
+  attnkit run=check task=vit                   what it takes: time, memory, …
   attnkit run=predict ckpt=RUN_DIR images=PATH label images; writes a CSV
   attnkit --help                               everything
   attnkit --cfg job task=vit                   every key and its value"""
@@ -26,9 +26,9 @@ Train
   attnkit task=vit                             train, then test the best epoch
   attnkit task=vit data=image_folder data.root=DIR
                                                your images, a folder per class
-  attnkit run=check task=vit                   parameters, time and memory of it
+  attnkit run=check task=vit                   what it takes: time, memory, …
   attnkit run=bench task=vit                   speed by part, fastest kernel
-  attnkit resume=latest                        go on after an interruption
+  attnkit resume=latest                        continue after an interruption
 
 Use what was trained
   attnkit run=test ckpt=RUN_DIR                test again
@@ -36,7 +36,7 @@ Use what was trained
   attnkit run=explain ckpt=RUN_DIR images=PATH where it looks, and how far to
                                                trust that: one page
   attnkit run=explain ckpt=RUN_DIR explain.nodes=[12]
-                                               the same of nodes of a graph
+                                               the same for nodes of a graph
   attnkit run=explain model=timm model.name=NAME images=PATH
                                                a network trained elsewhere
   attnkit run=inspect ckpt=RUN_DIR images=PATH where each word of a caption
@@ -49,8 +49,8 @@ Compare
   attnkit -m resume=latest                     finish a sweep
   attnkit run=retry sweep=SWEEP_DIR            run its failed trials again
   attnkit run=report sweep=latest              its table, plots and best run
-  attnkit run=reproduce                        published and own results
-  attnkit run=reproduce reproduce.name=NAME    run one again, compare
+  attnkit run=reproduce                        published results and ours
+  attnkit run=reproduce reproduce.name=NAME    run one again and compare
 
 Groups and their choices
 {groups}

@@ -15,7 +15,7 @@ class UserError(Exception):
 class RunError(Exception):
     """A failure during a run, such as a full disk or a loss that is NaN.
 
-    The message is complete, as a `UserError`'s. The exit code is 1.
+    The message is complete, like that of a `UserError`. The exit code is 1.
     """
 
 

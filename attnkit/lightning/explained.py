@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Explained:
-    """A batch for `attnkit.explain`, and what a page shows beside its maps.
+    """A batch for `attnkit.explain`, and what a page shows with its maps.
 
-    A LightningModule has it made by a method `explained(batch)`; without one it cannot be explained
-    by `run=explain`, as with it any module can:
+    `run=explain` works for any LightningModule that has a method `explained(batch)`, which returns
+    this:
 
         class Cells(LightningModule):
             def explained(self, batch):
@@ -26,10 +26,11 @@ class Explained:
     truth: the right class of each image or node; None: unknown.
     names: of the images, such as their files; empty: their numbers.
     masks: where the evidence of the right answer is, for `attnkit.trust`; None: unknown.
-    true_edges: of a graph, the edges that a node's right answer is found by, [edges] bool.
-    sentences: of a captioner, what it says, and `words` the texts of its words.
-    named: for each sentence, by place of a word the mask of what it names; empty: unknown.
-    notes: what a reader should know of all this, a sentence each.
+    true_edges: for a graph, from a node to the edges that its right answer depends on, bool
+        [edges].
+    sentences: the captions that a captioner gives; `words`: the texts of their words.
+    named: for each sentence, from the place of a word to the mask of what it names; empty: unknown.
+    notes: what a reader should know, one sentence each.
     """
 
     model: nn.Module

@@ -35,10 +35,10 @@ class PointingGame(_OnObjects):
     """How often the largest value of a map is on the object (Zhang et al., Top-down neural
     attention by excitation backprop, 2018).
 
-    Of several places that share the largest value, the mean is taken, so that a constant map scores
-    chance, which is the mask's share of the image; counting any of them would give it 1. A place of
-    a map that is coarser than the mask counts as the share of it that the mask covers. There is no
-    tolerance around the mask; the source has 15 pixels.
+    If several places share the largest value, their mean is taken. So a constant map scores chance,
+    the mask's share of the image; counting any one of them would give it 1. If the map is coarser
+    than the mask, a place counts by the share of it that the mask covers. There is no tolerance
+    around the mask; the paper has 15 pixels.
 
     Args:
         over_chance: the mean divided by the mean share of the masks: 1 is a map at random.

@@ -67,7 +67,7 @@ def timm_backbone(
         options.setdefault("img_size", size)
     if weights is not None:
         if pretrained:
-            raise ValueError("pretrained: not together with weights, which are others")
+            raise ValueError("pretrained: not together with weights; give one of the two")
         network = _with_weights(name, str(weights), options)
     elif pretrained:
         network = _pretrained(name, config, options)
@@ -90,12 +90,12 @@ def _pretrained(name: str, config: Mapping[str, Any], options: dict[str, Any]) -
             why = misfits(error) if isinstance(error, RuntimeError) else None
             if why:
                 raise ValueError(f"pretrained: the weights of {name} do not fit: {why}") from error
-            message = f"pretrained: the weights of {name} cannot be had: {reason(error)}"
+            message = f"pretrained: the weights of {name} cannot be loaded: {reason(error)}"
             raise ValueError(message) from error
     here = options["num_classes"]
     if here and config["num_classes"] != here:
         _log.info(
-            "pretrained: the head of %s for %d classes is left out: %d here",
+            "pretrained: the head of %s for %d classes is replaced by one for %d",
             name, config["num_classes"], here,
         )  # fmt: skip
     return network
@@ -160,7 +160,7 @@ def _with_head_of(
     here = getattr(fresh, "num_classes", 0)
     if not there:
         return fitted, f"it has no head; that for {here} classes is new"
-    return fitted, f"its head for {there} classes is left out: {here} here"
+    return fitted, f"its head for {there} classes is replaced by one for {here}"
 
 
 def _channels(fresh: nn.Module, state: dict[str, Tensor]) -> int | None:

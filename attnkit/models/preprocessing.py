@@ -97,7 +97,9 @@ def _of_vit(given: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
     positions = state.get("pos_embed", state.get("position_table"))
     if patches is None or positions is None or patches.ndim != 4 or positions.ndim != 3:
         return {}
-    _log.info("%s does not say its mean and std: the data's are used; module.mean=…", given)
+    _log.info(
+        "%s has no mean and std: those of the data are used; set others by module.mean=…", given
+    )
     side = math.isqrt(positions.shape[1])  # of the grid, whatever few tokens are before it
     height, width = patches.shape[2:]
     return {

@@ -51,7 +51,7 @@ def read_source(given: str | Path) -> Source:
             try:
                 path = Path(hf_hub_download(name, "config.json", revision=revision or None))
             except Exception as error:
-                raise ValueError(f"{given} cannot be had: {reason(error)}") from error
+                raise ValueError(f"{given} cannot be loaded: {reason(error)}") from error
     elif not (path := existing(given) / "config.json").is_file():
         return Source()
     try:
@@ -79,7 +79,7 @@ def read_weights(given: str | Path) -> dict[str, Tensor]:
             try:
                 state = timm.models.load_state_dict_from_hf(str(given).removeprefix(HUB))
             except Exception as error:
-                raise ValueError(f"{given} cannot be had: {reason(error)}") from error
+                raise ValueError(f"{given} cannot be loaded: {reason(error)}") from error
     else:
         path = existing(given)
         if path.is_dir():

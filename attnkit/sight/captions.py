@@ -55,7 +55,7 @@ def explain_captions(
             has = f"has {', '.join(known.options)}" if known.options else "has no options"
             raise TypeError(f"{option}: {method!r} of a captioner {has}")
     if layers is not None and not known.has_layers:
-        raise ValueError(f"layers: {method!r} looks at no layer of attention; leave it out")
+        raise ValueError(f"layers: {method!r} does not use attention layers; leave it out")
     question = Question(captioner, images, layers=layers)
     if said is not None:
         said = _checked(said, question, captioner)

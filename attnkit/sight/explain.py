@@ -41,7 +41,7 @@ def explain(
     num_prefix_tokens: int | None = None,
     **options: Any,
 ) -> Explanation | GraphExplanation:
-    """A map of what a model's answer depends on, or of where it looks, on the model's own grid.
+    """Map what a model's answer depends on, or where it looks, on the model's own grid.
 
         seen = attnkit.explain(vit, images)
         seen.map                    # [batch, rows, columns]
@@ -59,12 +59,12 @@ def explain(
     | `"input_gradient"`       | size of the gradient at the pixels             | yes             |
     | `"integrated_gradients"` | gradient from a baseline to the image, signed  | yes             |
     | `"occlusion"`            | what y loses without a patch, signed           | yes             |
-    | `"random"`, `"centre"`   | what a map is held against                     | no              |
+    | `"random"`, `"centre"`   | baselines to compare a map with                | no              |
 
-    y is the logit of the class, not its probability: the softmax would mix the other classes in.
-    The kernels that compute the output stay what they are; attention is computed beside them, for
-    the rows that are needed, and never tokens × tokens at once. The model runs in evaluation, and
-    is afterwards as it was: modes, buffers, gradients of parameters and random numbers.
+    y is the logit of the class, not its probability, which would also depend on the other classes.
+    The kernels that compute the output do not change. Attention is computed in addition, only for
+    the rows that are needed, and never as a matrix of tokens × tokens. The model runs in evaluation
+    mode and is left as it was: modes, buffers, gradients of parameters and random numbers.
 
     A captioner (`attnkit.Captioner`, or a module that holds one as `model`) is explained word by
     word, `seen.words` [batch, words, rows, columns]: y is the logit of the word that was said,
@@ -85,8 +85,8 @@ def explain(
         inputs: images, as the model takes them; or what it is called with for a graph.
         target: a class for all images, or one for each; None: the class that is predicted. Refused
             by methods that do not know of it.
-        method: a name of the table; a function (model, images, classes) -> map; or a map that
-            somebody else made, [batch, rows, columns], or [batch, tokens].
+        method: a name of the table; a function (model, images, classes) -> map; or a finished
+            map, [batch, rows, columns] or [batch, tokens].
         layers: which layers of attention take part, by position or by name (`*` matches anything);
             None: all, or the last for "attention", "value_weighted" and "grad_cam".
         grid: rows and columns of the patches; None: found, and said in `notes`.
@@ -182,7 +182,7 @@ def _check_arguments(
         )
     if not known.has_layers and (layers is not None or num_prefix_tokens is not None):
         what = "layers" if layers is not None else "num_prefix_tokens"
-        raise ValueError(f"{what}: {method!r} looks at no layer of attention; leave it out")
+        raise ValueError(f"{what}: {method!r} does not use attention layers; leave it out")
     for option in options:
         if option not in known.options:
             has = f"has {', '.join(known.options)}" if known.options else "has no options"

@@ -222,9 +222,9 @@ class Explanation:
         model = "predicted" if target == predicted else f"predicted {predicted}"
         parts = [f"class {target} ({model}), p = {float(self.probability[number]):.3f}"]
         if not self.has_target:
-            parts[0] += ", which the map does not know of"
+            parts[0] += " (the map does not depend on the class)"
         if self.share is not None and self.num_prefix_tokens:
-            parts.append(f"prefix took {100 * float(self.share[number]):.0f} %")
+            parts.append(f"class and register tokens: {100 * float(self.share[number]):.0f} %")
         return "; ".join(parts)
 
     def __repr__(self) -> str:

@@ -171,10 +171,11 @@ def draw_layers(
         scale = Scale(0.0, 1.0 if first.kind == "gate" else max(2.0, largest), OVERLAY)
         label = first.kind if first.over == "channels" else _LABELS[first.kind]
         panels = [_panel(*both) for both in zip(layers, pictures, strict=True)]
+        panels[0] = panels[0]._replace(title=first.layer)  # once for the row
         rows.append(Row(panels, scale, label))
     return draw(rows, across=len(images))
 
 
 def _panel(one: LayerMap, picture: np.ndarray) -> Panel:
-    took = "" if one.prefix is None else f"class and registers took {100 * one.prefix:.0f} %"
-    return Panel(picture if one.over == "image" else None, one.values, one.layer, took)
+    took = "" if one.prefix is None else f"class and register tokens: {100 * one.prefix:.0f} %"
+    return Panel(picture if one.over == "image" else None, one.values, below=took)

@@ -78,10 +78,13 @@ def draw(rows: Sequence[Row], across: int = _ACROSS, heading: str = "") -> Figur
         first = y + _above(some[0])
         for line in some:
             y += _above(line)
+            # a title that stands alone has the room of all
+            alone = sum(bool(panel.title) for panel in line) == 1
+            longest = columns * _LONGEST + _LONGEST // 3 if alone else _LONGEST
             for number, panel in enumerate(line):
                 margin = 0.45 if _is_curve(panel) else 0.0  # for its numbers
                 at = number * (_SIDE + _GAP) + _GAP / 2 + margin
-                _draw(axes(at, y, _SIDE - margin, height), panel, row)
+                _draw(axes(at, y, _SIDE - margin, height), panel, row, longest)
             y += height + _below(line)
         if row.scale is not None and not _is_curve(row.panels[-1]):
             place = axes(columns * (_SIDE + _GAP) + 0.05, first, 0.14, y - _below(some[-1]) - first)
@@ -121,8 +124,8 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _draw(axes: Any, panel: Panel, row: Row) -> None:
-    lines = (line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+def _draw(axes: Any, panel: Panel, row: Row, longest: int) -> None:
+    lines = (line if len(line) <= longest else f"{line[: longest - 1]}…"
              for line in panel.title.split("\n"))  # fmt: skip
     axes.set_title(plain("\n".join(lines)), fontsize=9, loc="left")
     if panel.below:

@@ -161,7 +161,7 @@ def insert_attention(
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError("model: is compiled; insert attention first, then compile")
     if "channels" in options:
-        raise TypeError("channels: is found by the dry run, at each place its own")
+        raise TypeError("channels: is found by the dry run for each place; leave it out")
     places = find_places(model, where, example)
     names = {id(module): name for name, module in model.named_modules()}
     for place in places:
@@ -201,7 +201,7 @@ def remove_attention(model: nn.Module) -> list[str]:
         delattr(owner, name)
         removed.append(f"{names[owner]}.{name}" if names.get(owner) else name)
     if not removed:
-        raise ValueError(f"model: {type(model).__name__} has no attention that was inserted")
+        raise ValueError(f"model: {type(model).__name__} has no inserted attention")
     return removed
 
 

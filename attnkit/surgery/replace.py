@@ -61,7 +61,7 @@ def replace_attention(
     normalizer: str | Normalizer | None = None,
     backend: str = "auto",
 ) -> Replacement:
-    """Replace the attention of another library's network by the shared block, in place.
+    """Replace the attention in another library's network by attnkit's block, in place.
 
         vit = timm.create_model("vit_base_patch16_224", pretrained=True)
         attnkit.replace_attention(vit)                             # outputs as they were

@@ -92,14 +92,19 @@ def main(steps: int = 200, picture: str | None = None, seed: int = 0) -> float:
 
 def draw(pairs: list[tuple[str, str]], weights: np.ndarray, path: str) -> None:
     """The alignment of each pair: rows are letters of the answer, columns those of the text."""
-    figure, axes = plt.subplots(1, len(pairs), figsize=(4.2 * len(pairs), 2.8))
+    figure, axes = plt.subplots(
+        1, len(pairs), figsize=(4.2 * len(pairs) + 0.6, 3.2), layout="constrained"
+    )
     for axis, (text, answer), weight in zip(axes, pairs, weights, strict=True):
         # the first and last columns are START and END
-        axis.imshow(weight[: len(answer), 1 : len(text) + 1], cmap="Greys", aspect="auto")
-        axis.set_xticks(range(len(text)), text.replace(" ", "␣"), fontsize=8)
-        axis.set_yticks(range(len(answer)), answer, fontsize=8)
+        shown = weight[: len(answer), 1 : len(text) + 1]
+        image = axis.imshow(shown, cmap="Blues", aspect="auto", vmin=0, vmax=1)
+        axis.set_xticks(range(len(text)), text.replace(" ", "␣"), fontsize=9)
+        axis.set_yticks(range(len(answer)), answer, fontsize=9)
         axis.tick_params(length=0)
-    figure.tight_layout()
+        axis.set_xlabel("letters of the text")
+    axes[0].set_ylabel("letters of the answer")
+    figure.colorbar(image, ax=axes, label="attention", pad=0.01)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

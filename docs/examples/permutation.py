@@ -45,16 +45,17 @@ def main(seed: int = 0, picture: str | None = None) -> float:
 
 
 def plot(weights: dict[str, list[Tensor]], order: Tensor, path: str) -> None:
-    figure, axes = plt.subplots(2, 2, figsize=(5, 5), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(5.6, 5), layout="constrained")
     names = [list(range(TOKENS)), order.tolist()]
     for row, (name, pair) in zip(axes, weights.items(), strict=True):
         for axis, weight, tokens in zip(row, pair, names, strict=True):
-            axis.imshow(weight.numpy(), cmap="Blues", vmin=0, vmax=0.5)
+            image = axis.imshow(weight.numpy(), cmap="Blues", vmin=0, vmax=0.5)
             axis.set_xticks(range(TOKENS), tokens)
             axis.set_yticks(range(TOKENS), tokens)
-            title = "as drawn" if tokens == names[0] else "permuted"
+            title = "first order" if tokens == names[0] else "permuted"
             axis.set_title(f"{name}, {title}", fontsize=9)
-            axis.set(xlabel="looked at", ylabel="token")
+            axis.set(xlabel="token looked at", ylabel="token")
+    figure.colorbar(image, ax=axes, label="attention weight", shrink=0.6, extend="max")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

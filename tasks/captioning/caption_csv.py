@@ -65,7 +65,7 @@ class CaptionCsvData(CaptionFilesData):
             split = self._split(row, where)
             if splits.setdefault(name, split) != split:
                 raise UserError(
-                    f"data: {where}: {name} is of {split} here, and of {splits[name]} before"
+                    f"data: {where}: {name} is in {split} here, but was in {splits[name]} before"
                 )
             entry = entries.setdefault(name, Entry(str(self.folder / name), [], name, where))
             entry.captions.append(row[self.caption_column])

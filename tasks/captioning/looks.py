@@ -136,7 +136,7 @@ class WordLooks(Callback):
     nothing to see.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
 
     Raises:
         UserError: the module is not an `ImageCaptioning`.

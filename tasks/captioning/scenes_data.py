@@ -57,7 +57,9 @@ class ScenesData(CaptionDataModule):
     ) -> None:
         for name in ("val_fraction", "test_fraction"):
             if name in options:
-                raise TypeError(f"{name}: scenes are made, not split; see num_val and num_test")
+                raise TypeError(
+                    f"{name}: scenes are generated, not split; use num_val and num_test"
+                )
         for name in ("interpolation", "crop_pct"):
             if options.get(name) is not None:
                 raise TypeError(f"{name}: scenes are drawn at image_size, not resized")

@@ -88,7 +88,9 @@ class ComposedDigits(ImageDataModule):
     ) -> None:
         for name in ("val_fraction", "test_fraction"):
             if name in options:
-                raise TypeError(f"{name}: these are made, not split; see num_val and num_test")
+                raise TypeError(
+                    f"{name}: these images are generated, not split; use num_val and num_test"
+                )
         super().__init__(**options)
         at_least(1, num_train=num_train, num_val=num_val, num_test=num_test)
         self.counts = {"train": num_train, "val": num_val, "test": num_test}

@@ -161,7 +161,7 @@ def check_fits_module(data: LightningDataModule) -> None:
         if made_for is not None and asked != made_for:
             raise UserError(
                 f"data.{name}: got {asked}, but the module was made for {made_for}; "
-                "leave it out, and images are brought to that"
+                "leave it out, and images are resized to that"
             )
 
 

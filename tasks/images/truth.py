@@ -27,7 +27,9 @@ class Truth:
         """The mask of the object that speaks for a class, bool [height, width]; None: no object of
         the image does."""
         if self.classes is None:
-            raise ValueError("mask_of: of captions, objects have words and no class: objects_of")
+            raise ValueError(
+                "mask_of: objects of captions have words instead of classes; use objects_of"
+            )
         found = (self.classes[image] == class_number).nonzero().flatten().tolist()
         return self.masks[image, found].any(dim=0) if found else None
 

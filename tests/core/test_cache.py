@@ -184,7 +184,7 @@ def test_what_it_refuses():
             block.float()(tokens[:, :1].float(), cache=cache)
         with pytest.raises(ValueError, match="cache: keeps the keys of self-attention"):
             block(tokens, tokens, cache=cache)
-        with pytest.raises(ValueError, match="positions: given with keys and values that are"):
+        with pytest.raises(ValueError, match="positions: not together with remembered keys"):
             block(tokens, block.remember(tokens.float()), positions=lambda q, k: (q, k))
         delta = randomised(normalizer="delta_rule")
         with pytest.raises(ValueError, match=r"fast weights by attnkit.delta_rule"):

@@ -297,7 +297,7 @@ def test_bad_arguments(options, message):
 def test_networks_that_lora_does_not_fit():
     with pytest.raises(ValueError, match=r"^targets: ResNet has no linear layer that LoRA can"):
         lora(timm.create_model("resnet18", num_classes=3))
-    with pytest.raises(ValueError, match=r"^model: it is fine-tuned already, by lora$"):
+    with pytest.raises(ValueError, match=r"^model: it is already fine-tuned, by lora$"):
         lora(lora(vit(), 2))
     with pytest.raises(TypeError, match=r"^model: expected an nn.Module, got dict$"):
         lora({})

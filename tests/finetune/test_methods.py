@@ -241,12 +241,18 @@ def test_bad_adapters(tmp_path):
     [
         (lambda: last_blocks(vit(), 4), "num_blocks: expected at most 3, its blocks, got 4"),
         (lambda: last_blocks(vit(), 0), "num_blocks: expected at least 1, got 0"),
-        (lambda: last_blocks(nn.Linear(2, 2)), "num_blocks: Linear has no blocks that are known"),
-        (lambda: head_only(nn.Linear(2, 2)), "head: Linear has none that is known by its name"),
+        (
+            lambda: last_blocks(nn.Linear(2, 2)),
+            "num_blocks: Linear has no blocks that attnkit recognizes",
+        ),
+        (
+            lambda: head_only(nn.Linear(2, 2)),
+            "head: Linear has no head that can be found by its name",
+        ),
         (lambda: head_only(vit(), head="*.x"), r"head: '\*.x' matches no module with parameters"),
         (lambda: bitfit(nn.Linear(2, 2, bias=False)), "bitfit: Linear has no bias outside of"),
         (lambda: full(vit(), layer_decay=1.5), "layer_decay: expected above 0 and at most 1"),
-        (lambda: full(head_only(vit())), "model: it is fine-tuned already, by head"),
+        (lambda: full(head_only(vit())), "model: it is already fine-tuned, by head"),
     ],
 )
 def test_bad_arguments(call, message):

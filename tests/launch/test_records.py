@@ -262,8 +262,8 @@ def test_a_script_of_ones_own(attnkit, own, hers):
     [
         ({"metrik": 1}, r"record\.metrik: there is no such key; did you mean metric"),
         ({"what": None}, r"record\.what: missing"),
-        ({"why": None}, r"record\.why: missing; say why there is no figure of ours"),
-        ({"ours": {"mean": 1.0}}, "a figure of ours needs its date and machine"),
+        ({"why": None}, r"record\.why: missing; say why nothing was measured"),
+        ({"ours": {"mean": 1.0}}, "a measured figure needs its date and machine"),
         ({"published": {"mean": "much"}}, r"published\.mean: expected .*, got 'much'"),
         ({"published": 83.0}, r"record\.published: expected a mapping, got 83.0"),
         ({"data": {"folder": "x"}}, r"record\.data\.file: missing"),

@@ -69,7 +69,7 @@ def test_weights_that_cannot_be_had(monkeypatch):
         raise OSError("no network\nand more")
 
     monkeypatch.setattr(timm, "create_model", offline)
-    with pytest.raises(ValueError, match="the weights of resnet18 cannot be had: no network"):
+    with pytest.raises(ValueError, match="the weights of resnet18 cannot be loaded: no network"):
         timm_backbone("resnet18", in_channels=3, num_classes=5, pretrained=True)
 
 
@@ -85,7 +85,7 @@ def test_a_head_that_does_not_fit_is_left_out(vit, saved, caplog):
     caplog.set_level(logging.INFO, "attnkit")
     network = timm_backbone("test_vit", 3, 4, weights=saved / "net.pth", **SIZE).eval()
     said = [r.getMessage() for r in caplog.records if r.name == "attnkit.models.backbones"]
-    assert said == [f"weights: {saved}/net.pth: its head for 11 classes is left out: 4 here"]
+    assert said == [f"weights: {saved}/net.pth: its head for 11 classes is replaced by one for 4"]
     images = torch.randn(2, 3, 160, 160)
     torch.testing.assert_close(network.forward_features(images), vit.forward_features(images))
     assert network.head.weight.std() > 0
@@ -127,7 +127,7 @@ WRONG = {
     "another pooling": ("hf", {"global_pool": "avg"}, "was made with global_pool=token, here"),
     "both": ("net.pth", {"pretrained": True}, "pretrained: not together with weights"),
     "size": ("net.pth", {"image_size": 50}, "image_size: test_vit cannot take 50 x 50 pix.*160"),
-    "hub": ("hf-hub:nobody/nothing", {}, "cannot be had: no network connection to the hub"),
+    "hub": ("hf-hub:nobody/nothing", {}, "cannot be loaded: no network connection to the hub"),
 }  # fmt: skip
 
 

@@ -342,7 +342,7 @@ def test_it_is_printed_in_words():
     seen = explain(randomised(ours()), torch.rand(6, 3, 32, 48), 3)
     text = repr(seen)
     assert text.startswith("relevance of 6 images on 2 x 3\n  0: class 3 (predicted")
-    assert "prefix took" in text
+    assert "class and register tokens: " in text
     assert "… 2 more" in text
     assert "grid 2 x 3 behind 1 prefix tokens, of the model's patch_size" in text
     assert str(seen.layers).splitlines()[0].split() == [
@@ -471,7 +471,7 @@ BAD = {
     "method": (ours, {"method": "lrp"}, ValueError, "method: expected one of attention.* 'lrp'"),
     "method of a kind": (ours, {"method": 3}, TypeError, "method: expected a name, a function or"),
     "map": (ours, {"method": torch.rand(3, 2, 3)}, ValueError, r"expected a map \[2, rows, col"),
-    "map of tokens": (ours, {"method": torch.rand(2, 11)}, ValueError, "grid: 11 tokens form no"),
+    "map of tokens": (ours, {"method": torch.rand(2, 11)}, ValueError, "grid: 11 tokens do not"),
     "layers": (ours, {"layers": 3}, ValueError, "layers: 3 is none of the 3 attention layers"),
     "layers by name": (ours, {"layers": "block"}, ValueError, "'block' is none of the 3 attention"),
     "no layers": (ours, {"layers": []}, ValueError, "layers: expected at least one, got none"),
@@ -479,7 +479,7 @@ BAD = {
         ours,
         {"layers": -1, "method": "occlusion"},
         ValueError,
-        "layers: 'occlusion' looks at no layer of attention; leave it out",
+        "layers: 'occlusion' does not use attention layers; leave it out",
     ),
     "layers of a map": (
         ours, {"layers": -1, "method": IMAGES[:, 0]}, TypeError, "layers: only methods of attnkit's"

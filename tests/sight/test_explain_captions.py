@@ -154,7 +154,7 @@ BAD = {
     "start": ({"target": torch.ones(2, 4).long()}, ValueError, "without START"),
     "grid": ({"grid": (2, 3)}, TypeError, "grid: a captioner has its own grid"),
     "option": ({"steps": 3}, TypeError, "steps: 'relevance' of a captioner has no options"),
-    "layers": ({"layers": -1}, ValueError, "layers: 'relevance' looks at no layer"),
+    "layers": ({"layers": -1}, ValueError, "layers: 'relevance' does not use attention layers"),
     "layer": (
         {"method": "attention", "layers": 2}, ValueError, "layers: 2 is none of the 2 attention"
     ),

@@ -91,7 +91,9 @@ def make_vit(**options):
 
 
 def test_tokens_that_are_no_grid():
-    with pytest.raises(ValueError, match="grid: 16 tokens form no grid over an image of 21 x 35"):
+    with pytest.raises(
+        ValueError, match="grid: 16 tokens do not form a grid over an image of 21 x 35"
+    ):
         layer_maps(Bright(1), torch.rand(3, 21, 35), -1, 2)
 
 
@@ -115,7 +117,7 @@ def test_an_even_map_looks_even_and_has_a_scale():
     uneven = even._replace(values=torch.tensor([[0.5, 7.0]]), prefix=0.613)
     figure, (_, below) = picture(uneven)
     assert figure.axes[-1].get_ylim() == (0, 7)
-    assert [text.get_text() for text in below.texts] == ["class and registers took 61 %"]
+    assert [text.get_text() for text in below.texts] == ["class and register tokens: 61 %"]
     gate = LayerMap("gate", "gate", torch.full((3, 5), 0.5), "image")
     assert picture(gate)[0].axes[-1].get_ylim() == (0, 1)
 

@@ -327,7 +327,7 @@ def test_two_at_different_places_and_not_two_at_one():
         insert_attention(model, SEModule, example=IMAGES[:1])
     assert list(model.state_dict()) == keys
     assert len(remove_attention(model)) == 12
-    with pytest.raises(ValueError, match="no attention that was inserted"):
+    with pytest.raises(ValueError, match="no inserted attention"):
         remove_attention(model)
 
 

@@ -179,7 +179,9 @@ def test_a_column_of_splits(root):
     with pytest.raises(UserError, match=r"line 2: expected a split train, val or test, got 'dev'"):
         ready(make_csv(root, [lines[0], f"a;dev;;{name_of(0)}"], **options))
     both = [lines[0], f"a;train;;{name_of(0)}", f"a;test;;{name_of(0)}"]
-    with pytest.raises(UserError, match=r"line 3: 00\.png is of test here, and of train before"):
+    with pytest.raises(
+        UserError, match=r"line 3: 00\.png is in test here, but was in train before"
+    ):
         ready(make_csv(root, both, **options))
 
 

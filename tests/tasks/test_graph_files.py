@@ -329,7 +329,7 @@ BAD = {
             text("classes.csv", "a\nb\n")(root),
             text("labels.csv", "a\n" * 96 + "c\n")(root),
         ),
-        "labels.csv, line 97: 'c' is none of the classes",
+        "labels.csv, line 97: 'c' is not the name of a class",
     ),
     "unlabelled": (
         text("labels.csv", "class\n" + "0\n1\n" * 48 + "-1\n"),
@@ -373,13 +373,13 @@ BAD = {
     ),
     "twice": (text("x.csv", "1,2\n"), "expected one of"),
     "few names": (text("nodes.csv", "a\nb\n"), "nodes.csv: expected 97 names, got 2"),
-    "a name twice": (text("nodes.csv", "a\n" * 97), "nodes.csv: 'a' is there twice"),
+    "a name twice": (text("nodes.csv", "a\n" * 97), "nodes.csv: 'a' occurs twice"),
     "unknown name": (
         lambda root: (
             text("nodes.csv", "".join(f"n{i}\n" for i in range(97)))(root),
             text("edges.csv", "from,to\nn1,n2\nn3,m4\n")(root),
         ),
-        "edges.csv, line 3: 'm4' is none of the nodes' names",
+        "edges.csv, line 3: 'm4' is not the name of a node",
     ),
 }
 

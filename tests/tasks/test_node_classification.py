@@ -228,7 +228,7 @@ def test_from_the_command_line(tmp_path, command):
         (["run=predict", "ckpt=run", "predict.attention=true"], "predict.attention: model: GCN"),
         (
             ["run=explain", "ckpt=run", "predict.top_k=3"],
-            "does nothing in run=explain",
+            "has no effect in run=explain",
         ),
         (["run=predict", "ckpt=run", "data.split=1"], "data.split: expected 0, the only one"),
         (["task=graph", "model=gcn", "data=planetoid"], "data.root"),

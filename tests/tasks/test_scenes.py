@@ -339,5 +339,5 @@ def test_bad_arguments(options, message):
 
 
 def test_fractions_are_refused():
-    with pytest.raises(TypeError, match="val_fraction: scenes are made, not split"):
+    with pytest.raises(TypeError, match="val_fraction: scenes are generated, not split"):
         ScenesData(val_fraction=0.1)

@@ -24,7 +24,7 @@ from attnkit.core.kernels.window import WindowKernel
 
 
 class UnsupportedError(ValueError):
-    """The backend that was asked for cannot do what was asked; the message gives every reason."""
+    """The requested backend cannot compute this attention; the message gives every reason."""
 
 
 BACKENDS: tuple[Backend, ...] = (
@@ -104,9 +104,9 @@ def explain_backends(
     value: Annotated[Tensor, "batch kv_heads keys value_dim"],
     **options,
 ) -> Explanation:
-    """Which kernels can serve `attend(query, key, value, **options)`, and why the others cannot.
+    """Tell which kernels can serve `attend(query, key, value, **options)`, and why others cannot.
 
-    Takes `attend`'s options but `backend`; computes nothing.
+    Takes all options of `attend` except `backend`, and computes nothing.
 
         print(attnkit.explain_backends(query, key, value, mask=attnkit.Causal(), dropout_p=0.1))
     """

@@ -54,7 +54,7 @@ def delta_rule(
 
     Args:
         query, key, value: kv_heads divides heads, as in `attend`.
-        beta: how much of what was there each token replaces.
+        beta: for each token, the share of the old content that it replaces.
         state: the memory S_0; zeros if None.
         chunk_size: the tokens of one triangular system; changes speed, not the result.
 

@@ -58,21 +58,22 @@ class KernelCounts:
 
 @contextmanager
 def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
-    """Count, per module, the attention kernels that run inside the `with` block.
+    """Count the attention kernels that each module runs inside the `with` block.
 
         with attnkit.record_backends() as record:
             model(images)
         print(record)
 
-    Every call of torch's `scaled_dot_product_attention` is seen, also in modules that are not
-    ours; the kernel is the operator torch dispatched, `math` where it dispatched no fused one.
-    `torch.nn.MultiheadAttention` leaves its fast path of evaluation, one operator for all of it,
-    while it is watched.
-    Modules compiled with torch.compile run uncompiled inside the block, since torch cannot
-    observe operators in compiled code; the choice of kernel is the same Python either way.
+    Every call of torch's `scaled_dot_product_attention` is seen, also in modules of other
+    libraries. The kernel is the operator that torch dispatched, or `math` if it dispatched no fused
+    one. `torch.nn.MultiheadAttention` does not use its fast path for evaluation, a single operator,
+    while it is watched. Modules compiled with torch.compile run uncompiled inside the block, since
+    torch cannot observe operators in compiled code; the choice of kernel is the same Python either
+    way.
 
     Args:
-        model: whose `named_modules()` name the modules; None: the outermost module that is called.
+        model: the names of modules come from its `named_modules()`; None: the outermost module that
+            is called.
     """
     record = KernelCounts()
     recorder = _Recorder(record, model)

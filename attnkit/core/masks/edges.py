@@ -17,11 +17,11 @@ from attnkit.core.scores.base import moved
 class Edges(Mask):
     """Target nodes see the source nodes of their edges, as messages flow in PyG.
 
-    Given alone as the mask, an edge given twice counts twice, as in message passing; inside
-    `&`, `|` and `~` masks are boolean and it counts once.
+    If `Edges` is the whole mask, an edge given twice counts twice, as in message passing. Inside
+    `&`, `|` and `~` masks are boolean, and it counts once.
 
-    Sorting the edges takes longer than attending once: keep the object for all layers, heads and
-    epochs. What was sorted is kept, so the tensor must not be changed afterwards.
+    Sorting the edges takes longer than attending once, so reuse the object for all layers, heads
+    and epochs. It keeps the sorted edges; do not change the tensor afterwards.
 
     edge_index: integers [2, edges], source (key) in row 0, target (query) in row 1; PyG's
         `EdgeIndex` is one; or a sparse matrix [targets, sources] (PyG's `adj_t`), of which the

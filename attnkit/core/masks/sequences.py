@@ -21,8 +21,8 @@ class Causal(Mask):
     | `"top_left"`     | j ≤ i                      | both sequences begin together              |
     | `"bottom_right"` | j ≤ i + (keys − queries)   | both end together, as in cached decoding   |
 
-    Libraries differ in the alignment they assume, so it must be said where it matters: with
-    `align=None` unequal numbers of queries and keys raise ValueError.
+    Libraries assume different alignments, so you must give it where it matters: with `align=None`,
+    unequal numbers of queries and keys raise ValueError.
     """
 
     align: Literal["top_left", "bottom_right"] | None = None
@@ -49,7 +49,7 @@ class Causal(Mask):
 class Padding(Mask):
     """Every query of item b sees the keys of item b that are not padding.
 
-    `lengths`: how many keys are real, or which are.
+    `lengths`: for each item, how many keys are real, or which ones (booleans).
     """
 
     lengths: Annotated[Tensor, "batch", int] | Annotated[Tensor, "batch keys", bool]
@@ -93,7 +93,7 @@ class Padding(Mask):
 class Window(Mask):
     """Query i sees the keys i − left … i + right (Beltagy et al., Longformer, 2020).
 
-    `None` is no limit on that side. For queries ≠ keys, `align` says where query i stands among
+    `None` means no limit on that side. For queries ≠ keys, `align` gives the place of query i among
     the keys, as in `Causal`: at key i ("top_left") or at key i + keys − queries ("bottom_right").
     `Window(left, right) & Causal()` is `Window(left, 0)`.
     """
@@ -129,12 +129,12 @@ class Window(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Packed(Mask):
-    """Sequences that are concatenated in one row; each sees only itself.
+    """Several sequences, concatenated; each sees only itself.
 
     lengths: the queries of each sequence; their sum is the number of queries.
     key_lengths: the keys of each; None: as many as queries.
 
-    Beside `&`, `Causal` and `Window` count within each sequence.
+    Combined by `&`, `Causal` and `Window` count within each sequence.
     """
 
     lengths: Annotated[Tensor, "sequences", int]

@@ -46,8 +46,8 @@ class Hard(Normalizer):
     |                      | Attend and Tell, Xu et al. 2015)                                    |
     | `None`               | none; the key with the best score, the first of equals              |
 
-    In evaluation modules use `Hard(None)`. `attention_weights` gives, for an estimator, the
-    probabilities that keys are drawn with.
+    Modules in evaluation mode use `Hard(None)`. With an estimator, `attention_weights` gives the
+    probabilities with which keys are drawn.
     """
 
     estimator: Estimator | None = "straight_through"
@@ -85,7 +85,8 @@ class Linear(Normalizer):
     """weight_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j), both over the allowed j: time and memory
     linear in the tokens (Katharopoulos et al., Transformers are RNNs, 2020).
 
-    There is no exponential and so no score but φ(q)·φ(k); a row whose weights are all 0 is 0.
+    There is no exponential, and the only score is φ(q)·φ(k). If all weights of a query are 0, its
+    output is 0.
 
     feature_map: φ, "elu" is elu(x) + 1 as published, "relu" is max(x, 0), "sigmoid" the logistic
         function, as of Polynormer (Deng et al., 2024).
@@ -135,7 +136,7 @@ class DeltaRule(Normalizer):
 
     which may be negative and do not sum to 1.
 
-    beta: how much of what was there each key replaces.
+    beta: for each key, the share of the old content that it replaces.
     """
 
     beta: Annotated[Tensor, "#batch #heads keys"]

@@ -51,7 +51,7 @@ class RelativeBias1d(nn.Module):
 
     Args:
         num_heads: query heads.
-        max_distance: the distance from which on all are one.
+        max_distance: farther distances share the entry of this one.
     """
 
     def __init__(self, num_heads: int, max_distance: int) -> None:

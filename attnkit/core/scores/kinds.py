@@ -102,7 +102,7 @@ class Cosine(Score):
     """score(q, k) = cos(q, k) / temperature; Swin Transformer V2 (Liu et al. 2022) learns the
     temperature, and begins with 0.1.
 
-    A vector of zeros has the cosine 0 with every other, and no gradient.
+    A vector of zeros has cosine 0 with every vector, and gets no gradient.
 
     temperature: a positive number, one or one for each head.
     """

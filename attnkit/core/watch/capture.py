@@ -44,26 +44,27 @@ def capture_attention(
         weights["blocks.11.attention"][0]    # [batch, heads, 1, tokens]
         print(weights)                       # layers, calls, shapes
 
-    The kernels that compute the output stay what they were: the weights asked for, and no others,
-    are computed beside them, without gradients and before dropout, for every call. Seen are all
-    layers of attnkit, torch's `MultiheadAttention`, and whoever calls torch's
-    `scaled_dot_product_attention`: timm's models, those of transformers, of which its eager and
-    flex interfaces are seen too, plain code. Of a graph they are [edges, heads], in the caller's
-    order. What runs again in a backward pass, as with activation checkpointing, is not a further
-    call. Compiled modules run uncompiled inside the block, since nothing could be seen of them.
+    The kernels that compute the output do not change. Only the weights you ask for are computed in
+    addition, for every call, without gradients and before dropout. This works for all layers of
+    attnkit, torch's `MultiheadAttention`, any code that calls torch's
+    `scaled_dot_product_attention` (such as timm), and models of transformers, including its eager
+    and flex interfaces. For a graph the weights are [edges, heads], in the caller's order. A layer
+    that runs again in the backward pass (activation checkpointing) does not count as another call.
+    Compiled modules run uncompiled inside the block, because compiled code cannot be observed.
 
     Args:
-        model: any module. One of yours may have a method
-            `attention_weights(<arguments of forward>, rows=, heads=)`, which is then called.
+        model: any module. If your own module has a method
+            `attention_weights(<arguments of forward>, rows=, heads=)`, it is called.
         layers: names (`*` matches anything), or positions among the modules that have such a
-            method, as those of attnkit have; where none has, in the order they run. None for all.
+            method, as attnkit's have; if none has it, in the order they run. None for all.
         rows: which queries, None for all. A layer may ask for fewer than all tokens: the last
             block of a ViT with class-token pooling has row 0 only.
         heads: which heads, None for all.
 
     Raises:
-        ValueError: the model has no such layers, or no attention that is seen; one that computes
-            its own by a softmax and a product is named. Some are found when it has run.
+        ValueError: the model has no such layers, or no attention that can be seen. A module that
+            computes its own attention by a softmax and a product is named, if need be after the
+            run.
         IndexError: a layer has no such row or head; the layer is named.
     """
     captured = AttentionWeights()

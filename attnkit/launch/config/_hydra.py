@@ -51,4 +51,6 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
         for name in key.split("."):
             value = value[name]
         if value != default and not any(f"{name}.".startswith(f"{key}.") for name in typed):
-            raise UserError(f"{key}: given by a file; Hydra's own settings are not for a file")
+            raise UserError(
+                f"{key}: set in a file; Hydra's own settings belong on the command line"
+            )

@@ -132,7 +132,7 @@ def _check_known(word: str) -> None:
     if not known and not key.startswith((DIRNAME, _LAUNCHER[1], _SWEEPER[1])):
         raise UserError(
             f"{key}: not used by attnkit, which makes the run folder and its logs itself\n"
-            f"  Hydra's words that mean something here: {', '.join(_PLACES)},\n"
+            f"  Hydra's settings that attnkit uses: {', '.join(_PLACES)},\n"
             "  hydra/launcher, hydra/sweeper and their settings"
         )
 
@@ -143,7 +143,7 @@ def _check_place(rest: Sequence[str], words: Sequence[str], *, multirun: bool) -
     typed = {key_of(override): override for override in rest}
     mine = SWEEP_DIR if multirun else RUN_DIR
     if multirun and RUN_DIR in keys:
-        raise UserError(f"{keys[RUN_DIR]}: of one run; the folder of a sweep is {SWEEP_DIR}")
+        raise UserError(f"{keys[RUN_DIR]}: is for a single run; for a sweep use {SWEEP_DIR}")
     retried = typed.get("run") == "run=retry"
     for key, word in keys.items():
         of_sweep = key in (SWEEP_DIR, SUBDIR) or key.startswith(DIRNAME)
@@ -163,7 +163,7 @@ def _check_place(rest: Sequence[str], words: Sequence[str], *, multirun: bool) -
     submitted = any("submitit" in word for word in words)
     if JOB_NAME in keys and (mine in keys or "run_dir" in typed) and not (named or submitted):
         other = keys.get(mine) or typed["run_dir"]
-        raise UserError(f"{keys[JOB_NAME]}: does nothing, since {other} names the folder")
+        raise UserError(f"{keys[JOB_NAME]}: has no effect, because {other} names the folder")
 
 
 def _resolved(composer: Composer, overrides: Sequence[str], words: Sequence[str], key: str) -> str:

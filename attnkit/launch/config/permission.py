@@ -83,7 +83,7 @@ def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str
     """The packages of `allow=[…]`, which no file may set."""
     allow = config.get("allow") or []
     if allow and not any(o.lstrip("+").startswith("allow=") for o in overrides):
-        raise UserError("allow: given by a file; packages are allowed on the command line only")
+        raise UserError("allow: set in a file; packages can be allowed only on the command line")
     packages = tuple(map(str, allow)) if not isinstance(allow, str) else (allow,)
     for package in packages:
         if not package.isidentifier() or not allowlist.is_unknown(package):

@@ -34,7 +34,7 @@ def predict(session: Session) -> dict[str, float] | None:
     if node and not takes_images(node):
         beside = build(node, at="predict")
         if not isinstance(beside, Callback):
-            raise UserError(f"predict: {node['_target_']} takes no images and is no Callback")
+            raise UserError(f"predict: {node['_target_']} takes no images and is not a Callback")
         trainer.callbacks.append(beside)  # type: ignore[attr-defined]
     if not session.begin():
         return None
@@ -55,7 +55,7 @@ def export(session: Session) -> dict[str, float] | None:
     session.restore()
     writer = build(session.config["export"], at="export")
     if not isinstance(writer, Export):
-        raise UserError(f"export: {session.config['export']['_target_']} is no Export")
+        raise UserError(f"export: {session.config['export']['_target_']} is not an Export")
     written = writer(module)
     for name, why in written.left_out.items():
         screen.say(f"{name}: left out: {why}")

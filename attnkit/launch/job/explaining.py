@@ -34,7 +34,7 @@ def explain(session: Session) -> dict[str, float] | None:
     """Explain images, sentences or nodes; leaves explain.html, scores.csv and maps.npz."""
     report = build(session.config["explain"], at="explain")
     if not isinstance(report, Report):
-        raise UserError(f"explain: {session.config['explain']['_target_']} is no Report")
+        raise UserError(f"explain: {session.config['explain']['_target_']} is not a Report")
     facts = [] if session.config["ckpt"] else _of_timm(session)
     module = session.make_module()
     session.make_trainer()
@@ -88,7 +88,7 @@ def _explained(module: LightningModule, batch: Any, device: torch.device) -> Exp
     look = getattr(module, "explained", None)
     if look is None:
         raise UserError(
-            f"run=explain: {type(module).__name__} does not say what is explained of a batch; give "
+            f"run=explain: {type(module).__name__} does not say what to explain in a batch; give "
             "it a method explained(batch), see attnkit.lightning.Explained"
         )
     module.to(device).eval()
@@ -132,7 +132,9 @@ def _device(asked: str | None) -> torch.device:
         device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"explain.device: {asked!r} is not there: {first_line(error)}") from error
+        raise UserError(
+            f"explain.device: {asked!r} is not available: {first_line(error)}"
+        ) from error
     return device
 
 
@@ -150,23 +152,23 @@ def _chosen(session: Session, report: Report) -> tuple[Any, list[int], str]:
     if not takes_images(session.config["predict"]):  # a graph is one batch
         is_whole = type(data).predict_dataloader is not LightningDataModule.predict_dataloader
         loader = data.predict_dataloader() if is_whole else _first(data.test_dataloader())
-        return next(iter(loader)), [], "" if is_whole else "chosen: the first batch of the test"
+        return next(iter(loader)), [], "" if is_whole else "shown: the first batch of the test data"
     loader = data.predict_dataloader() if images else _first(data.test_dataloader())
     dataset = getattr(loader, "dataset", None)
     if dataset is None or not hasattr(dataset, "__len__"):
         raise UserError("data: its test loader has no data set to choose from; give images=PATH")
     labels = getattr(dataset, "labels", None)
     count = min(report.num_images, len(dataset))
-    rows, how = list(range(count)), "the first"
+    rows, how = list(range(count)), "the first ones"
     if not images and labels is not None:
-        rows, how = by_turns(labels.tolist(), count), "the first of each class by turns"
+        rows, how = by_turns(labels.tolist(), count), "taken from each class in turn"
     some = DataLoader(Subset(dataset, rows), batch_size=count, collate_fn=loader.collate_fn)
     batch = data.on_after_batch_transfer(next(iter(some)), 0)
     count = num_rows(batch)  # a file that cannot be decoded is left out
     if not count:
         raise UserError(f"images: none of the first {len(rows)} in {images} can be read")
     source = f"images in {images}" if images else "test images"
-    return batch, rows, f"chosen: {count} of {len(dataset):,} {source}, {how}"
+    return batch, rows, f"shown: {count} of {len(dataset):,} {source}, {how}"
 
 
 def _beside(
@@ -224,7 +226,7 @@ def _of_timm(session: Session) -> list[str]:
     of = node.get("name") or node.get("weights")
     missing = [key for key in ("name", "image_size", "num_classes") if not facts.get(key)]
     if missing:
-        raise UserError(f"model.{missing[0]}: {of} does not say it; model.{missing[0]}=…")
+        raise UserError(f"model.{missing[0]}: not known from {of}; set model.{missing[0]}=…")
     asked = {key: node[key] for key in ("in_channels", "num_classes") if node.get(key) is not None}
     for part in (node, module):
         fill(part, {**facts, **asked})

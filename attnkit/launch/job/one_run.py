@@ -178,7 +178,7 @@ class Session:
     def _new_data(self) -> LightningDataModule:
         data = build(self.config["data"], at="data")
         if not isinstance(data, LightningDataModule):
-            raise UserError(f"data: {self.config['data']['_target_']} is no LightningDataModule")
+            raise UserError(f"data: {self.config['data']['_target_']} is not a LightningDataModule")
         return data
 
     def make_module(self) -> LightningModule:
@@ -222,7 +222,7 @@ class Session:
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"module: {node['_target_']}: {first_line(error)}") from error
         if not isinstance(module, LightningModule):
-            raise UserError(f"module: {node['_target_']} is no LightningModule")
+            raise UserError(f"module: {node['_target_']} is not a LightningModule")
         if self.config.get("init") and not (self.start or self.config["ckpt"]):
             _log.info(warm_start(module, self.config["init"]))
         return module

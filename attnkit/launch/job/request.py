@@ -153,9 +153,9 @@ def check_uses(request: Request) -> None:
         if top in _KEYS and not kind.reads(top):
             users = ", ".join(name for name, other in KINDS.items() if top in other.uses)
             only = f"; only in run={users}{_INSTEAD.get(top, '')}"
-            raise UserError(f"{typed}: does nothing in run={kind.name}{only}")
+            raise UserError(f"{typed}: has no effect in run={kind.name}{only}")
         if top == "trainer" and inner in kind.leaves:
-            raise UserError(f"{typed}: does nothing in run={kind.name}, which does not train")
+            raise UserError(f"{typed}: has no effect in run={kind.name}, which does not train")
     if (config.get("record") or {}).get("script") and kind.name != "reproduce":
         name = request.typed("experiment").partition("=")[2]
         raise UserError(
@@ -240,9 +240,9 @@ def _check_parts_of(request: Request) -> None:
             f"run=inspect: the task {config['task']} has nothing to inspect; run=predict"
         )
     if "export" in kind.needs and not config.get("export"):
-        raise UserError("run=export: needs export, which is null; leave it as it is by default")
+        raise UserError("run=export: needs export, which is null; keep its default value")
     if "explain" in kind.needs and not config.get("explain"):
-        raise UserError("run=explain: needs explain, which is null; leave it as it is by default")
+        raise UserError("run=explain: needs explain, which is null; keep its default value")
     if "images" not in kind.uses:
         return
     images = config.get("images")
@@ -265,7 +265,7 @@ def _refuse_idle(request: Request, idle: str, instead: str) -> None:
     """Refuse what is typed below a key that this run does not read."""
     for typed in request.overrides:
         if dotted_key(typed).partition(".")[0] == idle:
-            raise UserError(f"{typed}: does nothing in run={request.kind.name}, {instead}")
+            raise UserError(f"{typed}: has no effect in run={request.kind.name}, {instead}")
 
 
 def _check_untrained(request: Request) -> None:
@@ -274,7 +274,7 @@ def _check_untrained(request: Request) -> None:
     if target != "attnkit.models.timm_backbone":
         raise UserError(
             "run=explain: needs ckpt=PATH, a checkpoint or a run folder\n"
-            "  of a network that nobody trained here: model=timm model.name=NAME images=PATH"
+            "  for a network not trained with attnkit: model=timm model.name=NAME images=PATH"
         )
     if request.config.get("images") is None:
         raise UserError("run=explain: without ckpt=PATH it needs images=PATH, a folder or a file")
@@ -348,7 +348,7 @@ def _check_alone(request: Request, ckpt: Path) -> None:
         if part in ("module", "model", *schema.MODEL_PARTS):
             raise UserError(
                 f"{typed}: can't change what {ckpt.name} holds\n"
-                "  in its run folder, with ckpt=RUN_DIR, it could"
+                "  it can be changed with ckpt=RUN_DIR"
             )
 
 
@@ -360,12 +360,16 @@ def _resumed(request: Request) -> Job:
         raise UserError(f"run={name}: not together with resume, which trains{instead}")
     for key in ("run_dir", "ckpt", "images", "init", "sweep", "seed", "seeds", "splits"):
         if typed := request.typed(key):
-            raise UserError(f"{typed}: not together with resume, which goes on in its folder")
+            raise UserError(
+                f"{typed}: not together with resume, which continues in the folder of the run"
+            )
     folder = folders.to_resume(str(request.config["resume"]))
     saved = folders.load_config(folder)
     request = request.on(folder)
     if saved.get("run") != "train":
-        raise UserError(f"resume: {folder} was a run={saved.get('run')}; nothing to go on with")
+        raise UserError(
+            f"resume: {folder} was a run={saved.get('run')}; there is nothing to resume"
+        )
     if (typed := request.typed("task")) and request.config["task"] != saved["task"]:
         raise UserError(f"{typed}: the run in {folder} is of task {saved['task']}")
     changes = [
@@ -383,8 +387,8 @@ def check_resumable(changes: Sequence[str]) -> None:
     for change in changes:
         if not f"{dotted_key(change)}.".startswith(schema.RESUMABLE):
             raise UserError(
-                f"{change}: can't change in a run that goes on\n"
-                f"  may change: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"
+                f"{change}: can't be changed when a run is resumed\n"
+                f"  can be changed: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"
             )
 
 

@@ -181,7 +181,7 @@ def final(job: Job, results: Mapping[str, float]) -> None:
         "confusion": folder / "confusion_matrix.png",
         "nodes": folder / "accuracy_by_neighbourhood.png",
         "entropy": folder / "attention_entropy.png",
-        "looks": folder / "attention_maps",
+        "pictures": folder / "attention_maps",
         "metrics": folder / "metrics.csv",
         "steps": folder / "steps.csv",
         "predictions": folder / PREDICTIONS,

@@ -52,7 +52,7 @@ def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] =
     for name in (name for name in idle if name in asked):
         target = config["callbacks"][name]["_target_"]
         reason = f": it has no hook of {kind.stage}" if kind.stage else ""
-        raise UserError(f"callbacks.{name}: {target} does nothing in run={kind.name}{reason}")
+        raise UserError(f"callbacks.{name}: {target} has no effect in run={kind.name}{reason}")
     callbacks = [callback for name, callback in named.items() if name not in idle]
     shown = arguments.pop("enable_progress_bar", None)
     if shown is False:
@@ -109,5 +109,5 @@ def _built(kind: type, at: str, nodes: Mapping[str, Any] | None) -> dict[str, An
             key = f"{at}.{name}".lstrip(".")
             built[name] = build(node, at=key)
             if not isinstance(built[name], kind):
-                raise UserError(f"{key}: {node['_target_']} is no {kind.__name__}")
+                raise UserError(f"{key}: {node['_target_']} is not a {kind.__name__}")
     return built

@@ -66,7 +66,9 @@ def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
             "  trainer.devices and num_nodes tell it of how many"
         )
     report.quiet()
-    report.print_(f"{escape(job.config['task'])} · check · a part of it, in a temporary folder")
+    report.print_(
+        f"{escape(job.config['task'])} · check · runs a part of the job in a temporary folder"
+    )
     with ExitStack() as stack:
         sys.dont_write_bytecode = True  # for good: this process only checks
         try:

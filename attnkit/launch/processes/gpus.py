@@ -77,8 +77,8 @@ def _own(folder: Path) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise UserError(
-            f"{folder}: the locks of the GPUs need a folder of your own, and this is another's\n"
-            "  remove it, or set TMPDIR to a folder of yours, the same for all sweeps"
+            f"{folder}: this folder for the locks of the GPUs belongs to another user\n"
+            "  remove it, or set TMPDIR to your own folder, the same for all sweeps"
         )
     folder.chmod(0o700)
     return folder

@@ -147,8 +147,8 @@ class _Ranks:
         late = [str(r) for r in range(len(self.processes)) if r not in self.reports]
         if report.peer_silent and late:
             raise RunError(
-                f"rank {', '.join(late)} does not answer: the other ranks waited for it in vain\n"
-                "  how long they wait: trainer.timeout_seconds"
+                f"rank {', '.join(late)} does not answer; the other ranks gave up waiting\n"
+                "  trainer.timeout_seconds sets how long they wait"
             )
         if report.no_memory:
             raise OutOfMemory(f"rank {rank}: {report.text}")

@@ -104,7 +104,7 @@ class Launcher:
             last = time.monotonic() + _ARRIVAL
             while not master and not _answers(at):
                 if time.monotonic() > last:
-                    raise RuntimeError(f"rank 0 has not come within {_ARRIVAL:.0f} s")
+                    raise RuntimeError(f"rank 0 did not start within {_ARRIVAL:.0f} s")
                 time.sleep(_POLL)
             hour = timedelta(hours=1)
             store = TCPStore(*at, None, master, hour, wait_for_workers=False, multi_tenant=True)

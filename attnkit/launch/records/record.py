@@ -191,9 +191,9 @@ def _record(path: Path, content: Mapping[str, Any]) -> Record:
     _check(where, Record, given)
     record = Record(**given)
     if record.ours is None and not record.why:
-        raise UserError(f"{where}.why: missing; say why there is no figure of ours")
+        raise UserError(f"{where}.why: missing; say why nothing was measured")
     if record.ours is not None and not (record.date and record.machine):
-        raise UserError(f"{where}: a figure of ours needs its date and machine")
+        raise UserError(f"{where}: a measured figure needs its date and machine")
     return record
 
 

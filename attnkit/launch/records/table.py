@@ -19,13 +19,14 @@ _HEADER = ("record", "metric", "unit", "published", "published_std", "on_record"
            "folder")  # fmt: skip
 _COLUMNS = {"record": 22, "published": 12, "ours": 15, "time": 6, "needs": 9}
 _LEGEND = """
-published: the paper's figure; ours: measured here; ± over seeds or splits, in %.
-time: of all runs, on the machine named in docs/records.md.
+published: from the paper; ours: measured here; ±: over seeds or splits.
+time: of all runs together, on the machine named in docs/records.md.
   attnkit run=reproduce reproduce.name=NAME [data.root=PATH]  run one
   attnkit run=reproduce reproduce.minutes=N [data.root=PATH]  all that fit"""
 _RULE = """\
-within spread: |now - reference| is at most sqrt(s^2 + s_ref^2), or half a unit of the
-reference's last digit; the reference is published, or on record where nothing is"""
+within spread: |now - reference| is at most sqrt(s^2 + s_ref^2), or half a unit of
+the reference's last digit. The reference is the published figure if there is one,
+else the figure on record."""
 _WIDE = 40  # what is measured, where there is room
 
 
@@ -111,7 +112,7 @@ def show(folder: Path, rows: Sequence[Row]) -> None:
                   title_justify="left")  # fmt: skip
     for name in ("record", "published", "on record", "now", "verdict", "time"):
         table.add_column(name, justify="left" if name in ("record", "verdict") else "right",
-                         overflow="fold")  # fmt: skip
+                         overflow="fold", no_wrap=name == "record")  # fmt: skip
     for row in rows:
         style = {"done": None, "failed": "red"}.get(row.state, "dim")
         table.add_row(*map(escape, _cells(row)), style=style)

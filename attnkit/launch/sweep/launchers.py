@@ -120,7 +120,9 @@ class Launch:
         what = f"hydra/launcher={name}"
         if name not in _LAUNCHERS:
             hint = nearest(name, _LAUNCHERS)
-            raise UserError(f"{what}: there is none of this name{hint}\n  {', '.join(_LAUNCHERS)}")
+            raise UserError(
+                f"{what}: there is no launcher of this name{hint}\n  {', '.join(_LAUNCHERS)}"
+            )
         kind = _LAUNCHERS[name]
         if issubclass(kind, Submitit) and find_spec("submitit") is None:
             raise UserError(

@@ -43,8 +43,8 @@ def resume(composer: Composer, overrides: Sequence[str], words: Sequence[str]) -
         if not (is_study and study.is_changeable(override)):
             more = "; n_trials, n_jobs and storage of hydra.sweeper" if is_study else ""
             raise UserError(
-                f"{override}: can't change in a sweep that goes on\n"
-                f"  may change: hydra/launcher and its settings{more}"
+                f"{override}: can't be changed when a sweep is resumed\n"
+                f"  can be changed: hydra/launcher and its settings{more}"
             )
     allow = [o for o in overrides if key_of(o) == "allow"]
     _check_permissions(composer, sweep, allow)

@@ -31,7 +31,7 @@ def sweep(composer: Composer, overrides: Sequence[str], words: Sequence[str]) ->
         return resume(composer, overrides, words)
     for override in parsed:
         if override.is_sweep_override() and override.key_or_group in ("run_dir", "allow"):
-            raise UserError(f"{override.input_line}: one for all trials")
+            raise UserError(f"{override.input_line}: must be the same for all trials")
     place = [o for o in overrides if key_of(o) == "run_dir"]
     rest = [o for o in overrides if o not in place]
     if study.is_chosen(words):
@@ -66,7 +66,7 @@ def _combinations(composer: Composer, overrides: Sequence[str]) -> list[list[str
     for override in composer.parse(overrides):
         if override.is_interval_sweep():
             raise UserError(
-                f"{override.input_line}: a range to choose from, not values\n"
+                f"{override.input_line}: this is a range, not a list of values\n"
                 "  key=a,b or key=range(1,9); or let Optuna choose: hydra/sweeper=optuna"
             )
         if override.is_sweep_override():
@@ -75,5 +75,5 @@ def _combinations(composer: Composer, overrides: Sequence[str]) -> list[list[str
         else:
             choices.append([str(override.input_line)])
     if not all(choices):
-        raise UserError("-m: no trial: a glob(…) that no choice of its group fits")
+        raise UserError("-m: there are no trials: glob(…) matches no choice of its group")
     return [list(combination) for combination in product(*choices)]

@@ -20,8 +20,8 @@ class Gate(nn.Module):
     subclass that defines `gate`. Items of a batch do not see each other, except where a gate says
     that it has batch normalization, and then in training only.
 
-    The map of an untrained gate is about ½ everywhere (¼ of `CoordinateAttention`), so that one put
-    into a trained network weakens its features at first.
+    The map of an untrained gate is about ½ everywhere (¼ for `CoordinateAttention`). A gate put
+    into a trained network therefore weakens its features at first.
 
     Args:
         channels: of the map; None: any number, in gates whose parameters do not depend on it.
@@ -60,9 +60,9 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         maps["channel"][0]    # [batch, channels, 1, 1]
         maps["spatial"][0]    # [batch, 1, height, width]
 
-    Each gate's maps stand under its name in `named_modules()`, in the order of its calls, detached.
-    They are the maps that scaled the features, not computed a second time, so that running
-    statistics of batch norms move as they do without the capture. Compiled modules run uncompiled
+    The maps of each gate are stored, detached, under its name in `named_modules()`, in the order of
+    its calls. They are the maps that scaled the features, not computed a second time, so running
+    statistics of batch norms change as they do without the capture. Compiled modules run uncompiled
     inside the block.
 
     Args:

@@ -58,10 +58,10 @@ class GraphAttention(EdgeModule):
     edge features and "cosine" or "gaussian", which only the reference kernel computes.
 
     Args:
-        in_channels: channels of the nodes, or those of sources and of targets, a pair; −1: those of
-            the first input, before which the layer's parameters cannot be saved or loaded.
+        in_channels: channels of the nodes, or a pair (sources, targets); −1: taken from the first
+            input, before which the layer's parameters cannot be saved or loaded.
         out_channels: channels of a head.
-        heads: how many.
+        heads: number of heads.
         score: "scaled_dot", "dot", "general", "cosine", "gaussian" or "additive" (Bahdanau's), each
             with projections to queries, keys and values; "gatv2"; "gat"; or a `Score` or module as
             in `MultiHeadAttention`.

@@ -56,7 +56,7 @@ class NadarayaWatson(nn.Module):
         """The estimates at `query` from samples `value` at `key`.
 
         Args:
-            query, key, value: all may lack the batch.
+            query, key, value: the batch may be left out of all three.
             mask: which samples an estimate may use, as in `attend`, of one head; without a sample
                 the estimate is 0.
         """

@@ -20,9 +20,9 @@ class AttentionPool(nn.Module):
         y = attention(queries, tokens)
         pooled = y + mlp(norm(y)) with an MLP, else y
 
-    Tokens `[batch, tokens, dim]` in, one vector `[batch, dim]` out, or with `num_queries` that
-    many, `[batch, num_queries, dim]`. The order of tokens changes nothing. For an item without a
-    token, y is the bias of the output projection.
+    Takes tokens `[batch, tokens, dim]` and returns one vector `[batch, dim]`, or with `num_queries`
+    that many, `[batch, num_queries, dim]`. The order of the tokens does not matter. For an item
+    without tokens, y is the bias of the output projection.
 
     The pooling of Set Transformer (Lee et al. 2019), without its residual query and row-wise
     feed-forward layer; with one query and an MLP the "MAP head" of Zhai et al. 2022 (Scaling Vision
@@ -31,12 +31,12 @@ class AttentionPool(nn.Module):
     Args:
         dim: channels of the tokens and of the output.
         num_heads: of the attention, a divisor of `dim`.
-        num_queries: how many vectors to pool into; None: one, without a dimension of its own.
+        num_queries: how many vectors to pool into; None: one, without a dimension for it.
         mlp_ratio: the MLP's width over `dim`; None: neither MLP nor norm.
         score: as in `MultiHeadAttention`.
         qkv_bias: whether the input projections add a bias.
         activation: of the MLP, "gelu" or its approximation "gelu_tanh"; None: "gelu".
-        norm_eps: of the norm before the MLP; None: 1e-6.
+        norm_eps: epsilon of the norm before the MLP; None: 1e-6.
         dropout_p: dropout of the attention weights, in training only.
         backend: the attention kernel, as in `attnkit.attend`.
 

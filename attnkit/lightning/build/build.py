@@ -26,7 +26,7 @@ _allowed: ContextVar[tuple[str, ...]] = ContextVar("attnkit_allowed_packages", d
 
 @contextmanager
 def allowing(*packages: str) -> Iterator[None]:
-    """Inside this context, configurations and checkpoints may also name things from `packages`.
+    """Inside this context, configurations and checkpoints may also name parts of `packages`.
 
     >>> with allowing("mypackage"):
     ...     module = MyModule.load_from_checkpoint("best.ckpt")
@@ -129,9 +129,9 @@ def find(target: Any, trusted: Sequence[str] = (), where: str = "_target_") -> A
             )
         return found
     raise UserError(
-        f"{where}: {target} may not be built from a configuration; may be: a module, optimizer,\n"
-        "  scheduler, callback, logger, data module, metric or transform class, or one of\n"
-        f"  {', '.join(FUNCTIONS)}"
+        f"{where}: {target} may not be built from a configuration; allowed are: a module,\n"
+        "  optimizer, scheduler, callback, logger, data module, metric or transform class,\n"
+        f"  or one of {', '.join(FUNCTIONS)}"
     )
 
 

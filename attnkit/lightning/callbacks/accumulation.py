@@ -11,7 +11,7 @@ from attnkit.lightning.callbacks.throughput import num_samples
 
 
 class ExactAccumulation(Callback):
-    """Makes accumulated batches step as one large batch does, for losses that are means.
+    """Makes accumulated batches equal to one large batch, for losses that are means.
 
     Of A batches of n_i samples with mean losses m_i, Lightning steps along Σ m_i / A, also in the
     last step of an epoch, which may have fewer batches, and a smaller one. Here it is

@@ -16,12 +16,12 @@ CHUNK = 32  # samples that features are computed of at once, always as many
 
 
 class CachedFeatures(Callback):
-    """Computes the features of each sample once if only the head of a network is trained.
+    """Computes the features of each sample only once, if only the head of a network is trained.
 
-    A `TaskModule` that is fine-tuned by `attnkit.finetune.head_only` brings it. The network must be
-    called with one tensor, and its output be its head's. Samples are known by their content, so
-    that any data in any order will do: each is hashed to 64 bits, and its features are kept in
-    memory, on the device. They are computed in chunks of one size, so that they do not depend on
+    A `TaskModule` fine-tuned by `attnkit.finetune.head_only` adds it. The network must be called
+    with one tensor, and its output must be that of its head. Samples are recognized by their
+    content, so any data in any order will do: each is hashed to 64 bits, and its features are kept
+    in memory, on the device. They are computed in chunks of one size, so that they do not depend on
     the batch and a run that is resumed is the same.
 
     One line says whether features are kept. They are not where samples change from epoch to epoch:
@@ -62,7 +62,7 @@ class CachedFeatures(Callback):
         elif not self._said:
             self._say("features are computed once for each sample, and kept")
         elif trainer.current_epoch and not self._known and trainer.is_last_batch:
-            self._stop("no sample came a second time")
+            self._stop("no sample occurred twice")
 
     def on_fit_end(self, *args: Any) -> None:
         self._restore()
@@ -75,7 +75,7 @@ class CachedFeatures(Callback):
         rank_zero_only(_log.info)(f"finetune=head: {what}")
 
     def _stop(self, reason: str) -> None:
-        self._say(f"features are computed in every epoch anew: {reason}")
+        self._say(f"features are computed again in every epoch: {reason}")
         self._restore()
 
     def _restore(self) -> None:

@@ -34,12 +34,12 @@ class ClassScore(NamedTuple):
 
 
 class ClassReport(Callback):
-    """Writes a test of a `ClassificationModule`: `per_class.csv`, `confusion_matrix.png`.
+    """Writes `per_class.csv` and `confusion_matrix.png` for a test of a `ClassificationModule`.
 
     The picture is drawn for up to 1,000 classes. The first process writes.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -11,7 +11,7 @@ from attnkit.core.watch.multiply_adds import count_multiply_adds
 
 
 class Cost(Callback):
-    """Finds what a model costs; in `results`, which `ResultsFile` writes:
+    """Measures what a model costs, for `results`, which `ResultsFile` writes:
 
     - `parameters` of the module;
     - `multiply_adds` of one forward pass on the module's `example_input_array`, if it has one

@@ -18,7 +18,7 @@ class EMA(WeightAveraging):
 
     It is Lightning's `WeightAveraging`: validation runs on the average, checkpoints hold the
     average as `state_dict` and the trained weights as `current_model_state`, to go on with.
-    Different from `EMAWeightAveraging` of Lightning 2.6:
+    Differences from `EMAWeightAveraging` of Lightning 2.6:
 
     - `trainer.test(ckpt_path="best")` after `fit` tests the average. There, the trained weights are
       put back, and the test's figures are not those of the checkpoint.

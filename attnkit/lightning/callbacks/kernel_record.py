@@ -11,9 +11,9 @@ from attnkit.core.kernels.record import KernelCounts, record_backends
 
 
 class KernelRecord(Callback):
-    """Tells which attention kernel ran in each module, in the first batch of each stage.
+    """Records which attention kernel ran in each module, in the first batch of each stage.
 
-    Every call of torch's attention is seen, in attnkit's modules and in anybody's. The table is
+    It sees every call of torch's attention, in attnkit's modules and in others. The table is
     printed (`verbose`), goes to loggers that take text (TensorBoard), and stays in `records`:
     `records["train"].counts["model.blocks.0.attention"]["flash"]`. `results` holds the totals as
     numbers, `kernels/train/flash`, which `ResultsFile` writes.

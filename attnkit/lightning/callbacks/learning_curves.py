@@ -26,8 +26,8 @@ COLOURS = {"train": "#7f7f7f", "val": "#1f77b4"}
 class LearningCurves(Callback):
     """Draws every logged metric over the epochs, `train/loss` and `val/loss` in one panel.
 
-    Where there is a `train/plain_loss`, that is what compares with `val/loss`: it stands in the
-    same panel, and `train/loss` is labelled as what is minimised.
+    If there is a `train/plain_loss`, it can be compared with `val/loss` and is drawn in the same
+    panel; `train/loss` is then labelled as what is minimised.
 
     Needs no logger: it notes the values at the end of each epoch and validation. They are part of
     the checkpoint, so that the picture of a resumed run is whole. Drawn when training ends, also by
@@ -139,10 +139,10 @@ def _draw_panel(panel: Axes, name: str, history: History) -> None:
             )  # fmt: skip
     last = max((epochs[-1][0] for key, epochs in history.items() if epochs), default=1)
     if last <= 1:  # a single point has no scale of its own
-        panel.set_xlim(0, 2)
+        panel.set_xlim(0.5, 1.5)
     panel.set_title(name.replace("_", " "), fontsize=10, y=1.0)
     panel.set_xlabel("epoch", fontsize=9)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     panel.tick_params(labelsize=8)
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

@@ -16,12 +16,11 @@ SHORT = {"grad_norm": "grad", "samples_per_second": "per s"}
 
 
 class Progress(BarFromOne):
-    """Lightning's rich progress bar on one line, removed when the stage ends.
+    """Lightning's rich progress bar, on one line, and removed when the stage ends.
 
-    Epochs count from 1. Behind the bar stand the last figures of `StepMetrics`, if it is there, and
-    those logged with `prog_bar=True`: as many as there is room for, brought up to date when
-    `StepMetrics` logs, so that no other step waits for the device. Where the output is no
-    terminal, there is no bar.
+    Epochs count from 1. After the bar come the last figures of `StepMetrics`, if it is used, and
+    those logged with `prog_bar=True`, as many as fit. They are updated when `StepMetrics` logs, so
+    that no other step waits for the device. Without a terminal there is no bar.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -120,7 +120,7 @@ class Export:
             differences = {}
             try:
                 if not programs:
-                    raise UserError(f"{type(module).__name__} describes no programs()")
+                    raise UserError(f"{type(module).__name__} has no method programs()")
                 if kind == "onnx":
                     check_onnx()  # before the network is traced, which takes long
                 for name, program in programs.items():

@@ -106,7 +106,7 @@ def warmup_step(
     """
     shares(gamma=gamma)
     if at_epochs is not None and every_epochs is not None:
-        raise ValueError("at_epochs: takes the place of every_epochs; give one of them")
+        raise ValueError("at_epochs: replaces every_epochs; give only one of the two")
     if every_epochs is not None and every_epochs <= 0:
         raise ValueError(f"every_epochs: expected a number above 0, got {every_epochs}")
     warmup = _warmup(total_steps, steps_per_epoch, warmup_fraction, warmup_epochs, warmup_steps)
@@ -156,7 +156,7 @@ def _warmup(
     at_least(0, warmup_epochs=epochs, warmup_steps=steps)
     shares_below_1(warmup_fraction=fraction)
     if epochs is not None and steps is not None:
-        raise ValueError("warmup_steps: takes the place of warmup_epochs; give one of them")
+        raise ValueError("warmup_steps: replaces warmup_epochs; give only one of the two")
     if steps is not None:
         return steps
     if epochs is None:

@@ -56,7 +56,7 @@ def generate(
     return_weights: bool = False,
     generator: torch.Generator | None = None,
 ) -> Sentences:
-    """Sentences for each memory, in evaluation mode and without gradients.
+    """Generate sentences for each memory, in evaluation mode and without gradients.
 
     | method     | gives                                                                        |
     |------------|------------------------------------------------------------------------------|
@@ -82,7 +82,7 @@ def generate(
         generator: of the draws; None: torch's.
 
     Raises:
-        ValueError: an option that the method does not have, or out of range.
+        ValueError: the method does not have this option, or its value is out of range.
     """
     options = checked_options(
         method, num_beams, length_penalty, temperature, top_k, top_p, num_return

@@ -115,7 +115,7 @@ class CNNEncoder(ImageEncoder):
 
 
 class ViTEncoder(ImageEncoder):
-    """The patches of our `ViT` after its last block and norm, without class token and registers.
+    """The patch tokens of attnkit's `ViT` after its last block and norm.
 
     Args:
         image_size, in_channels: of the images.
@@ -172,7 +172,7 @@ class ViTEncoder(ImageEncoder):
 
 
 class TimmEncoder(ImageEncoder):
-    """Any of timm's networks: its last feature map or its patch tokens, projected to `dim`.
+    """Any network of timm: its last feature map or its patch tokens, projected to `dim`.
 
     Class and register tokens are left out, so that every position is a place in the image.
 
@@ -181,12 +181,13 @@ class TimmEncoder(ImageEncoder):
         image_size, in_channels: of the images; a Transformer's positions are made anew for them.
         dim: channels of the memory; None: those of the network, unprojected.
         pretrained: with weights, which timm downloads or finds in its cache.
-        weights: others, as in `timm_backbone`.
+        weights: other weights, as in `timm_backbone`.
         frozen: the network is not trained: no gradients, and always in evaluation mode, so that
             its batch norms stay as they are. The projection is trained.
 
     Raises:
-        ValueError: an unknown name, weights that cannot be had, or features that form no grid.
+        ValueError: an unknown name, weights that cannot be loaded, or features that do not form a
+            grid.
     """
 
     def __init__(
@@ -237,6 +238,6 @@ class TimmEncoder(ImageEncoder):
         grid = getattr(embed, "grid_size", None)
         if features.ndim != 3 or grid is None or grid[0] * grid[1] != tokens.shape[1]:
             raise ValueError(
-                f"name: the features of this network, {list(features.shape)}, form no grid"
+                f"name: the features of this network, {list(features.shape)}, do not form a grid"
             )
         return tokens.transpose(1, 2).unflatten(2, tuple(grid))

@@ -35,9 +35,9 @@ def diagnose_attention(
         print(attnkit.diagnose_attention(vit, images))
         print(attnkit.diagnose_attention(gat, (x, edge_index), labels=y))
 
-    The kernels that compute the output stay what they are; attention is computed beside them in
-    blocks of rows and forgotten. The model runs in evaluation and without gradients, and is
-    afterwards as it was. `Diagnosis` says what is measured.
+    The kernels that compute the output do not change; attention is computed in addition, in blocks
+    of rows, and not kept. The model runs in evaluation mode without gradients and is left as it
+    was. `Diagnosis` lists what is measured.
 
     Where there are more than `num_rows` queries as many are drawn; heads and queries are compared
     with each other on 16 of them, and 48 keys are ranked. `notes` says so.
@@ -107,7 +107,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         )
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     if tensors and not len(tensors[0]):
-        raise ValueError(f"inputs: a batch of nothing, {list(tensors[0].shape)}")
+        raise ValueError(f"inputs: the batch is empty, {list(tensors[0].shape)}")
     return args, kwargs
 
 

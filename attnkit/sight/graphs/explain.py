@@ -47,7 +47,7 @@ def explain_graph(
             f"{knowing}"
         )
     if layers is not None and not known.has_layers:
-        raise ValueError(f"layers: {name!r} looks at no layer of attention; leave it out")
+        raise ValueError(f"layers: {name!r} does not use attention layers; leave it out")
     for option in options:
         if option not in known.options:
             raise TypeError(f"{option}: {name!r} has no such option for a graph")
@@ -76,7 +76,7 @@ def explain_graph(
 
 
 def _given(scores: Tensor, question: GraphQuestion, layers: Layers) -> EdgeMap:
-    """Numbers that somebody else made, checked."""
+    """Check numbers that were made elsewhere."""
     if list(scores.shape) != [question.num_edges] or not scores.is_floating_point():
         raise ValueError(
             f"method: expected floating-point numbers [edges] = [{question.num_edges}], got "

@@ -63,7 +63,7 @@ def find_grid(
             source = f"assumed: the image's proportions behind {prefix} prefix tokens"
             return Grid(rows, (num_tokens - prefix) // rows, prefix, source)
     raise ValueError(
-        f"grid: {num_tokens} tokens form no grid over an image of {height} x {width} behind "
+        f"grid: {num_tokens} tokens do not form a grid over an image of {height} x {width} behind "
         f"{tried[0]} to {tried[-1]} prefix tokens; give grid=(rows, columns)"
     )
 

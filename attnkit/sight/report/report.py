@@ -58,13 +58,13 @@ class Report:
         methods: several of them, each with its rows and maps.
         trust: "fast" and "full" judge each map, as `attnkit.trust` does, with `full=True` or
             without; "none" does not.
-        num_images: how many, for whoever chooses them; 64 at most.
+        num_images: how many images to show, at most 64.
         target: the class to explain, its name or its number; None: the predicted one.
         nodes: of a graph, their numbers.
-        against: another checkpoint, for whoever loads models: its maps stand beside the first's.
+        against: another checkpoint, whose maps are shown next to the first ones.
         batch_size: images in a forward.
         seed: of random orders.
-        device: where the model runs, for whoever puts it there; None: a GPU if there is one.
+        device: where the model runs; None: a GPU if there is one.
 
     Raises:
         ValueError: an argument out of range.
@@ -215,7 +215,10 @@ class Report:
     def _check_nodes(self, explained: Explained) -> None:
         number = len(explained.inputs[0])
         if not self.nodes:
-            raise ValueError(f"nodes: expected some of 0 to {number - 1}, as nodes=[12,51]")
+            raise ValueError(
+                f"nodes: expected the numbers of the nodes to explain, 0 to {number - 1}, such as "
+                "nodes=[12,51]"
+            )
         for node in self.nodes:
             if not 0 <= node < number:
-                raise ValueError(f"nodes: expected some of 0 to {number - 1}, got {node}")
+                raise ValueError(f"nodes: expected numbers from 0 to {number - 1}, got {node}")

@@ -43,12 +43,12 @@ def draw_history(history: History) -> Figure:
     for panel, name in zip(panels[1:], others, strict=True):
         panel.plot(*zip(*history[name], strict=True), color="#b3300a", marker="o", ms=3)
         panel.set_title(_SHARES[name], fontsize=10)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.1 * max(value for _, value in history[name]) or 1)
     last = max(epoch for points in history.values() for epoch, _ in points)
     for panel in panels:
         panel.set_xlabel("epoch", fontsize=9)
-        panel.set_xlim(0, last + 1)
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.set_xlim(0.5, last + 0.5)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         panel.tick_params(labelsize=8)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)

@@ -163,7 +163,7 @@ class Sight(Callback):
         times = sum(self._has_look(epoch, trainer) for epoch in epochs)
         of_all = f"; {times} time{'s' * (times > 1)}, {duration(times * each)}"
         of_all = of_all if trainer.state.fn == "fit" else ""
-        say(f"sight: {seen.method} of {len(seen.map)} images, {duration(each)} a time{of_all}")
+        say(f"sight: {seen.method} of {len(seen.map)} images, {duration(each)} each time{of_all}")
 
     def _seen(self, given: Explained) -> Explanation:
         """The maps; the first time, the method and the kind of removal are chosen."""

@@ -42,7 +42,7 @@ def trust(
     grid: Grid | None = None,
     batch_size: int = 64,
 ) -> Trust:
-    """Score a map of a model beside random maps, a centred map and the input gradient.
+    """Score a map of a model against random maps, a centred map and the input gradient.
 
         trust = attnkit.trust(model, images, None, map)
         print(trust)          # two or three sentences

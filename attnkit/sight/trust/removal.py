@@ -99,7 +99,7 @@ def hiding(question: Question, grid: Grid) -> Answer:
         unhidden = logits_of(question.model(noisy)) - logits_of(question.model(images))
     if not (plain - other).abs().max() <= 1e-3 * unhidden.abs().max():
         raise NotAvailableError(
-            "what hidden patches hold still reaches the logits, by a mean over all tokens, a "
+            "hidden patches still reach the logits, by a mean over all tokens, a "
             "convolution, or attention that is not computed by torch's function"
         )
     return answer

@@ -102,7 +102,7 @@ class Trust:
             if score.name == name:
                 return score
         names = ", ".join(repr(score.name) for score in self.scores)
-        raise KeyError(f"{name!r} is none of the scores {names}")
+        raise KeyError(f"{name!r} is not one of the scores {names}")
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """The table: by score and by map, without what there is not."""

@@ -66,10 +66,10 @@ class WordTrust:
             better = sum(word.is_better for word in words)
             gap = sum(word.gap for word in words) / max(1, len(words))
             lines.append(
-                f"{number}: the maps of {better} of {len(words)} words are better than random; "
+                f"image {number}: {better} of {len(words)} words have a map better than random; "
                 f"mean gap in p {gap:.3f}"
             )
-        return "\n".join([*lines, f"{self.num_forwards} forwards an image"])
+        return "\n".join([*lines, f"({self.num_forwards} forward passes per image)"])
 
 
 def trust_words(

@@ -105,7 +105,7 @@ def _named(path: Path, names: Names) -> Iterator[np.ndarray]:
         if len(unknown) == 2 and not number:
             continue
         if unknown:
-            raise UserError(f"{path}, line {line}: {unknown[0]!r} is none of the nodes' names")
+            raise UserError(f"{path}, line {line}: {unknown[0]!r} is not the name of a node")
         rows.append((names[fields[0]], names[fields[1]]))
         if len(rows) == ROWS:
             yield np.array(rows)

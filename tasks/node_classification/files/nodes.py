@@ -44,7 +44,7 @@ def read_names(part: Part, count: int | None = None) -> list[str]:
     if len(set(named)) < len(named):
         seen: set[str] = set()
         twice = next(name for name in named if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise UserError(f"{part.where}: {twice!r} is there twice")
+        raise UserError(f"{part.where}: {twice!r} occurs twice")
     return named
 
 
@@ -66,7 +66,7 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
         numbers = {name: number for number, name in enumerate(found)}
         for name, line in rows:
             if name not in numbers:
-                raise UserError(f"{part.where}, line {line}: {name!r} is none of the classes")
+                raise UserError(f"{part.where}, line {line}: {name!r} is not the name of a class")
         labels = np.array([numbers[name] for name, _ in rows], np.int64)
     else:
         labels = part.array(np.int64, 1)
@@ -148,5 +148,5 @@ def _numbers_of(part: Part, names: Mapping[str, int]) -> np.ndarray:
         if name in names:
             found.append(names[name])
         elif number:  # the first may be a header
-            raise UserError(f"{part.where}, line {line}: {name!r} is none of the nodes' names")
+            raise UserError(f"{part.where}, line {line}: {name!r} is not the name of a node")
     return np.array(found, np.int64)

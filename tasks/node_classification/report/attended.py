@@ -48,7 +48,7 @@ class NodePredictions(Callback):
     weights are shares among these.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         attention: whether to write it; it costs a further forward of each batch.
         top_k: edges for each node, layer and head.
         heads: "mean" over the heads, or "each".

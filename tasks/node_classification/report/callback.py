@@ -48,7 +48,7 @@ class NodeReport(Callback):
     Costs one forward of the first batch. The first process writes.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -133,7 +133,7 @@ def entropies(module: nn.Module, batch: Data) -> list[dict[str, Any]]:
     except ValueError as error:
         if not str(error).startswith("model: "):
             raise
-        say("attention: none that can be seen, and no attention_entropy.csv")
+        say("attention: none that can be seen, so no attention_entropy.csv")
         return []
     return recorder.rows
 

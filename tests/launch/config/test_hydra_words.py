@@ -61,7 +61,7 @@ def test_the_folders_of_a_study(mine, attnkit, hers):
         ("-m seed=1,2 run_dir=a hydra.sweep.dir=b", "hydra.sweep.dir=b and run_dir=a: both name"),
         ("hydra.sweep.dir=a", "hydra.sweep.dir=a: only with -m"),
         ("hydra.sweep.subdir=a", "hydra.sweep.subdir=a: only with -m"),
-        ("-m seed=1,2 hydra.run.dir=a", "hydra.run.dir=a: of one run"),
+        ("-m seed=1,2 hydra.run.dir=a", "hydra.run.dir=a: is for a single run"),
         ("-m seed=1,2 hydra.sweep.subdir=a", "trials 0 and 1 would share the folder a"),
         ("-m seed=1,2 hydra.sweep.subdir=a/${seed}", "expected the name of one folder"),
         ("-m seed=1,2 hydra.sweep.subdir=..", "expected the name of one folder"),
@@ -69,7 +69,7 @@ def test_the_folders_of_a_study(mine, attnkit, hers):
         ("-m seed=1,2 hydra.sweep.dir=a,b", "hydra.sweep.dir=a,b: expected one value"),
         ("-m resume=x hydra.sweep.dir=a", "not together with resume=x, which has a folder"),
         ("resume=x hydra.run.dir=a", "not together with resume=x, which has a folder"),
-        ("hydra.job.name=a hydra.run.dir=b", "hydra.job.name=a: does nothing"),
+        ("hydra.job.name=a hydra.run.dir=b", "hydra.job.name=a: has no effect"),
         ("hydra.job.name=a/b", "expected a name for a folder"),
         ("hydra.run.dir=${hydra.job.num}", "hydra.run.dir: "),
         ("hydra.verbose=true", "hydra.verbose: not used by attnkit"),
@@ -100,7 +100,7 @@ def test_no_file_may_name_folders(attnkit, tmp_path):
     )
     done = attnkit("--config-dir", tmp_path, "task=vit", "experiment=x")
     assert done.code == 2
-    assert "hydra.sweep: given by a file" in done.err
+    assert "hydra.sweep: set in a file" in done.err
 
 
 def test_a_job_name_is_for_its_composer_alone():

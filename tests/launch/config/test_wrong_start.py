@@ -46,8 +46,8 @@ STARTED = [
     ("scheduler={_target_: torch.optim.lr_scheduler.StepLR}", "scheduler"),
     ("scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau}", "scheduler"),
     ("callbacks.checkpoint.mode=up", "callbacks.checkpoint: "),
-    ("callbacks.x={_target_: torch.nn.ReLU}", "callbacks.x: torch.nn.ReLU is no Callback"),
-    ("logger.x={_target_: torch.nn.ReLU}", "logger.x: torch.nn.ReLU is no Logger"),
+    ("callbacks.x={_target_: torch.nn.ReLU}", "callbacks.x: torch.nn.ReLU is not a Callback"),
+    ("logger.x={_target_: torch.nn.ReLU}", "logger.x: torch.nn.ReLU is not a Logger"),
     ("logger.x={_target_: lightning.pytorch.loggers.CometLogger}", "logger.x: "),
 ]
 

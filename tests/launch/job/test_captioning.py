@@ -133,7 +133,7 @@ def test_all_decoders_in_one_table(attnkit):
     for row in rows.values():
         assert not row["error"]
         assert float(row["test/compositional/cider_d"]) >= 0
-    assert "What differs: decoder." in Path("sweep/table.md").read_text()
+    assert "The trials differ in decoder." in Path("sweep/table.md").read_text()
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ WRONG = [
     ("data.min_count=1000", "data.min_count: no word occurs 1000 times"),
     slow("data.max_words=2", "max_words: expected 3 or more, got 2"),
     slow("data.bpe_size=300", "bpe_size: needs tokenizer=bpe"),
-    slow("data.test_fraction=0.2", "test_fraction: scenes are made, not split"),
+    slow("data.test_fraction=0.2", "test_fraction: scenes are generated, not split"),
     # parts that do not fit
     ("decoder=lsmt", "decoder has no choice 'lsmt'; did you mean lstm?"),
     slow("encoder=null", "encoder=null: expected a choice or a mapping"),

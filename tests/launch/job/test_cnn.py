@@ -98,7 +98,7 @@ def test_all_in_one_table(attnkit):
     assert all(float(row["step_seconds"]) > 0 for row in rows.values())
     markdown = Path("sweep/table.md").read_text()
     assert markdown.count("±") >= 3 * 2
-    assert "What differs: attention. Everything else is the same in all trials" in markdown
+    assert "The trials differ in attention. All else is the same" in markdown
     assert "seeds in each: 2" in markdown
     assert Path("sweep/cost.png").read_bytes().startswith(b"\x89PNG")
     for name in ("cost.png", "parameters.png", "curves.png"):

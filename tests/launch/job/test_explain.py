@@ -63,7 +63,7 @@ def test_digits(attnkit, runs):
         "run.log",
         "results.json",
     }
-    assert "chosen: 8 of 359 test images, the first of each class by turns" in done.out
+    assert "shown: 8 of 359 test images, taken from each class in turn" in done.out
     assert "forwards of an image" in done.out
     assert done.out.count("┏") == 1, "one table"
     assert max(map(len, done.out[done.out.index("┏") :].split("└")[0].splitlines())) <= 80
@@ -107,7 +107,7 @@ def test_pictures_a_class_and_another_checkpoint(attnkit, runs):
         f"explain.against={runs / 'two'}",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "chosen: 3 of 5 images in" in done.out
+    assert "shown: 3 of 5 images in" in done.out
     arrays, rows = np.load("seen/maps.npz"), rows_of("seen")
     assert arrays["target"].tolist() == [7, 7, 7]
     ours, theirs = arrays["map_relevance"], arrays["against_relevance"]
@@ -142,12 +142,12 @@ REFUSED = [
     (("images=RUNS/broken.png",), "images: none of the first 1 in"),
     (
         ("predict.batch_size=3",),
-        "predict.batch_size=3: does nothing in run=",
+        "predict.batch_size=3: has no effect in run=",
     ),
-    (("images=RUNS/pictures", "data.batch_size=3"), "data.batch_size=3: does nothing in run="),
-    (("explain.device=cuda:99",), "explain.device: 'cuda:99' is not there"),
+    (("images=RUNS/pictures", "data.batch_size=3"), "data.batch_size=3: has no effect in run="),
+    (("explain.device=cuda:99",), "explain.device: 'cuda:99' is not available"),
     (("explain.sead=1",), "explain.sead: attnkit.sight.report.Report has no such key"),
-    (("trainer=cpu",), "trainer=cpu: does nothing in run=explain"),
+    (("trainer=cpu",), "trainer=cpu: has no effect in run=explain"),
 ]
 
 
@@ -169,7 +169,7 @@ def test_a_picture_that_cannot_be_read_is_left_out(attnkit, runs, tmp_path):
     done = attnkit("run=explain", f"ckpt={runs / 'one'}", images, "explain.trust=none", "run_dir=x")
     assert done.code == 0, done.err
     assert f"left out: {tmp_path / 'broken.png'} (not an image)" in done.out + done.err
-    assert "chosen: 2 of 3 images in" in done.out
+    assert "shown: 2 of 3 images in" in done.out
     assert len(np.load("x/maps.npz")["map_relevance"]) == 2
 
 

@@ -128,8 +128,8 @@ def test_a_network_that_nobody_trained(attnkit, runs):
 
 
 REFUSED = [
-    (("ckpt=RUNS/graph",), "explain.nodes: expected some of 0 to"),
-    (("ckpt=RUNS/graph", "explain.nodes=[1,100000]"), "explain.nodes: expected some of 0 to"),
+    (("ckpt=RUNS/graph",), "explain.nodes: expected the numbers of the nodes to explain"),
+    (("ckpt=RUNS/graph", "explain.nodes=[1,100000]"), "explain.nodes: expected numbers from 0 to"),
     (
         ("ckpt=RUNS/graph", "explain.nodes=[1]", "images=RUNS/picture.png"),
         "has no images; leave",

@@ -78,12 +78,12 @@ def test_what_a_module_does_not_allow(mine, attnkit, hers):
     done = attnkit(*with_folder, "run_dir=ex")
     assert done.code == 0, done.err
     for name in ("torch_export", "onnx"):
-        assert f"{name}: left out: Mine describes no programs()" in " ".join(done.out.split())
+        assert f"{name}: left out: Mine has no method programs()" in " ".join(done.out.split())
     with allowing("mine_of_the_tests"):
         assert toolkit.load("ex").hparams.width == 11
     done = attnkit(*with_folder, "run_dir=other", "export.formats=[onnx]")
     assert done.code == 2
-    assert done.err.strip() == "attnkit: export: onnx: Mine describes no programs()"
+    assert done.err.strip() == "attnkit: export: onnx: Mine has no method programs()"
     assert not Path("other").exists()
 
 
@@ -92,16 +92,16 @@ def test_what_a_module_does_not_allow(mine, attnkit, hers):
     [
         ("run=export", "run=export: needs ckpt=PATH"),
         ("run=export resume=RUN", "not together with resume"),
-        ("run=export ckpt=RUN seeds=2", "does nothing in run=export; only in run=train, check"),
+        ("run=export ckpt=RUN seeds=2", "has no effect in run=export; only in run=train, check"),
         (
             "run=export ckpt=RUN images=.",
-            "does nothing in run=export; only in run=predict",
+            "has no effect in run=export; only in run=predict",
         ),
         ("run=export ckpt=RUN export.formats=[tensorflow]", "export.formats: expected"),
         ("run=export ckpt=RUN export.format=[onnx]", "did you mean formats?"),
         ("run=export ckpt=RUN export=null", "run=export: needs export"),
-        ("run=export ckpt=RUN trainer.devices=2", "does nothing in run=export"),
-        ("run=export ckpt=RUN trainer=gpu", "does nothing in run=export"),
+        ("run=export ckpt=RUN trainer.devices=2", "has no effect in run=export"),
+        ("run=export ckpt=RUN trainer=gpu", "has no effect in run=export"),
         ("run=export ckpt=RUN model.dim=48", "does not fit the model"),
         ("run=export ckpt=RUN export._target_=os.system", "outside the allowed packages"),
         ("run=export ckpt=RUN export.folder=RUN", "is not empty"),

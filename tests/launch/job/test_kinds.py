@@ -86,7 +86,7 @@ def test_what_a_kind_does_not_use_is_refused(attnkit, trained, monkeypatch, kind
     """Every key by the check; the first, and resume, by a command, which changes nothing."""
     keys = [key for key in CHANGED if not kind.reads(key)]
     config = OmegaConf.create({"run": kind.name, "ckpt": "trained"})
-    refused = {key: f"{CHANGED[key]}: does nothing in run={kind.name}" for key in keys}
+    refused = {key: f"{CHANGED[key]}: has no effect in run={kind.name}" for key in keys}
     for key in keys:
         typed = Request(Composer(), [CHANGED[key]], config, Origins([], list), Consent())
         with pytest.raises(UserError, match=re.escape(refused[key])):
@@ -157,7 +157,7 @@ def test_data_of_a_prediction_of_images_is_refused(attnkit, trained, monkeypatch
     monkeypatch.chdir(trained)
     done = attnkit("run=predict", "ckpt=trained", CHANGED["images"], "data.batch_size=256")
     assert done.code == 2
-    assert "data.batch_size=256: does nothing in run=predict, which reads images=" in done.err
+    assert "data.batch_size=256: has no effect in run=predict, which reads images=" in done.err
     assert "predict.batch_size" in done.err
 
 
@@ -169,7 +169,7 @@ def test_arguments_of_training_are_refused_elsewhere(attnkit, trained, monkeypat
     needs += [CHANGED["images"]] if kind == "predict" else []
     done = attnkit(f"run={kind}", *needs, f"trainer.{key}")
     assert done.code == 2
-    assert f"trainer.{key}: does nothing in run={kind}" in done.err
+    assert f"trainer.{key}: has no effect in run={kind}" in done.err
 
 
 EARLY = "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/loss}"
@@ -191,7 +191,7 @@ def test_callbacks_that_take_no_part_are_refused(attnkit, trained, monkeypatch, 
     needs += [CHANGED["images"]] if kind == "predict" else []
     done = attnkit(f"run={kind}", *needs, callback)
     assert done.code == 2
-    assert f"does nothing in run={kind}" in done.err
+    assert f"has no effect in run={kind}" in done.err
     assert sorted(trained.rglob("*")) == before
 
 
@@ -228,5 +228,5 @@ def test_a_kind_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
     assert done.code == 0, done.err
     assert Path("here/greeting.txt").read_text() == "hello Mine"
     assert "greetings" in done.out
-    assert "seed=1: does nothing in run=greet" in mine("run=greet", "seed=1").err
+    assert "seed=1: has no effect in run=greet" in mine("run=greet", "seed=1").err
     assert ", greet" in mine("--help").out

@@ -56,7 +56,7 @@ def test_a_run_needs_the_weights_only_once(attnkit, saved, photos):
     done = attnkit(*TIMM, *QUICK, *photos, "model.name=test_vit", "model.weights=net.safetensors",
                    "run_dir=run")  # fmt: skip
     assert done.code == 0, done.err
-    said = f"weights: {weights}: its head for 11 classes is left out: 3 here"
+    said = f"weights: {weights}: its head for 11 classes is replaced by one for 3"
     assert done.out.count(said) == 1
     assert said in Path("run/run.log").read_text()
     config = config_of("run")
@@ -102,8 +102,8 @@ def test_our_network_with_timms_weights(attnkit, saved, photos, form):
     done = attnkit("task=vit", "model=vit_small", *size, f"model.pretrained={saved / form}",
                    "model.score=cosine", *photos, *QUICK, "run_dir=run")  # fmt: skip
     assert done.code == 0, done.err
-    assert "its head for 11 classes is left out: 3 here" in done.out
-    assert ("does not say its mean and std" in done.out) == (form != "hf")
+    assert "its head for 11 classes is replaced by one for 3" in done.out
+    assert ("has no mean and std" in done.out) == (form != "hf")
     config = config_of("run")
     assert config["model"]["patch_size"] == 16
     assert config["data"]["image_size"] == 160
@@ -152,11 +152,11 @@ WRONG = {
     ),
     "no network": (
         ("model.name=vit_tiny_patch16_224", "model.pretrained=true"),
-        "the weights of vit_tiny_patch16_224 cannot be had: no network connection to the hub",
+        "the weights of vit_tiny_patch16_224 cannot be loaded: no network connection to the hub",
     ),
     "no network to a hub": (
         ("model.weights=hf-hub:nobody/nothing",),
-        "model.weights: hf-hub:nobody/nothing cannot be had: no network connection to the hub",
+        "model.weights: hf-hub:nobody/nothing cannot be loaded: no network connection to the hub",
     ),
     "code": ((*VIT, "model.weights={saved}/evil.pth"), "would run code"),
     "junk": ((*VIT, "model.weights={saved}/junk.pth"), "junk.pth: not a file of weights"),
@@ -203,7 +203,7 @@ WRONG = {
     "init: and resume": (("resume={saved}", "init=x"), "init=x: not together with resume"),
     "init: to test": (
         ("run=test", "ckpt={saved}/junk.pth", "init=x"),
-        "init=x: does nothing in run=test; only in run=train, check",
+        "init=x: has no effect in run=test; only in run=train, check",
     ),
     "file by another name": ((*VIT, "model.checkpoint_path=x"), "leads to a file or program"),
 }  # fmt: skip

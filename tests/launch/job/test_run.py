@@ -179,7 +179,7 @@ def test_resume_refuses_another_model(mine):
     for change in ("module.width=7", "data.batch_size=3", "model=vit_tiny", "precision=64"):
         done = mine("resume=run", change)
         assert done.code == 2
-        assert f"{change}: can't change in a run that goes on" in done.err
+        assert f"{change}: can't be changed when a run is resumed" in done.err
     assert "no such key; did you mean max_epochs?" in mine("resume=run", "trainer.max_epohs=3").err
     assert Path("run/config.yaml").read_text() == before
 

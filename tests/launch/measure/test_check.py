@@ -147,7 +147,7 @@ def test_a_task_of_ones_own_and_no_end(mine, hers):
     [
         ("-m seed=0,1", 2, "run=check: not with -m; one configuration at a time"),
         ("resume={folder}", 2, "run=check: not together with resume, which trains"),
-        ("ckpt={file}", 2, "does nothing in run=check; only in run=test, predict, "),
+        ("ckpt={file}", 2, "has no effect in run=check; only in run=test, predict, "),
         ("data.batch_size=0", 2, "batch_size"),
         ("model.num_heads=7", 2, "num_heads"),
         ("trainer=gpu", 2, "trainer: "),

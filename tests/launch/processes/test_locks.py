@@ -149,6 +149,6 @@ def test_a_folder_of_another_user_is_refused(tmp_path):
     folder.mkdir()
     folder.joinpath("0.lock").symlink_to(precious)
     os.chown(folder, 12345, 12345)
-    with pytest.raises(UserError, match="need a folder of your own"), gpus.reserved(("0",), folder):
+    with pytest.raises(UserError, match="belongs to another user"), gpus.reserved(("0",), folder):
         pass
     assert precious.read_text() == "years of work"

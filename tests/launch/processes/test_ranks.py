@@ -44,7 +44,7 @@ def said(done) -> list[str]:
         (
             "hang",
             1,
-            ["attnkit: rank 1 does not answer", "  how long they wait: trainer.timeout"],
+            ["attnkit: rank 1 does not answer", "  trainer.timeout_seconds sets how"],
         ),
     ],
 )

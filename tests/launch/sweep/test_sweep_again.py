@@ -158,8 +158,8 @@ def test_resume_and_retry(halted, attnkit, found, hers):
     # what is not given again, and what can't change
     for argv, message in (
         (["resume=sweep"], f"was started with {hers}; give it again"),
-        (["resume=sweep", "module.lr=3"], "module.lr=3: can't change in a sweep that goes on"),
-        (["resume=sweep", "seed=1,2"], "seed=1,2: can't change in a sweep that goes on"),
+        (["resume=sweep", "module.lr=3"], "module.lr=3: can't be changed when a sweep is resumed"),
+        (["resume=sweep", "seed=1,2"], "seed=1,2: can't be changed when a sweep is resumed"),
         (["resume=sweep/0_x"], "no folder"),
         (["resume=nowhere"], "resume: no folder"),
         (["resume=."], "no sweep in"),
@@ -213,13 +213,16 @@ def test_resume_and_retry(halted, attnkit, found, hers):
         ("run=retry", "sweep: missing; give sweep=PATH"),
         ("run=retry sweep=nowhere", "sweep: no folder"),
         ("run=retry sweep=latest", "sweep=latest: no sweep under"),
-        ("run=retry sweep=. model.depth=3", "model.depth=3: can't change in a run that goes on"),
+        (
+            "run=retry sweep=. model.depth=3",
+            "model.depth=3: can't be changed when a run is resumed",
+        ),
         ("sweep=x", "only in run=retry"),
         ("-m run=retry sweep=x seed=1,2", "run=retry: not with -m"),
-        ("-m seed=1,2 hydra/launcher=slurm", "there is none of this name"),
+        ("-m seed=1,2 hydra/launcher=slurm", "there is no launcher of this name"),
         ("-m seed=1,2 hydra/sweeper=other", "attnkit makes the combinations itself"),
         ("-m optimizer.lr=interval(1e-4,1e-2)", "let Optuna choose: hydra/sweeper=optuna"),
-        ("-m optimizer=glob(zz*)", "a glob(…) that no choice of its group fits"),
+        ("-m optimizer=glob(zz*)", "glob(…) matches no choice of its group"),
         ("seed=1 hydra/sweeper=optuna", "hydra/sweeper=optuna: only with -m"),
         ("seed=1 hydra/launcher=joblib", "hydra/launcher=joblib: only with -m"),
         (

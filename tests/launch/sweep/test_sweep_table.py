@@ -95,7 +95,7 @@ def test_what_is_equal_is_said_once():
     said = table.in_words(["task=vit"])
     assert said.startswith(
         "Equal in all rows: model.depth 2, test/top5_accuracy 0.990, test/loss 1.23, "
-        "parameters 115 k, seconds 4.18 s. What differs: optimizer.lr, model.num_heads. "
+        "parameters 115 k, seconds 4.18 s. The trials differ in optimizer.lr, model.num_heads. "
     )
     assert "400 k | 18.3 ms" in table.as_markdown()
 

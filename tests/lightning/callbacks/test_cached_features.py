@@ -90,13 +90,13 @@ class Twice(Counting):
     [
         ({"mixup": 0.2}, "module.mixup or cutmix mixes the samples"),
         ({"data": DigitsData(augment=nn.Identity())}, "the data are augmented; data.augment=null"),
-        ({"data": Noisy(augment=None)}, "no sample came a second time"),
+        ({"data": Noisy(augment=None)}, "no sample occurred twice"),
         ({"network": Twice()}, "the network's output is not its head's"),
     ],
 )
 def test_where_they_can_not_be_kept_training_goes_on_without(fit, arguments, reason):
     module, trainer, said = fit(**arguments, epochs=3)
-    assert f"finetune=head: features are computed in every epoch anew: {reason}" in said[-1]
+    assert f"finetune=head: features are computed again in every epoch: {reason}" in said[-1]
     assert "forward" not in vars(module.model)
     assert trainer.current_epoch == 3
     callback = next(c for c in trainer.callbacks if isinstance(c, CachedFeatures))
@@ -134,6 +134,6 @@ def test_other_tasks_say_that_they_keep_none(make_trainer, caplog, task):
         make_trainer(max_epochs=1).fit(make(finetune=partial(head_only, cache=True)), batches)
     said = [r.getMessage() for r in caplog.records if r.name == cached_features.__name__]
     assert said == [
-        "finetune=head: features are computed in every epoch anew: the network is not called with "
+        "finetune=head: features are computed again in every epoch: the network is not called with "
         "one tensor of samples"
     ]

@@ -209,7 +209,7 @@ def test_the_table_has_a_row_for_each_head_or_each_layer():
     [
         (nn.Linear(3, 3), torch.randn(2, 3), {}, "model: Linear has no attention"),
         (Attending(), 3, {}, "inputs: expected a tensor, a tuple of arguments or a dict"),
-        (Attending(), torch.randn(0, 3), {}, "inputs: a batch of nothing"),
+        (Attending(), torch.randn(0, 3), {}, "inputs: the batch is empty"),
         (Attending(), torch.randn(2, 3), {"grid": (1, 3)}, "grid: only images"),
         (Attending(), torch.randn(2, 3), {"num_rows": 1}, "num_rows: expected at least 2, got 1"),
         (Attending(), torch.randn(2, 3), {"seed": -1}, "seed: expected at least 0"),

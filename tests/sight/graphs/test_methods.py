@@ -247,7 +247,11 @@ class Stopping(Two):
         ({}, {"num_hops": 0}, "num_hops: expected 1 or more, got 0"),
         ({}, {"method": "rollout"}, "method: expected one of attention, relevance, input_grad"),
         ({}, {"method": "attention", "target": 1}, "target: 'attention' gives the same for every"),
-        ({}, {"method": "occlusion", "layers": 1}, "layers: 'occlusion' looks at no layer"),
+        (
+            {},
+            {"method": "occlusion", "layers": 1},
+            "layers: 'occlusion' does not use attention layers",
+        ),
         ({}, {"seed": 1}, "seed: 'relevance' has no such option"),
         ({}, {"layers": "third"}, "layers: 'third' is none of the 2 attention layers"),
         ({"model": Stopping()}, {}, "model: Stopping stops the gradient"),

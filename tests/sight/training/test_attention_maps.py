@@ -97,8 +97,14 @@ def test_what_cannot_be_drawn_is_said_before_training(vit, classifier, loader, t
     assert training.global_step == 0
     for options, said in (
         ({"layer": 3}, "layer: 3 is none of the 2 layers model.blocks.0.attention, model.blocks.1"),
-        ({"num_prefix_tokens": 5}, "AttentionMaps: grid: 17 tokens form no grid over an image"),
-        ({"num_prefix_tokens": 5, "rollout": True}, "AttentionMaps: grid: 17 tokens form no grid"),
+        (
+            {"num_prefix_tokens": 5},
+            "AttentionMaps: grid: 17 tokens do not form a grid over an image",
+        ),
+        (
+            {"num_prefix_tokens": 5, "rollout": True},
+            "AttentionMaps: grid: 17 tokens do not form a grid",
+        ),
     ):
         training = trainer([AttentionMaps(**options)])
         with pytest.raises(UserError, match=re.escape(said)):

@@ -42,7 +42,9 @@ def test_scores_and_pictures_go_to_every_logger(vit, loader, trainer, tmp_path, 
     seen = [event.value for event in events.Scalars("val/sight_gap")]
     assert seen == pytest.approx([value for _, value in sight.history["sight_gap"]])
     assert "val/sight_gap" in (tmp_path / "metrics.csv").read_text()
-    cost = r"sight: relevance of 4 images, .+ a time; 3 times, (about \d+ s|less than a second)\n"
+    cost = (
+        r"sight: relevance of 4 images, .+ each time; 3 times, (about \d+ s|less than a second)\n"
+    )
     assert len(re.findall(cost, said)) == 1
     assert re.search(r"sight: \d+\.\d s, \d+\.\d % of the training; .*scores\.png", said)
 
@@ -70,7 +72,7 @@ def test_the_cost_that_is_said_is_that_of_a_look(
     sight = Sight(5, every_n_epochs=2, folder=tmp_path / "maps")
     trainer([sight], max_epochs=6).fit(vit(), loader, loader)
     said = capsys.readouterr().out
-    assert "sight: relevance of 5 images, about 7 s a time; 4 times, about 28 s\n" in said
+    assert "sight: relevance of 5 images, about 7 s each time; 4 times, about 28 s\n" in said
     assert "sight: 28.0 s, " in said
 
 

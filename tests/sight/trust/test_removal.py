@@ -122,8 +122,8 @@ def eager():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: ours(pooling="mean"), "still reaches the logits, by a mean over all tokens"),
-        (lambda: timm_vit("avg"), "still reaches the logits"),
+        (lambda: ours(pooling="mean"), "still reach the logits, by a mean over all tokens"),
+        (lambda: timm_vit("avg"), "still reach the logits"),
         (eager, "no attention that can be masked ran"),
         (
             lambda: nn.Sequential(nn.Conv2d(2, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
@@ -131,7 +131,7 @@ def eager():
         ),
         (
             lambda: nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), ours()),
-            "still reaches the logits",
+            "still reach the logits",
         ),
         (
             lambda: nn.Sequential(nn.AvgPool2d((2, 3)), Pooled()),

@@ -289,7 +289,7 @@ def test_table():
         "1 image, 58 forwards each",
     ]
     assert example().to_dict()["similarity, all weights random"] == {"map": 0.034}
-    with pytest.raises(KeyError, match="'gap' is none of the scores 'gap in p, tokens masked'"):
+    with pytest.raises(KeyError, match="'gap' is not one of the scores 'gap in p, tokens masked'"):
         example()["gap"]
 
 

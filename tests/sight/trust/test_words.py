@@ -71,7 +71,7 @@ def test_of_a_captioner_whose_words_stand_each_for_a_region(images):
     assert end.gap < 0
     assert trust.scores[1][0].first == (1, 4)
     assert trust.scores[1][0].gap == pytest.approx(named.gap, rel=1e-4)
-    assert str(trust).startswith("0: the maps of 1 of 3 words are better than random; mean gap")
+    assert str(trust).startswith("image 0: 1 of 3 words have a map better than random; mean gap")
 
 
 def test_a_word_alone_has_the_gap_of_trust():

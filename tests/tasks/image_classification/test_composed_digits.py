@@ -192,7 +192,7 @@ def test_other_data_know_no_truth():
 @pytest.mark.parametrize(
     ("kind", "options", "error", "message"),
     [
-        ("needle", {"test_fraction": 0.1}, TypeError, "see num_val and num_test"),
+        ("needle", {"test_fraction": 0.1}, TypeError, "use num_val and num_test"),
         ("needle", {"num_train": 0}, ValueError, "num_train"),
         ("needle", {"num_distractors": -1}, ValueError, "num_distractors"),
         ("needle", {"num_distractors": 12}, ValueError, "at most 15, got 12 [+] 4"),

@@ -58,9 +58,14 @@ def draw_parameters(rows: Sequence[Row], metric: Metric) -> "Figure | None":
         for place, values in found.items():
             panel.plot([place] * len(values), values, "o", color="C0", alpha=0.45, ms=5, mew=0)
         line, label = _means(found, neighbours=bool(numbers))
-        style = "-" if numbers else "none"
+        several = any(len(values) > 1 for values in found.values())
+        style: dict[str, Any] = {"marker": "_", "ms": 12, "mew": 2, "label": label}
         panel.plot(
-            *zip(*line, strict=True), ls=style, color="C1", marker="_", ms=12, mew=2, label=label
+            *zip(*line, strict=True),
+            ls="-" if numbers else "none",
+            color="C1",
+            zorder=1.5,
+            **(style if several else {}),
         )
         for place in found:
             those = [r for r in shown if places.get(r.trials[0].values.get(key, "")) == place]
@@ -71,6 +76,7 @@ def draw_parameters(rows: Sequence[Row], metric: Metric) -> "Figure | None":
         panel.set(xlabel=short(key))
         panel.margins(x=0.1)
         panel.grid(visible=True, alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
     for panel in panels[len(keys) :]:
         panel.remove()
     for panel in panels[: len(keys) : columns]:
@@ -79,9 +85,10 @@ def draw_parameters(rows: Sequence[Row], metric: Metric) -> "Figure | None":
         panels[0].set_yscale("log")
     found_labels = [panel.get_legend_handles_labels() for panel in panels[: len(keys)]]
     legend = {n: h for hs, ns in found_labels for h, n in zip(hs, ns, strict=True)}
-    figure.legend(
-        legend.values(), legend, loc="outside upper right", ncols=3, frameon=False, fontsize=8
-    )
+    if legend:
+        figure.legend(
+            legend.values(), legend, loc="outside upper right", ncols=3, frameon=False, fontsize=8
+        )
     return figure
 
 
@@ -174,6 +181,7 @@ def draw_cost(rows: Sequence[Row], metric: Metric) -> "Figure | None":
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.margins(x=0.12)
         axes.grid(visible=True, alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(name)
     name_rows(figure, panels[-1], colours, few=few)
     return figure

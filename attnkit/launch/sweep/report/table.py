@@ -136,9 +136,9 @@ class Table:
         differs = ", ".join(key for key in keys_of(self.rows) if key not in self.same) or "nothing"
         return (
             f"{f'Equal in all rows: {equal}. ' if equal else ''}"
-            f"What differs: {differs}. Everything else is the same in all trials ({same}; "
-            f"seeds in each: {number}) and was not tuned for any of them. Ranked by the best "
-            "validation value; ± is the standard deviation over the seeds."
+            f"The trials differ in {differs}. All else is the same ({same}; seeds in each: "
+            f"{number}) and was not tuned for any of them. Ranked by the best validation value; "
+            "± is the standard deviation over the seeds."
             f"{f' Not counted: {counts}.' if counts else ''}"
         )
 

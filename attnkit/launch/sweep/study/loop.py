@@ -96,12 +96,12 @@ class _Plan:
         monitor = _checkpoint(job.config).get("monitor")
         if not monitor or str(monitor).startswith("test"):
             raise UserError(
-                f"{_CHECKPOINT}.monitor: {monitor}; a study needs a metric of validation there"
+                f"{_CHECKPOINT}.monitor: {monitor}; a study needs a validation metric there"
             )
         if self.settings.pruner != "none" and len(job.runs) > 1:
             raise UserError(
-                f"{PREFIX}pruner={self.settings.pruner}: of trials of one run; "
-                "leave seeds and splits out"
+                f"{PREFIX}pruner={self.settings.pruner}: works only if each trial is "
+                "one run; leave out seeds and splits"
             )
         from attnkit.launch.sweep.study.store import make_sampler
 

@@ -76,7 +76,7 @@ def _distribution(override: Override) -> BaseDistribution:
     value = override.value()
     tags = set(getattr(value, "tags", None) or ())
     if other := tags - ({"log"} if isinstance(value, IntervalSweep) else set()):
-        raise ValueError(f"tag {other.pop()}: there is log alone, of interval(…)")
+        raise ValueError(f"tag {other.pop()}: only tag(log,interval(…)) is supported")
     if isinstance(value, IntervalSweep):
         return _interval(value, log="log" in tags)
     if getattr(value, "shuffle", False):

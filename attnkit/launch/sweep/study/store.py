@@ -107,7 +107,7 @@ class Store:
         theirs = self.study.user_attrs
         minimises = self.study.direction == StudyDirection.MINIMIZE
         if (not theirs and self.study.get_trials(deepcopy=False)) or minimises != self.minimise:
-            raise UserError(f"hydra.sweeper.study_name={name}: in this storage, of another kind")
+            raise UserError(f"hydra.sweeper.study_name={name}: is a study of another kind")
         for key, value in mine.items():
             if theirs.get(key, value) != value:
                 raise UserError(
