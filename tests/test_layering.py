@@ -13,7 +13,11 @@ import pytest
 
 ATTENTION = {"scaled_dot_product_attention", "flex_attention", "varlen_attn"}
 CONFIGURATION = {"hydra", "omegaconf"}
-KERNELS = Path("core/kernels/edges/triton_kernels.py")
+COMPILED = {
+    Path("core/kernels/edges/triton_kernels.py"): {"triton"},
+    Path("core/kernels/edges/numba_kernels.py"): {"numba", "attnkit"},
+    Path("core/kernels/edges/numba_vectors.py"): {"numba", "llvmlite"},
+}
 LARGEST_FOLDER = 16
 
 
@@ -68,17 +72,19 @@ def test_only_launch_imports_hydra(trees):
 
 def test_core_needs_only_torch(trees):
     for path, tree in trees.items():
-        if path.parts[0] == "core" and path != KERNELS:
+        if path.parts[0] == "core" and path not in COMPILED:
             foreign = imports_of(tree) - {"torch", "attnkit"} - set(sys.stdlib_module_names)
             assert not foreign, f"{path} imports {foreign}"
 
 
-def test_triton_is_imported_only_where_it_is_used(trees):
-    """torch brings Triton on Linux, and not everywhere."""
-    assert imports_of(trees[KERNELS]) == {"triton"}
+def test_compilers_are_imported_only_where_they_are_used(trees):
+    """Triton and numba are not everywhere, and take half a second."""
+    for path, expected in COMPILED.items():
+        assert imports_of(trees[path]) - set(sys.stdlib_module_names) == expected
     for path, tree in trees.items():
         names = {name for statement in tree.body for name in names_of_import(statement)}
-        assert KERNELS.stem not in names, f"{path} imports {KERNELS} before it is used"
+        early = names & {kernels.stem for kernels in COMPILED} if path not in COMPILED else None
+        assert not early, f"{path} imports {early} before they are used"
 
 
 def names_of_import(statement: ast.stmt) -> set[str]:

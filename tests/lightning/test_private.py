@@ -6,13 +6,13 @@ from pathlib import Path
 
 import hydra._internal.callbacks
 import hydra._internal.config_loader_impl
-import hydra._internal.core_plugins.basic_sweeper
 import hydra._internal.hydra
 import hydra._internal.utils
 import lightning.fabric.loggers.csv_logs as csv_logs
 import pytest
 import torch
 import torchmetrics
+from hydra._internal.core_plugins import basic_sweeper
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities import data as fabric_data
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -84,7 +84,7 @@ def test_they_stand_in_two_files():
     [
         (hydra._internal.callbacks, "Callbacks"),
         (hydra._internal.config_loader_impl, "ConfigLoaderImpl"),
-        (hydra._internal.core_plugins.basic_sweeper.BasicSweeper, "split_arguments"),
+        (basic_sweeper.BasicSweeper, "split_arguments"),
         (hydra._internal.hydra.Hydra, "compose_config"),
         (hydra._internal.utils, "create_config_search_path"),
         (csv_logs._ExperimentWriter, "_check_log_dir_exists"),

@@ -323,7 +323,7 @@ def test_one_error_gives_every_reason():
         ({"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
         (
             {"backend": "flahs"},
-            "backend: expected .auto. or one of edges_triton, edges, v",
+            "backend: expected .auto. or one of edges_triton, edges_numba, edges, v",
         ),
         ({"mask": torch.zeros(5, 5)}, r"expected a boolean tensor \(True = may look\).*bias="),
         ({"mask": torch.ones(5, 5, dtype=torch.int)}, r"convert with .bool\(\)"),

@@ -428,7 +428,7 @@ def test_kernels_are_on_record():
     assert {name: [*kernels] for name, kernels in record.counts.items()} == {
         "full.attention": ["flash"],
         "window.attention": ["window"],
-        "criss_cross.attention": ["edges"],
+        "criss_cross.attention": ["edges_numba"],
     }
 
 

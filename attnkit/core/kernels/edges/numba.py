@@ -5,12 +5,12 @@ keeps nothing of the edges in between. Its few long tasks wait for no other thre
 machine slows it by the share of its cores that others take.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -57,8 +57,8 @@ class NumbaEdgesKernel(EdgesKernel):
         yield from device_reasons(inputs, "cpu")
         if not _is_there():
             yield "needs numba"
-        if torch.compiler.is_compiling():
-            yield "cannot be traced by torch.compile"
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            yield "cannot be traced by torch"
         elif type(inputs.query) not in (Tensor, nn.Parameter):
             yield f"needs tensors with numbers, got {type(inputs.query).__name__}"
         if inputs.query.dtype == torch.float64:
@@ -259,7 +259,7 @@ class _Job:
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Memory that one group of lanes hands to the next: new memory costs more."""
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         kept = self.kept.get(name)
         if kept is None or len(kept) < count:
             kept = self.kept[name] = torch.empty(count)
@@ -317,12 +317,12 @@ class _Job:
         return compiled.Given(
             *(tables[name] for name in compiled.Given._fields[:8]),
             self.edge_dim // 8,
-            np.float32(plan.scale),
-            np.float32(plan.negative_slope or 0.0),
+            compiled.float32(plan.scale),
+            compiled.float32(plan.negative_slope or 0.0),
             lanes.start,
             0 if plan.seed is None else int(plan.seed),
             min(round(keep * 2**32), 2**32 - 1),
-            np.float32(1 / keep),
+            compiled.float32(1 / keep),
         )
 
     def _run(

@@ -290,6 +290,20 @@ def test_without_numba_torchs_operators_serve(monkeypatch):
     assert explanation.chosen == "edges"
 
 
+def test_tracing_is_refused():
+    """torch.jit.trace would take what the kernels write for a constant."""
+    mask, reasons = Edges(torch.randint(50, (2, 60)), 50), []
+
+    def function(query):
+        reasons.extend(
+            attnkit.explain_backends(query, query, query, mask=mask).reasons["edges_numba"]
+        )
+        return query + 1
+
+    torch.jit.trace(function, torch.randn(1, 2, 50, 8), check_trace=False)
+    assert reasons == ["cannot be traced by torch"]
+
+
 def test_a_wide_dot_product_is_left_to_torch():
     mask = Edges(torch.randint(500, (2, 600)), 500)
     for dim, expected in ((32, "edges_numba"), (33, "edges")):
