@@ -9,7 +9,6 @@ from attnkit.lightning import Explained
 from attnkit.models.captioning.word_decoder import END
 from attnkit.sight.report import Report
 
-
 torch.manual_seed(0)  # of some weights relevance sees nothing
 
 
