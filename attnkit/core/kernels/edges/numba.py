@@ -37,7 +37,7 @@ from attnkit.core.scores.kinds import Additive
 LARGEST_DIM = 256
 WIDEST_DOT = 32  # above, torch's operators are faster: they read one table at a time
 GROUP = 2**21  # edges × lanes that are computed at once
-ALONE = 2**20  # edges × lanes × channels that one thread computes
+ALONE = 2**22  # edges × lanes × channels that one thread computes
 BLOCK = 2**13  # edges of a task, at least
 TASKS = 4  # of each thread, at least
 SMALL = 2**21  # bytes over which a table is spread that is read where it stands
@@ -154,7 +154,8 @@ class _Job:
         kernel, _, _ = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
             results = compiled.Results(*(_table(t, lanes) for t in (output, sums, softmax)))
-            arguments = self._graph(), self._given(lanes, "key", "value"), results
+            near = self._near(self._read("key", "value"), lanes)
+            arguments = self._graph(), self._given(lanes, near), results
 
             def task(part: int, *where: int, arguments: Any = arguments) -> None:
                 scratch = self._scratch()
@@ -185,15 +186,17 @@ class _Job:
             for t in (sums, sums_gradient)
         ]
         found = self._new_gradients(wanted)
+        read = self._read("query", "key", "value")
         _, by_target, by_source = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
             shape = lanes.stop - lanes.start, self.graph.num_edges
+            near = self._near(read | {"output": gradient}, lanes)
             pairs = self._buffer("pairs", (*shape, 2))
             signs = None if self.is_dot or self.head_dim == 1 else self._signs(shape)
             tables = {name: _table(tensor, lanes) for name, tensor in found.items()}
             tables["features"] = _table(found.get("features"))
             written = compiled.Gradients(
-                _table(self._near("output", gradient, lanes)),
+                _table(near.pop("output")),
                 _table(of_sums[1], lanes),
                 _table(pairs),
                 _table(signs),
@@ -202,16 +205,16 @@ class _Job:
             of_results = compiled.Results(
                 *(_table(t, lanes) for t in (output, of_sums[0], softmax))
             )
-            read = self._graph(*BY_SOURCE), self._given(lanes, "query", "key", "value")
+            arguments = self._graph(*BY_SOURCE), self._given(lanes, near)
 
             def target_task(
-                part: int, *where: int, arguments: Any = (*read, of_results, written)
+                part: int, *where: int, given: Any = (*arguments, of_results, written)
             ) -> None:
                 scratch = self._scratch()
-                by_target(*arguments, scratch.data_ptr(), part, *where)
+                by_target(*given, scratch.data_ptr(), part, *where)
 
-            def source_task(part: int, *where: int, arguments: Any = (*read, written)) -> None:
-                by_source(*arguments, *where)
+            def source_task(part: int, *where: int, given: Any = (*arguments, written)) -> None:
+                by_source(*given, *where)
 
             self._run(target_task, lanes, are_together="features" in found)
             if wanted & {"key", "value"}:
@@ -271,15 +274,20 @@ class _Job:
         bits = self._buffer("signs", (-(-shape[0] * shape[1] * num_bytes // 4),))
         return bits.view(torch.uint8)[: shape[0] * shape[1] * num_bytes].view(*shape, num_bytes)
 
-    def _near(self, name: str, tensor: Tensor, lanes: slice) -> Tensor:
-        """The lanes' rows, which are read in no order, close to each other."""
-        rows = tensor[lanes]
-        _, num_nodes, dim = rows.shape
-        if rows.stride(1) == dim or 4 * num_nodes * rows.stride(1) <= SMALL:
-            return rows
-        if self.graph.num_edges < FEW * num_nodes:
-            return rows
-        return self._buffer(name, tuple(rows.shape)).copy_(rows)
+    def _near(self, tensors: dict[str, Tensor], lanes: slice) -> dict[str, Tensor]:
+        """The lanes' rows, which are read in no order, close to each other: copies, where they are
+        spread over much memory and each is read several times."""
+        found, tasks, count = {}, [], lanes.stop - lanes.start
+        for name, tensor in tensors.items():
+            rows = found[name] = tensor[lanes]
+            _, num_nodes, dim = rows.shape
+            is_spread = rows.stride(1) != dim and 4 * num_nodes * rows.stride(1) > SMALL
+            if is_spread and self.graph.num_edges >= FEW * num_nodes:
+                found[name] = self._buffer(name, tuple(rows.shape))
+                copy = partial(_compiled().copy(), _table(rows), _table(found[name]), dim)
+                tasks += [partial(copy, 0, num_nodes, lane, lane + 1) for lane in range(count)]
+        run_tasks(tasks)
+        return found
 
     def _groups(self) -> Iterator[slice]:
         """Lanes that are computed at once."""
@@ -304,14 +312,15 @@ class _Job:
     def _scratch(self) -> Tensor:
         return torch.empty((3 + self.head_dim) * self._at_once() + self.edge_dim)
 
-    def _given(self, lanes: slice, *near: str) -> Any:
-        """What is given for these lanes, of which those tensors are read in no order."""
+    def _read(self, *names: str) -> dict[str, Tensor]:
+        """Tensors that are given, and read in no order."""
+        return {name: t for name in names if (t := self.given[name]) is not None}
+
+    def _given(self, lanes: slice, near: dict[str, Tensor]) -> Any:
+        """What is given for these lanes, some of it in copies."""
         tables = {name: _table(tensor, lanes) for name, tensor in self.given.items()}
         tables["features"] = _table(self.given["features"])
-        for name in near:
-            tensor = self.given[name]
-            assert tensor is not None
-            tables[name] = _table(self._near(name, tensor, lanes))
+        tables |= {name: _table(rows) for name, rows in near.items()}
         compiled, plan = _compiled(), self.plan
         keep = 1 - plan.dropout_p
         return compiled.Given(

@@ -240,6 +240,14 @@ def _exponentiate(given, lane, begin, count, weights, masks):
             store(masks + 4 * place, times(mask, given.keep_scale))
 
 
+def _copy(source, written, num_numbers, first, last, first_lane, last_lane):
+    for lane in range(first_lane, last_lane):
+        for row in range(first, last):
+            old, new = _at(source, lane, row), _at(written, lane, row)
+            for place in range(num_numbers):
+                set_number(new, place, number(old, place))
+
+
 Kernels = tuple[Callable[..., None], Callable[..., None], Callable[..., None]]
 
 
@@ -452,6 +460,16 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                 store(_at(gradients.key, lane, source), row_gradient)
 
     return _compiled(forward), _compiled(by_target), _compiled(by_source)
+
+
+@cache
+def copy() -> Callable[..., None]:
+    """Copies rows of so many numbers from a table to another: which rows and lanes, from the first
+    to the one before the last.
+
+    torch's threads would go on to spin for a while, on the cores that the next tasks need.
+    """
+    return _compiled(_copy)
 
 
 def _compiled(kernel: Callable[..., None]) -> Any:
