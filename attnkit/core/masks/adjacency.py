@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from attnkit.core.cached import cached
+from attnkit.core.operators.plain import is_plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +45,8 @@ class Adjacency:
         source, target = source.to(dtype), target.to(dtype)
         order = None
         if len(target) > 1 and not bool((target[1:] >= target[:-1]).all()):
-            target, order = target.sort(stable=True)
-            source = source[order]
+            order = _ascending(target, num_targets)
+            source, target = source[order], target[order]
         return cls(_offsets(target, num_targets), target, source, order, num_sources)
 
     def known(self, name: str) -> Tensor | None:
@@ -64,7 +65,7 @@ class Adjacency:
     @cached
     def by_source(self) -> Tensor:
         """The places of the edges in the order of their sources, [edges]."""
-        return self.source.sort(stable=True).indices.to(self.source.dtype)
+        return _ascending(self.source, self.num_sources).to(self.source.dtype)
 
     @cached
     def source_offsets(self) -> Tensor:
@@ -203,6 +204,14 @@ def _(edge_index, num_targets, num_sources):
     offsets = edge_index.new_empty(num_targets + 1, dtype=dtype)
     target, source = (edge_index.new_empty(num_edges, dtype=dtype) for _ in range(2))
     return offsets, target, source, edge_index.new_empty(num_edges, dtype=torch.int64)
+
+
+def _ascending(nodes: Tensor, num_nodes: int) -> Tensor:
+    """The places of the nodes in ascending order, those of one node as they stand."""
+    if is_plain(nodes) and num_nodes <= 2**16:
+        # NumPy sorts 16 bits by their digits: a small graph in a tenth of torch's time
+        return torch.from_numpy(nodes.to(torch.uint16).numpy().argsort(kind="stable"))
+    return nodes.sort(stable=True).indices
 
 
 def _offsets(nodes: Tensor, num_nodes: int) -> Tensor:

@@ -41,6 +41,7 @@ ALONE = 2**22  # edges × lanes × channels that one thread computes
 BLOCK = 2**13  # edges of a task, at least
 TASKS = 4  # of each thread, at least
 SMALL = 2**21  # bytes over which a table is spread that is read where it stands
+CACHE = 2**18  # bytes of a lane's table that stay in a core's cache
 FEW = 8  # reads of a row that do not pay for a copy of it
 BY_SOURCE = ("by_source", "source_offsets", "target_by_source")
 
@@ -301,9 +302,14 @@ class _Job:
         for name in ("offsets", "source", *names):
             self.kept[name] = getattr(self.graph, name).contiguous()
         addresses = (
-            self.kept[name].data_ptr() if name in self.kept else 0 for name in graph._fields[:-2]
+            self.kept[name].data_ptr() if name in self.kept else 0 for name in graph._fields[:-3]
         )
-        return graph(*addresses, self.graph.num_edges - 1, self._at_once())
+        return graph(*addresses, self.graph.num_edges - 1, self._at_once(), self._is_large())
+
+    def _is_large(self) -> bool:
+        """Whether rows that are read in no order are better asked for ahead."""
+        num_nodes = max(self.graph.num_sources, self.num_targets)
+        return 4 * num_nodes * max(self.head_dim, self.value_dim) > CACHE
 
     def _at_once(self) -> int:
         """How many edges are computed at once, at most, up to a whole vector."""
@@ -358,12 +364,13 @@ class _Job:
         )
 
     def _blocks(self, *, by_source: bool = False) -> list[tuple[int, int, int, int]]:
-        num_edges = max(1, self.graph.num_edges)
+        graph = self.graph
         if self._is_alone():
-            return self.graph.blocks(num_edges, by_source=by_source)
+            num_nodes = graph.num_sources if by_source else graph.num_targets
+            return [(0, num_nodes, 0, graph.num_edges)]
         lanes = next(self._groups())
         num_blocks = -(-TASKS * torch.get_num_threads() // (lanes.stop - lanes.start))
-        return self.graph.blocks(max(BLOCK, -(-num_edges // num_blocks)), by_source=by_source)
+        return graph.blocks(max(BLOCK, -(-graph.num_edges // num_blocks)), by_source=by_source)
 
     def _is_alone(self) -> bool:
         """Whether one thread computes all, since waking another would take as long."""

@@ -51,7 +51,8 @@ class Table(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """Addresses of `Adjacency`'s tensors, the last edge, and how many are computed at once."""
+    """Addresses of `Adjacency`'s tensors, the last edge, how many are computed at once, and
+    whether tables are too large for the cache."""
 
     offsets: int
     source: int
@@ -60,6 +61,7 @@ class Graph(NamedTuple):
     target_by_source: int
     last: int
     at_once: int
+    is_large: bool
 
 
 class Given(NamedTuple):
@@ -128,8 +130,9 @@ def _at(table, lane, row):
 @njit(nogil=True, forceinline=True)
 def _fetch_source(graph, edge, table, row, num_bytes):
     """Ask for the row of the source of an edge that comes later."""
-    coming = integer(graph.source, min(edge + AHEAD, graph.last))
-    _fetch_row(table + coming * row, num_bytes)
+    if graph.is_large:
+        coming = integer(graph.source, min(edge + AHEAD, graph.last))
+        _fetch_row(table + coming * row, num_bytes)
 
 
 @njit(nogil=True, forceinline=True)
@@ -431,15 +434,16 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                 stop = integer(graph.source_offsets, source + 1)
                 row_gradient, value_gradient = zeros(head_dim), zeros(value_dim)
                 for place in range(start, stop):
-                    ahead = min(place + AHEAD, graph.last)
-                    coming = integer(graph.target_by_source, ahead)
-                    _fetch_row(gradient + coming * gradients.output.row, value_bytes)
-                    coming_edge = integer(graph.by_source, ahead)
-                    fetch(pairs + 8 * coming_edge)
-                    if is_dot:
-                        _fetch_row(query + coming * given.query.row, row_bytes)
-                    elif head_dim > 1:
-                        fetch(signs + coming_edge * gradients.signs.row)
+                    if graph.is_large:
+                        ahead = min(place + AHEAD, graph.last)
+                        coming = integer(graph.target_by_source, ahead)
+                        _fetch_row(gradient + coming * gradients.output.row, value_bytes)
+                        coming_edge = integer(graph.by_source, ahead)
+                        fetch(pairs + 8 * coming_edge)
+                        if is_dot:
+                            _fetch_row(query + coming * given.query.row, row_bytes)
+                        elif head_dim > 1:
+                            fetch(signs + coming_edge * gradients.signs.row)
                     edge = integer(graph.by_source, place)
                     target = integer(graph.target_by_source, place)
                     weight, slope = number(pairs, 2 * edge), number(pairs, 2 * edge + 1)

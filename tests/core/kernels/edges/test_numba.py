@@ -33,7 +33,14 @@ def computed_in(request, monkeypatch):
     """One thread and lanes where they stand; or a task for a few edges of one lane, on copies."""
     if request.param == "tasks":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-        for name, value in (("GROUP", 100), ("ALONE", 0), ("BLOCK", 7), ("SMALL", 0), ("FEW", 0)):
+        for name, value in (
+            ("GROUP", 100),
+            ("ALONE", 0),
+            ("BLOCK", 7),
+            ("SMALL", 0),
+            ("FEW", 0),
+            ("CACHE", 0),
+        ):
             monkeypatch.setattr(edges_numba, name, value)
 
 
