@@ -67,7 +67,12 @@ class AdditiveScore(nn.Module):
         nn.init.uniform_(self.vector, -bound, bound)
 
     def forward(self) -> Additive:
-        return Additive(self.vector, self.activation, self.negative_slope, softcap=self.softcap)
+        return Additive(
+            self.vector,
+            activation=self.activation,  # by name, as torch 2.11 compiles it
+            negative_slope=self.negative_slope,
+            softcap=self.softcap,
+        )
 
 
 class CosineScore(nn.Module):

@@ -248,7 +248,7 @@ class GATHeads(GraphHeads):
 
     def current_score(self) -> Score:
         one = self.key_vector.new_ones(1)
-        return Additive(one, "leaky_relu", self.negative_slope)
+        return Additive(one, activation="leaky_relu", negative_slope=self.negative_slope)
 
     def edge_features(self, features: Tensor) -> EdgeFeatures:
         assert self.edge_vector is not None
