@@ -100,8 +100,8 @@ def test_torchrun_on_two_nodes(nodes, request, tmp_path, attnkit):
     codes, said = together(commands)
     assert codes == [0, 0], said
     assert "2 processes" in said[0]
-    assert "test/accuracy" in said[0]
-    assert "test/accuracy" not in said[1]
+    assert "test: the checkpoint of the best epoch" in said[0]
+    assert "test: the checkpoint" not in said[1]
     done = attnkit("task=vit", "trainer=cpu_ddp", *QUICK.split(), f"run_dir={tmp_path / 'one'}")
     assert done.code == 0, done.err
     one, two = weights(tmp_path / "one"), weights(tmp_path / "run")
@@ -132,7 +132,7 @@ def test_the_batch_script(tmp_path):
         "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_NNODES": "2", "SLURM_NODELIST": "127.0.0.1", "SLURM_STEP_ID": "0",
     }  # fmt: skip
-    for said_so in ("test/accuracy", "finished already"):
+    for said_so in ("test: the checkpoint of the best epoch", "finished already"):
         (code,), (said,) = together([["bash", str(tmp_path / "job.sh")]], **environment)
         assert code == 0, said
         assert said_so in said
