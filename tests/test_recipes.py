@@ -48,5 +48,6 @@ def test_commands_shortened(command, folder, monkeypatch, capfd):
     code = main([*shlex.split(command), *SHORT])
     said = capfd.readouterr()
     assert code == 0, said.out + said.err
-    assert "test/f1" in said.out
+    assert "test: the checkpoint of the best epoch" in said.out
+    assert "│ f1 " in said.out
     assert "Traceback" not in said.err
