@@ -30,12 +30,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from measure import alternate, machine, peak_memory, table
+from measure import alternate, busy, machine, peak_memory, table
 
 import attnkit
 from attnkit import interop
@@ -238,17 +236,6 @@ def copy_speed() -> float:
     source, target = torch.randn(2, 2**25)
     times = alternate({"copy": lambda: target.copy_(source)}, 7)
     return 2 * source.nbytes / times.median("copy")
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """So many processes that keep a core busy."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
 
 
 LARGE = (50_000, 1_000_000, 128)

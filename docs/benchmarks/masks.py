@@ -1,6 +1,6 @@
 """Windows and packed sequences against full and padded attention, forward + backward.
 
-    python docs/benchmarks/masks.py [line] [memory] [grid] [packed]
+    python docs/benchmarks/masks.py [line] [memory] [grid] [packed] [--busy 1]
 
 - line: a window of ±128 at 32,768 tokens, 4 heads × 64, against full flash in the same run, and
   against itself at half the tokens;
@@ -19,7 +19,7 @@ import subprocess
 import sys
 
 import torch
-from measure import alternate, machine, peak_memory, table
+from measure import alternate, busy, machine, peak_memory, table
 from torch.nn import functional as F
 
 import attnkit
@@ -114,16 +114,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("figures", nargs="*", default=["memory", "grid", "packed", "line"])
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep a core busy")
     arguments = parser.parse_args()
     if arguments.figures == ["memory"]:
         return memory()
     print(machine())
     print("load average {:.1f} {:.1f} {:.1f}".format(*os.getloadavg()))
-    for figure in arguments.figures:
-        if figure == "memory":
-            subprocess.run([sys.executable, __file__, "memory"], check=True)
-        else:
-            {"line": line, "grid": grid, "packed": packed}[figure](arguments.pairs)
+    with busy(arguments.busy):
+        for figure in arguments.figures:
+            if figure == "memory":
+                subprocess.run([sys.executable, __file__, "memory"], check=True)
+            else:
+                {"line": line, "grid": grid, "packed": packed}[figure](arguments.pairs)
     return None
 
 

@@ -5,8 +5,11 @@ import gc
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -95,3 +98,14 @@ def table(rows: list[dict[str, str]]) -> str:
     header = list(rows[0])
     lines = [header, ["---"] * len(header), *([row[name] for name in header] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that keep a core busy."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()

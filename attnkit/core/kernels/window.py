@@ -4,7 +4,9 @@ Each block goes through torch's flash kernel for CPUs, forward and backward, and
 overlapping runs of keys are added up; `strips` has the geometry.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +24,16 @@ from attnkit.core.kernels.base import (
     functorch_reasons,
     refuse_second_derivative,
 )
-from attnkit.core.kernels.window_blocks import Terms, grid_of, strips
+from attnkit.core.kernels.window_blocks import Chunk, Part, Terms, grid_of, parts, strips
 from attnkit.core.masks.base import Mask
-from attnkit.core.masks.grids import Window2d
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.precision import wide
+from attnkit.core.threads import run_tasks
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CALL = 2**21  # products query · key that take as long as calling the kernel for one more chunk
+THREADS = 2**24  # such products that pay for threads of our own
 
 
 class WindowKernel(Backend):
@@ -54,7 +57,7 @@ class WindowKernel(Backend):
         sizes = inputs.num_queries, inputs.num_keys
         assert inputs.mask is not None
         cost = sum(
-            CALL + width * chunk.count * chunk.query_size * chunk.key_size
+            CALL + width * chunk.num_pairs
             for strip in strips(inputs.mask, *sizes)
             for chunk in strip.chunks(width)
         )
@@ -102,9 +105,13 @@ class _WindowAttention(torch.autograd.Function):
         dtype = wide(query.dtype)
         lse = query.new_empty(batch, num_heads, num_queries, dtype=dtype)
         terms = Terms(mask, bias, query, key)
-        for item, heads, groups in _items(query, key):
-            tensors = (query[item, groups], key[item], value[item])
-            _forward(tensors, output[item, groups], lse[item, groups], terms, item, heads, scale)
+        jobs = []
+        for item, every, where in _items(terms, query, key, scale):
+            tensors = query[item, every], key[item], value[item]
+            jobs.append((where, tensors, output[item, every], lse[item, every]))
+        _run(_forward, jobs)
+        for job in jobs:
+            _forward_prefix(*job)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.mask, ctx.bias, ctx.scale = mask, bias, scale
         return output
@@ -114,142 +121,190 @@ class _WindowAttention(torch.autograd.Function):
         refuse_second_derivative("window", *gradients, *ctx.saved_tensors)
         query, key, value, output, lse = ctx.saved_tensors
         gradient = _last_contiguous(gradients[0])
-        terms = Terms(ctx.mask, ctx.bias, query, key)
-        # sums of many runs: in float32 where the kernel computes in half precision
         grad_query = torch.empty_like(query)
+        # sums of many runs: in float32 where the kernel computes in half precision
         grad_key, grad_value = (torch.zeros_like(t, dtype=lse.dtype) for t in (key, value))
-        for item, heads, groups in _items(query, key):
-            where = item, groups
-            tensors = (query[where], key[item], value[item], output[where], lse[where])
-            totals = (grad_query[where], grad_key[item], grad_value[item])
-            _backward(gradient[where], tensors, totals, terms, item, heads, ctx.scale)
+        terms = Terms(ctx.mask, ctx.bias, query, key)
+        jobs = []
+        for item, every, where in _items(terms, query, key, ctx.scale):
+            own = item, every
+            tensors = query[own], key[item], value[item], output[own], lse[own]
+            totals = grad_query[own], grad_key[item], grad_value[item]
+            jobs.append((where, gradient[own], tensors, totals))
+        _run(_backward, jobs)
+        for job in jobs:
+            _backward_prefix(*job)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
-def _items(query: Tensor, key: Tensor) -> Iterator[tuple[int, Tensor, slice]]:
+def _run(function: Callable[..., Callable[[], None] | None], jobs: list[tuple[Any, ...]]) -> None:
+    """The function for each part of the jobs: in threads of our own where that pays, and where
+    nothing of torch's, which would not see those, watches the operations."""
+    work = [(job, part) for job in jobs for part in job[0].parts()]
+    tasks = [partial(function, part, *job) for job, part in work]
+    pairs = (job[0].width * chunk.num_pairs for job, part in work for chunk in part.chunks)
+    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if not is_watched and sum(pairs) >= THREADS:
+        run_tasks(tasks)
+        return
+    for task in tasks:
+        finish = task()
+        if finish is not None:
+            finish()
+
+
+@dataclass(frozen=True, eq=False)
+class _Where:
+    """A batch item and those of its query heads that have a key head each; what counts for them."""
+
+    item: int
+    heads: Tensor
+    terms: Terms
+    scale: float
+    width: int
+
+    def parts(self) -> Iterator[Part]:
+        return parts(self.terms, self.width)
+
+    def term(self, part: Part, chunk: Chunk) -> Tensor:
+        """The term of a chunk, [count, heads, queries, keys]."""
+        term = self.terms.of_chunk(chunk, self.item, self.heads, *part.tokens)
+        return term.expand(chunk.count, len(self.heads), -1, -1)
+
+    def prefix(self) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Who else sees whom, and the term: the grid the prefix, and the prefix everything."""
+        grid, terms = grid_of(self.terms.mask), self.terms
+        if grid is None or not grid.num_prefix_tokens:
+            return
+        prefix, everything = slice(0, grid.num_prefix_tokens), slice(0, grid.num_tokens)
+        for rows, columns in (slice(prefix.stop, grid.num_tokens), prefix), (prefix, everything):
+            if terms.is_shared:
+                yield rows, columns, None
+                continue
+            tokens = (torch.arange(s.start, s.stop, device=terms.device) for s in (rows, columns))
+            term = terms.of(self.item, self.heads, *(t[None] for t in tokens))
+            yield rows, columns, term.expand(1, len(self.heads), *term.shape[2:])
+
+
+def _items(
+    terms: Terms, query: Tensor, key: Tensor, scale: float
+) -> Iterator[tuple[int, slice, _Where]]:
     """Batch items and query heads, as many as there are key heads: one of each group."""
-    num_heads = query.shape[1]
-    groups = num_heads // key.shape[1]
+    num_heads, num_key_heads = query.shape[1], key.shape[1]
+    groups = num_heads // num_key_heads
     heads = torch.arange(num_heads, device=query.device)
     for item in range(query.shape[0]):
         for group in range(groups):
             every = slice(group, None, groups)
-            yield item, heads[every], every
+            width = num_key_heads * query.shape[3]
+            yield item, every, _Where(item, heads[every], terms, scale, width)
 
 
 def _forward(
-    tensors: tuple[Tensor, ...],
-    output: Tensor,
-    lse: Tensor,
-    terms: Terms,
-    item: int,
-    heads: Tensor,
-    scale: float,
+    part: Part, where: _Where, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor
 ) -> None:
-    """Fill output and lse [heads, queries, …] of one batch item."""
+    """Fill output and lse [heads, queries, …] at the queries of one part."""
+    strip = part.strip
+    q, k, v = strip.lines(*tensors)
+    is_line = strip.grid is None
+    out = output if is_line else torch.empty_like(q)
+    sums = lse if is_line else lse.new_empty(q.shape[:2])
+    for chunk in part.chunks:
+        if chunk.key_size == 0:
+            chunk.queries(out).zero_()
+            chunk.queries(sums).zero_()
+            continue
+        term = where.term(part, chunk)
+        o, s = _flash(
+            chunk.queries(q), chunk.keys(k), chunk.keys(v), attn_mask=term, scale=where.scale
+        )
+        if not is_line and not where.terms.is_shared:
+            s = s.masked_fill((term == -torch.inf).all(-1), -torch.inf)
+        chunk.queries(out).copy_(o)
+        chunk.queries(sums).copy_(s)
+    if not is_line:
+        for whole, line in ((output, out), (lse, sums)):
+            place = strip.queries(whole)
+            place.copy_(line.view(place.shape))
+
+
+def _forward_prefix(
+    where: _Where, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor
+) -> None:
+    """Add the prefix to the grid's output and lse, and fill the prefix's own."""
     query, key, value = tensors
-    num_heads, _, dim = query.shape
-    for strip in strips(terms.mask, *terms.sizes):
-        tokens = strip.tokens(*terms.sizes, terms.device)
-        q = strip.queries(query).reshape(num_heads, -1, dim)
-        k, v = (strip.keys(tensor).reshape(num_heads, -1, dim) for tensor in (key, value))
-        is_line = strip.grid is None
-        out = output if is_line else torch.empty_like(q)
-        sums = lse if is_line else lse.new_empty(q.shape[:2])
-        for chunk in strip.chunks(num_heads * dim):
-            if chunk.key_size == 0:
-                chunk.queries(out).zero_()
-                chunk.queries(sums).zero_()
-                continue
-            term = terms.of_chunk(chunk, item, heads, *tokens)
-            o, s = _flash(
-                chunk.queries(q),
-                chunk.keys(k),
-                chunk.keys(v),
-                attn_mask=term.expand(chunk.count, num_heads, -1, -1),
-                scale=scale,
-            )
-            if not is_line and not terms.is_shared:
-                s = s.masked_fill((term == -torch.inf).all(-1), -torch.inf)
-            chunk.queries(out).copy_(o)
-            chunk.queries(sums).copy_(s)
-        if not is_line:
-            place = strip.queries(output)
-            place.copy_(out.view(place.shape))
-            place = strip.queries(lse)
-            place.copy_(sums.view(place.shape))
-    for rows, columns in _prefix(grid_of(terms.mask)):
-        mask = _prefix_term(terms, item, heads, rows, columns)
+    for rows, columns, term in where.prefix():
         o, s = _flash(
             query[None, :, rows], key[None, :, columns], value[None, :, columns],
-            attn_mask=mask, scale=scale,
+            attn_mask=term, scale=where.scale,
         )  # fmt: skip
-        if mask is not None:
-            s = s.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+        if term is not None:
+            s = s.masked_fill((term == -torch.inf).all(-1), -torch.inf)
         _merge(output[:, rows], lse[:, rows], o[0], s[0], replace=rows.start == 0)
-    if not terms.is_shared:
+    if not where.terms.is_shared:
         lse.masked_fill_(lse == -torch.inf, 0.0)
 
 
 def _backward(
+    part: Part,
+    where: _Where,
     gradient: Tensor,
     tensors: tuple[Tensor, ...],
     totals: tuple[Tensor, ...],
-    terms: Terms,
-    item: int,
-    heads: Tensor,
-    scale: float,
-) -> None:
-    """Fill the query's gradient of one batch item; add to the key's and the value's."""
+) -> Callable[[], None]:
+    """Fill the query's gradient of one part. Returns what adds to the key's and the value's."""
     query, key, value, output, lse = tensors
     grad_query, grad_key, grad_value = totals
-    num_heads, _, dim = query.shape
-    for strip in strips(terms.mask, *terms.sizes):
-        tokens = strip.tokens(*terms.sizes, terms.device)
-        is_line = strip.grid is None
-        g, q, out = (
-            strip.queries(tensor).reshape(num_heads, -1, dim)
-            for tensor in (gradient, query, output)
+    strip = part.strip
+    q, k, v = strip.lines(query, key, value)
+    g, out = (strip.queries(t).reshape(q.shape) for t in (gradient, output))
+    sums = strip.queries(lse).reshape(q.shape[:2])
+    dq = grad_query if strip.grid is None else torch.empty_like(q)
+    size = part.keys.stop - part.keys.start
+    dk, dv = (total.new_zeros(len(q), size, q.shape[2]) for total in (grad_key, grad_value))
+    for chunk in part.chunks:
+        if chunk.key_size == 0:
+            chunk.queries(dq).zero_()
+            continue
+        a, b, c = _flash_backward(
+            chunk.queries(g),
+            chunk.queries(q),
+            chunk.keys(k),
+            chunk.keys(v),
+            chunk.queries(out),
+            chunk.queries(sums),
+            0.0,
+            False,
+            attn_mask=where.term(part, chunk),
+            scale=where.scale,
         )
-        k, v = (strip.keys(tensor).reshape(num_heads, -1, dim) for tensor in (key, value))
-        sums = strip.queries(lse).reshape(num_heads, -1)
-        dq = grad_query if is_line else torch.empty_like(q)
-        dk, dv = (
-            total if is_line else torch.zeros_like(k, dtype=total.dtype)
-            for total in (grad_key, grad_value)
-        )
-        for chunk in strip.chunks(num_heads * dim):
-            if chunk.key_size == 0:
-                chunk.queries(dq).zero_()
-                continue
-            term = terms.of_chunk(chunk, item, heads, *tokens)
-            a, b, c = _flash_backward(
-                chunk.queries(g),
-                chunk.queries(q),
-                chunk.keys(k),
-                chunk.keys(v),
-                chunk.queries(out),
-                chunk.queries(sums),
-                0.0,
-                False,
-                attn_mask=term.expand(chunk.count, num_heads, -1, -1),
-                scale=scale,
-            )
-            chunk.queries(dq).copy_(a)
-            chunk.add_keys(dk, b)
-            chunk.add_keys(dv, c)
-        if not is_line:
-            place = strip.queries(grad_query)
-            place.copy_(dq.view(place.shape))
-            for total, part in ((grad_key, dk), (grad_value, dv)):
-                place = strip.keys(total)
-                place.add_(part.view(place.shape))
-    for rows, columns in _prefix(grid_of(terms.mask)):
+        chunk.queries(dq).copy_(a)
+        chunk.add_keys(dk, b, part.keys.start)
+        chunk.add_keys(dv, c, part.keys.start)
+    if strip.grid is not None:
+        place = strip.queries(grad_query)
+        place.copy_(dq.view(place.shape))
+
+    def add() -> None:
+        for total, line in ((grad_key, dk), (grad_value, dv)):
+            place = total[:, part.keys] if strip.grid is None else strip.keys(total)
+            place.add_(line.view(place.shape))
+
+    return add
+
+
+def _backward_prefix(
+    where: _Where, gradient: Tensor, tensors: tuple[Tensor, ...], totals: tuple[Tensor, ...]
+) -> None:
+    """Add what the prefix adds to the gradients, and fill the prefix's own."""
+    query, key, value, output, lse = tensors
+    grad_query, grad_key, grad_value = totals
+    for rows, columns, term in where.prefix():
         a, b, c = _flash_backward(
             gradient[None, :, rows], query[None, :, rows],
             key[None, :, columns], value[None, :, columns],
             output[None, :, rows], lse[None, :, rows], 0.0, False,
-            attn_mask=_prefix_term(terms, item, heads, rows, columns), scale=scale,
+            attn_mask=term, scale=where.scale,
         )  # fmt: skip
         if rows.start == 0:
             grad_query[:, rows] = a[0]
@@ -257,23 +312,6 @@ def _backward(
             grad_query[:, rows] += a[0]
         grad_key[:, columns] += b[0]
         grad_value[:, columns] += c[0]
-
-
-def _prefix(grid: Window2d | None) -> Iterator[tuple[slice, slice]]:
-    """Who else sees whom: the grid the prefix, and the prefix everything."""
-    if grid is not None and grid.num_prefix_tokens:
-        yield slice(grid.num_prefix_tokens, grid.num_tokens), slice(0, grid.num_prefix_tokens)
-        yield slice(0, grid.num_prefix_tokens), slice(0, grid.num_tokens)
-
-
-def _prefix_term(
-    terms: Terms, item: int, heads: Tensor, rows: slice, columns: slice
-) -> Tensor | None:
-    if terms.is_shared:
-        return None
-    indices = (torch.arange(s.start, s.stop, device=terms.device)[None] for s in (rows, columns))
-    term = terms.of(item, heads, *indices)
-    return term.expand(1, len(heads), *term.shape[2:])
 
 
 def _merge(output: Tensor, lse: Tensor, other: Tensor, sums: Tensor, replace: bool) -> None:

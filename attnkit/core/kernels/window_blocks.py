@@ -32,18 +32,26 @@ class Chunk:
     key_step: int
     key_size: int
 
+    @property
+    def num_pairs(self) -> int:
+        """How many scores it computes of each head."""
+        return self.count * self.query_size * self.key_size
+
+    @property
+    def key_end(self) -> int:
+        return self.key_start + (self.count - 1) * self.key_step + self.key_size
+
     def queries(self, tensor: Tensor) -> Tensor:
         """The blocks of [heads, tokens, …] as a view [count, heads, query_size, …]."""
         return _side_by_side(tensor, self.query_start, self.count, self.query_size)
 
     def keys(self, tensor: Tensor) -> Tensor:
         """The runs of [heads, tokens, dim] as a view [count, heads, key_size, dim]."""
-        end = self.key_start + (self.count - 1) * self.key_step + self.key_size
-        runs = tensor[:, self.key_start : end].unfold(1, self.key_size, self.key_step)
+        runs = tensor[:, self.key_start : self.key_end].unfold(1, self.key_size, self.key_step)
         return runs.movedim(1, 0).movedim(-1, 2)
 
-    def add_keys(self, total: Tensor, gradient: Tensor) -> None:
-        """Add gradients of the runs to those of the keys.
+    def add_keys(self, total: Tensor, gradient: Tensor, start_of_total: int) -> None:
+        """Add gradients of the runs to those of the keys from `start_of_total` on.
 
         The runs overlap, their pieces of one step do not. Never through an unfolded view: written
         to, it loses what lies between the pieces when torch.compile functionalizes it.
@@ -51,7 +59,7 @@ class Chunk:
         for start in range(0, self.key_size, self.key_step):
             size = min(self.key_step, self.key_size - start)
             whole = self.count if size == self.key_step else self.count - 1
-            first = self.key_start + start
+            first = self.key_start - start_of_total + start
             piece = gradient[:, :, start : start + size]
             if whole:
                 steps = _side_by_side(total, first, whole, self.key_step)
@@ -87,6 +95,12 @@ class Strip:
         size = self.grid.height, self.grid.width
         grid = tensor[:, self.grid.num_prefix_tokens :].unflatten(1, size)
         return grid[:, :, slice(*columns)]
+
+    def lines(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Its queries, keys and values as lines [heads, tokens, dim]."""
+        q, k, v = self.queries(query), self.keys(key), self.keys(value)
+        heads, dim = query.shape[0], query.shape[-1]
+        return q.reshape(heads, -1, dim), k.reshape(heads, -1, dim), v.reshape(heads, -1, dim)
 
     def tokens(
         self, num_queries: int, num_keys: int, device: torch.device
@@ -156,6 +170,32 @@ def strips(mask: Mask, num_queries: int, num_keys: int) -> Iterator[Strip]:
             query_columns=(left, right),
             key_columns=columns,
         )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Chunks of a strip that are computed one after the other, beside other parts."""
+
+    strip: Strip
+    chunks: tuple[Chunk, ...]
+    tokens: tuple[Tensor, Tensor]
+
+    @property
+    def keys(self) -> slice:
+        """The keys of the strip that they reach."""
+        return slice(
+            min(chunk.key_start for chunk in self.chunks),
+            max(chunk.key_end for chunk in self.chunks),
+        )
+
+
+def parts(terms: "Terms", width: int) -> Iterator[Part]:
+    """A chunk of a line each, or a strip of a grid, whose tokens are gathered once."""
+    for strip in strips(terms.mask, *terms.sizes):
+        tokens = strip.tokens(*terms.sizes, terms.device)
+        chunks = tuple(strip.chunks(width))
+        for some in [(chunk,) for chunk in chunks] if strip.grid is None else [chunks]:
+            yield Part(strip, some, tokens)
 
 
 class Terms:

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import Causal, Dense, Packed, Padding, Window, Window2d, attend
-from attnkit.core.kernels import window_blocks
+from attnkit.core.kernels import window, window_blocks
 from attnkit.core.kernels.choose import UnsupportedError
 
 CPU = torch.device("cpu")
@@ -52,8 +52,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Several chunks of several blocks, at the sizes of tests."""
+    """Several chunks of several blocks, in threads, at the sizes of tests."""
     monkeypatch.setattr(window_blocks, "CHUNK_ELEMENTS", 2**12)
+    monkeypatch.setattr(window, "THREADS", 0)
 
 
 def make(num_queries, num_keys, dtype, head_dim=7, value_dim=5):
@@ -91,6 +92,31 @@ def test_kernel_equals_the_reference(name, dtype):
     dead = ~allowed.expand(BATCH, HEADS, -1, -1).any(-1)
     assert (actual[0][dead] == 0).all()
     assert (actual[1][dead] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["line", "far", "fewer keys, at the end", "in sequences", "grid"])
+def test_threads_change_no_bit(name, dtype):
+    _, mask, num_queries, num_keys = CASES[name]
+    tensors, results = make(num_queries, num_keys, dtype), []
+    before = torch.get_num_threads()
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        results.append(with_gradients(tensors, mask=mask, backend="window"))
+    torch.set_num_threads(before)
+    for one, three in zip(*results, strict=True):
+        assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("name", ["far", "grid, prefix", "padding"])
+def test_short_attention_is_computed_without_threads_of_our_own(name, monkeypatch):
+    _, mask, num_queries, num_keys = CASES[name]
+    tensors, results = make(num_queries, num_keys, torch.float64), []
+    for least in (0, 2**62):
+        monkeypatch.setattr(window, "THREADS", least)
+        results.append(with_gradients(tensors, mask=mask, backend="window"))
+    for threads, one_after_another in zip(*results, strict=True):
+        torch.testing.assert_close(threads, one_after_another, rtol=1e-12, atol=1e-12)
 
 
 def test_cases_have_dead_rows():

@@ -29,10 +29,10 @@ from attnkit.core.kernels.edges.edges import (
     with_feature_values,
 )
 from attnkit.core.kernels.edges.lanes import NAMES, Plan, Tensors, as_lanes
-from attnkit.core.kernels.edges.threads import run_tasks
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive
+from attnkit.core.threads import run_tasks
 
 LARGEST_DIM = 256
 WIDEST_DOT = 32  # above, torch's operators are faster: they read one table at a time

@@ -14,7 +14,6 @@ import attnkit
 from attnkit import Additive, Cosine, EdgeFeatures, Edges, Gaussian, General, attend
 from attnkit.core.check import check_inputs
 from attnkit.core.kernels.edges import numba as edges_numba
-from attnkit.core.kernels.edges.threads import run_tasks
 
 BATCH, HEADS, VALUE_DIM, EDGE_DIM = 2, 3, 7, 11
 SCORES = {
@@ -342,36 +341,6 @@ def run(script, **environment):
         text=True,
         timeout=100,
     )
-
-
-def test_tasks_in_a_forked_process():
-    """Threads are not there after a fork: the child starts its own."""
-    done = run(
-        "import os, sys, threading, time, torch\n"
-        "from attnkit.core.kernels.edges.threads import run_tasks\n"
-        "torch.set_num_threads(2)\n"
-        "def names():\n"
-        "    found = set()\n"
-        "    def task():\n"
-        "        found.add(threading.current_thread().name)\n"
-        "        time.sleep(0.05)\n"
-        "    run_tasks([task] * 9)\n"
-        "    return len(found)\n"
-        "assert names() == 2\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    os._exit(0 if names() == 2 else 3)\n"
-        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_task_that_fails_is_told():
-    def fail():
-        raise ValueError("this one")
-
-    with pytest.raises(ValueError, match="this one"):
-        run_tasks([lambda: None] * 5 + [fail] + [lambda: None] * 5)
 
 
 def test_programs_are_kept_where_a_folder_can_be_written_to(tmp_path):
