@@ -29,6 +29,7 @@ from attnkit.core.kernels.edges.edges import (
     with_feature_values,
 )
 from attnkit.core.kernels.edges.lanes import NAMES, Plan, Tensors, as_lanes
+from attnkit.core.kernels.edges.pages import in_huge_pages
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive
@@ -41,6 +42,7 @@ ALONE = 2**22  # edges × lanes × channels that one thread computes
 BLOCK = 2**13  # edges of a task, at least
 TASKS = 4  # of each thread, at least
 SMALL = 2**21  # bytes over which a table is spread that is read where it stands
+LARGE = 2**24  # bytes of two tables that are better read together
 CACHE = 2**18  # bytes of a lane's table that stay in a core's cache
 FEW = 8  # reads of a row that do not pay for a copy of it
 BY_SOURCE = ("by_source", "source_offsets", "target_by_source")
@@ -187,11 +189,11 @@ class _Job:
             for t in (sums, sums_gradient)
         ]
         found = self._new_gradients(wanted)
-        read = self._read("query", "key", "value")
         _, by_target, by_source = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
             shape = lanes.stop - lanes.start, self.graph.num_edges
-            near = self._near(read | {"output": gradient}, lanes)
+            near = self._near(self._read("key", "value"), lanes)
+            near |= self._near(self._read("query") | {"output": gradient}, lanes)
             pairs = self._buffer("pairs", (*shape, 2))
             signs = None if self.is_dot or self.head_dim == 1 else self._signs(shape)
             tables = {name: _table(tensor, lanes) for name, tensor in found.items()}
@@ -259,14 +261,15 @@ class _Job:
         layers want them."""
         like = self.given[name]
         assert like is not None
-        return like.new_empty(like.shape[1], self.num_lanes, dim).transpose(0, 1)
+        table = like.new_empty(like.shape[1], self.num_lanes, dim)
+        return in_huge_pages(table).transpose(0, 1)
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Memory that one group of lanes hands to the next: new memory costs more."""
         count = math.prod(shape)
         kept = self.kept.get(name)
         if kept is None or len(kept) < count:
-            kept = self.kept[name] = torch.empty(count)
+            kept = self.kept[name] = in_huge_pages(torch.empty(count))
         return kept[:count].view(shape)
 
     def _signs(self, shape: tuple[int, int]) -> Tensor:
@@ -276,17 +279,24 @@ class _Job:
         return bits.view(torch.uint8)[: shape[0] * shape[1] * num_bytes].view(*shape, num_bytes)
 
     def _near(self, tensors: dict[str, Tensor], lanes: slice) -> dict[str, Tensor]:
-        """The lanes' rows, which are read in no order, close to each other: copies, where they are
-        spread over much memory and each is read several times."""
-        found, tasks, count = {}, [], lanes.stop - lanes.start
-        for name, tensor in tensors.items():
-            rows = found[name] = tensor[lanes]
-            _, num_nodes, dim = rows.shape
-            is_spread = rows.stride(1) != dim and 4 * num_nodes * rows.stride(1) > SMALL
-            if is_spread and self.graph.num_edges >= FEW * num_nodes:
-                found[name] = self._buffer(name, tuple(rows.shape))
-                copy = partial(_compiled().copy(), _table(rows), _table(found[name]), dim)
+        """The lanes' rows of tensors that are read together, in no order: copies next to each
+        other, where they are spread over much memory and each is read several times."""
+        found = {name: tensor[lanes] for name, tensor in tensors.items()}
+        tasks, count = [], lanes.stop - lanes.start
+        are_vectors = all(rows.shape[2] % 8 == 0 for rows in found.values())
+        for names in [tuple(found)] if are_vectors else [(name,) for name in found]:
+            some = [found[name] for name in names]
+            dims, num_nodes = [rows.shape[2] for rows in some], some[0].shape[1]
+            is_large = 4 * num_nodes * sum(dims) > LARGE
+            if self.graph.num_edges < FEW * num_nodes or not (
+                is_large or any(map(_is_spread, some))
+            ):
+                continue
+            copies = self._buffer("_".join(names), (count, num_nodes, sum(dims))).split(dims, dim=2)
+            for name, rows, copied in zip(names, some, copies, strict=True):
+                copy = partial(_compiled().copy(), _table(rows), _table(copied), rows.shape[2])
                 tasks += [partial(copy, 0, num_nodes, lane, lane + 1) for lane in range(count)]
+                found[name] = copied
         run_tasks(tasks)
         return found
 
@@ -383,6 +393,11 @@ def _compiled() -> Any:
     from attnkit.core.kernels.edges import numba_kernels
 
     return numba_kernels
+
+
+def _is_spread(rows: Tensor) -> bool:
+    """Whether rows [lanes, nodes, channels] stand apart from each other, over much memory."""
+    return rows.stride(1) != rows.shape[2] and 4 * rows.shape[1] * rows.stride(1) > SMALL
 
 
 def _filled(tensor: Tensor, dim: int) -> Tensor:
