@@ -23,7 +23,7 @@ from attnkit.sight.methods.grid import find_grid
 from attnkit.sight.picture import Panel, Row, as_picture, draw
 
 _WEIGHTS = "attention_weights"
-_LABELS = {"attention": "attention: 1 is even", "gate": "gate, mean of channels"}
+_LABELS = {"attention": "attention / uniform attention", "gate": "gate, mean of channels"}
 _OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
 
 

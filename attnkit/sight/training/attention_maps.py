@@ -151,10 +151,10 @@ class AttentionMaps(Callback):
 
 
 def _prediction(output: Any, module: nn.Module) -> str:
-    """What the logits of one image say."""
+    """The class that the logits of one image predict."""
     if not isinstance(output, Tensor) or output.ndim != 2 or output.shape[1] < 2:
         return ""
     names = getattr(module, "class_names", None)
     probability, number = output[0].float().softmax(0).max(0)
     name = names[int(number)] if names else int(number)
-    return f"says: {name} ({100 * float(probability):.0f} %)"
+    return f"predicted: {name} ({100 * float(probability):.0f} %)"
