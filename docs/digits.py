@@ -1,7 +1,7 @@
 """The picture of digits in the README, of a run with maps of attention.
 
-    python -m attnkit task=vit callbacks=attention_maps run_dir=RUN
-    python docs/digits.py RUN docs/digits.png
+python -m attnkit task=vit callbacks=attention_maps run_dir=RUN
+python docs/digits.py RUN docs/digits.png
 """
 
 import sys

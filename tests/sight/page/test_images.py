@@ -266,7 +266,7 @@ def test_hover_click_and_keys(open_page, path, sections):
     row, column = divmod(last["most"][place], COLUMNS)
     assert said.text_content().startswith(
         f"The patch at row 1, column 3 looks most at row {row}, column {column}, "
-        f"{last['times'][place]:g} times even attention, in blocks.3.attn; class and register "
+        f"{last['times'][place]:g} times uniform attention, in blocks.3.attn; class and register "
         f"tokens get {last['prefix'][place]} %."
     )
     # the tile that is drawn
