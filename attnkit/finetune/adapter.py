@@ -1,4 +1,4 @@
-"""What was trained, alone, in a small file: written and put onto the base again."""
+"""Adapters: the trained parameters alone, in a small file, and loading them onto the base."""
 
 import copy
 import json

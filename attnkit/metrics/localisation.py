@@ -14,7 +14,7 @@ Masks = Annotated[Tensor, "batch height width", bool]
 
 
 class _OnObjects(MeanOverImages):
-    """Of each image a share that is its mask's area for a map that points nowhere."""
+    """A share for each image; a constant map scores the mask's area."""
 
     def update(self, maps: Maps, masks: Masks) -> None:
         """Add some images.

@@ -1,4 +1,4 @@
-"""How much sooner a prediction falls where a map points than where it does not."""
+"""The gap between removing the lowest-ranked and the highest-ranked patches first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Curves = Annotated[Tensor, "batch points"]
 
 
 class PerturbationGap(MeanOverImages):
-    """The area under the curve of least-first removal less that of most-first removal.
+    """The area under the curve of least-first removal minus that of most-first removal.
 
         gap = ∫ y_least(s) ds − ∫ y_most(s) ds,   s the share of the image that is removed
 

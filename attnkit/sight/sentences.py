@@ -68,7 +68,7 @@ class WordLogits(nn.Module):
     def forward(
         self, images: Annotated[Tensor, "batch channels height width"]
     ) -> Annotated[Tensor, "batch classes"]:
-        """The logits of the word."""
+        """The logits of the next word."""
         return self.captioner(images, self.before.expand(len(images), -1))[:, -1]
 
 

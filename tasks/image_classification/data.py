@@ -30,7 +30,7 @@ AugmentArgument = nn.Module | Mapping[str, Any] | Literal["default"] | None
 
 
 class ImageDataModule(SplitImages):
-    """Labelled images in up to three splits; a subclass says in `load()` where they come from.
+    """Labelled images in up to three splits; a subclass reads them in `load()`.
 
     Splits that `load()` does not give are taken from train, stratified by class. A batch is uint8
     images [batch, channels, height, width] and int64 labels [batch]; images are brought to

@@ -17,7 +17,7 @@ from attnkit.tasks.node_classification.checks import SPLITS
 
 
 class DictionaryLookupData(SplitData):
-    """Complete bipartite graphs of k keys and k queries: which value belongs to my key?
+    """Complete bipartite graphs of k keys and k queries; a query's label is the value of its key.
 
     Nodes 0 to k − 1 are the queries; query i has the attribute i and no value. Nodes k to 2k − 1
     are the keys; key k + i has the attribute i and the value π(i), for a permutation π. Every key

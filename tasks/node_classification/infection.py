@@ -13,7 +13,7 @@ from attnkit.tasks.node_classification.splits import masks
 
 
 class InfectionData(GraphDataModule):
-    """A random directed graph, some of whose nodes are infected: how far is the nearest of them?
+    """A random directed graph with infected nodes; a node's label is its distance to the nearest.
 
     The features say whether a node is infected ([0, 1]) or not ([1, 0]). The class of a node is
     the length of the shortest path to it from an infected node, 0 for an infected one, and

@@ -1,4 +1,4 @@
-"""What a kernel is: it declares its limits, says where it pays, and computes."""
+"""The base of all kernels: what each can serve, when it is worthwhile, and its computation."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -50,7 +50,7 @@ class Backend:
                 yield "reads a boolean mask, which cannot say that an edge is given twice"
 
     def serves(self, inputs: Inputs) -> bool:
-        """Whether there is no reason against it."""
+        """Whether this kernel can serve the inputs."""
         return next(self.unsupported_reasons(inputs), None) is None
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _refusing_gradients(
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """A gradient as it is, whose own gradient is an error."""
+    """The identity on a gradient; differentiating it once more is an error."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, backend: str) -> Tensor:

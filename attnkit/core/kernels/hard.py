@@ -85,7 +85,7 @@ class HardKernel(Backend):
 
 
 def _with_a_hidden_key(inputs: Inputs) -> Inputs:
-    """One key that nobody sees in the place of none, for there to be a largest score."""
+    """A hidden extra key where there are none, so that a largest score exists."""
     key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (inputs.key, inputs.value))
     nobody = Dense(torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=key.device))
     return replace(inputs, key=key, value=value, mask=nobody, bias=None)

@@ -184,7 +184,7 @@ def _check_processes(session: Session, launcher: Launcher | None) -> None:
 
 
 def _write_down(job: Job, session: Session) -> None:
-    """All objects are built: what runs is written, and said."""
+    """Write and print what runs, once all objects are built."""
     from attnkit.launch.job import screen
 
     if not job.begun:

@@ -1,4 +1,4 @@
-"""Runs what an order wants of a sweep's trials, then shows them all."""
+"""Runs the trials of a sweep that an order asks for, then shows all."""
 
 import os
 import shutil

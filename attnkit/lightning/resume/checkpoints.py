@@ -1,4 +1,4 @@
-"""Checkpoints that can't be lost, run code or be wrong without saying so.
+"""Checkpoints that are written atomically, verified when read, and cannot run code.
 
 The file is Lightning's own: a zip archive of torch's, that `torch.load` and `load_from_checkpoint`
 read. Its digest is the archive's comment, at the very end: "attnkit sha256 " and SHA-256, in

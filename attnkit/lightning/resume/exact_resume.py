@@ -1,4 +1,4 @@
-"""Training that was stopped goes on as if it had not been."""
+"""Exact resuming: a stopped training ends as an uninterrupted one."""
 
 import random
 import warnings

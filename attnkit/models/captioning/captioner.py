@@ -52,7 +52,7 @@ class Captioner(nn.Module):
         return self.encoder(images)
 
     def forward(self, images: Images, words: Words) -> Logits:
-        """The logits of the word after each."""
+        """The logits of the next word, after each word."""
         return self.decoder(self.encoder(images), words)
 
     def loss(self, images: Images, words: Words) -> dict[str, Annotated[Tensor, ""]]:

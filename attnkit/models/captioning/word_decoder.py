@@ -64,7 +64,7 @@ class WordDecoder(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Logits:
-        """Of each word the logits of the next.
+        """The logits of the next word, after each word.
 
         Args:
             words: beginning with START.

@@ -1,4 +1,4 @@
-"""`callbacks=sight`: does the model look better as it learns?"""
+"""`callbacks=sight`: maps of a model and their scores during training."""
 
 import os
 import time
@@ -32,7 +32,7 @@ _SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 class _Look(NamedTuple):
-    """How a model is looked at, the same in all epochs, so that these can be compared."""
+    """How a model is explained: alike in all epochs, so that they can be compared."""
 
     method: str
     removal: str

@@ -94,7 +94,7 @@ class Store:
             yield
 
     def _check_same(self) -> None:
-        """Trials of different searches have nothing to tell each other."""
+        """UserError if the study was made for another search."""
         from optuna.distributions import distribution_to_json
         from optuna.study import StudyDirection
 
