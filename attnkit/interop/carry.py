@@ -21,7 +21,7 @@ def check_class(module: object, *expected: type) -> None:
 def refuse(module: nn.Module, reasons: Mapping[str, bool]) -> None:
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
-        raise ValueError(f"{type(module).__name__} cannot be carried over: {'; '.join(found)}")
+        raise ValueError(f"{type(module).__name__} cannot be converted: {'; '.join(found)}")
 
 
 def unknown_parts(model: nn.Module, known: set[Any]) -> dict[str, bool]:

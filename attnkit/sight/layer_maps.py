@@ -64,7 +64,7 @@ def chosen_layers(model: nn.Module, layer: int | str) -> tuple[str, list[str]]:
     if kind is None:
         raise UserError(
             f"{type(model).__name__} has neither attention with weights nor gates: nothing to draw"
-            "\n  insert_attention puts them in; replace_attention makes those of timm's looked into"
+            "\n  insert_attention puts them in; replace_attention makes timm's visible"
         )
     names = found[kind]
     if isinstance(layer, int):

@@ -48,7 +48,7 @@ class ImageDataModule(SplitImages):
         **options: `image_size`, `interpolation`, `crop_pct`, `batch_size`, `num_workers`,
             `val_fraction`, `test_fraction` and `seed`, as in `SplitImages`.
 
-    Example:
+    Examples:
         >>> class Cells(ImageDataModule):
         ...     def load(self):
         ...         images, labels = torch.load("cells.pt")  # uint8 [images, channels, side, side]

@@ -64,7 +64,7 @@ class GraphDataModule(SplitData):
         ValueError: an argument out of range.
         UserError: in `setup`, if the split does not exist or the graph is not as described.
 
-    Example:
+    Examples:
         >>> class Citations(GraphDataModule):
         ...     def load(self):
         ...         return torch.load("citations.pt", weights_only=False)  # a Data

@@ -47,7 +47,7 @@ class Backend:
             if inputs.edge_features is not None:
                 yield "cannot read edge features"
             elif serves and (torch.compiler.is_compiling() or inputs.mask.has_repeated):
-                yield "reads a boolean mask, which cannot say that an edge is given twice"
+                yield "reads a boolean mask, which cannot hold duplicate edges"
 
     def serves(self, inputs: Inputs) -> bool:
         """Whether this kernel can serve the inputs."""
@@ -109,7 +109,7 @@ def bias_gradient_reasons(inputs: Inputs) -> Iterator[str]:
 def functorch_reasons() -> Iterator[str]:
     """Why a kernel with a backward of its own refuses inside of torch.func's transforms."""
     if torch._C._are_functorch_transforms_active():
-        yield "has no rules for torch.func"
+        yield "does not support torch.func"
 
 
 def empty_reasons(inputs: Inputs) -> Iterator[str]:

@@ -71,8 +71,8 @@ class HardKernel(Backend):
         recorded = by_score_function and bool(_OPEN)
         if by_score_function and not recorded and _are_trained(inputs):
             raise RuntimeError(
-                "normalizer: Hard('score_function') trains by the probabilities of what was "
-                "drawn, and nobody records them; call inside "
+                "normalizer: Hard('score_function') needs the probabilities of its draws to "
+                "train, but they are not recorded; call inside "
                 "`with attnkit.record_draws() as draws:`, or under torch.no_grad()"
             )
         if inputs.num_keys == 0:

@@ -77,7 +77,9 @@ class TypedEdges:
         self.edge_types: list[Any]
         if isinstance(edge_index, Mapping) and isinstance(num_nodes, Mapping):
             if edge_type is not None or num_types is not None:
-                raise ValueError("edge_type and num_types: the keys of edge_index say them")
+                raise ValueError(
+                    "edge_type and num_types: leave out, the keys of edge_index are the types"
+                )
             self._read_types(edge_index, num_nodes)
         elif isinstance(edge_index, Tensor) and isinstance(num_nodes, int):
             self._read_numbers(edge_index, num_nodes, edge_type, num_types)

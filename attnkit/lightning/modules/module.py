@@ -54,7 +54,7 @@ class TaskModule(LightningModule):
             (`functools.partial(attnkit.finetune.lora, rank=8)`), a configuration of one, or None:
             everything. A checkpoint holds the whole model, and knows how from the configuration.
 
-    Example:
+    Examples:
         >>> class Classifier(TaskModule):
         ...     def __init__(self, model, num_classes: int, **kwargs):
         ...         super().__init__(model, **kwargs)

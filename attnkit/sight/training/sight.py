@@ -94,7 +94,7 @@ class Sight(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, _SHARDED):
             raise UserError(
-                "Sight: one process looks, and this strategy keeps a part of the weights in each; "
+                "Sight: expected a strategy that keeps all weights in one process; "
                 "explain the checkpoint afterwards"
             )
         self.folder = in_log_folder(trainer, self._given_folder, "sight")
@@ -169,7 +169,7 @@ class Sight(Callback):
         """The maps; the first time, the method and the kind of removal are chosen."""
         if given.kind == "nodes":
             raise UserError(
-                "Sight: shows images and captions, and this is a graph; attnkit.explain explains "
+                "Sight: expected images or captions, got a graph; attnkit.explain explains "
                 "its nodes"
             )
         method = self.method or (self._look.method if self._look else usual_method(given))

@@ -178,11 +178,11 @@ def test_another_checkpoint_is_shown_with_the_difference(seen, images):
     for number, section in enumerate(sections):
         drawn = re.findall(r'src="([^"]+)" alt="Map: ([^.]+)\.', section.html)
         found = {name: pixels(uri) for uri, name in drawn}
-        assert list(found) == ["relevance", "checkpoint B", "less checkpoint B"]
+        assert list(found) == ["relevance", "checkpoint B", "minus checkpoint B"]
         assert (found["relevance"] == both.palette[both.levels(seen[0].map[number])]).all()
         assert (found["checkpoint B"] == both.palette[both.levels(other.map[number])]).all()
         colours = signed.palette[signed.levels(difference[number])]
-        assert (found["less checkpoint B"] == colours).all()
+        assert (found["minus checkpoint B"] == colours).all()
 
 
 def test_eight_images_of_a_large_vit_take_two_megabytes(tmp_path, monkeypatch):

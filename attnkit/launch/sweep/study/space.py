@@ -80,7 +80,7 @@ def _distribution(override: Override) -> BaseDistribution:
     if isinstance(value, IntervalSweep):
         return _interval(value, log="log" in tags)
     if getattr(value, "shuffle", False):
-        raise ValueError("shuffle: a study has no order")
+        raise ValueError("shuffle: not supported, a study has no order")
     if isinstance(value, RangeSweep):
         return _range(value)
     if isinstance(value, ChoiceSweep) and any(
