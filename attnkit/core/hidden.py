@@ -71,7 +71,7 @@ def hide_keys(
     attention, as the mean over all tokens does. Compiled modules run uncompiled in the block.
 
     Args:
-        hidden: True = nobody looks there.
+        hidden: True = hidden from all attention.
         num_prefix_tokens: class and register tokens before them, which stay.
 
     Raises:

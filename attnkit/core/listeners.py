@@ -50,7 +50,7 @@ def unheard() -> Iterator[list[Listener]]:
 
 def is_recomputed() -> bool:
     """Whether a backward pass is running, in which activation checkpointing runs a forward again:
-    nobody is told of what was told before."""
+    listeners are not notified twice."""
     return torch._C._current_graph_task_id() != -1
 
 

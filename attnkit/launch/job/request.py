@@ -269,7 +269,7 @@ def _refuse_idle(request: Request, idle: str, instead: str) -> None:
 
 
 def _check_untrained(request: Request) -> None:
-    """Whether a model can be explained that nobody trained here: it must know its images itself."""
+    """UserError unless it is a network of timm with images=PATH, which needs no run."""
     target = (request.config.get("model") or {}).get("_target_")
     if target != "attnkit.models.timm_backbone":
         raise UserError(

@@ -123,7 +123,7 @@ def _keep_warning(
 
 
 def _is_hers(message: Warning | str, category: type[Warning], filename: str) -> bool:
-    """Whether the user can act on a warning: a deprecation, only in code of her own."""
+    """Whether the user can act on a warning: a deprecation, only in the user's own code."""
     text = _one_line(message)
     old = issubclass(category, DeprecationWarning | FutureWarning) or "deprecat" in text.lower()
     return not (old and "site-packages" in filename) and not _UNHELPFUL.search(text)

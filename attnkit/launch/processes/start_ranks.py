@@ -64,7 +64,7 @@ class Report:
     peer_gone: bool = False
     """It only noticed that another rank had gone."""
     peer_silent: bool = False
-    """It only waited for another rank in vain."""
+    """It timed out waiting for another rank."""
     no_memory: bool = False
     """Its memory did not suffice for the batches of training."""
 

@@ -48,9 +48,9 @@ def trust(
         print(trust)          # two or three sentences
         trust                 # the table
 
-    - **gap**: patches are removed, those first that the map ranks first, or last.
+    - **gap**: patches are removed, the highest-ranked first, or the lowest-ranked first.
       ∫ y_least(s) ds − ∫ y_most(s) ds over the share s removed, by trapezia with both ends, y the
-      target's probability or logit (`attnkit.metrics.PerturbationGap`). Equal values go by lot. A
+      target's probability or logit (`attnkit.metrics.PerturbationGap`). Ties are random. A
       random map's is 0 ± two standard errors σ/√images, σ² the mean square of the gaps of random
       orders, of which half are the other half reversed. Better than random is beyond that; better
       than centre or input gradient by more than two standard errors of the difference over the

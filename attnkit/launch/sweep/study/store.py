@@ -129,7 +129,7 @@ class Store:
         }
 
     def asked(self) -> int:
-        """How many trials the study has, whosever they are; tried again, it is the same one."""
+        """The number of trials in the study, of all sweeps; a retried trial counts once."""
         trials = self.study.get_trials(deepcopy=False)
         return len({(t.user_attrs.get(SWEEP), t.user_attrs.get(NUMBER)) for t in trials} - {_NONE})
 
