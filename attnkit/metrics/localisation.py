@@ -61,7 +61,7 @@ class AttributionMass(_OnObjects):
 
         mass = Σ_inside max(map, 0) / Σ max(map, 0)
 
-    Of a map at random, and of one without positive values, it is the mask's share of the image.
+    For a random map, and for one without positive values, it is the mask's share of the image.
     A map that is coarser than the mask is taken as constant within each of its places.
 
     Args:

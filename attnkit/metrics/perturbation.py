@@ -18,9 +18,9 @@ class PerturbationGap(MeanOverImages):
         gap = ∫ y_least(s) ds − ∫ y_most(s) ds,   s the share of the image that is removed
 
     by trapezia, for each image, and the mean over the images. y is the probability or the logit of
-    the target; in least-first order the places that the map ranks lowest go first. A map at random
-    has expectation 0 whatever is put in the place of what is removed, which neither of the areas
-    has. `attnkit.perturbation_curves` makes the curves of any map.
+    the target; in least-first order the places that the map ranks lowest go first. A random map
+    has expectation 0, whatever replaces the removed places; this holds for neither area alone.
+    `attnkit.perturbation_curves` makes the curves of any map.
 
     Source: the area between perturbation curves of Tomsett et al. (Sanity checks for saliency
     metrics, 2020) and others, of the removals of Samek et al. (2017). Both end points count here.

@@ -39,8 +39,8 @@ class GraphTransformer(EdgeModule):
     and to virtual nodes, all in one softmax, at a cost linear in the nodes. What an edge is (of the
     graph, expander, to a virtual node, from one) is a feature that every layer learns: it adds to
     keys and values, as `GraphAttention`'s edge features do, where the paper's multiplies the keys.
-    Virtual nodes begin as learned vectors and go through the blocks as nodes do; give
-    `global_attention=None`, in whose place all this is.
+    Virtual nodes begin as learned vectors and go through the blocks as nodes do; they need
+    `global_attention=None`.
 
     Args:
         in_channels: channels of the nodes.

@@ -174,7 +174,7 @@ class TypedEdges:
         return Edges(edges, len(self.targets.node), len(self.sources.node))
 
     def mask(self, mechanism: AttentionMechanism) -> Edges:
-        """`across` or `within`."""
+        """The edges of all types as one mask: `across` or `within`."""
         return self.across if mechanism == "across-relation" else self.within
 
     def summed(
@@ -189,7 +189,7 @@ class TypedEdges:
     def of_sources(
         self, key: EdgeType, rows: Annotated[Tensor, "_ channels"]
     ) -> Annotated[Tensor, "_ channels"]:
-        """Of the rows of a node type those of the pairs of an edge type."""
+        """The rows of a node type that belong to the sources of an edge type."""
         nodes = self._sources_by_type[key]
         return rows if nodes is None else rows.index_select(0, nodes)
 

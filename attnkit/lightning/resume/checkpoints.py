@@ -138,7 +138,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
 
 class SafeCheckpoints(Callback):
-    """Gives any Trainer `VerifiedCheckpointIO`, and says at the start what would fail at the end.
+    """Gives any Trainer `VerifiedCheckpointIO`, and checks at the start what would fail at the end.
 
     In `fit`: a folder of a `ModelCheckpoint` that can't be written to, and hyper-parameters that
     are more than plain data, which no checkpoint could be read back with. A run that goes on in a

@@ -56,7 +56,7 @@ class Captioner(nn.Module):
         return self.decoder(self.encoder(images), words)
 
     def loss(self, images: Images, words: Words) -> dict[str, Annotated[Tensor, ""]]:
-        """What to minimize, "loss", and its terms; sentences with START."""
+        """The loss to minimize, "loss", and its terms; sentences begin with START."""
         return self.decoder.loss(self.encoder(images), words)
 
     def generate(self, images: Images, method: Method = "greedy", **options: Any) -> Sentences:

@@ -104,7 +104,7 @@ class WordDecoder(nn.Module):
     def loss(
         self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> dict[str, Annotated[Tensor, ""]]:
-        """What to minimize, "loss", and its terms by name, unweighted.
+        """The loss to minimize, "loss", and its terms by name, unweighted.
 
         "cross_entropy" is −log p(word | words before), mean over all words of the batch that are
         not PAD, smoothed in training only.

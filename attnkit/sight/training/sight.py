@@ -53,12 +53,12 @@ class Sight(Callback):
     A picture of the maps goes to the folder, `epoch_001.png`, and to every logger that takes images
     (TensorBoard, Weights & Biases); `scores.png` shows the scores over the epochs, also of a
     resumed run. Random numbers, gradients and modes are as they were without it. With several
-    processes the first one looks, while the others wait at the next step. What it costs, about 45
-    forwards an image and time and of a caption some 200, is said after the check before training,
-    and what it took at the end.
+    processes the first one computes the maps, while the others wait at the next step. The cost,
+    about 45 forwards for each image and time (200 for a caption), is printed after the sanity
+    check, and the time it took at the end.
 
-    What is explained is what `explained` of the module says (`attnkit.lightning.Explained`), else
-    the module itself and the images that come first in a batch, behind which may be classes.
+    The module's method `explained` (`attnkit.lightning.Explained`) defines what is explained;
+    without it, the module itself for the images that come first in a batch.
 
     Args:
         num_images: at most; of the first validation batch, of as many classes as it has.
