@@ -82,7 +82,7 @@ NUMBERS = {"published", "ours", "runs", "time"}
 
 
 def rows(records: list[Record]) -> Iterator[str]:
-    """The table of a group, without columns that are empty."""
+    """A table of these records, without columns that are empty."""
     names = "record", "what", "published", "ours", "verdict", "runs", "time", "measured", "remarks"
     table = []
     for record in records:
@@ -116,7 +116,10 @@ def page() -> str:
     for group, records in grouped([*read([conf]).values()]).items():
         url = records[0].url
         heading = f"[{records[0].paper}]({url}), {records[0].table}" if url else group
-        sections += [f"### {heading}\n", *rows(records), ""]
+        sections.append(f"### {heading}\n")
+        measured = [record for record in records if record.ours]
+        for part in (measured, [record for record in records if not record.ours]):
+            sections += [*rows(part), ""] if part else []
     return "\n".join(sections)
 
 
