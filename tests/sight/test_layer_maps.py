@@ -171,7 +171,7 @@ def test_what_each_kind_of_layer_gives():
         (found,), _ = layer_maps(model, image, -1, None)
         assert (found.kind, found.over, tuple(found.values.shape)) == (kind, over, shape), name
         if kind == "attention":
-            assert found.values.mean() == pytest.approx(1, abs=1e-4)  # a multiple of even attention
+            assert found.values.mean() == pytest.approx(1, abs=1e-4)  # of uniform attention
         else:
             assert found.values.min() > 0
             assert found.values.max() < 1

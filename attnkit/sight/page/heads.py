@@ -17,7 +17,7 @@ _SIDE = 44  # pixels of a thumbnail, at least a pixel for each place
 
 
 def scale_of_weights(weights: Sequence[Tensor]) -> Scale:
-    """From 0 to what 99 of 100 weights are below, and at least to twice even attention.
+    """From 0 to what 99 of 100 weights are below, and at least to twice uniform attention.
 
     A few keys that nearly everything looks at would leave all else dark.
     """
