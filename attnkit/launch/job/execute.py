@@ -62,7 +62,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> None:
 
 @contextmanager
 def _run_folder(job: Job) -> Iterator[None]:
-    """The folder, held against other processes; taken back where nothing came of the command."""
+    """Lock the folder against other processes; remove it if the command produced nothing."""
     made = folders.absent(job.folder)
     # a trial's folder has its output already
     is_new = folders.is_bare if job.trial else folders.is_empty

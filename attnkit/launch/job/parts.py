@@ -1,4 +1,4 @@
-"""What a module is made of, from the configuration; and whether it can be made, before its data."""
+"""The parts of a module from the configuration, and a check of them before data is read."""
 
 import inspect
 import logging

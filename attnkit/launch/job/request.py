@@ -342,7 +342,7 @@ def _usual(request: Request, saved: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_alone(request: Request, ckpt: Path) -> None:
-    """A checkpoint without its run folder is built as it was saved, whatever one asks for."""
+    """Refuse settings that would change what a checkpoint without a run folder holds."""
     for typed in request.overrides:
         part = dotted_key(typed).partition(".")[0]
         if part in ("module", "model", *schema.MODEL_PARTS):

@@ -55,7 +55,7 @@ def run_trials(
 
 @contextmanager
 def _sharing(folder: Path) -> Iterator[None]:
-    """The folder in which trials find what one of them has decoded; gone at the end."""
+    """A temporary folder in which trials share decoded images."""
     os.environ[SHARED_FOLDER] = str(folder)
     try:
         yield

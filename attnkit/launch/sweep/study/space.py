@@ -59,7 +59,7 @@ def texts(params: Mapping[str, Any]) -> list[str]:
 
 
 def corners(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
-    """Few points that have every choice and both ends of every range: to check them beforehand."""
+    """A few points that cover every choice and both ends of every range, for checks beforehand."""
     from optuna.distributions import CategoricalDistribution
 
     ends = {
