@@ -3,7 +3,7 @@
 python docs/records.py
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from attnkit.launch.records.record import Record, read
@@ -18,11 +18,11 @@ A record is an experiment file with a section `record`. It states a figure that 
 documentation claims, and the figure that was measured here. Running the experiment measures it
 again.
 
-    python -m attnkit run=reproduce                                         # lists them
-    python -m attnkit run=reproduce reproduce.name=digits_vit               # runs one again
+    python -m attnkit run=reproduce                              # lists them
+    python -m attnkit run=reproduce reproduce.name=digits_vit    # runs one again
     python -m attnkit run=reproduce 'reproduce.name=[cora,citeseer]' data.root=PATH
-    python -m attnkit run=reproduce reproduce.minutes=20 data.root=PATH     # all that fit
-    python -m attnkit experiment=cora data.root=PATH                        # one as an ordinary run
+    python -m attnkit run=reproduce reproduce.minutes=20 data.root=PATH
+    python -m attnkit experiment=cora data.root=PATH             # as an ordinary run
 
 `data.root` is the folder with the data files, or a folder that contains `planetoid`,
 `heterophilous` and `cifar10`. `seeds=N` runs another number of seeds or splits.
@@ -34,11 +34,12 @@ failure.
 
 ## The verdict
 
-A new figure `m ± s` is compared with the published one, or with ours if nothing was published:
+A new figure `m ± s` is compared with the published one, or with ours if nothing was published. It
+is `within spread` if
 
-    |m − m_ref| ≤ max(√(s² + s_ref²), half a unit of the last digit of m_ref)    within spread
+    |m − m_ref| ≤ max(√(s² + s_ref²), half a unit of the last digit of m_ref)
 
-Otherwise the verdict is `above` or `below`. It says on which side the number lies, not which is
+Otherwise the verdict is `above` or `below`, which says on which side the number lies, not which is
 better. `s` is the standard deviation over seeds or splits, and 0 if there was a single run or if
 none is known. This is a rule of thumb for a few seeds, not a significance test. A record may set
 its own `tolerance` instead of half a unit.
@@ -55,7 +56,7 @@ Write a file in `conf/experiment/`, or in `experiment/` of your `--config-dir`. 
       table: "table 2: GAT, public split"
       url: https://arxiv.org/abs/1710.10903
       metric: test/accuracy                   # of results.json
-      unit: "%"                               # "": results.json has the figure as it is
+      unit: "%"                               # "": as in results.json
       published: {mean: 83.0, std: 0.7, runs: 100}
       ours: {mean: 83.05, std: 0.37, runs: 10}
       date: "2026-11-23"
@@ -77,11 +78,13 @@ of them beside other work on the machine; where it is missing, `reproduce.minute
 out.
 """
 
+NUMBERS = {"published", "ours", "runs", "time"}
+
 
 def rows(records: list[Record]) -> Iterator[str]:
-    """The table of a group."""
-    yield "| record | what | published | ours | verdict | runs | time | measured | remarks |"
-    yield "|---|---|---:|---:|---|---:|---:|---|---|"
+    """A table of these records, without columns that are empty."""
+    names = "record", "what", "published", "ours", "verdict", "runs", "time", "measured", "remarks"
+    table = []
     for record in records:
         ours, published = record.ours, record.published
         cells = [
@@ -95,7 +98,16 @@ def rows(records: list[Record]) -> Iterator[str]:
             f"{record.date}, {record.machine}" if ours else "",
             ". ".join(filter(None, (f"not run: {record.why}" if record.why else "", record.note))),
         ]
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        table.append([cell.replace("|", chr(92) + "|") for cell in cells])
+    shown = [place for place, column in enumerate(zip(*table, strict=True)) if any(column)]
+    yield _line(names[place] for place in shown)
+    yield _line("---:" if names[place] in NUMBERS else "---" for place in shown)
+    for cells in table:
+        yield _line(cells[place] for place in shown)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def page() -> str:
@@ -104,7 +116,10 @@ def page() -> str:
     for group, records in grouped([*read([conf]).values()]).items():
         url = records[0].url
         heading = f"[{records[0].paper}]({url}), {records[0].table}" if url else group
-        sections += [f"### {heading}\n", *rows(records), ""]
+        sections.append(f"### {heading}\n")
+        measured = [record for record in records if record.ours]
+        for part in (measured, [record for record in records if not record.ours]):
+            sections += [*rows(part), ""] if part else []
     return "\n".join(sections)
 
 

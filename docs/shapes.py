@@ -88,8 +88,8 @@ def draw_channels(panel, module):
     image = DigitsGraphData().load().x[NODE].view(1, 1, 8, 8)
     weights = weights_of(module, "model.stages.1.1.attention", image)
     panel.imshow(weights.sqrt(), cmap="OrRd")
-    panel.set_ylabel("32 channels …", fontsize=10)
-    title(panel, "channels", "ChannelAttention: … look at 32 channels")
+    panel.set_ylabel("32 query channels", fontsize=10)
+    title(panel, "channels", "ChannelAttention: 32 key channels")
 
 
 def title(panel, tokens, caption):

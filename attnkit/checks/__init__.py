@@ -1,4 +1,4 @@
-"""Does anyone's attention module do what attention must? Checks, their report, a pytest helper."""
+"""Checks of any attention module, their report, and a helper for pytest."""
 
 from attnkit.checks.calls import Call, on_complete_graph
 from attnkit.checks.report import Finding, Report, Verdict

@@ -60,7 +60,7 @@ def check_attention(
     training and in evaluation mode. "a sees b" is a gradient of output a by token b that is not
     zero.
 
-    | check              | what is held                                                         |
+    | check              | what is checked                                                      |
     |--------------------|----------------------------------------------------------------------|
     | output             | finite, dtype and device kept, the input not written into            |
     | mixing             | outputs see other tokens, else the other checks prove nothing        |
@@ -127,9 +127,8 @@ def assert_attention(
 
     Args:
         module, dim: as in `check_attention`.
-        expect: the verdict a check must have, "pass", "fail", "note" or "skipped": so a note or a
-            skipped check can be made to count, and a known failure be allowed for. A check that is
-            not named must not fail.
+        expect: the verdict that a check must have, "pass", "fail", "note" or "skipped". A check
+            that is not named must not fail.
         options: the further arguments of `check_attention`.
 
     Raises:

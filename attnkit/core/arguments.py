@@ -14,7 +14,7 @@ def in_a_line(given: object) -> str:
 
 
 def at_least(least: float, **arguments: float | None) -> None:
-    """Each is a finite number not below `least`; None is left to others."""
+    """ValueError unless each is a finite number of at least `least`; None is not checked."""
     for name, value in arguments.items():
         if value is not None and not least <= value < float("inf"):
             raise ValueError(f"{name}: expected at least {least}, got {value}")
@@ -60,7 +60,7 @@ def floating(name: str, tensor: object, query: Tensor) -> None:
 
 
 def divides(divisor_name: str, divisor: int, **totals: int) -> None:
-    """The divisor is at least 1 and leaves nothing over."""
+    """ValueError unless the divisor is at least 1 and divides the total."""
     for name, total in totals.items():
         if divisor < 1 or total % divisor:
             raise ValueError(f"{divisor_name}: {divisor} does not divide {name} {total}")

@@ -39,10 +39,10 @@ def attend(
 ) -> Annotated[Tensor, "*batch heads queries value_dim"]:
     """Attention: for each query, the average of the values, weighted by how well their keys match.
 
-        output_i = Σ_j softmax_j(score(query_i, key_j) + bias_ij) · value_j,   j where mask allows
+        output_i = Σ_j softmax_j(score(query_i, key_j) + bias_ij) · value_j
 
-    or with another normalizer instead of softmax. A query that may look nowhere gets exactly 0, and
-    so do its gradients.
+    over the keys j that the mask allows, or with another normalizer than softmax. A query that may
+    look nowhere gets exactly 0, and so do its gradients.
 
     Args:
         query, key, value: the batch may be left out of all three. kv_heads divides heads

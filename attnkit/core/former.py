@@ -4,7 +4,7 @@ from typing import Any
 
 
 def rename(state: dict[str, Any], former: str, current: str) -> None:
-    """Give the tensors of a state dict whose names begin with `former` the beginning `current`.
+    """Rename tensors of a state dict from the prefix `former` to the prefix `current`.
 
     For `_load_from_state_dict`, which every way of loading goes through, before that of torch.
     """

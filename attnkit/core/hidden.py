@@ -1,4 +1,4 @@
-"""Tokens that no attention looks at: what a model says without them, whoever wrote it."""
+"""Hides tokens from all attention of any model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HiddenKeys:
         return ~F.pad(self.hidden, (num_before, 0)) if fits else None
 
     def mask(self, mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | Tensor | None:
-        """`attend`'s mask without the hidden keys, which are then no more than padding."""
+        """`attend`'s mask in which the hidden keys are masked like padding."""
         kept = self.kept(len(query) if query.ndim == 4 else 1, key.shape[-2])
         if kept is None:
             return mask
@@ -71,7 +71,7 @@ def hide_keys(
     attention, as the mean over all tokens does. Compiled modules run uncompiled in the block.
 
     Args:
-        hidden: True = nobody looks there.
+        hidden: True = hidden from all attention.
         num_prefix_tokens: class and register tokens before them, which stay.
 
     Raises:

@@ -28,7 +28,7 @@ class Normalizer:
         return False
 
     def check(self, inputs: Inputs) -> None:
-        """ValueError or TypeError where it does not go with the other arguments of `attend`."""
+        """Raise ValueError or TypeError if it does not fit the other arguments of `attend`."""
 
     def weights(
         self,
@@ -61,7 +61,7 @@ class Normalizer:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What `attend` was asked for, checked: shapes agree, names are resolved.
+    """The checked arguments of `attend`: shapes agree, names are resolved.
 
     The bias has four dimensions.
     """

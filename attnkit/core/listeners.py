@@ -1,4 +1,4 @@
-"""Who is told of attention that runs, and how `attend` tells them."""
+"""Listeners of attention, and how `attend` notifies them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from attnkit.core.inputs import Inputs
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """One attention that ran, before anyone asked in which layer."""
+    """One attention that ran, without the name of its layer."""
 
     tap: str
     inputs: Inputs
@@ -31,7 +31,7 @@ class Listener(Protocol):
         """Attention ran."""
 
     def miss(self, what: str, advice: str) -> None:
-        """Attention ran of which nothing can be told: which it is, and what helps."""
+        """Attention ran that cannot be observed: which one it is, and what helps."""
 
 
 LISTENERS: list[Listener] = []
@@ -39,7 +39,7 @@ LISTENERS: list[Listener] = []
 
 @contextmanager
 def unheard() -> Iterator[list[Listener]]:
-    """In the block nobody is told of attention, since those who would be are told of the whole."""
+    """In the block listeners are not notified, because they are notified of the whole."""
     listeners = list(LISTENERS)
     LISTENERS.clear()
     try:
@@ -50,12 +50,12 @@ def unheard() -> Iterator[list[Listener]]:
 
 def is_recomputed() -> bool:
     """Whether a backward pass is running, in which activation checkpointing runs a forward again:
-    nobody is told of what was told before."""
+    listeners are not notified twice."""
     return torch._C._current_graph_task_id() != -1
 
 
 def tell_missed(listeners: list[Listener], *, is_nested: bool = False) -> None:
-    """Attention ran that is not seen: of nested tensors, or by the model's own functions."""
+    """Attention ran that cannot be seen: on nested tensors, or by the model's own functions."""
     for listener in listeners:
         if is_nested:
             listener.miss("of nested tensors", "pad them and give a mask")
@@ -69,7 +69,8 @@ def tell(listeners: list[Listener], seen: Seen) -> None:
 
 
 def watched(attend: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-    """`attend(**given)`, of which the listeners are told; its own calls of torch are not."""
+    """`attend(**given)`, of which listeners are notified; torch's calls inside it are not
+    reported."""
     if is_recomputed():
         with unheard():
             return attend(**given)

@@ -189,8 +189,8 @@ class MultiHeadAttention(Projections):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> KeyValueCache:
-        """An empty cache for `forward(…, cache=)`, by default as the parameters are, or as
-        autocast makes of them."""
+        """An empty cache for `forward(…, cache=)`, by default with the dtype and device of
+        the parameters, or the dtype of autocast."""
         weight = self.out_proj.weight
         device = weight.device if device is None else torch.device(device)
         if dtype is None:

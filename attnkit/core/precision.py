@@ -10,7 +10,8 @@ WITHOUT_AUTOCAST = {"fpga", "lazy", "meta", "mkldnn", "vulkan"}
 
 
 def no_autocast(like: Tensor) -> AbstractContextManager:
-    """A block in which nothing is cast, on the device of a tensor; some, such as meta, never do."""
+    """A context without autocast on the device of a tensor; some devices, such as meta, have
+    none."""
     device_type = like.device.type
     if device_type in WITHOUT_AUTOCAST:
         return nullcontext()

@@ -55,7 +55,7 @@ def attention_weights(
     )
     if isinstance(inputs.mask, Edges) and inputs.mask.has_repeated:
         raise ValueError(
-            "mask: an edge is given twice, and each has a weight; attnkit.edge_weights gives them"
+            "mask: expected no duplicate edges; attnkit.edge_weights gives a weight for each"
         )
     row_indices = as_indices("rows", rows, inputs.num_queries, query.device)
     head_indices = as_indices("heads", heads, query.shape[1], query.device)

@@ -1,4 +1,4 @@
-"""What was trained, alone, in a small file: written and put onto the base again."""
+"""Adapters: the trained parameters alone, in a small file, and loading them onto the base."""
 
 import copy
 import json
@@ -108,7 +108,9 @@ def _outline(model: nn.Module) -> nn.Module:
 def _found(model: nn.Module, function: str) -> Any:
     found = finetuned(model)
     if found is None:
-        raise ValueError(f"{function}: {type(model).__name__} is not fine-tuned; lora(…) first")
+        raise ValueError(
+            f"{function}: {type(model).__name__} is not fine-tuned; call lora(…) first"
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Weights from modules nobody here wrote, with equal outputs.
+"""Weights from modules of other libraries, with equal outputs.
 
 What a model has and attnkit's does not is refused with the reason, never dropped: every module of
 the model must be of a type known here, the settings of its blocks must be one, and no entry of its

@@ -11,7 +11,7 @@ State = dict[str, Tensor]
 
 
 def check_class(module: object, *expected: type) -> None:
-    """Subclasses may compute anything, so only the class itself will do, or one of several."""
+    """TypeError unless it is exactly one of these classes: subclasses may compute anything."""
     if type(module) not in expected:
         names = ", ".join(f"{known.__module__}.{known.__name__}" for known in expected)
         given = type(module)
@@ -21,7 +21,7 @@ def check_class(module: object, *expected: type) -> None:
 def refuse(module: nn.Module, reasons: Mapping[str, bool]) -> None:
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
-        raise ValueError(f"{type(module).__name__} cannot be carried over: {'; '.join(found)}")
+        raise ValueError(f"{type(module).__name__} cannot be converted: {'; '.join(found)}")
 
 
 def unknown_parts(model: nn.Module, known: set[Any]) -> dict[str, bool]:

@@ -31,7 +31,7 @@ def to_hetero(
     Convolutional Networks, 2018). PyG's own function takes nothing but subclasses of its
     `MessagePassing` for what aggregates over edges; with `GraphAttention` it would give one output
     for each edge type, and ends in a TypeError that names this one. Unlike it, this one also looks
-    into modules of one's own that hold attention. Layers of PyG are converted as by PyG.
+    into your own modules that hold attention. Layers of PyG are converted as by PyG.
 
     Args:
         model: its `forward` takes nodes, edges as a tensor, and features of edges; arguments of

@@ -24,7 +24,7 @@ def from_pyg(module: nn.Module) -> Any:
 
         model = interop.from_pyg(torch_geometric.nn.GAT(1433, 64, 2, 7, heads=8))
 
-    All options are carried over but `mod` of `RGATConv`. Ours differs in this: weights are those
+    All options are converted except `mod` of `RGATConv`. Differences: weights are those
     before dropout; edge features are asked for where there is an `edge_dim`, and refused where
     there is none (there PyG's `GATConv` ignores them, and `TransformerConv` adds them to the values
     as they are); what a layer keeps and does not use, as `TransformerConv` does without

@@ -84,13 +84,13 @@ def summary(error: BaseException) -> str:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether a process only says that another one has gone or does not answer."""
+    """Whether an error only reports that another process has gone or does not answer."""
     named = any(cls.__name__ == "DistError" for cls in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and bool(_PEER.search(str(error))))
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Of a lost peer: whether it was waited for in vain, rather than seen to go."""
+    """Whether a lost peer timed out, rather than disconnected."""
     return bool(_WAITED.search(str(error)))
 
 
@@ -132,7 +132,7 @@ def cause(error: BaseException) -> str:
 
 
 def _is_worker_gone(error: BaseException) -> bool:
-    """Whether a batch was on its way from a worker that is no more."""
+    """Whether a worker died while it was sending a batch."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return isinstance(error, ConnectionError | EOFError) and any(
         Path(file).parts[-3:-1] == ("utils", "data") for file in files

@@ -1,4 +1,4 @@
-"""Layout in, attention block, layout out."""
+"""Layers: arrange the input as tokens, call the attention block, arrange the output."""
 
 from attnkit.layers.gates.bam import BAM
 from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate

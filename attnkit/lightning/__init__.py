@@ -1,4 +1,4 @@
-"""attnkit.lightning: what makes runs good, for anyone's `lightning.Trainer`; no Hydra needed.
+"""attnkit.lightning: modules, callbacks and checkpoints for any `lightning.Trainer`, without Hydra.
 
 This file is the public table and nothing else. Type checkers run the imports below; Python does one
 when its name is first used, so that code which only needs `UserError` does not wait for torch.

@@ -1,4 +1,4 @@
-"""What a run asks of its data beside batches: to say what a model has to know of it."""
+"""How data describe themselves to a model."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable

@@ -18,15 +18,15 @@ class BLEU(CaptionMetric):
         p_k  = (matches_k + 1e-15) / (k-grams_k + 1e-9)
         BLEU = (p_1 ⋯ p_n)^(1/n) · min(1, exp(1 − r / c))
 
-    k-grams_k is how many the predictions have; of a prediction's k-gram as many match as are in
-    the one of its references that has most of them. c is the length of the predictions in tokens,
-    r that of the references closest in length to each, the shorter of two equally close. All are
-    sums over the corpus, so BLEU is not the mean of its captions' scores.
+    k-grams_k counts the k-grams of the predictions; a k-gram matches at most as often as in the
+    reference that has it most often. c is the length of the predictions in tokens, r that of the
+    references closest in length to each, the shorter of two equally close. All are sums over the
+    corpus, so BLEU is not the mean of its captions' scores.
 
     Papineni et al. 2002 (BLEU: a method for automatic evaluation of machine translation). The two
     small numbers are pycocoevalcap's: a corpus without a match gets almost 0 in place of 0, and
-    perfect captions 1 − 1e-9 or so. `per_caption` is the same formula on one caption, where for
-    want of any other smoothing, one without a common 4-gram has a BLEU-4 of almost 0.
+    perfect captions 1 − 1e-9 or so. `per_caption` is the same formula on one caption. There is
+    no other smoothing, so that a caption without a common 4-gram has a BLEU-4 of almost 0.
     torchmetrics' `BLEUScore` is 0 if any k has no match, and equal to 1e-6 otherwise, unless two
     references are equally close in length: it takes the first.
 

@@ -1,4 +1,4 @@
-"""What needs Java says so before it starts."""
+"""Checks for Java before a metric starts it."""
 
 import shutil
 from importlib.util import find_spec

@@ -14,7 +14,7 @@ Masks = Annotated[Tensor, "batch height width", bool]
 
 
 class _OnObjects(MeanOverImages):
-    """Of each image a share that is its mask's area for a map that points nowhere."""
+    """A share for each image; a constant map scores the mask's area."""
 
     def update(self, maps: Maps, masks: Masks) -> None:
         """Add some images.
@@ -61,7 +61,7 @@ class AttributionMass(_OnObjects):
 
         mass = Σ_inside max(map, 0) / Σ max(map, 0)
 
-    Of a map at random, and of one without positive values, it is the mask's share of the image.
+    For a random map, and for one without positive values, it is the mask's share of the image.
     A map that is coarser than the mask is taken as constant within each of its places.
 
     Args:

@@ -56,5 +56,5 @@ class METEOR(CaptionMetric):
 
 
 def _line(tokens: Tokens) -> str:
-    """One line that does not speak METEOR's protocol, whose separator is |||."""
+    """The text in one line, without METEOR's separator |||."""
     return " ".join(" ".join(tokens).replace("|||", " ").split())

@@ -1,4 +1,4 @@
-"""How much sooner a prediction falls where a map points than where it does not."""
+"""The gap between removing the lowest-ranked and the highest-ranked patches first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Curves = Annotated[Tensor, "batch points"]
 
 
 class PerturbationGap(MeanOverImages):
-    """The area under the curve of least-first removal less that of most-first removal.
+    """The area under the curve of least-first removal minus that of most-first removal.
 
         gap = ∫ y_least(s) ds − ∫ y_most(s) ds,   s the share of the image that is removed
 
     by trapezia, for each image, and the mean over the images. y is the probability or the logit of
-    the target; in least-first order the places that the map ranks lowest go first. A map at random
-    has expectation 0 whatever is put in the place of what is removed, which neither of the areas
-    has. `attnkit.perturbation_curves` makes the curves of any map.
+    the target; in least-first order the places that the map ranks lowest go first. A random map
+    has expectation 0, whatever replaces the removed places; this holds for neither area alone.
+    `attnkit.perturbation_curves` makes the curves of any map.
 
     Source: the area between perturbation curves of Tomsett et al. (Sanity checks for saliency
     metrics, 2020) and others, of the removals of Samek et al. (2017). Both end points count here.

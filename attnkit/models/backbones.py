@@ -46,8 +46,8 @@ def timm_backbone(
         name: as `timm.list_models()` has it: "resnet18", "vit_small_patch16_224", …
         in_channels: of the images.
         num_classes: how many logits; 0: features.
-        image_size: of the images, in pixels; whether the network takes it is tried out. None: its
-            own, not tried.
+        image_size: of the images, in pixels, checked by a forward pass. None: the network's own,
+            unchecked.
         pretrained: with timm's weights, which it downloads or finds in its cache.
         weights: others for this network: a file (safetensors, `.pth`, a checkpoint), a Hugging Face
             folder or `hf-hub:NAME`. No code is run.

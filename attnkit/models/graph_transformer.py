@@ -39,8 +39,8 @@ class GraphTransformer(EdgeModule):
     and to virtual nodes, all in one softmax, at a cost linear in the nodes. What an edge is (of the
     graph, expander, to a virtual node, from one) is a feature that every layer learns: it adds to
     keys and values, as `GraphAttention`'s edge features do, where the paper's multiplies the keys.
-    Virtual nodes begin as learned vectors and go through the blocks as nodes do; give
-    `global_attention=None`, in whose place all this is.
+    Virtual nodes begin as learned vectors and go through the blocks as nodes do; they need
+    `global_attention=None`.
 
     Args:
         in_channels: channels of the nodes.
@@ -106,7 +106,7 @@ class GraphTransformer(EdgeModule):
             raise ValueError(f"{name}: edges are for local attention, but local is None")
         if num_virtual_nodes and global_attention is not None:
             raise ValueError(
-                "num_virtual_nodes: stand in the place of global_attention, expected None, "
+                "num_virtual_nodes: replace global_attention, which has to be None, "
                 f"got {global_attention!r}"
             )
         if expander_degree is not None and (expander_degree < 2 or expander_degree % 2):
@@ -218,7 +218,7 @@ class GraphTransformer(EdgeModule):
     ) -> tuple[Edges, Tensor]:
         """All edges as one set, kept while the graph is the same, and their features."""
         if self.expander_degree is not None and torch.compiler.is_exporting():
-            raise ValueError("expander edges are drawn for a number of nodes, not exported")
+            raise ValueError("expander edges depend on the number of nodes, not exported")
         if self._joined is None or self._joined[0] is not edges or len(lengths) > 1:
             joined, types = joined_edges(
                 edges,

@@ -1,4 +1,4 @@
-"""A graph network as functions that each look one edge far."""
+"""A graph network as a sequence of functions, each of which reaches one edge further."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from attnkit.core.masks.edges import Edges
 
 
 class Hops(NamedTuple):
-    """What a network computes, cut where nodes look at their neighbours.
+    """The computation of a network, divided at its layers of attention.
 
         x = before(x)
         x = hop(x, edges)           for each hop

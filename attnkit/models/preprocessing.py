@@ -32,7 +32,7 @@ _TARGETS = (
 
 
 def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
-    """What the weights that a configuration of a network asks for were trained on.
+    """The preprocessing with which the weights in a network's configuration were trained.
 
     Of timm's own weights it is their `pretrained_cfg`; of a Hugging Face folder and of the hub what
     their config.json says; of other files what timm says of the network, or else the size alone,

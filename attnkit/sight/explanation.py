@@ -40,8 +40,8 @@ class Explanation:
     words: of a captioner, a map for each word; `target` is then the sentence, and what belongs to
         it has a number for each word. `map` is the mean over the words.
     images, model: what was explained.
-    again: the method for a model, images and a class for each; None: the map came without one. Of
-        a captioner, for sentences, and it gives maps of words.
+    again: the method as a function of a model, images and a class for each (sentences for a
+        captioner, to maps of words); None: the map was given without one.
     one_word: of a captioner, the classifier of a word of an image's sentence.
     """
 
@@ -65,8 +65,8 @@ class Explanation:
 
     @property
     def share(self) -> Annotated[Tensor, "batch"] | None:
-        """What class and register tokens took of the sum of sizes; None where there are no tokens
-        but patches'."""
+        """The share of class and register tokens in the sum of sizes; None where all tokens are
+        patches."""
         if self.tokens is None:
             return None
         sizes = self.tokens.abs()
@@ -189,7 +189,7 @@ class Explanation:
         names: Sequence[Sequence[str]] | None = None,
         pictures: Annotated[Tensor, "batch channels height width"] | None = None,
     ) -> Figure:
-        """A row for each image: the image with what the model says, and its map on it.
+        """A row for each image: the image with its prediction, and its map on it.
 
         The map lies on the image in light tones, each place of its own grid in one colour. Each
         image has its own scale, whose numbers stand beside it. Of a captioner there is a map for

@@ -23,15 +23,15 @@ from attnkit.sight.methods.grid import find_grid
 from attnkit.sight.picture import Panel, Row, as_picture, draw
 
 _WEIGHTS = "attention_weights"
-_LABELS = {"attention": "attention: 1 is even", "gate": "gate, mean of channels"}
+_LABELS = {"attention": "attention / uniform attention", "gate": "gate, mean of channels"}
 _OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
 
 
 class LayerMap(NamedTuple):
     """`values` is [rows, columns] over the image, [channels], or [channels, channels].
 
-    `kind` says how to read them: "attention" as a multiple of what even attention would give, so
-    that 1 is even; "gate" between 0 and 1.
+    `kind` says how to read them: "attention" as a multiple of what uniform attention would give, so
+    that 1 is uniform; "gate" between 0 and 1.
     """
 
     layer: str
@@ -64,7 +64,7 @@ def chosen_layers(model: nn.Module, layer: int | str) -> tuple[str, list[str]]:
     if kind is None:
         raise UserError(
             f"{type(model).__name__} has neither attention with weights nor gates: nothing to draw"
-            "\n  insert_attention puts them in; replace_attention makes those of timm's looked into"
+            "\n  insert_attention puts them in; replace_attention makes timm's visible"
         )
     names = found[kind]
     if isinstance(layer, int):
@@ -140,7 +140,7 @@ def _has_class_token(model: nn.Module) -> bool:
 
 
 def rollout_map(model: nn.Module, image: Tensor, num_prefix_tokens: int | None) -> LayerMap:
-    """`attnkit.explain`'s rollout of an image, as a multiple of even attention."""
+    """`attnkit.explain`'s rollout of an image, as a multiple of uniform attention."""
     pixels = image if image.is_floating_point() else image.float() / 255
     seen = explain(model, pixels[None], None, "rollout", num_prefix_tokens=num_prefix_tokens)
     assert seen.tokens is not None
@@ -155,7 +155,7 @@ def draw_layers(
 ) -> Figure:
     """A column for each image: the image, and a row for each layer with its scale.
 
-    Attention is shown as a multiple of even attention, gates between 0 and 1: a map that is even
+    Attention is shown as a multiple of uniform attention, gates between 0 and 1: a uniform map
     has one colour.
 
     Args:

@@ -120,7 +120,7 @@ def as_picture(image: Annotated[Tensor, "channels height width"]) -> np.ndarray:
 
 
 def plain(text: str) -> str:
-    """For matplotlib, to whom dollar signs would be the ends of a formula."""
+    """Escaped for matplotlib, which reads dollar signs as formulas."""
     return text.replace("$", r"\$")
 
 

@@ -17,7 +17,7 @@ _bar: ContextVar[Progress | None] = ContextVar("bar", default=None)
 def steps(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar of so many steps; call what it gives with what is done next.
 
-    Longer work within a step adds a line of its own. Where nobody watches, there is no bar.
+    Longer work within a step adds a line of its own. Without a terminal there is no bar.
     """
     with _progress() as progress:
         task = progress.add_task("", total=total)

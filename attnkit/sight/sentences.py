@@ -1,4 +1,4 @@
-"""A captioner that is made to say given sentences, and asked for the logit of each word."""
+"""A captioner forced to given sentences, and its logit for each word."""
 
 from typing import Annotated, Any
 
@@ -9,7 +9,7 @@ from attnkit.models.captioning.word_decoder import PAD, START
 
 
 class Sentences:
-    """A captioner and what it is made to say: every word behind the true words before it.
+    """A captioner and given sentences: each word is predicted from the given words before it.
 
     Attributes:
         captioner: takes images and words, and returns of each word the logits of the next.
@@ -68,7 +68,7 @@ class WordLogits(nn.Module):
     def forward(
         self, images: Annotated[Tensor, "batch channels height width"]
     ) -> Annotated[Tensor, "batch classes"]:
-        """The logits of the word."""
+        """The logits of the next word."""
         return self.captioner(images, self.before.expand(len(images), -1))[:, -1]
 
 

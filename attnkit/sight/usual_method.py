@@ -1,4 +1,4 @@
-"""Which method explains a model where nobody says."""
+"""The default method for a model."""
 
 from attnkit.lightning.explained import Explained
 from attnkit.sight.explain import explain

@@ -1,4 +1,4 @@
-"""Attention put into networks that nobody here wrote, and theirs replaced by the shared block."""
+"""Inserts attention into any network, and replaces a network's own by the shared block."""
 
 from attnkit.surgery.insert import insert_attention, remove_attention
 from attnkit.surgery.replace import replace_attention

@@ -221,7 +221,7 @@ class QueryKeyValue(Adapter):
     def _options(
         self, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
     ) -> dict[str, Any]:
-        """torch's masks, True or −inf where nobody looks, as a mask and a bias."""
+        """torch's masks, True or −inf where no query may look, as a mask and a bias."""
         mask, bias = self.mask, None
         if attn_mask is not None and attn_mask.ndim == 3:
             attn_mask = attn_mask.unflatten(0, (len(query), -1))

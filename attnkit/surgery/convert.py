@@ -24,7 +24,7 @@ ScoreChange = str | Score | Callable[[int, int], nn.Module]
 
 @dataclass(frozen=True)
 class Changes:
-    """What the user wants otherwise than the network had it; None: as it was."""
+    """The user's changes to the network's attention; None: unchanged."""
 
     mask: Mask | None = None
     score: ScoreChange | None = None

@@ -1,4 +1,4 @@
-"""What a network does with an example: which modules run, what they give, what depends on what."""
+"""A dry run of a network: which modules run, what they return, and what depends on what."""
 
 from __future__ import annotations
 

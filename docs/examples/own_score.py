@@ -1,4 +1,4 @@
-"""One attention by hand: a mask of parts, a score of one's own, its weights, and which kernel ran.
+"""One attention by hand: a mask of parts, a score of your own, its weights, and which kernel ran.
 
     python docs/examples/own_score.py
 

@@ -21,7 +21,7 @@ def main(path="docs/scenes.png"):
         for axis, (image, captions) in zip(axes.flat[row:], shown, strict=False):
             axis.imshow(image.permute(1, 2, 0))
             axis.set_title(fill(captions[0], 30), fontsize=8)
-            axis.set_xlabel(name, fontsize=7, color="grey")
+            axis.set_xlabel(name, fontsize=8)
             axis.set(xticks=[], yticks=[])
     figure.savefig(path, dpi=100)
 

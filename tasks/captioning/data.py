@@ -27,7 +27,7 @@ MAX_DEFAULT_WORDS = 32
 
 
 class CaptionDataModule(SplitImages):
-    """Captioned images in up to three splits; a subclass says in `load()` where they come from.
+    """Captioned images in up to three splits; a subclass reads them in `load()`.
 
     A batch is the dict of `CaptionSet`: `image` uint8 [batch, 3, image_size, image_size], `words`
     int64 [batch, max_words] and `references`, all captions of each image. In training, `words` is

@@ -48,7 +48,7 @@ class Entries:
 
 
 class CaptionFilesData(CaptionDataModule):
-    """Image files with captions from a list; a subclass says in `entries()` what the list holds.
+    """Image files with captions from a list, which a subclass reads in `entries()`.
 
     Images may have any size and mode: the centre square is used, resized to `image_size` (default:
     the median short side of the training images, at most 224). Pixels stay in memory if all splits

@@ -26,7 +26,7 @@ from attnkit.tasks.images.module import NormalizesImages
 
 
 class ImageCaptioning(NormalizesImages, TaskModule):
-    """A sentence for each image: teacher forcing to train, decoding and caption metrics to judge.
+    """Captioning: training by teacher forcing, evaluation by decoding and caption metrics.
 
     Normalises inside and holds its vocabulary, so that a checkpoint is all one needs to caption.
     Logged at the end of an epoch, each exact over its samples under any number of processes:
@@ -127,7 +127,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         return self.model(self.normalized(images), words)
 
     def caption(self, images: Tensor, **decoding: Any) -> list[str]:
-        """The sentences that the model says of images; options as in `Captioner.generate`."""
+        """The captions of images; options as in `Captioner.generate`."""
         return self._texts(self._say(images, **decoding))
 
     def explained(self, batch: Mapping[str, Any]) -> Explained:

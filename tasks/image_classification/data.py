@@ -30,7 +30,7 @@ AugmentArgument = nn.Module | Mapping[str, Any] | Literal["default"] | None
 
 
 class ImageDataModule(SplitImages):
-    """Labelled images in up to three splits; a subclass says in `load()` where they come from.
+    """Labelled images in up to three splits; a subclass reads them in `load()`.
 
     Splits that `load()` does not give are taken from train, stratified by class. A batch is uint8
     images [batch, channels, height, width] and int64 labels [batch]; images are brought to
@@ -48,7 +48,7 @@ class ImageDataModule(SplitImages):
         **options: `image_size`, `interpolation`, `crop_pct`, `batch_size`, `num_workers`,
             `val_fraction`, `test_fraction` and `seed`, as in `SplitImages`.
 
-    Example:
+    Examples:
         >>> class Cells(ImageDataModule):
         ...     def load(self):
         ...         images, labels = torch.load("cells.pt")  # uint8 [images, channels, side, side]

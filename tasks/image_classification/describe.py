@@ -1,4 +1,4 @@
-"""What a model has to know of images, found in the batches of anybody's data module."""
+"""What a model has to know of images, found in the batches of any data module."""
 
 from collections.abc import Iterator
 from itertools import islice

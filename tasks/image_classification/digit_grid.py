@@ -1,4 +1,4 @@
-"""Grids of digits of different classes: where is the evidence of each?"""
+"""Grids of digits of different classes, where the evidence of each class is known."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ _STROKE = 4  # pixels of a side of a piece of a digit
 
 
 class NeedleDigits(ComposedDigits):
-    """One coloured digit among grey ones and pieces of strokes, 32 × 32 pixels: which one is it?
+    """One coloured digit, whose class is the label, among grey ones and strokes, 32 × 32 pixels.
 
     Everything is in a random place of 4 × 4, and the grey digits are of random classes, so that
     only the 8 × 8 pixels of the coloured one say the class; they are the mask. A map at random, and

@@ -1,4 +1,4 @@
-"""Digits beside a coloured mark that goes with the class, or does not: is a shortcut found?"""
+"""Digits beside a coloured mark that predicts the class or not: data with a known shortcut."""
 
 from typing import Any, Literal
 

@@ -33,7 +33,7 @@ SPARSE = 0.1  # share of numbers that are not 0, below which features are better
 
 
 class GraphDataModule(SplitData):
-    """One graph with a label per node; a subclass says in `load()` where it comes from.
+    """One graph with a label per node; a subclass reads it in `load()`.
 
     A batch is a `torch_geometric.data.Data` with x [nodes, in_channels], edge_index [2, edges]
     (source in row 0), y [nodes] and the masks train_mask, val_mask, test_mask [nodes]: the whole
@@ -64,7 +64,7 @@ class GraphDataModule(SplitData):
         ValueError: an argument out of range.
         UserError: in `setup`, if the split does not exist or the graph is not as described.
 
-    Example:
+    Examples:
         >>> class Citations(GraphDataModule):
         ...     def load(self):
         ...         return torch.load("citations.pt", weights_only=False)  # a Data

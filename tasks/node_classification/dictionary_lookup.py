@@ -17,7 +17,7 @@ from attnkit.tasks.node_classification.checks import SPLITS
 
 
 class DictionaryLookupData(SplitData):
-    """Complete bipartite graphs of k keys and k queries: which value belongs to my key?
+    """Complete bipartite graphs of k keys and k queries; a query's label is the value of its key.
 
     Nodes 0 to k − 1 are the queries; query i has the attribute i and no value. Nodes k to 2k − 1
     are the keys; key k + i has the attribute i and the value π(i), for a permutation π. Every key
@@ -30,11 +30,11 @@ class DictionaryLookupData(SplitData):
     `torch_geometric.data.Batch` makes of `batch_size` such graphs; its `train_mask`, `val_mask`
     or `test_mask` are the queries.
 
-    One edge is right for each query, that of its own key: `true_edges`, for maps of edges to be
-    held against. A network need not look along it while values are a permutation, since one's own
-    value is the one that the other keys lack. With `values="independent"` each key's value is drawn
-    by itself, others say nothing of it, and the right edge is needed. An edge drawn by lot is right
-    in one of k cases; 1/degree is the same for all edges (AUROC 0.5), and the truth's is 1.
+    `true_edges` are the edges from each query's own key, to compare maps of edges with. While
+    values are a permutation, a network can do without this edge, since the value is the one that
+    all other keys lack. With `values="independent"` each key's value is drawn alone, and the edge
+    is needed. A random edge is right in one of k cases; a constant map has AUROC 0.5, and the
+    truth 1.
 
     Source: Brody et al., How Attentive are Graph Attention Networks?, 2022. They split in two and
     choose the best test accuracy; here there are validation graphs for that.

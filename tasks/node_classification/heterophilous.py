@@ -17,7 +17,7 @@ ARRAYS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "
 
 
 class HeterophilousData(GraphDataModule):
-    """A graph whose edges join unlike nodes, with 10 fixed splits of 50 / 25 / 25 % of the nodes.
+    """A heterophilous graph, with 10 fixed splits of 50 / 25 / 25 % of the nodes.
 
     Reads `<name>.npz` (a `-` in the name may be `_`) in `root`, `root/raw` or `root/<name>/raw`,
     without unpickling anything, and never writes there. The edges are stored once and made

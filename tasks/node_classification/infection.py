@@ -13,16 +13,16 @@ from attnkit.tasks.node_classification.splits import masks
 
 
 class InfectionData(GraphDataModule):
-    """A random directed graph, some of whose nodes are infected: how far is the nearest of them?
+    """A random directed graph with infected nodes; a node's label is its distance to the nearest.
 
     The features say whether a node is infected ([0, 1]) or not ([1, 0]). The class of a node is
     the length of the shortest path to it from an infected node, 0 for an infected one, and
     `max_distance` + 1 where it is longer or there is none. A network needs `max_distance` layers.
 
-    Right are the edges of the shortest path, `true_edges`, for maps of edges to be held against.
-    Nodes with several shortest paths are not scored, since one of them is enough: these edges are
-    then all needed, none is redundant. An edge drawn by lot is right as often as the path is long,
-    over the edges that reach the node; AUROC is 0.5 by lot, and the truth's is 1.
+    `true_edges` are the edges of the shortest path, to compare maps of edges with. Nodes with
+    several shortest paths are not scored, since one path is enough and none of its edges would be
+    necessary. A random edge is right with the probability path length / edges that reach the node;
+    a random map has AUROC 0.5, and the truth 1.
 
     Sources: Baldassarre and Azizpour, Explainability Techniques for Graph Convolutional Networks,
     2019; Faber et al., When Comparing to Ground Truth is Wrong, 2021, who leave out nodes with

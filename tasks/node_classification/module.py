@@ -103,9 +103,9 @@ class NodeClassification(ClassificationModule):
         )
 
     def logits(self, batch: Data) -> Tensor:
-        """What the model says of a batch; its edges are sorted once, not once an epoch, where the
-        model takes `attnkit.Edges` and the batch is the graph again. Of a batch of `Layers` all
-        neighbours are read, layer by layer."""
+        """The model's output for a batch. If the model takes `attnkit.Edges` and the batch is the
+        whole graph, its edges are sorted only once. A batch of `Layers` reads all neighbours, layer
+        by layer."""
         if "whole" in batch:
             hops: Any = self.model.hops
             return layerwise(hops, batch.whole.data.x, batch.whole.neighbors, batch.n_id)

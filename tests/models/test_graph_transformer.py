@@ -249,7 +249,7 @@ def test_expander_edges_reach_far():
     [
         ({"expander_degree": 3, "global_attention": None}, "^expander_degree: expected an even"),
         ({"expander_degree": 4, "local": None}, "expander_degree: .* local is None"),
-        ({"num_virtual_nodes": 1}, "num_virtual_nodes: stand in the place of global_attention"),
+        ({"num_virtual_nodes": 1}, "num_virtual_nodes: replace global_attention"),
     ],
 )
 def test_wrong_far_edges_are_named(options, message):

@@ -536,7 +536,7 @@ BAD = {
         ours, {"grid": (2, 3), "num_prefix_tokens": 2}, ValueError, "not 2 x 3 behind 2"
     ),
     "cam of layers": (
-        ours, {"layers": [0, 1], "method": "grad_cam"}, ValueError, "grad_cam is of one layer"
+        ours, {"layers": [0, 1], "method": "grad_cam"}, ValueError, "one layer for grad_cam"
     ),
     "cam of a module": (
         lambda: resnet18(num_classes=7),

@@ -100,18 +100,18 @@ def test_tokens_that_are_no_grid():
 def picture(*maps):
     """The figure of one image under these maps, and its rows of panels."""
     image = torch.zeros(1, 1, 6, 10, dtype=torch.uint8)
-    figure = draw_layers(image, [maps], ["true: a\nsays: b (93 %)"])
-    bars = "attention: 1 is even", "gate, mean of channels"
+    figure = draw_layers(image, [maps], ["true: a\npredicted: b (93 %)"])
+    bars = "attention / uniform attention", "gate, mean of channels"
     return figure, [axes for axes in figure.axes if axes.get_ylabel() not in bars]
 
 
 def test_an_even_map_looks_even_and_has_a_scale():
     even = LayerMap("blocks.1.attention", "attention", torch.ones(3, 5), "image")
     figure, (top, below) = picture(even)
-    assert top.get_title("left") == "true: a\nsays: b (93 %)"
+    assert top.get_title("left") == "true: a\npredicted: b (93 %)"
     assert below.get_title("left") == "blocks.1.attention"
     (bar,) = (axes for axes in figure.axes if axes not in (top, below))
-    assert bar.get_ylabel() == "attention: 1 is even"
+    assert bar.get_ylabel() == "attention / uniform attention"
     assert bar.get_ylim() == (0, 2)  # so that its colour is the middle one
     assert not list(below.texts)
     uneven = even._replace(values=torch.tensor([[0.5, 7.0]]), prefix=0.613)
@@ -171,7 +171,7 @@ def test_what_each_kind_of_layer_gives():
         (found,), _ = layer_maps(model, image, -1, None)
         assert (found.kind, found.over, tuple(found.values.shape)) == (kind, over, shape), name
         if kind == "attention":
-            assert found.values.mean() == pytest.approx(1, abs=1e-4)  # a multiple of even attention
+            assert found.values.mean() == pytest.approx(1, abs=1e-4)  # of uniform attention
         else:
             assert found.values.min() > 0
             assert found.values.max() < 1

@@ -407,7 +407,7 @@ def low_rank(model):
         (lambda: alter(lambda m: setattr(m.blocks[0].attn, "scale", 1.0)), {}, ValueError,
          "blocks.0.attn: .* a scale other than"),
         (lambda: alter(lambda m: m.blocks[0].attn.qkv.register_forward_hook(print)), {},
-         ValueError, "blocks.0.attn: Attention cannot be carried over: hooks"),
+         ValueError, "blocks.0.attn: Attention cannot be converted: hooks"),
         (lambda: nn.ModuleList([nn.MultiheadAttention(4, 2, add_zero_attn=True)]), {}, ValueError,
          "0: .* add_zero_attn"),
         (lambda: torchvision.models.resnet18(), {}, ValueError,

@@ -260,7 +260,7 @@ BAD = {
     "huge": (text("edges.csv", "1,99999999999999999999\n"), "edges.csv, line 1: expected 2 whole"),
     "gaps": (
         text("edges.csv", "a,b\n\n1,2\n3,1044\n"),
-        "edges.csv, line 4: there is no node 1044: expected 0 to 96; of other numb",
+        "edges.csv, line 4: there is no node 1044: expected 0 to 96; for other numb",
     ),
     "negative": (text("edges.csv", "1,-2\n"), "edges.csv, line 1: there is no node -2"),
     "no text": (

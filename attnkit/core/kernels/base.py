@@ -1,4 +1,4 @@
-"""What a kernel is: it declares its limits, says where it pays, and computes."""
+"""The base of all kernels: what each can serve, when it is worthwhile, and its computation."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -47,10 +47,10 @@ class Backend:
             if inputs.edge_features is not None:
                 yield "cannot read edge features"
             elif serves and (torch.compiler.is_compiling() or inputs.mask.has_repeated):
-                yield "reads a boolean mask, which cannot say that an edge is given twice"
+                yield "reads a boolean mask, which cannot hold duplicate edges"
 
     def serves(self, inputs: Inputs) -> bool:
-        """Whether there is no reason against it."""
+        """Whether this kernel can serve the inputs."""
         return next(self.unsupported_reasons(inputs), None) is None
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
@@ -109,7 +109,7 @@ def bias_gradient_reasons(inputs: Inputs) -> Iterator[str]:
 def functorch_reasons() -> Iterator[str]:
     """Why a kernel with a backward of its own refuses inside of torch.func's transforms."""
     if torch._C._are_functorch_transforms_active():
-        yield "has no rules for torch.func"
+        yield "does not support torch.func"
 
 
 def empty_reasons(inputs: Inputs) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _refusing_gradients(
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """A gradient as it is, whose own gradient is an error."""
+    """The identity on a gradient; differentiating it once more is an error."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, backend: str) -> Tensor:

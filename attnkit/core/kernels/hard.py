@@ -71,8 +71,8 @@ class HardKernel(Backend):
         recorded = by_score_function and bool(_OPEN)
         if by_score_function and not recorded and _are_trained(inputs):
             raise RuntimeError(
-                "normalizer: Hard('score_function') trains by the probabilities of what was "
-                "drawn, and nobody records them; call inside "
+                "normalizer: Hard('score_function') needs the probabilities of its draws to "
+                "train, but they are not recorded; call inside "
                 "`with attnkit.record_draws() as draws:`, or under torch.no_grad()"
             )
         if inputs.num_keys == 0:
@@ -85,7 +85,7 @@ class HardKernel(Backend):
 
 
 def _with_a_hidden_key(inputs: Inputs) -> Inputs:
-    """One key that nobody sees in the place of none, for there to be a largest score."""
+    """A hidden extra key where there are none, so that a largest score exists."""
     key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (inputs.key, inputs.value))
     nobody = Dense(torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=key.device))
     return replace(inputs, key=key, value=value, mask=nobody, bias=None)

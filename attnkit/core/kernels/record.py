@@ -88,7 +88,7 @@ def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
 
 
 def note_kernel(kernel: str) -> None:
-    """Tell the records that are open that a kernel of our own, no operator of torch, runs."""
+    """Report to open records that a kernel of attnkit runs, which is no operator of torch."""
     # while a graph is traced nothing runs, and reading the list would make the graph depend on it
     if not torch.compiler.is_compiling():
         for recorder in _RECORDERS:

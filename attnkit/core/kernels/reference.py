@@ -103,7 +103,7 @@ class Reference(Backend):
         if normalizer.draws:
             yield "cannot sample keys"
         elif isinstance(mask, Edges) and not isinstance(normalizer, Softmax) and mask.has_repeated:
-            yield f"counts an edge that is given twice in softmax alone, got {normalizer}"
+            yield f"supports duplicate edges in softmax alone, got {normalizer}"
 
     def compute(self, inputs: Inputs) -> Tensor:
         return reference_attention(inputs)

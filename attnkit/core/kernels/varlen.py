@@ -54,7 +54,7 @@ class VarlenKernel(Backend):
         if inside and packed[0].key_lengths is not None:
             yield "aligns Causal and Window at the end of sequences, got key_lengths"
         if not torch.compiler.is_compiling() and min(packed[0].known_lengths[1], default=1) < 1:
-            yield "promises nothing for sequences without keys, got one"
+            yield "does not support sequences without keys, got one"
 
     def pays(self, inputs: Inputs) -> bool:
         return packing_pays(inputs)

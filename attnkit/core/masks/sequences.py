@@ -258,7 +258,7 @@ def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
 
 
 def check_align_name(align: str | None, name: str) -> None:
-    """ValueError unless the alignment is one there is."""
+    """ValueError unless the alignment is a known one."""
     if align not in (None, "top_left", "bottom_right"):
         raise ValueError(
             f"align: expected 'top_left' or 'bottom_right', got {align!r} ({name} mask)"

@@ -156,7 +156,7 @@ class DeltaRule(Normalizer):
             isinstance(mask, Causal | Padding) for mask in masks
         ):
             raise ValueError(
-                "mask: the delta rule sees the past alone, expected Causal() or "
+                "mask: the delta rule is causal, expected Causal() or "
                 "Causal() & Padding(lengths), "
                 f"got {' & '.join(type(mask).__name__ for mask in masks) or None}"
             )

@@ -7,7 +7,7 @@ PLAIN = {Tensor, nn.Parameter}
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """On a CPU, and nobody looks into the operators, as tracing and torch.func do."""
+    """Whether it is on a CPU, outside of tracing and torch.func."""
     return all(tensor.is_cpu and type(tensor) in PLAIN for tensor in tensors) and not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()

@@ -1,4 +1,4 @@
-"""Positions: where tokens are, told to tokens, to queries and keys, or to scores."""
+"""Position encodings: added to tokens, applied to queries and keys, or added to scores."""
 
 from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
 from attnkit.core.positions.learned import (

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned, so that their products see differences only.
+"""Rotary positions: queries and keys are rotated, so that scores depend on distances only.
 
 Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021. Channel i makes a
 pair with channel i + head_dim / 2, as in GPT-NeoX and Llama; RoFormer pairs neighbours, which is a
@@ -46,7 +46,7 @@ class Rotation:
         )
 
     def first_queries(self, num_queries: int) -> "Rotation":
-        """The same rotation where only the first tokens ask and all answer."""
+        """The same rotation where only the first tokens are queries, and all tokens are keys."""
         cos, sin = self.cos[..., :num_queries, :], self.sin[..., :num_queries, :]
         return Rotation(self.cos, self.sin, cos, sin)
 
@@ -70,7 +70,7 @@ class _Rotary(nn.Module):
 
 
 class Rotary1d(_Rotary):
-    """Rotary positions on a line, `(query, key) -> (query, key)`; scores see only differences.
+    """Rotary positions on a line, `(query, key) -> (query, key)`; scores depend on distances only.
 
         pair i of the token at p turns by p · w_i,   w_i = temperature ** (-i / (head_dim / 2))
 
@@ -109,7 +109,7 @@ class Rotary1d(_Rotary):
         self.max_tokens = max_tokens
 
     def forward(self, query: Query, key: Key) -> tuple[Query, Key]:
-        """Both turned as tokens 0, 1, …"""
+        """Query and key, rotated as tokens 0, 1, …"""
         return self.rotation(key.shape[-2])(query, key)
 
     def rotation(self, num_tokens: int, start: int = 0) -> Rotation:
@@ -146,7 +146,7 @@ class Rotary1d(_Rotary):
 
 
 class Rotary2d(_Rotary):
-    """Axial 2-D rotary positions, `(query, key) -> (query, key)`; scores see only differences.
+    """Axial 2-D rotary positions, `(query, key) -> (query, key)`; scores depend on offsets only.
 
     Of head_dim / 2 channel pairs the first half turns by `y * w_i`, the second by `x * w_i`, with
     `w_i = temperature ** (-i / (head_dim / 4))` and y, x in patches, so `<R(p) q, R(p') k>` depends
@@ -181,7 +181,7 @@ class Rotary2d(_Rotary):
         self.num_prefix_tokens = num_prefix_tokens
 
     def forward(self, query: Query, key: Key) -> tuple[Query, Key]:
-        """Both turned, prefix and patches."""
+        """Query and key, rotated, of prefix and patches."""
         return self.rotation()(query, key)
 
     def rotation(self, kept: Annotated[Tensor, "batch patches", int] | None = None) -> Rotation:

@@ -23,8 +23,8 @@ def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any
     are additions of biases, norms, activations, the softmax, the products of a gate with its map,
     recurrent layers and `nn.Bilinear`.
 
-    Counted is what runs: a window also computes what its blocks hold beyond its edges, and a mask
-    by which a kernel merely hides keys, or any in FlexAttention, costs what no mask does. Triton
+    What runs is counted: a window also computes what its blocks hold beyond its edges, and a mask
+    that only hides keys in a kernel, or any mask in FlexAttention, costs as much as no mask. Triton
     kernels for edges are not seen by torch; torch's operators run in their place.
 
     It is the count of `torch.utils.flop_counter` halved, with what torch leaves out: sampled and

@@ -19,7 +19,7 @@ from attnkit.lightning.errors import UserError
 
 @dataclass(frozen=True)
 class Consent:
-    """Packages the user allowed, and the folder her own configurations and modules are in."""
+    """Packages the user allowed, and the folder of the user's configurations and modules."""
 
     packages: tuple[str, ...] = ()
     folder: Path | None = None

@@ -101,7 +101,7 @@ class TrainerExtras:
 
 @dataclass
 class Reproduce:
-    """What run=reproduce runs; without any of it, it lists the records."""
+    """The settings of run=reproduce; without any, it lists the records."""
 
     name: str | list[str] | None = None
     """One record, or several."""

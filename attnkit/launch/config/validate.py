@@ -164,7 +164,7 @@ def _check_below(key: str, value: Any, origins: Origins) -> None:
 
 
 def _check_exists(key: str, target: str, origins: Origins) -> None:
-    """A target that can't be read: is it a wrong name, or merely out of reach of the parser?"""
+    """Report a target that cannot be read: a wrong name, or one that the parser cannot follow."""
     if "." not in target:
         raise _problem(origins, f"{key}._target_", f"expected package.Class, got {target!r}")
     if signatures.source_of(target) is None:

@@ -62,7 +62,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> None:
 
 @contextmanager
 def _run_folder(job: Job) -> Iterator[None]:
-    """The folder, held against other processes; taken back where nothing came of the command."""
+    """Lock the folder against other processes; remove it if the command produced nothing."""
     made = folders.absent(job.folder)
     # a trial's folder has its output already
     is_new = folders.is_bare if job.trial else folders.is_empty
@@ -184,7 +184,7 @@ def _check_processes(session: Session, launcher: Launcher | None) -> None:
 
 
 def _write_down(job: Job, session: Session) -> None:
-    """All objects are built: what runs is written, and said."""
+    """Write and print what runs, once all objects are built."""
     from attnkit.launch.job import screen
 
     if not job.begun:

@@ -204,7 +204,7 @@ def _first(loaders: Any) -> Any:
     return loaders[0] if isinstance(loaders, list | tuple) else loaders
 
 
-# --- a network nobody trained here ----------------------------------------------------------------
+# --- a network trained elsewhere ------------------------------------------------------------------
 
 
 def _of_timm(session: Session) -> list[str]:

@@ -99,7 +99,7 @@ def absent(path: Path) -> list[Path]:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing is there, or nothing but a lock."""
+    """Whether the folder is missing, empty or holds only a lock."""
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 

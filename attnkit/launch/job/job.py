@@ -1,4 +1,4 @@
-"""What is to be done, decided and checked. Plain data."""
+"""A job: decided, checked, and plain data."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -126,7 +126,7 @@ class Session:
                 rehearse(self.config)
 
     def _describer(self) -> Callable[[], Mapping[str, Any]] | None:
-        """What says what a model has to know of the data: the data, else the module's class."""
+        """The object that describes the data to the model: the data, else the module's class."""
         if isinstance(self.data, DescribedData):
             return self.data.describe
         node = {"_target_": self.config["module"]["_target_"], "_partial_": True}
@@ -134,7 +134,7 @@ class Session:
         return partial(look, self.data) if look else None
 
     def make_predict_data(self, module: LightningModule) -> LightningDataModule:
-        """That of `predict`, whose nulls are what the trained module says of itself; or `data`."""
+        """The data of `predict`, its nulls filled in from the trained module; else `data`."""
         node = self.config["predict"]
         if takes_images(node):
             facts = {k: getattr(module, k, None) for k, v in node.items() if v is None}
@@ -297,7 +297,7 @@ class Session:
             raise UserError(f"trainer: {first_line(error)}") from error
 
     def metrics(self) -> dict[str, float]:
-        """The finite ones that were logged last."""
+        """The finite metrics that were logged last."""
         logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         return {name: value for name, value in logged.items() if math.isfinite(value)}
 
@@ -315,7 +315,7 @@ class Session:
 def loaded(
     load: Callable[[], Any], ckpt: object, wrong: tuple[type[Exception], ...] = (KeyError,)
 ) -> Any:
-    """Call what loads a checkpoint; that it does not fit is a `UserError`.
+    """Call a function that loads a checkpoint; `UserError` if it does not fit.
 
     Args:
         wrong: what else it raises at a checkpoint of another kind.

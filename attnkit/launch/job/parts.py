@@ -1,4 +1,4 @@
-"""What a module is made of, from the configuration; and whether it can be made, before its data."""
+"""The parts of a module from the configuration, and a check of them before data is read."""
 
 import inspect
 import logging
@@ -45,8 +45,8 @@ def module_parts(config: Mapping[str, Any], *, is_trained: bool = False) -> dict
 
 
 def rehearse(config: Mapping[str, Any]) -> None:
-    """Make the parts of a module of ours with stand-ins for what the data will say, to no end but
-    this: what is wrong with them is named before thousands of images are read.
+    """Make a module's parts once with stand-ins for the facts of the data, so that errors in them
+    are reported before thousands of images are read.
 
     Raises:
         UserError: they cannot be made, whatever the data say.

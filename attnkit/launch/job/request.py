@@ -269,7 +269,7 @@ def _refuse_idle(request: Request, idle: str, instead: str) -> None:
 
 
 def _check_untrained(request: Request) -> None:
-    """Whether a model can be explained that nobody trained here: it must know its images itself."""
+    """UserError unless it is a network of timm with images=PATH, which needs no run."""
     target = (request.config.get("model") or {}).get("_target_")
     if target != "attnkit.models.timm_backbone":
         raise UserError(
@@ -342,7 +342,7 @@ def _usual(request: Request, saved: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_alone(request: Request, ckpt: Path) -> None:
-    """A checkpoint without its run folder is built as it was saved, whatever one asks for."""
+    """Refuse settings that would change what a checkpoint without a run folder holds."""
     for typed in request.overrides:
         part = dotted_key(typed).partition(".")[0]
         if part in ("module", "model", *schema.MODEL_PARTS):

@@ -44,7 +44,7 @@ _UNHELPFUL = re.compile(
 
 
 def quiet(rank: int = 0) -> None:
-    """Only warnings of Lightning's on screen, each of Python's in one line; ranks beyond 0 none."""
+    """On screen only warnings: Lightning's, Python's in one line each, and only on rank 0."""
     import lightning.pytorch  # noqa: F401  # makes its loggers
 
     for logger in _lightnings():
@@ -123,7 +123,7 @@ def _keep_warning(
 
 
 def _is_hers(message: Warning | str, category: type[Warning], filename: str) -> bool:
-    """Whether the user can act on a warning: a deprecation, only in code of her own."""
+    """Whether the user can act on a warning: a deprecation, only in the user's own code."""
     text = _one_line(message)
     old = issubclass(category, DeprecationWarning | FutureWarning) or "deprecat" in text.lower()
     return not (old and "site-packages" in filename) and not _UNHELPFUL.search(text)
@@ -139,7 +139,7 @@ def print_(text: object) -> None:
 
 
 def print_table(table: Table) -> None:
-    """To the screen only; not squeezed where there is no screen."""
+    """To the screen only; at full width where there is no terminal."""
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table)
 

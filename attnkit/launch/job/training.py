@@ -78,7 +78,7 @@ def _fit(session: Session) -> None:
 
 
 def _may_shrink(session: Session) -> bool:
-    """Whether smaller batches can be accumulated; not by a module that steps itself."""
+    """Whether smaller batches can be accumulated, which a module that steps itself cannot."""
     callbacks = session.trainer.callbacks  # type: ignore[attr-defined]
     scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
     wanted = out_of_memory.wanted(session.config)

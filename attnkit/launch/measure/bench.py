@@ -80,7 +80,7 @@ class _Timed(Callback):
 
 
 def units(batch: Any) -> dict[str, int]:
-    """What a batch has so many of: images, words, nodes, or samples."""
+    """The unit in which a batch is counted: images, words, nodes or samples."""
     if hasattr(batch, "edge_index"):
         return {"nodes": num_samples(batch)}
     counts = {}

@@ -1,4 +1,4 @@
-"""A job cut short and timed: what its steps, epochs and test take, and so the whole of it."""
+"""Times a shortened job: its steps, epochs and test, from which the whole is estimated."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Stopwatch(Callback):
     # --- the whole job ---
 
     def seconds(self, wall: float) -> float:
-        """Of the whole job, of which this part took `wall`; infinite where it has no end."""
+        """Seconds of the whole job, if this part took `wall`; infinite if the job has no end."""
         test = self.mean("test") * (self.batches("test") - len(self.times["test"]))
         measured = self._epochs[-1][0] - self._epochs[0][0]
         return wall - measured + self.epochs() * self.epoch_seconds() + test

@@ -42,7 +42,7 @@ _ENDING = 5.0  # seconds in which rank 0 says how it ends, when something has go
 
 
 def main(given: dict[str, Any]) -> int:
-    """Be the rank that the environment says; what goes wrong is left for the command to say."""
+    """Run the rank that the environment names; the command reports what goes wrong."""
     end_with(given["parent"])
     rank = int(os.environ["LOCAL_RANK"])
     try:

@@ -54,7 +54,7 @@ def _own_output() -> int | None:
 
 @dataclass
 class Report:
-    """What a rank says of its end, if that was not as it should be."""
+    """A rank's report of an end that was not normal."""
 
     code: int
     text: str
@@ -64,7 +64,7 @@ class Report:
     peer_gone: bool = False
     """It only noticed that another rank had gone."""
     peer_silent: bool = False
-    """It only waited for another rank in vain."""
+    """It timed out waiting for another rank."""
     no_memory: bool = False
     """Its memory did not suffice for the batches of training."""
 
@@ -130,7 +130,7 @@ class _Ranks:
             process.wait()
 
     def judge(self, signals: list[int]) -> None:
-        """Raise what the run as a whole came to."""
+        """Raise the error of the run as a whole, if there is one."""
         failures = {rank: report for rank, report in self.reports.items() if report}
         step = max((report.step for report in failures.values()), default=0)
         stops = [r.signum for r in failures.values() if r.signum is not None]
@@ -182,7 +182,7 @@ class _Ranks:
 
 @contextmanager
 def _kept_signals() -> Iterator[list[int]]:
-    """Signals are kept here, not acted on; an echo of the last one is none."""
+    """Signals are recorded, not acted on; an echo of the last one is ignored."""
     signals: list[int] = []
     once = Once()
 

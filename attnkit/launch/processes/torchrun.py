@@ -42,7 +42,7 @@ class Launcher:
     _count: int = 0
 
     def check(self, trainer: Any) -> None:
-        """A trainer for another number of processes would train apart, or wait for ever."""
+        """A trainer for another number of processes would train separately, or wait forever."""
         wanted = trainer.num_devices * trainer.num_nodes
         if wanted != self.world:
             raise UserError(

@@ -111,7 +111,7 @@ class Record:
 
     @property
     def path(self) -> Path:
-        """Of its script.
+        """The path of its script.
 
         Raises:
             UserError: it is not here.

@@ -81,7 +81,7 @@ def _root(request: Request) -> Path | None:
 
 
 def _fitting(there_are: Sequence[Record], minutes: float, root: Path | None) -> list[Record]:
-    """The shortest first, as many as fit; of the rest it is said why they are left out."""
+    """The shortest records, as many as fit; prints why the others are left out."""
     from torch.cuda import is_available
 
     chosen: list[Record] = []
@@ -124,7 +124,7 @@ class _Reproduction:
         self.fresh = given is None
 
     def run(self, chosen: Sequence[Record]) -> int:
-        """Run them one after the other; whatever ends it, the table has what is done."""
+        """Run the records in turn; the table is written even if this ends early."""
         for record in chosen:
             self._job(record)  # what is wrong with one is an error now
         self.folder = folders.create(self.folder, fresh=self.fresh)

@@ -57,8 +57,8 @@ def printing_apart(trial: Trial) -> Iterator[None]:
 
 
 class _Stream:
-    """A stream that points to another for a while: who keeps it, a logger say, keeps one that is
-    never closed."""
+    """A stream that is redirected for a while, so that a logger which keeps it never holds a closed
+    one."""
 
     def __init__(self, own: Any) -> None:
         self.own = self.pointed_to = own

@@ -1,4 +1,4 @@
-"""The folder of a sweep: sweep.json names its trials, their own folders tell how far each is.
+"""The folder of a sweep: sweep.json lists its trials, and each trial's folder shows its state.
 
 `read_sweep` is for whoever wants to know; `write_sweep` and `add_trial` are for who runs them.
 Neither torch nor Hydra is needed for any of it.
@@ -101,7 +101,7 @@ def to_go_on(sweep: Sweep) -> str:
 
 
 def progress(folder: Path) -> State:
-    """How far a trial is, whether or not a process is at it."""
+    """The state of a trial, whether or not a process runs it."""
     if (folder / ERROR).is_file():
         return "failed"
     if folders.is_finished(folder):
@@ -237,7 +237,7 @@ def _load(folder: Path) -> dict[str, Any]:
 
 
 def _problem(content: Any) -> str:
-    """What is wrong with a sweep.json; it may be anybody's."""
+    """What is wrong with a sweep.json, which may come from anyone."""
     if not isinstance(content, dict):
         return "expected a mapping"
     for name in ("command", "keys", "hydra", "allow"):

@@ -1,4 +1,4 @@
-"""Runs what an order wants of a sweep's trials, then shows them all."""
+"""Runs the trials of a sweep that an order asks for, then shows all."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def run_trials(
 
 @contextmanager
 def _sharing(folder: Path) -> Iterator[None]:
-    """The folder in which trials find what one of them has decoded; gone at the end."""
+    """A temporary folder in which trials share decoded images."""
     os.environ[SHARED_FOLDER] = str(folder)
     try:
         yield

@@ -68,7 +68,7 @@ def run_trial(order: Order, number: int) -> None:
 
 
 def run_alone(order: Order, number: int, within: Within = lambda _: nullcontext()) -> bool:
-    """Run a trial unless somebody else does or did; whether nobody else does.
+    """Run a trial unless another process does or did; returns whether no other process does.
 
     Its error is printed, and a file in its folder.
     """
@@ -150,7 +150,7 @@ def _own_device(order: Order, trial: Trial, job: Job) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Be a trial in a process of its own, which starts its ranks itself."""
+    """Run a trial in a process of its own, which starts its ranks itself."""
     from attnkit.launch.processes.one_rank import end_with
 
     for name in VARIABLES:  # a batch system's, of the job in which this process runs

@@ -52,7 +52,7 @@ class GraphAttention(EdgeModule):
     (Brody et al., How Attentive are Graph Attention Networks?, 2022) with "gatv2", whose values are
     its keys, and GAT (Veličković et al., Graph Attention Networks, 2018) with "gat", whose queries,
     keys and values are one projection; in these two edges change the weights and not the values.
-    `attnkit.interop.from_pyg` takes over PyG's layers.
+    `attnkit.interop.from_pyg` converts PyG's layers.
 
     A node without edges gives W_r x_i + b. Cost and memory are those of edges × heads, except with
     edge features and "cosine" or "gaussian", which only the reference kernel computes.
@@ -224,11 +224,11 @@ class GraphAttention(EdgeModule):
                 the exponentials are multiplied by. That of self-loops that are added is 0.
 
         Returns:
-            heads · out_channels, or without `concat` out_channels; twice as many channels with
-            `separate_self`. With `return_attention_weights` a pair, of that and of (edges
-            [2, edges], weights [edges, heads] before dropout), the self-loops that were added
-            last; of a sparse matrix (the matrix of the weights, weights). Of a batch, with its
-            dimension before, in the matrix behind.
+            The nodes, with heads · out_channels, or out_channels without `concat`; twice as many
+            with `separate_self`. With `return_attention_weights`, a pair of the nodes and
+            (edges [2, edges], weights [edges, heads] before dropout), added self-loops last. If
+            the edges are a sparse matrix, so is the first of these, with the weights as values.
+            The weights of a batch are [batch, edges, heads], in the matrix [edges, heads, batch].
 
         Raises:
             ValueError, TypeError, IndexError: features or edges of another shape or type.

@@ -140,7 +140,7 @@ class EdgeModule(nn.Module):
 
 
 def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | None = None) -> Edges:
-    """`Edges` between so many nodes, from what users pass; those that are already are kept."""
+    """`Edges` between so many nodes, from what users pass; given `Edges` are kept."""
     num_sources = num_targets if num_sources is None else num_sources
     if isinstance(edge_index, fx.Proxy):
         refuse_pyg_tracer(edge_index)

@@ -19,8 +19,8 @@ class ReceptiveField:
     """The nodes and edges that the outputs at some nodes depend on, layer by layer.
 
     A loss of 140 labels needs the last layer at 140 nodes, the layer before at their neighbours,
-    and so on: the outputs are those of the whole graph, without computing what nobody reads. Given
-    to a model in the place of its edges, it makes the model give the wanted nodes, in their order.
+    and so on: the outputs are those of the whole graph, without computing what is not needed. A
+    model that is given it instead of edges returns the wanted nodes alone, in their order.
 
         field = ReceptiveField.of(edge_index, len(x), train_nodes, model.num_hops)
         logits = model(field.rows(x), field)        # = model(x, edge_index)[train_nodes]

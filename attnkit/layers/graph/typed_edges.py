@@ -77,7 +77,9 @@ class TypedEdges:
         self.edge_types: list[Any]
         if isinstance(edge_index, Mapping) and isinstance(num_nodes, Mapping):
             if edge_type is not None or num_types is not None:
-                raise ValueError("edge_type and num_types: the keys of edge_index say them")
+                raise ValueError(
+                    "edge_type and num_types: leave out, the keys of edge_index are the types"
+                )
             self._read_types(edge_index, num_nodes)
         elif isinstance(edge_index, Tensor) and isinstance(num_nodes, int):
             self._read_numbers(edge_index, num_nodes, edge_type, num_types)
@@ -172,7 +174,7 @@ class TypedEdges:
         return Edges(edges, len(self.targets.node), len(self.sources.node))
 
     def mask(self, mechanism: AttentionMechanism) -> Edges:
-        """`across` or `within`."""
+        """The edges of all types as one mask: `across` or `within`."""
         return self.across if mechanism == "across-relation" else self.within
 
     def summed(
@@ -187,7 +189,7 @@ class TypedEdges:
     def of_sources(
         self, key: EdgeType, rows: Annotated[Tensor, "_ channels"]
     ) -> Annotated[Tensor, "_ channels"]:
-        """Of the rows of a node type those of the pairs of an edge type."""
+        """The rows of a node type that belong to the sources of an edge type."""
         nodes = self._sources_by_type[key]
         return rows if nodes is None else rows.index_select(0, nodes)
 

@@ -13,9 +13,9 @@ from attnkit.lightning.callbacks.throughput import num_samples
 class ExactAccumulation(Callback):
     """Makes accumulated batches equal to one large batch, for losses that are means.
 
-    Of A batches of n_i samples with mean losses m_i, Lightning steps along Σ m_i / A, also in the
-    last step of an epoch, which may have fewer batches, and a smaller one. Here it is
-    Σ n_i m_i / Σ n_i. The same where all batches are full; nothing is done for A = 1 and for
+    For A batches of n_i samples with mean losses m_i, Lightning minimises Σ m_i / A, even in the
+    last step of an epoch, which may have fewer or smaller batches. This minimises
+    Σ n_i m_i / Σ n_i, which is the same if all batches are full. It does nothing for A = 1 and for
     modules that step themselves. Gradients are scaled before they are clipped.
 
     Args:

@@ -15,7 +15,7 @@ class Cost(Callback):
 
     - `parameters` of the module;
     - `multiply_adds` of one forward pass on the module's `example_input_array`, if it has one
-      (see `attnkit.count_multiply_adds`); where that holds one sample, of a sample;
+      (see `attnkit.count_multiply_adds`);
     - `step_seconds`, the median time from the end of a training step to the end of the next,
       which has its data, forward, backward and optimizer in it.
     """

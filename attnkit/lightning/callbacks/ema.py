@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, for evaluation and for keeps."""
+"""An exponential moving average of the weights, for evaluation and checkpoints."""
 
 from typing import Any
 

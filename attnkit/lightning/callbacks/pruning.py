@@ -14,8 +14,8 @@ from attnkit.lightning.files import replacing
 class Pruning(Callback):
     """Reports the metric to an Optuna study after each epoch; its pruner may end the trial.
 
-    A trial that is pruned ends with `optuna.TrialPruned` and the file pruned.txt in its folder. One
-    that the study does not count as running, as when it is tried again, is left alone.
+    A trial that is pruned ends with `optuna.TrialPruned` and the file pruned.txt in its folder. A
+    trial that the study does not count as running, such as a retried one, is not reported.
 
     Args:
         folder: of the run.

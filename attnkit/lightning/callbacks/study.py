@@ -1,4 +1,4 @@
-"""A study of Optuna's from outside of it: where it is stored, its pruners, which trial is whose.
+"""Access to a study of Optuna: its storage, pruners and trials.
 
 Without torch, for whoever checks settings.
 """

@@ -26,7 +26,7 @@ def num_samples(batch: Any) -> int:
 class Throughput(Callback):
     """Logs `train/samples_per_second` after every epoch, summed over all ranks.
 
-    Counted is the time of the training loop, waiting for data included, validation excluded. It is
+    The time is that of the training loop, with waiting for data and without validation. It is
     NaN for an epoch that has only skipped batches.
 
     Args:

@@ -52,8 +52,8 @@ class Export:
 
     Args:
         folder: where to; made as needed.
-        formats: "safetensors", "torch_export", "onnx"; asked for by name, one that the module does
-            not allow is an error. None: all that it allows, and why not the others.
+        formats: "safetensors", "torch_export", "onnx"; a format that the module does not allow is
+            an error. None: all that it allows; `left_out` gives the reasons for the others.
 
     >>> Export("exported")(module).left_out
     {}

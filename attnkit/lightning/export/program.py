@@ -1,4 +1,4 @@
-"""A network with its inputs described, as an exported program: `torch.export` or ONNX, and proved.
+"""A network with described inputs as an exported and compared program: `torch.export` or ONNX.
 
 An exported program needs neither attnkit nor Python's source: `torch.export.load` runs the one,
 onnxruntime and others the other. Only sizes that are named stay open; the rest is fixed.

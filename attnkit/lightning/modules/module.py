@@ -54,7 +54,7 @@ class TaskModule(LightningModule):
             (`functools.partial(attnkit.finetune.lora, rank=8)`), a configuration of one, or None:
             everything. A checkpoint holds the whole model, and knows how from the configuration.
 
-    Example:
+    Examples:
         >>> class Classifier(TaskModule):
         ...     def __init__(self, model, num_classes: int, **kwargs):
         ...         super().__init__(model, **kwargs)
@@ -103,7 +103,7 @@ class TaskModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """What the module brings: `CachedFeatures`, where its head alone is trained, and a check
+        """The module's own callbacks: `CachedFeatures` if its head alone is trained, and a check
         that an optimizer of the user's own heeds the learning rates of fine-tuning."""
         found = finetuned(self)
         callbacks: list[Callback] = []
@@ -114,11 +114,11 @@ class TaskModule(LightningModule):
         return callbacks
 
     def programs(self) -> dict[str, "Program"]:
-        """What `Export` writes as exported programs, by their names; a subclass says."""
+        """The exported programs that `Export` writes, by name; for subclasses to override."""
         return {}
 
     def facts(self) -> dict[str, Any]:
-        """What users of the programs must know besides, as plain data: classes, words, …"""
+        """What else users of the programs need to know, as plain data: classes, words, …"""
         return {}
 
     @classmethod

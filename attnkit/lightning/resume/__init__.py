@@ -1,1 +1,1 @@
-"""Checkpoints that are whole, signals, and going on exactly where a run stopped."""
+"""Complete checkpoints, signals, and exact resuming."""

@@ -1,4 +1,4 @@
-"""Checkpoints that can't be lost, run code or be wrong without saying so.
+"""Checkpoints that are written atomically, verified when read, and cannot run code.
 
 The file is Lightning's own: a zip archive of torch's, that `torch.load` and `load_from_checkpoint`
 read. Its digest is the archive's comment, at the very end: "attnkit sha256 " and SHA-256, in
@@ -138,7 +138,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
 
 class SafeCheckpoints(Callback):
-    """Gives any Trainer `VerifiedCheckpointIO`, and says at the start what would fail at the end.
+    """Gives any Trainer `VerifiedCheckpointIO`, and checks at the start what would fail at the end.
 
     In `fit`: a folder of a `ModelCheckpoint` that can't be written to, and hyper-parameters that
     are more than plain data, which no checkpoint could be read back with. A run that goes on in a

@@ -1,4 +1,4 @@
-"""Training that was stopped goes on as if it had not been."""
+"""Exact resuming: a stopped training ends as an uninterrupted one."""
 
 import random
 import warnings
@@ -31,7 +31,7 @@ class ExactResume(Callback):
 
     Training data is shuffled by a generator of its own, seeded from torch's at the start, where a
     `DataLoader` was given none. Loaders with a `state_dict` of their own are left to themselves.
-    Not restored: generators nobody knows of (`np.random.default_rng()` inside a dataset that is
+    Not restored: generators that are not known (`np.random.default_rng()` inside a dataset that is
     read without workers), and cuDNN's choices where they are not deterministic. On another number
     of processes a run goes on, with a warning, but not exactly. With batches of another size it
     goes on at the same sample.

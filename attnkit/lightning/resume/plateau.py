@@ -13,7 +13,8 @@ def monitored(trainer: Trainer) -> dict[str, float]:
 
 
 def catch_up(trainer: Trainer, values: dict[str, float]) -> None:
-    """The step that the checkpoint lacks, of the epoch that it was saved at the end of."""
+    """Make the schedule's step of the epoch at whose end the checkpoint was saved, which it
+    lacks."""
     for config in trainer.lr_scheduler_configs:
         if not config.reduce_on_plateau or config.interval != "epoch":
             continue

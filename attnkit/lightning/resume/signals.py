@@ -23,11 +23,12 @@ from attnkit.lightning.resume.stop_signals import Once, handle, put_back
 class SaveOnSignal(Checkpoint):
     """On Ctrl-C, SIGTERM or SIGUSR1 (pre-emption), `fit` saves a checkpoint and stops.
 
-    At the end of the optimizer step that is under way; where validation comes next or is running,
-    after it, with the checkpoint of the step before saved already. It then raises
-    `StoppedBySignal`, which carries the exit code. A second signal, a second later, stops at once.
+    This happens at the end of the current optimizer step. If validation is running or comes next,
+    the checkpoint is saved at once, and the run stops after validation. It then raises
+    `StoppedBySignal`, which carries the exit code. A second signal, at least a second later, stops
+    at once.
 
-    With several processes it is enough that one of them is told: they agree after every step.
+    With several processes, a signal to one of them is enough: they agree after every step.
 
     Args:
         path: the checkpoint; `last.ckpt` beside the others is a good choice.

@@ -24,11 +24,11 @@ _IMAGES = (*OF_DATA, "mean", "std")
 def warm_start(module: nn.Module, given: str | Path) -> str:
     """Load the weights of an earlier run into a network; a head of another size is left out.
 
-    Of two LightningModules with a `model`, that is what takes the weights. Tensors are matched by
-    name. The head is every tensor whose shape differs just by the number of classes (of words, for
-    captions). Where as many classes or words are other ones, or in another order, it is the module
-    that makes the outputs, and the embedding of words. Learned positions of our `ViT` are resampled
-    to another image size. What `finetune.lora` has added stays as it is.
+    Tensors are matched by name; between two LightningModules with a `model`, within these. The head
+    is every tensor whose shape differs only by the number of classes (words, for captions). If the
+    number is the same and the classes or words differ, the head is the module that makes the
+    outputs, and the embedding of words. Learned positions of attnkit's `ViT` are resampled to the
+    image size. What `finetune.lora` has added is not changed.
 
     Args:
         module: a LightningModule or any network, in place.

@@ -1,4 +1,4 @@
-"""One line for each epoch, and where nobody sees a progress bar, one every ten seconds."""
+"""One line for each epoch, and without a terminal, one every ten seconds."""
 
 import math
 import time

@@ -7,7 +7,7 @@ from rich import get_console
 from rich.console import Console
 
 log = logging.getLogger("attnkit.run")
-"""What run.log is written by; in a plain Trainer nobody listens."""
+"""Writes run.log; in a plain Trainer it has no handler."""
 
 
 def say(text: str, *, error: bool = False) -> None:
@@ -20,5 +20,5 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether somebody watches: else lines take the place of progress bars."""
+    """Whether there is a terminal; else lines replace progress bars."""
     return Console().is_terminal

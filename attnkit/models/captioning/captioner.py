@@ -52,11 +52,11 @@ class Captioner(nn.Module):
         return self.encoder(images)
 
     def forward(self, images: Images, words: Words) -> Logits:
-        """The logits of the word after each."""
+        """The logits of the next word, after each word."""
         return self.decoder(self.encoder(images), words)
 
     def loss(self, images: Images, words: Words) -> dict[str, Annotated[Tensor, ""]]:
-        """What to minimize, "loss", and its terms; sentences with START."""
+        """The loss to minimize, "loss", and its terms; sentences begin with START."""
         return self.decoder.loss(self.encoder(images), words)
 
     def generate(self, images: Images, method: Method = "greedy", **options: Any) -> Sentences:

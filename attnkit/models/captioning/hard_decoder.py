@@ -82,7 +82,7 @@ class HardRecurrentDecoder(RecurrentDecoder):
     def loss(
         self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> dict[str, Tensor]:
-        """What to minimize, "loss" = cross_entropy + reinforce − λ · entropy, and these;
+        """The loss to minimize, "loss" = cross_entropy + reinforce − λ · entropy, and its terms;
         in evaluation, where nothing is drawn, the cross-entropy alone."""
         if not self.training:
             return super().loss(memory, words, memory_mask)

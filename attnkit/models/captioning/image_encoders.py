@@ -119,8 +119,7 @@ class ViTEncoder(ImageEncoder):
 
     Args:
         image_size, in_channels: of the images.
-        patch_size, dim, depth, num_heads, mlp_ratio: as in `ViT`.
-            score, dropout_p, drop_path: as in `ViT`.
+        patch_size, dim, depth, num_heads, mlp_ratio, score, dropout_p, drop_path: as in `ViT`.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class RecurrentDecoder(WordDecoder):
     def loss(
         self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> dict[str, Tensor]:
-        """What to minimize, "loss" = cross_entropy + λ · doubly_stochastic, and these."""
+        """The loss to minimize, "loss" = cross_entropy + λ · doubly_stochastic, and its terms."""
         if not self.doubly_stochastic:
             return super().loss(memory, words, memory_mask)
         logits, weights = self._run(memory, words[:, :-1], memory_mask, with_weights=True)

@@ -64,7 +64,7 @@ class WordDecoder(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Logits:
-        """Of each word the logits of the next.
+        """The logits of the next word, after each word.
 
         Args:
             words: beginning with START.
@@ -104,7 +104,7 @@ class WordDecoder(nn.Module):
     def loss(
         self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> dict[str, Annotated[Tensor, ""]]:
-        """What to minimize, "loss", and its terms by name, unweighted.
+        """The loss to minimize, "loss", and its terms by name, unweighted.
 
         "cross_entropy" is −log p(word | words before), mean over all words of the batch that are
         not PAD, smoothed in training only.

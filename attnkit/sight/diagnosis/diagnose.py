@@ -39,19 +39,19 @@ def diagnose_attention(
     of rows, and not kept. The model runs in evaluation mode without gradients and is left as it
     was. `Diagnosis` lists what is measured.
 
-    Where there are more than `num_rows` queries as many are drawn; heads and queries are compared
-    with each other on 16 of them, and 48 keys are ranked. `notes` says so.
+    Of more than `num_rows` queries, `num_rows` are drawn at random. Heads and queries are compared
+    with each other on 16 of these, and 48 keys are ranked. `notes` says so.
 
     Args:
         model: any whose attention can be seen, as `attnkit.capture_attention`.
         inputs: what the model is called with: a tensor, a tuple of arguments, or a dictionary of
             them by name.
         layers: positions in the order they run, or names (`*` matches anything); None for all.
-        labels: of a graph's nodes, a negative one for a node that does not count: what the logits
-            that the model gives are held against, with attention and with 1/degree in its place.
+        labels: of a graph's nodes, negative for nodes that do not count. The accuracy of the model
+            is measured with them, with its attention and with 1/degree instead.
         real_tokens: False for padding; None: the `attention_mask` of a dictionary, if it has one.
         grid, num_prefix_tokens: of the patches of images; None: found as `attnkit.explain` does.
-        num_rows: queries of each layer that are looked at, at most.
+        num_rows: the largest number of queries per layer.
         seed: of what is drawn.
 
     Raises:

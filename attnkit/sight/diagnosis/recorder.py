@@ -48,7 +48,7 @@ class Layout:
 
 
 class Recorder:
-    """Hears of calls, and keeps a row for each head of each, and notes of what was drawn."""
+    """Receives calls of attention; keeps a row for each head, and notes on what was sampled."""
 
     def __init__(self, layout: Layout, sampling: Sampling) -> None:
         self.layout = layout

@@ -1,4 +1,4 @@
-"""How much of each attention is looked at, and means of what is seen."""
+"""Samples the queries of attention, and averages what is measured."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""Which edges of a graph a model's answer depends on, and how far to trust that."""
+"""The edges of a graph that a model's prediction depends on, and how far to trust them."""

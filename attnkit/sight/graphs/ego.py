@@ -62,7 +62,7 @@ class EgoGraph(NamedTuple):
     nodes, edges: edges that rank first last, so that they lie above the others.
     radius: of a node.
     largest: the size of the number whose edge is widest.
-    num_ranked: how many edges are drawn as wide as their number.
+    num_ranked: how many edges are drawn as wide as their value.
     num_left_out: how many edges that can reach the node are not drawn.
     """
 
@@ -151,7 +151,7 @@ def legend(
 def left_out(ego: EgoGraph) -> str:
     """Which edges are drawn how, in a sentence."""
     others = len(ego.edges) - ego.num_ranked
-    parts = [f"{ego.num_ranked} edges as wide as their number"]
+    parts = [f"{ego.num_ranked} edges as wide as their value"]
     if others:
         parts.append(f"{others} other{'s' * (others > 1)} in grey")
     if ego.num_left_out:

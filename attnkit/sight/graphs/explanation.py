@@ -121,7 +121,7 @@ class GraphExplanation:
                 that the model predicts.
             class_names: None of them: their numbers.
             fidelity: `fidelity()`, where it is there already; it is computed otherwise.
-            most: how many edges are drawn as wide as their number.
+            most: how many edges are drawn as wide as their value.
 
         Raises:
             ValueError: another ending; labels not one a node; `most` below 1.

@@ -76,12 +76,12 @@ def edge_fidelity(
 ) -> EdgeFidelity:
     """Fidelity: how much a prediction needs the top-ranked edges, and how far they suffice.
 
-    Edges are taken out of the graph, so that attention and means are over those that are left, and
-    taken whole: the k that score most, ties in their order, among those that can reach the node.
-    Fidelity₊ takes them out, fidelity₋ all others (Amara et al., GraphFramEx, 2022). Theirs is of
-    the prediction or of |p − p'|, ours of p − p', since edges without which p rises are not
-    needed. torch_geometric's `fidelity` instead multiplies messages by the scores, in which a
-    softmax still counts the edges that are masked.
+    Of the edges that can reach the node, the k with the largest scores are chosen, ties in their
+    order. Fidelity₊ removes these, fidelity₋ all others (Amara et al., GraphFramEx, 2022). Removed
+    edges leave the graph, so that attention and means are over the others. GraphFramEx measures the
+    prediction or |p − p'|; this measures p − p', since edges without which p rises are not needed.
+    torch_geometric's `fidelity` instead multiplies messages by the scores, so that masked edges
+    still count in the softmax.
 
     Args:
         model: any graph model that returns logits of nodes, or one row of a graph; with attention

@@ -142,7 +142,7 @@ def _curves(plus: Axes, minus: Axes, fidelity: EdgeFidelity) -> None:
             ks, left(f"random_{name}_low"), left(f"random_{name}_high"), color=OTHER, alpha=0.45,
             lw=0, label=f"{fidelity.num_draws} random orders",
         )  # fmt: skip
-        panel.plot(ks, left(f"random_{name}"), color=_SOFT, lw=1.2, label="their mean")
+        panel.plot(ks, left(f"random_{name}"), color=_SOFT, lw=1.2, label="mean of these")
         panel.plot(ks, left(name), color=FOR, lw=2, marker="o", ms=4, label="edges as ranked")
         panel.axhline(p, color=_INK, lw=0.8, ls=(0, (4, 3)), label="all edges")
         panel.set_title(title, fontsize=9, loc="left")

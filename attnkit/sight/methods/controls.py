@@ -1,4 +1,4 @@
-"""Maps that do not look at the model: what every other map is held against."""
+"""Maps that ignore the model, as a baseline for all others."""
 
 from collections.abc import Sequence
 

@@ -25,7 +25,7 @@ def grad_cam(question: Question) -> Tensor:
     """
     layer = question.layers
     if layer is not None and not isinstance(layer, int | str):
-        raise ValueError(f"layers: grad_cam is of one layer, got {layer!r}")
+        raise ValueError(f"layers: expected one layer for grad_cam, got {layer!r}")
     if has_token_attention(question):
         return _on_tokens(question)
     return _on_map(question, layer)

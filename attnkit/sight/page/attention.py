@@ -26,7 +26,7 @@ Grid = tuple[int, int]
 class Looks(NamedTuple):
     """What each place looks at in a layer, the mean over its heads.
 
-    weights: [batch, places, places], 1 = even attention over all keys.
+    weights: [batch, places, places], 1 = uniform attention over all keys.
     prefix: [batch, places], the share of class and register tokens.
     """
 
@@ -39,7 +39,7 @@ class Looks(NamedTuple):
 class Heads(NamedTuple):
     """What is looked at by the tokens that the answer is read from, head by head.
 
-    weights: [batch, heads, places], 1 = even attention over all keys.
+    weights: [batch, heads, places], 1 = uniform attention over all keys.
     entropy: [batch, heads], −Σ a log a / log(keys).
     share, receiver: [batch, heads], what the token gets that gets most, and which it is.
     """

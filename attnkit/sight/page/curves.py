@@ -71,7 +71,7 @@ def _figure(trusts: Mapping[str, Trust], kind: str, image: int, target: str) -> 
     return (
         f'<figure class="curve"><h3>Patches removed: {REMOVALS[kind]}</h3>'
         f'<svg viewBox="{size}" role="img" aria-label="{escaped(words)}">{"".join(parts)}</svg>'
-        f"<figcaption>{legend}<br>Solid: what the map ranks first goes first; dashed: last. "
+        f"<figcaption>{legend}<br>Solid: highest-ranked patches removed first; dashed: last. "
         f"Grey: {len(random)} random orders, lowest to highest.</figcaption></figure>"
     )
 

@@ -19,7 +19,7 @@ def fidelity_curves(fidelity: EdgeFidelity) -> str:
         '<path class="ranked" d="M0 0H16"/></svg> edges as ranked</span>'
         '<span><svg class="sample" viewBox="0 -4 16 8" aria-hidden="true">'
         '<path class="band" d="M0 -4H16V4H0Z"/><path class="mean" d="M0 0H16"/></svg> '
-        f"{fidelity.num_draws} random orders, their mean</span>"
+        f"{fidelity.num_draws} random orders and their mean</span>"
         '<span><svg class="sample" viewBox="0 -4 16 8" aria-hidden="true">'
         '<path class="whole" d="M0 0H16"/></svg> all edges</span></p>'
     )

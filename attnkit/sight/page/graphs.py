@@ -56,7 +56,7 @@ def graph_section(
          short(row.score), f"{row.share:.0%}", row.steps]
         for row in rows
     ]  # fmt: skip
-    header = ["edge", *([f"{kind} of its source"] if classes else []), "number", "share", "steps"]
+    header = ["edge", *([f"{kind} of its source"] if classes else []), "value", "share", "steps"]
     first = ", ".join(f"{row.source} → {row.target} ({short(row.score)})" for row in rows[:3])
     what = "the graph" if seen.index is None else f"node {seen.index}"
     alt = f"Edges that reach {what} by {seen.method}. First: {first}. {left_out(ego)}"

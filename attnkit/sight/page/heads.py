@@ -17,7 +17,7 @@ _SIDE = 44  # pixels of a thumbnail, at least a pixel for each place
 
 
 def scale_of_weights(weights: Sequence[Tensor]) -> Scale:
-    """From 0 to what 99 of 100 weights are below, and at least to twice even attention.
+    """From 0 to what 99 of 100 weights are below, and at least to twice uniform attention.
 
     A few keys that nearly everything looks at would leave all else dark.
     """
@@ -86,9 +86,9 @@ def heads_html(attention: Attention, image: int) -> str:
         f'<div class="names">{names}</div><div class="tiles" role="img" '
         f'aria-label="Attention of {len(attention.heads)} layers and {most_heads} heads">{cells}'
         f'</div><div class="numbers">{numbers}</div></div></div>'
-        f'<div class="legend">{colour_bar(scale, "times even attention; brighter is cut off")}'
-        f'<p class="note">What {reads} looks at. The bar below each is its entropy: full, all keys '
-        f'alike; empty, one key alone. <i class="dot"></i> marks a sink: one token gets '
+        f'<div class="legend">{colour_bar(scale, "attention / uniform; higher is clipped")}'
+        f'<p class="note">What {reads} looks at. The bar below each is its entropy: full for '
+        f'equal keys, empty for a single key. <i class="dot"></i> marks a sink: one token gets '
         f'{100 * SINK:.0f} % or more.</p><p class="said screen" aria-live="polite">Point at a '
         f"head, or press Tab and arrow keys.</p></div></div></div>"
     )

@@ -195,11 +195,11 @@ def _says(shown: _Shown, number: int) -> str:
     target, predicted = int(first.target[number]), int(first.predicted[number])
     p = float(first.probability[number])
     says = shown.class_name(predicted)
-    text = f"The model says {says}, p = {p:.2f}"
+    text = f"Predicted: {says}, p = {p:.2f}"
     if target != predicted:
-        text = f"The model says {says}; explained is {shown.class_name(target)}, p = {p:.2f}"
+        text = f"Predicted: {says}; explained: {shown.class_name(target)}, p = {p:.2f}"
     if shown.labels is not None:
-        text += f"; labelled {shown.class_name(int(shown.labels[number]))}"
+        text += f"; label: {shown.class_name(int(shown.labels[number]))}"
     return f"{text}."
 
 
@@ -232,7 +232,7 @@ def _map(title: str, map: Tensor, scale: Scale, frame: str, label: str, about: s
 
 
 def _compared(shown: _Shown, name: str, other: Explanation, number: int, frame: str) -> list[str]:
-    """The other map, and the first one less it."""
+    """The other map, and the first map minus it."""
     first, scale = shown.explanations[0], shown.scales[0]
     if other.method != first.method:
         scale = scale_of([other.map], is_signed=other.is_signed)
@@ -243,12 +243,12 @@ def _compared(shown: _Shown, name: str, other: Explanation, number: int, frame: 
         differences = first.map - other.map
         figures.append(
             _map(
-                f"less {name}",
+                f"minus {name}",
                 differences[number],
                 scale_of([differences], is_signed=True),
                 frame,
                 "difference",
-                f"{shown.names[0]} less that of {name}: red, more in the first.",
+                f"{shown.names[0]} minus that of {name}; red: more in the first.",
             )
         )
     return figures
@@ -260,7 +260,7 @@ def _without(without: Without, number: int, frame: str, target: str) -> str:
     scale = scale_of([without.whole[:, None] - without.p], is_signed=True)
     low, high = (f"{float(p):.2f}" for p in without.p[number].aminmax())
     about = f"p({target}) is {whole:.2f}, and without one patch {low} to {high} ({without.kind})."
-    return _map("Each patch left out", loss, scale, frame, f"what p({target}) loses", about)
+    return _map("Each patch removed", loss, scale, frame, f"drop of p({target})", about)
 
 
 def _looks_figure(attention: Attention, scale: Scale, frame: str) -> str:
@@ -274,7 +274,7 @@ def _looks_figure(attention: Attention, scale: Scale, frame: str) -> str:
         f'<figure class="looks"><h3>What a patch looks at</h3>'
         f'<div class="frame" {frame}><canvas class="map" width="{columns}" height="{rows}" '
         f'role="img" aria-label="What the chosen patch looks at"></canvas></div>'
-        f"{colour_bar(scale, 'times even attention; brighter is cut off')}"
+        f"{colour_bar(scale, 'attention / uniform; higher is clipped')}"
         f'<figcaption><span class="which"></span><label class="screen">Layer '
         f"<select>{options}</select></label></figcaption></figure>"
     )

@@ -38,7 +38,7 @@ _SHOWN = {
     "mass over\nchance": "mass_over_chance",
 }
 _CAPTION = (
-    "gap: ± is how far from 0 random maps are. class sensitivity 0: blind to the class. "
+    "gap ±: two standard errors of random maps. class sensitivity 0: the same map for every class. "
     "random weights, input gradient: rank correlations."
 )
 

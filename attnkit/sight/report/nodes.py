@@ -21,9 +21,9 @@ from attnkit.sight.trust.agreement import spearman
 
 _DRAWS = {"fast": 20, "full": 200}
 _CAPTION = (
-    "p lost: of the class's probability without the edges that rank first, the mean over how many; "
-    "random: the same of random edges, the least and the most of the draws. p left: what is lost "
-    "with these edges alone."
+    "p lost: drop of the class's probability without the first k edges, mean over k; "
+    "random: the same for random edges, lowest to highest draw; "
+    "p left: drop with the first k edges alone."
 )
 
 

@@ -104,8 +104,7 @@ class Report:
         self.against, self.batch_size, self.seed, self.device = against, batch_size, seed, device
 
     def check(self, explained: Explained) -> None:
-        """Whether all that was asked can be asked of this, before anything that takes long; chooses
-        the method, where none was given.
+        """Check the settings before anything that takes long; choose the method if none was given.
 
         Raises:
             ValueError: a method, a class, nodes or other arguments that this does not have.
@@ -158,7 +157,7 @@ class Report:
         return cost_of(self._asked(explained), explained)
 
     def num_steps(self, explained: Explained) -> int:
-        """How often `step` is told what is done next."""
+        """How often `step` is called."""
         if explained.kind == "nodes":
             return len(self.methods) * len(self.nodes or ())
         return len(self.methods) * (1 if self.trust == "none" else 2) + 1

@@ -26,13 +26,13 @@ def first_of_batch(batch: Any) -> Tensor:
 class AttentionMaps(Callback):
     """Draws attention, or gates where there is none, over a few images, one of each class.
 
-    A picture has the images of a validation, a test or a prediction, with their classes and what
-    the module says of them, and below the maps of a layer with its name and scale. Attention is the
+    A picture has the images of a validation, a test or a prediction, with their classes and
+    predictions, and below the maps of a layer with its name and scale. Attention is the
     mean over heads, of the class token, or over all tokens where there is none, as a multiple of
-    even attention; over channels it is a matrix. Gates are drawn between 0 and 1: over the image,
-    or a curve over the channels. Each picture goes to the run's folder as PNG and to every logger
-    that takes images (TensorBoard, Weights & Biases). The model runs the images once more for it;
-    the weights are computed beside the kernel that it uses, and only on rank zero.
+    uniform attention; over channels it is a matrix. Gates are drawn between 0 and 1: over the
+    image, or a curve over the channels. Each picture goes to the run's folder as PNG and to every
+    logger that takes images (TensorBoard, Weights & Biases). The model runs the images once more
+    for it; the weights are computed beside the kernel that it uses, and only on rank zero.
 
     The module's `forward` takes images, [batch, channels, height, width], and holds attention or
     gates of attnkit: a Transformer's tokens or a feature map's positions, in reading order,
@@ -151,10 +151,10 @@ class AttentionMaps(Callback):
 
 
 def _prediction(output: Any, module: nn.Module) -> str:
-    """What the logits of one image say."""
+    """The class that the logits of one image predict."""
     if not isinstance(output, Tensor) or output.ndim != 2 or output.shape[1] < 2:
         return ""
     names = getattr(module, "class_names", None)
     probability, number = output[0].float().softmax(0).max(0)
     name = names[int(number)] if names else int(number)
-    return f"says: {name} ({100 * float(probability):.0f} %)"
+    return f"predicted: {name} ({100 * float(probability):.0f} %)"

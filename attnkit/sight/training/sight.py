@@ -1,4 +1,4 @@
-"""`callbacks=sight`: does the model look better as it learns?"""
+"""`callbacks=sight`: maps of a model and their scores during training."""
 
 import os
 import time
@@ -32,7 +32,7 @@ _SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 class _Look(NamedTuple):
-    """How a model is looked at, the same in all epochs, so that these can be compared."""
+    """How a model is explained: alike in all epochs, so that they can be compared."""
 
     method: str
     removal: str
@@ -53,12 +53,12 @@ class Sight(Callback):
     A picture of the maps goes to the folder, `epoch_001.png`, and to every logger that takes images
     (TensorBoard, Weights & Biases); `scores.png` shows the scores over the epochs, also of a
     resumed run. Random numbers, gradients and modes are as they were without it. With several
-    processes the first one looks, while the others wait at the next step. What it costs, about 45
-    forwards an image and time and of a caption some 200, is said after the check before training,
-    and what it took at the end.
+    processes the first one computes the maps, while the others wait at the next step. The cost,
+    about 45 forwards for each image and time (200 for a caption), is printed after the sanity
+    check, and the time it took at the end.
 
-    What is explained is what `explained` of the module says (`attnkit.lightning.Explained`), else
-    the module itself and the images that come first in a batch, behind which may be classes.
+    The module's method `explained` (`attnkit.lightning.Explained`) defines what is explained;
+    without it, the module itself for the images that come first in a batch.
 
     Args:
         num_images: at most; of the first validation batch, of as many classes as it has.
@@ -94,7 +94,7 @@ class Sight(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, _SHARDED):
             raise UserError(
-                "Sight: one process looks, and this strategy keeps a part of the weights in each; "
+                "Sight: expected a strategy that keeps all weights in one process; "
                 "explain the checkpoint afterwards"
             )
         self.folder = in_log_folder(trainer, self._given_folder, "sight")
@@ -169,7 +169,7 @@ class Sight(Callback):
         """The maps; the first time, the method and the kind of removal are chosen."""
         if given.kind == "nodes":
             raise UserError(
-                "Sight: shows images and captions, and this is a graph; attnkit.explain explains "
+                "Sight: expected images or captions, got a graph; attnkit.explain explains "
                 "its nodes"
             )
         method = self.method or (self._look.method if self._look else usual_method(given))

@@ -1,4 +1,4 @@
-"""How far to trust a map: what is lost where it points, against what is lost anywhere."""
+"""How far to trust a map: what a prediction loses without the patches that it ranks first."""
 
 from attnkit.sight.trust.curves import PerturbationCurves, perturbation_curves
 from attnkit.sight.trust.judge import trust

@@ -54,7 +54,7 @@ def leave_one_out(
 def with_random_weights(
     model: nn.Module, generator: torch.Generator, *, cascading: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Copies of the model whose weights were drawn by lot, and the name of the last that was.
+    """Copies of the model with shuffled weights, and the name of the last shuffled module.
 
     The entries of each parameter change places, so that their sizes stay what they were in all.
     Modules take turns from the one that was registered last, usually the head; cascading, there

@@ -1,4 +1,4 @@
-"""What a model says while more and more of an image is taken away."""
+"""A model's prediction while more and more of an image is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is lost where a map points, against what is lost anywhere."""
+"""What a prediction loses without the patches that a map ranks first, or random ones."""
 
 from __future__ import annotations
 

@@ -48,18 +48,18 @@ def trust(
         print(trust)          # two or three sentences
         trust                 # the table
 
-    - **gap**: patches are removed, those first that the map ranks first, or last.
+    - **gap**: patches are removed, the highest-ranked first, or the lowest-ranked first.
       ∫ y_least(s) ds − ∫ y_most(s) ds over the share s removed, by trapezia with both ends, y the
-      target's probability or logit (`attnkit.metrics.PerturbationGap`). Equal values go by lot. A
+      target's probability or logit (`attnkit.metrics.PerturbationGap`). Ties are random. A
       random map's is 0 ± two standard errors σ/√images, σ² the mean square of the gaps of random
-      orders, of which half are the other half reversed. Better than random is beyond that; better
-      than centre or input gradient by more than two standard errors of the difference over the
-      images, or, of fewer than 10, than √2 times that of random maps, which parts two of these.
+      orders, half of which are the other half reversed. A larger gap is better than random. Better
+      than centre or input gradient means a difference of more than two standard errors over the
+      images, or, with fewer than 10 images, of more than √2 times the limit of random maps.
     - **class sensitivity**: 1 − Spearman's ρ of the maps of the two most likely classes; 0 for
       what cannot depend on the class. Class-specific from 0.1 on. Needs `method`.
-    - **similarity, all weights random**: ρ of the map and that of the model whose weights changed
-      places (after Adebayo et al., Sanity checks for saliency maps, 2018); it survives them from
-      0.5 on. Beside it, as what any two maps share, ρ with the next image's. Needs `method`.
+    - **similarity, all weights random**: ρ of the map and that of the model with shuffled
+      weights (after Adebayo et al., Sanity checks for saliency maps, 2018); it survives them from
+      0.5 on. For comparison, ρ with the map of the next image. Needs `method`.
     - **agreement**: ρ and Kendall's τ-b with the size of the input gradient.
     - **pointing, mass over chance**: with `masks`, `attnkit.metrics.PointingGame`, and
       `AttributionMass(over_chance=True)`; `random` is chance.
@@ -72,14 +72,14 @@ def trust(
         inputs: images, as the model takes them.
         target: a class for all images, or one for each; None: the class that is predicted.
         map: larger = matters more; of any size: its mean over a patch, or the nearest value.
-        method: a function (model, images, classes) -> map, which made it.
+        method: a function (model, images, classes) -> map, that made the map.
         masks: True = the object that is to be found.
         removals: "mask": the patches' tokens are hidden from all attention, if nothing of them is
             then left (`unavailable` says where it is); "mean": they get the mean colour of the
             inputs; "blur": they are blurred, σ a side of a patch.
         fractions: the shares removed, beside 0 and 1; None: 0.2 and 0.5, with full seven.
         orders: random orders, an even number.
-        seed: of random orders, lots and random weights.
+        seed: of random orders, ties and shuffled weights.
         full: whether to add what takes long.
         grid: rows and columns of the patches; None: of the model's patch_size, or of the map if it
             has none.

@@ -50,7 +50,7 @@ def on_grid(maps: Tensor, grid: Grid) -> Maps:
 
 
 def removal_ranks(maps: Maps, generator: torch.Generator) -> Annotated[Tensor, "batch places", int]:
-    """The place of each patch in most-first order; equal values are drawn by lot.
+    """The place of each patch in most-first order; ties are random.
 
     A constant map is thus a random order, and of a map that is mostly 0 no more is removed than
     was asked for.

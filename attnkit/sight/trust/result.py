@@ -59,7 +59,7 @@ class Fall(NamedTuple):
     num_orders: int
 
     def sentence(self, removal: str, num_images: int) -> str:
-        """What is lost where the map points, and what anywhere."""
+        """What a prediction loses without the patches that the map ranks first, or random ones."""
         percent = f"{100 * self.share:.0f} %"
         whole, without = f"{self.whole:.2f}", f"{self.without:.2f}"
         goes = "goes" if whole == without else "falls" if self.without < self.whole else "rises"

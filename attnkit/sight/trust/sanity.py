@@ -1,4 +1,4 @@
-"""What a map has to depend on, and whom it agrees with."""
+"""Sanity checks of a map: dependence on class and weights, and agreement with other maps."""
 
 from __future__ import annotations
 

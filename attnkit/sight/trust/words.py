@@ -31,7 +31,7 @@ class WordScore(NamedTuple):
     probability: p with the whole image.
     first: row and column of the region that the map ranks first.
     without: p without that region.
-    without_random: p without a region drawn by lot: the mean over all.
+    without_random: p without a random region: the mean over all.
     without_each: p without each region alone.
     """
 

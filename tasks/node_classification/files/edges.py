@@ -90,8 +90,8 @@ def _outside(rows: np.ndarray, num_nodes: int) -> tuple[int, int] | None:
 
 def _not_there(where: str, node: int, num_nodes: int) -> UserError:
     return UserError(
-        f"{where}: there is no node {node}: expected 0 to {num_nodes - 1}; of other numbers or "
-        "names write nodes.txt, with that of each node on a line of its own"
+        f"{where}: there is no node {node}: expected 0 to {num_nodes - 1}; for other numbers or "
+        "names write nodes.txt, with one line for each node"
     )
 
 

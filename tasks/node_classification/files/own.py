@@ -1,4 +1,4 @@
-"""A graph in files of one's own."""
+"""A graph in your own files."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ MASKS = {
 
 
 class GraphFilesData(GraphDataModule):
-    """A graph in files of one's own: one for each part in a folder, or an .npz with all arrays.
+    """A graph in your own files: one for each part in a folder, or an .npz with all arrays.
 
     | part | what it is | other names |
     |---|---|---|

@@ -40,8 +40,8 @@ class NodeReport(Callback):
       neighbours and by the share of these with the node's label, in the whole graph, also where
       batches are sampled (`GroupScore` says the columns)
     - `attention_entropy.csv` and `.png`: a row for each head of each layer: `entropy`, over that of
-      even attention (1: even, 0: one neighbour has it all), `uniform`, the distance from 1/degree
-      (see `attnkit.Diagnosis`), and the entropy of nodes of so many edges. Of the first batch: of
+      uniform attention (1: uniform, 0: all on one neighbour), `uniform`, the distance from 1/degree
+      (see `attnkit.Diagnosis`), and the entropy by the number of edges. Of the first batch: of
       the whole graph, or of the first sampled sub-graph with the neighbours that were drawn. Of
       global attention 128 nodes are drawn. A model without attention leaves none.
 

@@ -63,7 +63,7 @@ def draw_groups(scores: Sequence[GroupScore]) -> Figure:
 
 
 def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Normalised entropy of each head by layer, and of each layer by degree; 1 is even attention.
+    """Normalised entropy of each head by layer, and of each layer by degree; 1: uniform attention.
 
     Args:
         rows: of `attnkit.diagnose_attention`: a mapping for each head, layer by layer.
@@ -97,10 +97,10 @@ def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
     names = layers if len(layers) <= _MOST_NAMES else [str(place) for place in range(len(layers))]
     panels[0].set_xticks(range(len(layers)), names, rotation=30, ha="right", fontsize=8)
     panels[0].set_xlim(-0.6, len(layers) - 0.4)
-    panels[0].set_ylabel("entropy / entropy of even attention", fontsize=9)
+    panels[0].set_ylabel("entropy / entropy of uniform attention", fontsize=9)
     panels[0].set_title("each head, side by side", fontsize=10)
     for panel in panels:
-        panel.axhline(1, color="0.4", lw=0.8, ls="--", label="even attention")
+        panel.axhline(1, color="0.4", lw=0.8, ls="--", label="uniform attention")
         _plain(panel)
     panels[0].set_ylim(0, 1.05)
     if degrees:

@@ -198,7 +198,7 @@ def test_nothing_to_look_at(estimator, empty):
 
 def test_what_it_refuses():
     tensors = make()
-    with pytest.raises(RuntimeError, match="nobody records them"):
+    with pytest.raises(RuntimeError, match="they are not recorded"):
         attend(*tensors, normalizer=Hard("score_function"))
     with torch.no_grad():
         attend(*tensors, normalizer=Hard("score_function"))

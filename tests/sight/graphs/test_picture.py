@@ -34,7 +34,7 @@ def test_edges_are_as_wide_as_their_numbers_over_the_largest():
     colours = {edge.place: edge.colour for edge in ego.edges}
     assert len({colours[0], colours[2], colours[4]}) == 3
     assert colours[0] == colours[1]
-    assert left_out(ego) == "6 edges as wide as their number, 1 other in grey."
+    assert left_out(ego) == "6 edges as wide as their value, 1 other in grey."
 
 
 def test_what_is_far_is_drawn_with_a_way_to_the_node():

@@ -82,7 +82,7 @@ def test_a_node_with_many_edges_takes_little_room():
     seen = attnkit.explain(Two().eval(), (x, edges), method="attention", index=7)
     section = graph_section("Node 7", seen, seen.fidelity(ks=[1, 2], num_draws=2))
     assert 10_000 < len(section.html.encode()) < 150_000
-    assert re.search(r"24 edges as wide as their number, .*\d+ not drawn", section.html)
+    assert re.search(r"24 edges as wide as their value, .*\d+ not drawn", section.html)
 
 
 def test_pointer_and_keys_say_what_an_edge_is(seen, tmp_path, open_page):

@@ -178,11 +178,11 @@ def test_another_checkpoint_is_shown_with_the_difference(seen, images):
     for number, section in enumerate(sections):
         drawn = re.findall(r'src="([^"]+)" alt="Map: ([^.]+)\.', section.html)
         found = {name: pixels(uri) for uri, name in drawn}
-        assert list(found) == ["relevance", "checkpoint B", "less checkpoint B"]
+        assert list(found) == ["relevance", "checkpoint B", "minus checkpoint B"]
         assert (found["relevance"] == both.palette[both.levels(seen[0].map[number])]).all()
         assert (found["checkpoint B"] == both.palette[both.levels(other.map[number])]).all()
         colours = signed.palette[signed.levels(difference[number])]
-        assert (found["less checkpoint B"] == colours).all()
+        assert (found["minus checkpoint B"] == colours).all()
 
 
 def test_eight_images_of_a_large_vit_take_two_megabytes(tmp_path, monkeypatch):
@@ -266,7 +266,7 @@ def test_hover_click_and_keys(open_page, path, sections):
     row, column = divmod(last["most"][place], COLUMNS)
     assert said.text_content().startswith(
         f"The patch at row 1, column 3 looks most at row {row}, column {column}, "
-        f"{last['times'][place]:g} times even attention, in blocks.3.attn; class and register "
+        f"{last['times'][place]:g} times uniform attention, in blocks.3.attn; class and register "
         f"tokens get {last['prefix'][place]} %."
     )
     # the tile that is drawn

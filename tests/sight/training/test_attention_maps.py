@@ -75,7 +75,7 @@ def test_one_image_of_each_class(vit, loader, trainer, tmp_path, monkeypatch):
     trainer([maps]).test(module, in_order, verbose=False)
     (said,) = titles
     assert [title.split("\n")[0] for title in said] == [f"true: {number}" for number in range(4)]
-    assert all("says: " in title for title in said)
+    assert all("predicted: " in title for title in said)
     assert [path.name for path in (tmp_path / "maps").iterdir()] == ["test.png"]
 
 

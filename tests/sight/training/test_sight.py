@@ -162,13 +162,13 @@ def test_what_it_does_not_show_is_refused_before_training(vit, loader, trainer):
     with pytest.raises(UserError, match="Sight: method: expected one of attention, value_weighted"):
         trainer([Sight(method="rollot")]).fit(module, loader, loader)
     module.explained = lambda batch: Explained(module, (batch[0], None))
-    with pytest.raises(UserError, match="Sight: shows images and captions, and this is a graph"):
+    with pytest.raises(UserError, match="Sight: expected images or captions, got a graph"):
         trainer([Sight()]).fit(module, loader, loader)
     texts = DataLoader(TensorDataset(torch.rand(4, 3), torch.ones(4).long()))
     with pytest.raises(UserError, match="Sight: expected a batch that begins with images"):
         trainer([Sight()]).validate(Texts(), texts)
     sharded = SimpleNamespace(strategy=object.__new__(FSDPStrategy))
-    with pytest.raises(UserError, match="Sight: one process looks, and this strategy keeps a part"):
+    with pytest.raises(UserError, match="Sight: expected a strategy that keeps all weights"):
         Sight().setup(sharded, module, "fit")
     with pytest.raises(ValueError, match="every_n_epochs: expected 1 or more, got 0"):
         Sight(every_n_epochs=0)

@@ -60,7 +60,7 @@ class EdgesKernel(Backend):
         if inputs.bias is not None:
             yield "cannot read a bias"
         if torch.compiler.is_exporting():
-            yield "sorts the edges as it finds them, which an exported program cannot"
+            yield "sorts edges by their values, which an exported program cannot"
         yield from functorch_reasons()
         reads_features = features is not None and features.key_weight is not None
         if reads_features and isinstance(score, Cosine | Gaussian):

@@ -40,9 +40,9 @@ def edge_weights(
         weight_e = softmax over the edges e of a target i of score(query_i, key_j + W_k e_ij) + b_ij
 
     Those of the edges into one target sum to 1; an edge given twice has a weight for each time.
-    Computed in float32 (float64 if the inputs are) and differentiable; nothing of edges × channels
-    is made, but where the kernel "edges" does not serve the score, which is then computed by its
-    definition.
+    Computed in float32 (float64 if the inputs are) and differentiable. No tensor of edges ×
+    channels is made, unless the kernel "edges" cannot compute the score; then the score is computed
+    by its definition.
 
     Args:
         query, key: both may lack the batch; kv_heads divides heads.

@@ -1,1 +1,1 @@
-"""Attention that runs, seen whoever computes it: the tensors that go in and come out."""
+"""Observes any attention that runs: its input and output tensors."""

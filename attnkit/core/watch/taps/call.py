@@ -168,8 +168,8 @@ class AttentionCall:
         mask, device = self.inputs.mask, self.query.device
         if isinstance(mask, Edges) and mask.has_repeated:
             raise ValueError(
-                f"the layer {self.layer!r}: an edge is given twice, and each has a weight; "
-                "attnkit.edge_weights gives them"
+                f"the layer {self.layer!r}: expected no duplicate edges; "
+                "attnkit.edge_weights gives a weight for each"
             )
         try:
             return (

@@ -1,4 +1,4 @@
-"""Which layers of a model are asked for, where only running it tells which there are."""
+"""Selects layers of a model that are known only once it has run."""
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase

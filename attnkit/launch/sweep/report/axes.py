@@ -20,7 +20,7 @@ _CHARACTER = 0.021  # share of a panel's width
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """In inches."""
+    """An empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

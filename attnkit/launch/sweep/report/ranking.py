@@ -179,7 +179,7 @@ def keys_of(rows: Sequence[Row]) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Without what a terminal obeys; a sweep.json may be anybody's."""
+    """Without control characters; a sweep.json may come from anyone."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -76,9 +76,9 @@ class Settings:
                     f"{PREFIX}{name}: expected at least {least}, got {getattr(self, name)}"
                 )
         if (self.metric is None) != (self.direction is None):
-            raise UserError(f"{PREFIX}metric and {PREFIX}direction: the one needs the other")
+            raise UserError(f"{PREFIX}metric and {PREFIX}direction: give both or neither")
         if self.metric is not None and re.match(r"test\b", self.metric):
-            raise UserError(f"{PREFIX}metric={self.metric}: to choose by the test would spoil it")
+            raise UserError(f"{PREFIX}metric={self.metric}: a study must not choose by the test")
         if not self.study_name:
             raise UserError(f"{PREFIX}study_name: expected a name")
         if self.sampler == "cmaes" and find_spec("cmaes") is None:

@@ -59,7 +59,7 @@ def texts(params: Mapping[str, Any]) -> list[str]:
 
 
 def corners(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
-    """Few points that have every choice and both ends of every range: to check them beforehand."""
+    """A few points that cover every choice and both ends of every range, for checks beforehand."""
     from optuna.distributions import CategoricalDistribution
 
     ends = {
@@ -80,7 +80,7 @@ def _distribution(override: Override) -> BaseDistribution:
     if isinstance(value, IntervalSweep):
         return _interval(value, log="log" in tags)
     if getattr(value, "shuffle", False):
-        raise ValueError("shuffle: a study has no order")
+        raise ValueError("shuffle: not supported, a study has no order")
     if isinstance(value, RangeSweep):
         return _range(value)
     if isinstance(value, ChoiceSweep) and any(

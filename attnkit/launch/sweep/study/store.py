@@ -94,7 +94,7 @@ class Store:
             yield
 
     def _check_same(self) -> None:
-        """Trials of different searches have nothing to tell each other."""
+        """UserError if the study was made for another search."""
         from optuna.distributions import distribution_to_json
         from optuna.study import StudyDirection
 
@@ -129,7 +129,7 @@ class Store:
         }
 
     def asked(self) -> int:
-        """How many trials the study has, whosever they are; tried again, it is the same one."""
+        """The number of trials in the study, of all sweeps; a retried trial counts once."""
         trials = self.study.get_trials(deepcopy=False)
         return len({(t.user_attrs.get(SWEEP), t.user_attrs.get(NUMBER)) for t in trials} - {_NONE})
 

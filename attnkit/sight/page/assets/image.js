@@ -53,7 +53,7 @@ function patches(section, { rows, columns, target, kind, whole, without, looks }
       `The patch at ${name(chosen)} in ${layer}, the mean over ${heads} heads.`;
     const tokens = prefix.length ? `; class and register tokens get ${prefix[chosen]} %` : "";
     return `The patch at ${name(chosen)} looks most at ${name(most[chosen])}, `
-      + `${times[chosen]} times even attention, in ${layer}${tokens}. `;
+      + `${times[chosen]} times uniform attention, in ${layer}${tokens}. `;
   };
   const lost = (place) => {
     const after = without[place];

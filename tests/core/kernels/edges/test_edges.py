@@ -182,10 +182,10 @@ def test_an_edge_given_twice_counts_twice():
     expected = torch.einsum("bhj,bhjd->bhd", share, value[:, :, :2])
     torch.testing.assert_close(output[:, :, 0], expected)
     reasons = attnkit.explain_backends(query, key, value, mask=Edges(index, 11, 13)).reasons
-    twice = "reads a boolean mask, which cannot say that an edge is given twice"
+    twice = "reads a boolean mask, which cannot hold duplicate edges"
     assert all(reasons[name] == [twice] for name in ("flash", "blockwise", "math"))
     assert reasons["edges"] == reasons["reference"] == []
-    with pytest.raises(ValueError, match="an edge that is given twice in softmax alone"):
+    with pytest.raises(ValueError, match="duplicate edges in softmax alone"):
         attend(query, key, value, mask=Edges(index, 11, 13), normalizer="linear")
 
 

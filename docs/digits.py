@@ -1,0 +1,36 @@
+"""The picture of digits in the README, of a run with maps of attention.
+
+python -m attnkit task=vit callbacks=attention_maps run_dir=RUN
+python docs/digits.py RUN docs/digits.png
+"""
+
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+WIDTH = 1200
+SPACE = 24
+
+
+def main(run, path):
+    names = "attention_maps/test.png", "learning_curves.png", "confusion_matrix.png"
+    maps, curves, matrix = (Image.open(Path(run, name)).convert("RGB") for name in names)
+    maps = scaled(maps, WIDTH)
+    curves = scaled(curves, round(0.63 * WIDTH))
+    matrix = scaled(matrix, round(0.35 * WIDTH))
+    height = maps.height + SPACE + max(curves.height, matrix.height)
+    sheet = Image.new("RGB", (WIDTH, height), "white")
+    sheet.paste(maps, (0, 0))
+    sheet.paste(curves, (0, maps.height + SPACE))
+    sheet.paste(matrix, (WIDTH - matrix.width, maps.height + SPACE))
+    sheet.save(path, optimize=True)
+
+
+def scaled(image, width):
+    height = round(image.height * width / image.width)
+    return image.resize((width, height), Image.Resampling.LANCZOS)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
