@@ -27,6 +27,7 @@ from attnkit.core.kernels.base import (
 from attnkit.core.kernels.window_blocks import Chunk, Part, Terms, grid_of, parts, strips
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Packed
+from attnkit.core.operators.plain import is_plain
 from attnkit.core.precision import wide
 from attnkit.core.threads import run_tasks
 
@@ -108,7 +109,7 @@ class _WindowAttention(torch.autograd.Function):
         jobs = []
         for item, every, where in _items(terms, query, key, scale):
             tensors = query[item, every], key[item], value[item]
-            jobs.append((where, tensors, output[item, every], lse[item, every]))
+            jobs.append((where, tensors, (output[item, every], lse[item, every])))
         _run(_forward, jobs)
         for job in jobs:
             _forward_prefix(*job)
@@ -138,13 +139,11 @@ class _WindowAttention(torch.autograd.Function):
 
 
 def _run(function: Callable[..., Callable[[], None] | None], jobs: list[tuple[Any, ...]]) -> None:
-    """The function for each part of the jobs: in threads of our own where that pays, and where
-    nothing of torch's, which would not see those, watches the operations."""
+    """The function for each part of the jobs, in threads of our own where that pays."""
     work = [(job, part) for job in jobs for part in job[0].parts()]
     tasks = [partial(function, part, *job) for job, part in work]
     pairs = (job[0].width * chunk.num_pairs for job, part in work for chunk in part.chunks)
-    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if not is_watched and sum(pairs) >= THREADS:
+    if is_plain(jobs[0][-1][0]) and sum(pairs) >= THREADS:
         run_tasks(tasks)
         return
     for task in tasks:
@@ -201,9 +200,10 @@ def _items(
 
 
 def _forward(
-    part: Part, where: _Where, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor
+    part: Part, where: _Where, tensors: tuple[Tensor, ...], results: tuple[Tensor, Tensor]
 ) -> None:
     """Fill output and lse [heads, queries, …] at the queries of one part."""
+    output, lse = results
     strip = part.strip
     q, k, v = strip.lines(*tensors)
     is_line = strip.grid is None
@@ -229,9 +229,10 @@ def _forward(
 
 
 def _forward_prefix(
-    where: _Where, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor
+    where: _Where, tensors: tuple[Tensor, ...], results: tuple[Tensor, Tensor]
 ) -> None:
     """Add the prefix to the grid's output and lse, and fill the prefix's own."""
+    output, lse = results
     query, key, value = tensors
     for rows, columns, term in where.prefix():
         o, s = _flash(

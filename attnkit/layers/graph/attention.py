@@ -12,7 +12,7 @@ from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
-from attnkit.core.operators.linear import reset_linear
+from attnkit.core.operators.linear import reset_linear, run_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.weights import Indices, of_edges
@@ -264,7 +264,7 @@ class GraphAttention(EdgeModule):
             if target.shape[-1] == 0:
                 bias = self.residual_proj.bias
                 return output if bias is None else output + bias
-            root = self.residual_proj(target)
+            root = run_linear(self.residual_proj, target)
             if self.gate_proj is None:
                 return output + root
             beta = self.gate_proj(torch.cat([output, root, output - root], dim=-1)).sigmoid()

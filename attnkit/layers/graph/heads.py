@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.masks.edges import EdgeFeatures
-from attnkit.core.operators.linear import linear, reset_linear
+from attnkit.core.operators.linear import linear, reset_linear, run_linear
 from attnkit.core.projections import Projections
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.kinds import Additive
@@ -150,15 +150,15 @@ class GATv2Heads(GraphHeads):
         self.reset_parameters()
 
     def forward(self, source: Tensor, target: Tensor) -> NodeHeads:
-        key = self._split(self.key_proj(source))
+        key = self._split(run_linear(self.key_proj, source))
         if self.query_proj is not None:
-            query = self._split(self.query_proj(target))
+            query = self._split(run_linear(self.query_proj, target))
         else:
             query = key if target is source else self.own(target)
         return NodeHeads(query, key, key)
 
     def own(self, nodes: Tensor) -> Tensor:
-        return self._split(self.key_proj(nodes))
+        return self._split(run_linear(self.key_proj, nodes))
 
     def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
         own = [] if self.query_proj is None else [(self.query_proj, targets)]
@@ -240,7 +240,7 @@ class GATHeads(GraphHeads):
         return [self._split(part) for part in projected.split([len(w) for w in weights], dim=-1)]
 
     def own(self, nodes: Tensor) -> Tensor:
-        return self._split(self.value_proj(nodes))
+        return self._split(run_linear(self.value_proj, nodes))
 
     def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
         own = [] if self.target_proj is None else [(self.target_proj, targets)]

@@ -37,7 +37,7 @@ from attnkit.core.threads import run_tasks
 
 LARGEST_DIM = 256
 WIDEST_DOT = 32  # above, torch's operators are faster: they read one table at a time
-GROUP = 2**21  # edges × lanes that are computed at once
+GROUP = 2**20  # edges × lanes that are computed at once
 ALONE = 2**22  # edges × lanes × channels that one thread computes
 BLOCK = 2**13  # edges of a task, at least
 TASKS = 4  # of each thread, at least
