@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, divides
 from attnkit.core.operators.linear import run_linear
+from attnkit.core.operators.split import split_channels
 
 
 class Projections(nn.Module):
@@ -108,7 +109,7 @@ class Projections(nn.Module):
             ]
         query, key, value = inputs
         if query is not None and query is key is value:
-            return list(run_linear(self.in_proj, query).split(self.sizes, dim=-1))
+            return list(split_channels(run_linear(self.in_proj, query), self.sizes))
         # One product for neighbours that read the same tokens. They are split on the last
         # dimension: the backward of that is one concatenation, in the layout the product wants.
         runs: list[list[int]] = [[0]]

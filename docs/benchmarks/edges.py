@@ -63,6 +63,7 @@ def steps(
     edge_dim: int | None = None,
     trains: bool = True,
     graphs: int | None = None,
+    compare: bool = True,
 ):
     """A step of PyG's layer and of ours, of equal weights; ours on edges that are sorted already,
     but of so many `graphs`."""
@@ -77,8 +78,9 @@ def steps(
     ours = interop.from_pyg(theirs)
     edges = attnkit.Edges(edge_index, sizes[0]) if graphs is None else edge_index
     carried = [] if edge_dim is None else [torch.randn(sizes[1], edge_dim)]
-    expected = theirs(x, edge_index, *carried)
-    torch.testing.assert_close(ours(x, edges, *carried), expected, atol=1e-4, rtol=1e-4)
+    if compare:
+        expected = theirs(x, edge_index, *carried)
+        torch.testing.assert_close(ours(x, edges, *carried), expected, atol=1e-4, rtol=1e-4)
 
     def step(layer, given):
         def run():
@@ -194,7 +196,8 @@ def peaks_of(name: str, head_dim: int = 16) -> dict[str, str]:
 def peak(name: str, who: str, head_dim: int) -> None:
     """Print the peak memory of the second step: the first has made gradients and sorted edges."""
     is_typed = name in TYPED
-    pyg, ours = typed_steps(name) if is_typed else steps(name, LARGE, head_dim)
+    # of one program alone: memory that the other gave back would be taken again in pieces
+    pyg, ours = typed_steps(name) if is_typed else steps(name, LARGE, head_dim, compare=False)
     step = pyg if who == "PyG" else ours
     step()
     print(peak_memory(step))

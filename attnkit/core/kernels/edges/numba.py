@@ -103,17 +103,17 @@ class _NumbaEdgeSoftmax(torch.autograd.Function):
     def forward(ctx, plan: Plan, *tensors: Tensor | None):
         results = _Job(plan, tensors).forward()
         ctx.plan = plan
-        ctx.save_for_backward(*tensors, *results)
+        ctx.save_for_backward(*tensors, results[2])
         ctx.set_materialize_grads(False)
         return results[:2]
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None):
         refuse_second_derivative("edges_numba", *gradients, *ctx.saved_tensors)
-        tensors, results = ctx.saved_tensors[: len(NAMES)], ctx.saved_tensors[len(NAMES) :]
+        *tensors, softmax = ctx.saved_tensors
         needed = zip(NAMES, ctx.needs_input_grad[1:], strict=True)
         wanted = {name for name, is_needed in needed if is_needed}
-        found = _Job(ctx.plan, tensors).backward(results, gradients, wanted)
+        found = _Job(ctx.plan, tensors).backward(softmax, gradients, wanted)
         return None, *(found.get(name) for name in NAMES)
 
 
@@ -172,22 +172,20 @@ class _Job:
 
     def backward(
         self,
-        results: tuple[Tensor, ...],
+        softmax: Tensor,
         gradients: tuple[Tensor | None, ...],
         wanted: set[str],
     ) -> dict[str, Tensor]:
         """The gradients of the wanted tensors, by name."""
         compiled = _compiled()
-        output, sums, softmax = results
-        gradient, sums_gradient = gradients
+        gradient, of_sums = gradients
         if gradient is None:
-            gradient = torch.zeros_like(output)
-        output, gradient = (_filled(t, self.value_dim) for t in (output, gradient))
-        has_sums = self.plan.sums_features and sums_gradient is not None
-        of_sums = [
-            _filled(t, self.edge_dim) if has_sums and t is not None else None
-            for t in (sums, sums_gradient)
-        ]
+            gradient = softmax.new_zeros(self.num_lanes, self.num_targets, self.value_dim)
+        gradient = _filled(gradient, self.value_dim)
+        if of_sums is not None and self.plan.sums_features:
+            of_sums = _filled(of_sums, self.edge_dim)
+        else:
+            of_sums = None
         found = self._new_gradients(wanted)
         _, by_target, by_source = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
@@ -200,19 +198,15 @@ class _Job:
             tables["features"] = _table(found.get("features"))
             written = compiled.Gradients(
                 _table(near.pop("output")),
-                _table(of_sums[1], lanes),
+                _table(of_sums, lanes),
                 _table(pairs),
                 _table(signs),
                 *(tables.get(name, _table(None)) for name in compiled.Gradients._fields[4:]),
             )
-            of_results = compiled.Results(
-                *(_table(t, lanes) for t in (output, of_sums[0], softmax))
-            )
             arguments = self._graph(*BY_SOURCE), self._given(lanes, near)
+            of_targets = *arguments, _table(softmax, lanes), written
 
-            def target_task(
-                part: int, *where: int, given: Any = (*arguments, of_results, written)
-            ) -> None:
+            def target_task(part: int, *where: int, given: Any = of_targets) -> None:
                 scratch = self._scratch()
                 by_target(*given, scratch.data_ptr(), part, *where)
 
@@ -229,9 +223,7 @@ class _Job:
         assert self.given["query"] is not None
         zeros, num_parts = self.given["query"].new_zeros, len(self._blocks())
         found = {
-            "query": self._new("query", self.head_dim),
-            "key": self._new("key", self.head_dim),
-            "value": self._new("value", self.value_dim),
+            **self._new_inputs(),
             "vector": zeros(self.num_lanes, num_parts, self.head_dim),
         }
         if self.given["edge_key"] is not None:
@@ -263,6 +255,23 @@ class _Job:
         assert like is not None
         table = like.new_empty(like.shape[1], self.num_lanes, dim)
         return in_huge_pages(table).transpose(0, 1)
+
+    def _new_inputs(self) -> dict[str, Tensor]:
+        """Like queries, keys and values: next to each other if those are, as one projection left
+        them, so that nobody has to join their gradients."""
+        dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
+        given = [self.given[name] for name in dims]
+        query, width = given[0], self.num_lanes * self.head_dim
+        assert query is not None
+        starts = [query.data_ptr() + 4 * width * i for i in range(3)]
+        if (
+            self.head_dim == self.value_dim
+            and [t.data_ptr() for t in given if t is not None] == starts
+            and all(t is not None and t.stride(1) == 3 * width for t in given)
+        ):
+            whole = in_huge_pages(query.new_empty(query.shape[1], 3, self.num_lanes, self.head_dim))
+            return dict(zip(dims, whole.permute(1, 2, 0, 3), strict=True))
+        return {name: self._new(name, dim) for name, dim in dims.items()}
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Memory that one group of lanes hands to the next: new memory costs more."""
