@@ -103,17 +103,17 @@ class _NumbaEdgeSoftmax(torch.autograd.Function):
     def forward(ctx, plan: Plan, *tensors: Tensor | None):
         results = _Job(plan, tensors).forward()
         ctx.plan = plan
-        ctx.save_for_backward(*tensors, results[2])
+        ctx.save_for_backward(*tensors, *results)
         ctx.set_materialize_grads(False)
         return results[:2]
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None):
         refuse_second_derivative("edges_numba", *gradients, *ctx.saved_tensors)
-        *tensors, softmax = ctx.saved_tensors
+        tensors, results = ctx.saved_tensors[: len(NAMES)], ctx.saved_tensors[len(NAMES) :]
         needed = zip(NAMES, ctx.needs_input_grad[1:], strict=True)
         wanted = {name for name, is_needed in needed if is_needed}
-        found = _Job(ctx.plan, tensors).backward(softmax, gradients, wanted)
+        found = _Job(ctx.plan, tensors).backward(results, gradients, wanted)
         return None, *(found.get(name) for name in NAMES)
 
 
@@ -172,20 +172,22 @@ class _Job:
 
     def backward(
         self,
-        softmax: Tensor,
+        results: tuple[Tensor, ...],
         gradients: tuple[Tensor | None, ...],
         wanted: set[str],
     ) -> dict[str, Tensor]:
         """The gradients of the wanted tensors, by name."""
         compiled = _compiled()
-        gradient, of_sums = gradients
+        output, sums, softmax = results
+        gradient, sums_gradient = gradients
         if gradient is None:
-            gradient = softmax.new_zeros(self.num_lanes, self.num_targets, self.value_dim)
-        gradient = _filled(gradient, self.value_dim)
-        if of_sums is not None and self.plan.sums_features:
-            of_sums = _filled(of_sums, self.edge_dim)
-        else:
-            of_sums = None
+            gradient = torch.zeros_like(output)
+        output, gradient = (_filled(t, self.value_dim) for t in (output, gradient))
+        has_sums = self.plan.sums_features and sums_gradient is not None
+        of_sums = [
+            _filled(t, self.edge_dim) if has_sums and t is not None else None
+            for t in (sums, sums_gradient)
+        ]
         found = self._new_gradients(wanted)
         _, by_target, by_source = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
@@ -198,13 +200,14 @@ class _Job:
             tables["features"] = _table(found.get("features"))
             written = compiled.Gradients(
                 _table(near.pop("output")),
-                _table(of_sums, lanes),
+                _table(of_sums[1], lanes),
                 _table(pairs),
                 _table(signs),
                 *(tables.get(name, _table(None)) for name in compiled.Gradients._fields[4:]),
             )
             arguments = self._graph(*BY_SOURCE), self._given(lanes, near)
-            of_targets = *arguments, _table(softmax, lanes), written
+            of_results = (_table(t, lanes) for t in (output, of_sums[0], softmax))
+            of_targets = *arguments, compiled.Results(*of_results), written
 
             def target_task(part: int, *where: int, given: Any = of_targets) -> None:
                 scratch = self._scratch()

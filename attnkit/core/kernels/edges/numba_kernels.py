@@ -325,7 +325,7 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                 target = following
 
     def by_target(
-        graph, given, softmax, gradients, scratch, part, first, last, first_lane, last_lane
+        graph, given, results, gradients, scratch, part, first, last, first_lane, last_lane
     ):
         weights, masks, slopes = scratch, scratch + 4 * graph.at_once, scratch + 8 * graph.at_once
         arguments = scratch + 12 * graph.at_once
@@ -345,7 +345,7 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                     edge_query = _at(given.edge_query, lane, node)
                     gradient = load(_at(gradients.output, lane, node), value_dim)
                     sums_gradient = _at(gradients.sums, lane, node)
-                    shift = number(_at(softmax, lane, node), 0)
+                    shift = number(_at(results.softmax, lane, node), 0)
                     start, stop = integer(graph.offsets, node), integer(graph.offsets, node + 1)
                     for edge in range(start, stop):
                         _fetch_source(graph, edge, key, given.key.row, row_bytes)
@@ -375,16 +375,14 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                     edge_query_gradient = _at(gradients.edge_query, lane, node)
                     if given.edge_query.start:
                         _clear_row(edge_query_gradient, given.num_blocks)
+                    gradient = load(_at(gradients.output, lane, node), value_dim)
+                    mean = total(times(gradient, load(_at(results.output, lane, node), value_dim)))
                     sums_gradient = _at(gradients.sums, lane, node)
-                    inverse = number(_at(softmax, lane, node), 1)
+                    if gradients.sums.start:
+                        sums = _at(results.sums, lane, node)
+                        mean += _product(sums_gradient, sums, given.num_blocks)
+                    inverse = number(_at(results.softmax, lane, node), 1)
                     start, stop = integer(graph.offsets, node), integer(graph.offsets, node + 1)
-                    mean = float32(0)
-                    for edge in range(start, stop):
-                        weight = number(weights, edge - begin)
-                        if given.keep_scale != 1:
-                            weight *= number(masks, edge - begin)
-                        mean += weight * number(slopes, edge - begin)
-                    mean *= inverse
                     for edge in range(start, stop):
                         used = weight = inverse * number(weights, edge - begin)
                         slope = number(slopes, edge - begin)
