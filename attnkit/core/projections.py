@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, divides
 from attnkit.core.operators.linear import run_linear
-from attnkit.core.operators.split import split_channels
 
 
 class Projections(nn.Module):
@@ -109,7 +108,7 @@ class Projections(nn.Module):
             ]
         query, key, value = inputs
         if query is not None and query is key is value:
-            return list(split_channels(run_linear(self.in_proj, query), self.sizes))
+            return list(self._split(run_linear(self.in_proj, query)))
         # One product for neighbours that read the same tokens. They are split on the last
         # dimension: the backward of that is one concatenation, in the layout the product wants.
         runs: list[list[int]] = [[0]]
@@ -129,3 +128,7 @@ class Projections(nn.Module):
             else:
                 projected += run_linear(self.in_proj, tokens, rows).split(sizes, dim=-1)
         return projected
+
+    def _split(self, projected: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values of what the fused matrix made."""
+        return projected.split(self.sizes, dim=-1)

@@ -4,6 +4,7 @@
 values. In `GATHeads` queries and keys are one number each, since GAT's score is a sum of two.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.operators.linear import linear, reset_linear, run_linear
+from attnkit.core.operators.split import split_channels
 from attnkit.core.projections import Projections
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.kinds import Additive
@@ -79,6 +81,13 @@ class GraphHeads(nn.Module):
         return self.edge_proj.weight.unflatten(0, (self.heads, -1))
 
 
+class NodeProjections(Projections):
+    """Projections whose gradients, which kernels of edges leave side by side, are not copied."""
+
+    def _split(self, projected: Tensor) -> Sequence[Tensor]:
+        return split_channels(projected, self.sizes)
+
+
 class QueryKeyValueHeads(GraphHeads):
     """Queries, keys and values each with a projection, for any score of queries and keys.
 
@@ -96,7 +105,7 @@ class QueryKeyValueHeads(GraphHeads):
         bias: bool = True,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, edge_dim)
-        self.node_proj = Projections(
+        self.node_proj = NodeProjections(
             in_channels[1], heads, head_dim=out_channels, key_dim=in_channels[0], bias=bias
         )
         self.score = learned_score(score, heads, out_channels)
