@@ -91,11 +91,12 @@ def _set_one_thread() -> int:
 def _settings() -> tuple[Callable[[int], Any], Callable[[int], int]]:
     """OpenMP's setting of the calling thread, and MKL's: `torch.set_num_threads` changes all
     threads. Each does nothing where torch was built without the library."""
-    folder = Path(torch.__file__).parent / "lib"
-    library = ctypes.CDLL(str(next(folder.glob("libtorch_cpu.*"), "")) or None)
+    found = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
+    library = None if found is None else ctypes.CDLL(str(found))
     names = "omp_set_num_threads", "MKL_Set_Num_Threads_Local"
     openmp, mkl = (getattr(library, name, lambda number: 0) for name in names)
     return openmp, mkl
 
 
-os.register_at_fork(after_in_child=_pools.clear)  # threads are not there in a forked process
+if hasattr(os, "register_at_fork"):  # threads are not there in a forked process
+    os.register_at_fork(after_in_child=_pools.clear)

@@ -263,14 +263,13 @@ class _Job:
         """Like queries, keys and values: next to each other if those are, as one projection left
         them, so that nobody has to join their gradients."""
         dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
-        given = [self.given[name] for name in dims]
+        given = [tensor for name in dims if (tensor := self.given[name]) is not None]
         query, width = given[0], self.num_lanes * self.head_dim
-        assert query is not None
         starts = [query.data_ptr() + 4 * width * i for i in range(3)]
         if (
-            self.head_dim == self.value_dim
-            and [t.data_ptr() for t in given if t is not None] == starts
-            and all(t is not None and t.stride(1) == 3 * width for t in given)
+            all(tensor.shape == query.shape for tensor in given)  # else rows differ, too
+            and all(tensor.stride(1) == 3 * width for tensor in given)
+            and [tensor.data_ptr() for tensor in given] == starts
         ):
             whole = in_huge_pages(query.new_empty(query.shape[1], 3, self.num_lanes, self.head_dim))
             return dict(zip(dims, whole.permute(1, 2, 0, 3), strict=True))
