@@ -37,7 +37,7 @@ def run_tasks(tasks: Sequence[Callable[[], Finish | None]]) -> None:
 
     def work() -> None:
         nonlocal finished
-        with torch.no_grad():
+        with torch.no_grad(), _one_thread_of_torch():
             for index, task in left:
                 finish = task()
                 with lock:
@@ -48,43 +48,33 @@ def run_tasks(tasks: Sequence[Callable[[], Finish | None]]) -> None:
                         if finish is not None:
                             finish()
 
-    with _one_thread_of_torch():
-        started = [_pool(helpers).submit(work) for _ in range(helpers)]
-        try:
-            work()
-        finally:
-            for helper in started:
-                if not helper.cancel():  # it has begun
-                    helper.result()
+    started = [_pool(helpers).submit(work) for _ in range(helpers)]
+    try:
+        work()
+    finally:
+        for helper in started:
+            if not helper.cancel():  # it has begun
+                helper.result()
 
 
 def _pool(num_threads: int) -> ThreadPoolExecutor:
     if num_threads not in _pools:
-        _pools[num_threads] = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="attnkit", initializer=_set_one_thread
-        )
+        _pools[num_threads] = ThreadPoolExecutor(num_threads, thread_name_prefix="attnkit")
     return _pools[num_threads]
 
 
 @contextmanager
 def _one_thread_of_torch() -> Iterator[None]:
     """Within, torch computes with one thread, as seen from the thread that calls."""
-    before = torch.get_num_threads()
+    before = torch.get_num_threads()  # torch sets it itself, the first time that a thread asks
     set_openmp, set_mkl = _settings()
-    of_mkl = _set_one_thread()
+    set_openmp(1)
+    of_mkl = set_mkl(1)
     try:
         yield
     finally:
         set_openmp(before)
         set_mkl(of_mkl)
-
-
-def _set_one_thread() -> int:
-    """Let torch compute with one thread in this one. Returns the number that MKL had before."""
-    torch.get_num_threads()  # torch sets it itself, the first time that a thread asks
-    set_openmp, set_mkl = _settings()
-    set_openmp(1)
-    return set_mkl(1)
 
 
 @cache

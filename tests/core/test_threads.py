@@ -21,12 +21,18 @@ def three_threads():
 
 
 def test_torch_computes_with_one_thread_in_a_task(three_threads):
+    """Also in a thread where an earlier task changed the number."""
     seen = {}
+
+    def change():
+        torch.set_num_threads(3)
+        time.sleep(0.02)
 
     def task():
         seen.setdefault(threading.current_thread(), set()).add(torch.get_num_threads())
         time.sleep(0.02)
 
+    run_tasks([change] * 12)
     run_tasks([task] * 12)
     assert len(seen) == 3
     assert set.union(*seen.values()) == {1}

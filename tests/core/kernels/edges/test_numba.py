@@ -30,8 +30,9 @@ SCORES = {
 @pytest.fixture(params=["one task", "tasks"])
 def computed_in(request, monkeypatch):
     """One thread and lanes where they stand; or a task for a few edges of one lane, on copies."""
+    before = torch.get_num_threads()
     if request.param == "tasks":
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+        torch.set_num_threads(3)
         for name, value in (
             ("GROUP", 100),
             ("ALONE", 0),
@@ -41,6 +42,8 @@ def computed_in(request, monkeypatch):
             ("CACHE", 0),
         ):
             monkeypatch.setattr(edges_numba, name, value)
+    yield
+    torch.set_num_threads(before)
 
 
 def given(score, num_targets=11, num_sources=13, dtype=torch.float64):
