@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 Finish = Callable[[], None]
+TASKS_PAY = 2**24  # products of a query's and a key's channel that take longer than starting tasks
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 

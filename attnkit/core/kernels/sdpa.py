@@ -30,6 +30,8 @@ from attnkit.core.kernels.base import (
     with_channels,
 )
 
+flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 LEAST_QUERIES = 256  # of a part: with fewer, splitting costs what it gains
 SHORT = 64  # tokens: with a bias cuDNN lost at 49 and won at 2,048 of them, on an H100
 

@@ -24,17 +24,15 @@ from attnkit.core.kernels.base import (
     functorch_reasons,
     refuse_second_derivative,
 )
+from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
 from attnkit.core.kernels.window_blocks import Chunk, Part, Terms, grid_of, parts, strips
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.operators.plain import is_plain
 from attnkit.core.precision import wide
-from attnkit.core.threads import run_tasks
+from attnkit.core.threads import TASKS_PAY, run_tasks
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CALL = 2**21  # products query · key that take as long as calling the kernel for one more chunk
-THREADS = 2**24  # such products that pay for threads of our own
 
 
 class WindowKernel(Backend):
@@ -143,7 +141,7 @@ def _run(function: Callable[..., Callable[[], None] | None], jobs: list[tuple[An
     work = [(job, part) for job in jobs for part in job[0].parts()]
     tasks = [partial(function, part, *job) for job, part in work]
     pairs = (job[0].width * chunk.num_pairs for job, part in work for chunk in part.chunks)
-    if is_plain(jobs[0][-1][0]) and sum(pairs) >= THREADS:
+    if is_plain(jobs[0][-1][0]) and sum(pairs) >= TASKS_PAY:
         run_tasks(tasks)
         return
     for task in tasks:
@@ -215,7 +213,7 @@ def _forward(
             chunk.queries(sums).zero_()
             continue
         term = where.term(part, chunk)
-        o, s = _flash(
+        o, s = flash_cpu(
             chunk.queries(q), chunk.keys(k), chunk.keys(v), attn_mask=term, scale=where.scale
         )
         if not is_line and not where.terms.is_shared:
@@ -235,7 +233,7 @@ def _forward_prefix(
     output, lse = results
     query, key, value = tensors
     for rows, columns, term in where.prefix():
-        o, s = _flash(
+        o, s = flash_cpu(
             query[None, :, rows], key[None, :, columns], value[None, :, columns],
             attn_mask=term, scale=where.scale,
         )  # fmt: skip
@@ -267,7 +265,7 @@ def _backward(
         if chunk.key_size == 0:
             chunk.queries(dq).zero_()
             continue
-        a, b, c = _flash_backward(
+        a, b, c = flash_cpu_backward(
             chunk.queries(g),
             chunk.queries(q),
             chunk.keys(k),
@@ -301,7 +299,7 @@ def _backward_prefix(
     query, key, value, output, lse = tensors
     grad_query, grad_key, grad_value = totals
     for rows, columns, term in where.prefix():
-        a, b, c = _flash_backward(
+        a, b, c = flash_cpu_backward(
             gradient[None, :, rows], query[None, :, rows],
             key[None, :, columns], value[None, :, columns],
             output[None, :, rows], lse[None, :, rows], 0.0, False,

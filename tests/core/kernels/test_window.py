@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import Causal, Dense, Packed, Padding, Window, Window2d, attend
-from attnkit.core.kernels import window, window_blocks
+from attnkit.core.kernels import packed, window, window_blocks
 from attnkit.core.kernels.choose import UnsupportedError
 
 CPU = torch.device("cpu")
@@ -40,6 +40,9 @@ CASES = {
     ),
     "packed": ("packed", Packed(LENGTHS), 331, 331),
     "packed & causal": ("packed", Packed(LENGTHS) & Causal(), 331, 331),
+    "alike": ("packed", Packed([61, 60, 59, 0, 61, 61, 29]), 331, 331),
+    "alike & causal": ("packed", Packed([61, 60, 59, 0, 61, 61, 29]) & Causal(), 331, 331),
+    "alike, cross": ("packed", Packed([66, 65, 66, 67, 67], [3, 5, 0, 5, 6]), 331, 19),
     "packed cross": ("packed", Packed(LENGTHS, [3, 5, 0, 11]), 331, 19),
     "packed cross & window": (
         "packed",
@@ -54,7 +57,8 @@ CASES = {
 def small_chunks(monkeypatch):
     """Several chunks of several blocks, in threads, at the sizes of tests."""
     monkeypatch.setattr(window_blocks, "CHUNK_ELEMENTS", 2**12)
-    monkeypatch.setattr(window, "THREADS", 0)
+    monkeypatch.setattr(window, "TASKS_PAY", 0)
+    monkeypatch.setattr(packed, "TASKS_PAY", 0)
 
 
 def make(num_queries, num_keys, dtype, head_dim=7, value_dim=5):
@@ -84,8 +88,10 @@ def test_kernel_equals_the_reference(name, dtype):
     expected = with_gradients(exact, mask=allowed, bias=bias, backend="reference")
     plain = with_gradients(tensors, mask=allowed, bias=bias, backend="math")
     with attnkit.record_backends() as record:
-        actual = with_gradients(tensors, mask=mask, bias=bias, backend=backend)
+        recorded = attend(*tensors, mask=mask, bias=bias, backend=backend)
     assert record.total()[backend] == 1
+    actual = with_gradients(tensors, mask=mask, bias=bias, backend=backend)
+    assert_equal(recorded, expected[0], plain[0])  # which looks into operators, so without threads
     for results in zip(actual, expected, plain, strict=True):
         assert results[0].dtype == dtype
         assert_equal(*results)
@@ -95,26 +101,29 @@ def test_kernel_equals_the_reference(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["line", "far", "fewer keys, at the end", "in sequences", "grid"])
+@pytest.mark.parametrize(
+    "name", ["line", "far", "fewer keys, at the end", "in sequences", "grid", "alike & causal"]
+)
 def test_threads_change_no_bit(name, dtype):
-    _, mask, num_queries, num_keys = CASES[name]
+    backend, mask, num_queries, num_keys = CASES[name]
     tensors, results = make(num_queries, num_keys, dtype), []
     before = torch.get_num_threads()
     for count in (1, 3):
         torch.set_num_threads(count)
-        results.append(with_gradients(tensors, mask=mask, backend="window"))
+        results.append(with_gradients(tensors, mask=mask, backend=backend))
     torch.set_num_threads(before)
     for one, three in zip(*results, strict=True):
         assert torch.equal(one, three)
 
 
-@pytest.mark.parametrize("name", ["far", "grid, prefix", "padding"])
+@pytest.mark.parametrize("name", ["far", "grid, prefix", "padding", "packed", "alike & causal"])
 def test_short_attention_is_computed_without_threads_of_our_own(name, monkeypatch):
-    _, mask, num_queries, num_keys = CASES[name]
+    backend, mask, num_queries, num_keys = CASES[name]
     tensors, results = make(num_queries, num_keys, torch.float64), []
     for least in (0, 2**62):
-        monkeypatch.setattr(window, "THREADS", least)
-        results.append(with_gradients(tensors, mask=mask, backend="window"))
+        monkeypatch.setattr(window, "TASKS_PAY", least)
+        monkeypatch.setattr(packed, "TASKS_PAY", least)
+        results.append(with_gradients(tensors, mask=mask, backend=backend))
     for threads, one_after_another in zip(*results, strict=True):
         torch.testing.assert_close(threads, one_after_another, rtol=1e-12, atol=1e-12)
 
