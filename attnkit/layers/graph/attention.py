@@ -12,7 +12,8 @@ from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
-from attnkit.core.operators.linear import reset_linear, run_linear
+from attnkit.core.operators.linear import is_linear, reset_linear, run_linear
+from attnkit.core.operators.plain import is_plain
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.weights import Indices, of_edges
@@ -266,7 +267,8 @@ class GraphAttention(EdgeModule):
                 return output if bias is None else output + bias
             root = run_linear(self.residual_proj, target)
             if self.gate_proj is None:
-                return output + root
+                is_ours = is_linear(self.residual_proj) and root.dtype == output.dtype
+                return root.add_(output) if is_ours and is_plain(root) else output + root
             beta = self.gate_proj(torch.cat([output, root, output - root], dim=-1)).sigmoid()
             return torch.lerp(output, root, beta)
         return output if self.out_bias is None else output + self.out_bias
