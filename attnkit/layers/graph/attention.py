@@ -12,6 +12,7 @@ from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
+from attnkit.core.operators.dropout import dropout as drop
 from attnkit.core.operators.linear import is_linear, reset_linear, run_linear
 from attnkit.core.operators.plain import is_plain
 from attnkit.core.scores.base import Score
@@ -79,6 +80,8 @@ class GraphAttention(EdgeModule):
             doubles the channels (GAT-sep; Platonov et al., A Critical Look at the Evaluation of
             GNNs under Heterophily, 2023). The layer that follows mixes them.
         dropout_p, backend: as in `MultiHeadAttention`.
+        value_dropout_p: dropout of the values W_v x_j, once for all edges of a source, in training
+            only; the scores read none of it (the code of GAT's authors).
         dropout: PyG's name of `dropout_p`, in its place.
         negative_slope: of the LeakyReLU of "gat" and "gatv2".
         share_weights: of "gatv2": one projection for queries and keys.
@@ -104,6 +107,7 @@ class GraphAttention(EdgeModule):
         gate: bool = False,
         separate_self: bool = False,
         dropout_p: float = 0.0,
+        value_dropout_p: float = 0.0,
         dropout: float | None = None,
         negative_slope: float = 0.2,
         share_weights: bool = False,
@@ -127,7 +131,7 @@ class GraphAttention(EdgeModule):
             if dropout_p:
                 raise ValueError(f"dropout: is dropout_p, got both, {dropout} and {dropout_p}")
             dropout_p = dropout
-        share(dropout_p=dropout_p)
+        share(dropout_p=dropout_p, value_dropout_p=value_dropout_p)
         if gate and not residual:
             raise ValueError("gate: needs residual=True, whose W_r x_i it mixes in")
         if separate_self and is_pair:
@@ -148,6 +152,7 @@ class GraphAttention(EdgeModule):
         self.add_self_loops = add_self_loops
         self.separate_self = separate_self
         self.dropout_p = dropout_p
+        self.value_dropout_p = value_dropout_p
         self.backend = backend
         self.fill_value: FillValue
         if isinstance(fill_value, Tensor):
@@ -364,8 +369,13 @@ class GraphAttention(EdgeModule):
     ) -> Tensor:
         """[heads, targets, out_channels]."""
         used, carried = self._graph(edges, features, bias)
+        value = nodes.value
+        if self.training and self.value_dropout_p > 0:
+            value = drop(value, self.value_dropout_p)
         return attend(
-            *nodes,
+            nodes.query,
+            nodes.key,
+            value,
             score=self.projections.current_score(),
             mask=used,
             edge_features=carried,

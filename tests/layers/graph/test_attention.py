@@ -378,6 +378,26 @@ def test_a_first_input_without_targets():
         GraphAttention((-1, -1), 4, score="gat")((pair[0], None), INDEX)
 
 
+@pytest.mark.parametrize("score", ["gat", "gatv2", "scaled_dot"])
+def test_dropout_of_the_values_in_training_only(score):
+    """Node 0 alone is seen, by three others: each of its values is dropped for all of them."""
+    layer = make(score, value_dropout_p=0.75, out_bias=False)
+    graph = Edges(torch.tensor([[0, 0, 0], [1, 2, 3]]), 4)
+    x = rand(4, CHANNELS)
+    whole = layer.eval()(x, graph)[1]
+    torch.manual_seed(0)
+    kept = [layer.train()(x, graph) for _ in range(400)]
+    for output in kept:
+        assert torch.equal(output[1], output[2])
+        assert torch.equal(output[1], output[3])
+        is_kept = output[1] != 0
+        torch.testing.assert_close(output[1], whole * 4 * is_kept)
+    share = torch.stack([output[1] != 0 for output in kept]).double().mean()
+    assert 0.22 < share < 0.28
+    with pytest.raises(ValueError, match=r"expected 0 <= value_dropout_p < 1, got 1\.0"):
+        make(score, value_dropout_p=1.0)
+
+
 def test_dropout_is_dropout_p():
     assert GraphAttention(5, 4, dropout=0.3).dropout_p == 0.3
     with pytest.raises(ValueError, match="dropout: is dropout_p, got both"):
