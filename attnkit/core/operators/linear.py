@@ -110,7 +110,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(gradient: Tensor, tokens: Tensor) -> Tensor:
-    """The weight's gradient. Of many rows torch's own is faster; oneDNN with the longer side last."""
+    """The weight's gradient. torch is faster with many rows; oneDNN with the longer side last."""
     if len(gradient) > gradient.shape[1] + tokens.shape[1]:
         return gradient.mT @ tokens
     if gradient.shape[1] > tokens.shape[1]:
