@@ -24,7 +24,8 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     In float32 on AMD's processors by oneDNN, with its gradients of any order: torch computes them
     by MKL, which takes up to twice as long on some of them. The operator is the one that
-    torch.compile puts there; whatever looks into operators, as tracing and torch.func do, sees torch's own.
+    torch.compile puts there; whatever looks into operators, as tracing and torch.func do, sees
+    torch's own.
     """
     if tokens.layout is not torch.strided:  # in full precision only
         with no_autocast(tokens):
