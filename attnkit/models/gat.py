@@ -52,7 +52,7 @@ class GAT(EdgeModule):
             the MLPs.
         attention_dropout_p: of the attention weights.
         value_dropout_p: of the values, after their projection, as in the code of the paper's
-            authors, which without it reaches less on CiteSeer.
+            authors; with 0.6 the network reaches its published accuracy on CiteSeer.
         residual: add W_r x to each layer's output, as the paper's network for protein graphs does
             in the middle; residual blocks do without.
         norm: "layer", "batch" or None: before the activation; with residual blocks as above.

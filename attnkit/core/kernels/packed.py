@@ -154,7 +154,7 @@ def _places(items: Sequence[Inputs]) -> list[tuple[slice, slice]]:
 
 
 class _Sequences(torch.autograd.Function):
-    """Attention of the queries to the keys of each of `places`, which the others look past."""
+    """Attention within each sequence; `places`: the slices of its queries and of its keys."""
 
     @staticmethod
     def forward(
