@@ -37,7 +37,10 @@ def call(function, tensors):
     return function(tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None)
 
 
-@pytest.mark.parametrize("shape", [(32, 64), (5, 7, 64), (2, 3, 4, 16), (0, 64), (64,), (1, 64)])
+SHAPES = [(32, 64), (5, 7, 64), (2, 3, 4, 16), (0, 64), (64,), (1, 64), (97, 16), (3, 37, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_outputs_and_gradients_are_those_of_torch_in_float64(shape, bias):
     tensors = given(shape, bias)
