@@ -71,6 +71,43 @@ class Guard:
         )
 
 
+class Unmergeable:
+    """Stands in the place of a module's method that would make one layer of it and its attention.
+
+    timm's `reparameterize_model` calls `fuse`, `reparameterize` or `switch_to_deploy` wherever a
+    module has them, and what a module had for children and hooks is then gone.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __call__(self) -> None:
+        raise RuntimeError(
+            f"{self.what} holds inserted attention, which merging its layers would drop; call "
+            "reparameterize_model first and insert_attention then, or remove_attention before"
+        )
+
+
+def merging_methods(module: nn.Module) -> list[str]:
+    """The methods by which timm's `reparameterize_model` makes one layer of a module."""
+    names = ("fuse", "reparameterize", "switch_to_deploy")
+    return [name for name in names if hasattr(module, name)]
+
+
+def keep_apart(model: nn.Module, place: str) -> None:
+    """Refuse to merge the layers around attention at `place`, the name of a hooked module.
+
+    The module itself may be merged in place: its hooks and its child remain.
+    """
+    parts = place.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        module = model.get_submodule(name)
+        for method in merging_methods(module):
+            if name != place or method == "fuse":
+                setattr(module, method, Unmergeable(f"{name} ({type(module).__name__})"))
+
+
 def attach(place: nn.Module, hook: AttendOutput) -> None:
     if isinstance(hook, AttendInput):
         place.register_forward_pre_hook(hook)
@@ -89,6 +126,9 @@ def detach_all(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Take every hook of ours off the modules of the model; the owners and names they called."""
     found: dict[tuple[nn.Module, str], None] = {}
     for module in model.modules():
+        for method in merging_methods(module):
+            if isinstance(vars(module).get(method), Unmergeable):
+                delattr(module, method)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 if isinstance(hook, AttendOutput | Guard):

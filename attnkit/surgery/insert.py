@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from attnkit.core.watch.multiply_adds import count_multiply_adds
 from attnkit.core.watch.undisturbed import undisturbed
-from attnkit.surgery.hooks import AttendInput, AttendOutput, Guard, attach, detach_all, hooks_of
+from attnkit.surgery.hooks import (
+    AttendInput,
+    AttendOutput,
+    Guard,
+    attach,
+    detach_all,
+    hooks_of,
+    keep_apart,
+)
 from attnkit.surgery.names import make_feature_attention
 from attnkit.surgery.places import Place, find_places
 
@@ -175,6 +183,7 @@ def insert_attention(
     rows = []
     for place, (module, multiply_adds) in zip(places, made, strict=True):
         name = _insert(place, module)
+        keep_apart(model, place.name)
         _, channels, height, width = place.map.shape
         full_name = f"{place.owner_name}.{name}" if place.owner_name else name
         parameters = sum(parameter.numel() for parameter in module.parameters())

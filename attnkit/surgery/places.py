@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from attnkit.surgery.blocks import Branch, branches
 from attnkit.surgery.dry_run import DryRun, Map
+from attnkit.surgery.hooks import merging_methods
 from attnkit.surgery.stages import stages
 
 _CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
@@ -40,7 +41,12 @@ def find_places(model: nn.Module, where: str, example: Tensor | None) -> list[Pl
     """
     run = DryRun(model, example, traced=where in ("blocks", "stages"))
     if where == "blocks" and (found := branches(run)):
-        places = [_in_block(branch, run) for branch in found]
+        by_name: dict[tuple[str, bool], Place] = {}
+        for branch in found:
+            around = _merged_around(branch.module, run)
+            place = _after(around, run) if around else _in_block(branch, run)
+            by_name.setdefault((place.name, place.is_input), place)
+        places = list(by_name.values())
     elif where == "blocks" and isinstance(model, nn.Sequential):
         places = [_after(name, run) for name in _plain_blocks(model, run)]
     elif where == "blocks":
@@ -59,6 +65,19 @@ def find_places(model: nn.Module, where: str, example: Tensor | None) -> list[Pl
     else:
         places = [_after(name, run) for name in _matches(where, run)]
     return _owned(places, run)
+
+
+def _merged_around(branch: str, run: DryRun) -> str | None:
+    """The outermost module around a branch of which timm's `reparameterize_model` makes one layer.
+
+    Attention on the branch would go with it, so it goes after that module.
+    """
+    parts = branch.split(".")
+    for depth in range(1, len(parts)):
+        name = ".".join(parts[:depth])
+        if merging_methods(run.named[name]) and run.map_of(name) is not None:
+            return name
+    return None
 
 
 def _in_block(branch: Branch, run: DryRun) -> Place:
