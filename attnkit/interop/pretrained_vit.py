@@ -15,7 +15,15 @@ from attnkit.interop.timm_names import named_as_ours
 from attnkit.interop.vision import from_timm
 from attnkit.models.backbones import timm_backbone
 from attnkit.models.vit import ViT
-from attnkit.models.weights import existing, is_hub, is_name, misfits, read_source, read_weights
+from attnkit.models.weights import (
+    existing,
+    is_hub,
+    is_name,
+    misfits,
+    of_vit,
+    read_source,
+    read_weights,
+)
 
 _log = logging.getLogger(__name__)
 # What a file does not say is taken to be as in the model that it is for.
@@ -60,7 +68,7 @@ class PretrainedViT(ViT):
             try:
                 source = read_source(given)
                 if source.architecture is None and not is_hub(given) and existing(given).is_file():
-                    return self._of_state(given, read_weights(given), options)
+                    return self._of_state(given, of_vit(read_weights(given)), options)
             except ValueError as error:
                 raise ValueError(f"pretrained: {error}") from error
             if source.architecture is None:

@@ -1,7 +1,7 @@
 """timm's networks under the argument names of this toolkit, with weights of their own or others."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from attnkit.models.weights import (
     asking_hub,
     check_name,
     misfits,
+    of_network,
     read_source,
     read_weights,
     reason,
@@ -119,7 +120,8 @@ def _with_weights(name: str, weights: str, options: dict[str, Any]) -> nn.Module
                 f"weights: {weights} was made with {key}={value}, here it is {here}; "
                 f"model.{key}={value}"
             )
-    state, said = _with_head_of(fresh, state)
+    given = of_network(state, fresh.state_dict())
+    state, said = _with_head_of(fresh, given)
     # timm's way of loading, with all its adaptations, but nothing may be missing or left over
     overlay = {"state_dict": state, "num_classes": options["num_classes"], "label_offset": 0}
     if channels := _channels(fresh, state):
@@ -131,6 +133,13 @@ def _with_weights(name: str, weights: str, options: dict[str, Any]) -> nn.Module
         )
     except Exception as error:  # what turns other formats into timm's fails in any way at others
         why = misfits(error) if isinstance(error, RuntimeError) else None
+        own = fresh.state_dict()
+        apart = state.keys() ^ own.keys()
+        if not given.keys() & own.keys():
+            why = f"its names are {_first(given)}; expected {_first(own)}"
+        elif apart and all(name.startswith(("norm.", "fc_norm.")) for name in apart):
+            same = "true" if "fc_norm.weight" in state else "false"
+            why = f"{why}; model.fc_norm={same} makes the norm that the weights are of"
         raise ValueError(
             f"weights: {weights} does not fit {name}: {why or reason(error)}"
         ) from error
@@ -138,6 +147,12 @@ def _with_weights(name: str, weights: str, options: dict[str, Any]) -> nn.Module
     if said:
         _log.info("weights: %s: %s", weights, said)
     return network
+
+
+def _first(names: Iterable[str], shown: int = 3) -> str:
+    names = list(names)
+    rest = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + rest
 
 
 def _with_head_of(

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnkit.models.weights import (
     check_name,
     is_name,
+    of_vit,
     read_source,
     read_weights,
     timm_config,
@@ -68,7 +69,7 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
         source, state = read_source(given), read_weights(given)
         name = named or source.architecture
         found = _facts(name, source.config if source.config.get("mean") else timm_config(name))
-        return found or _of_vit(given, state)
+        return found or _of_vit(given, of_vit(state))
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
 

@@ -5,7 +5,8 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 from urllib.parse import urlparse
 
 import huggingface_hub.constants as hub
+import numpy as np
 import timm.models
+import torch
 from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,6 +24,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 HUB = "hf-hub:"
 _PREFIX = "model."  # of the network in a checkpoint of a LightningModule
+_COMPILED = "_orig_mod."  # which torch.compile puts before the names of a module
 _FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 
 
@@ -56,9 +60,15 @@ def read_source(given: str | Path) -> Source:
         return Source()
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if "architecture" not in found and "model_type" in found:
+            made = ", ".join(found.get("architectures") or [found["model_type"]])
+            raise ValueError(
+                f"{given} holds a model of transformers ({made}), whose names are not timm's; "
+                "expected weights of a network of timm"
+            )
         architecture, config = found.get("architecture"), found.get("pretrained_cfg", found)
         return Source(architecture, dict(found.get("model_args") or {}), dict(config))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, json.JSONDecodeError, TypeError, AttributeError) as error:
         raise ValueError(f"{given}: its config.json cannot be read: {error}") from error
 
 
@@ -67,9 +77,8 @@ def read_weights(given: str | Path) -> dict[str, Tensor]:
 
     Args:
         given: `hf-hub:NAME`; a folder with `model.safetensors` or `pytorch_model.bin`; or a file,
-            safetensors or what `torch.save` wrote: a state dict, alone or under "state_dict" or
-            "model", of averaged weights if there are some. Of a checkpoint of Lightning it is the
-            part under `model.`.
+            safetensors or what `torch.save` wrote: a state dict, alone or under any key, of
+            averaged weights if there are some. `of_network` takes the names of one network.
 
     Raises:
         ValueError: there is no such thing, it holds code, is damaged or has no weights.
@@ -213,16 +222,57 @@ def _reachable() -> bool:
     return False
 
 
+def of_network(state: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
+    """The part of a state dict that is one network's, under the network's own names.
+
+    It may be under a prefix, as the attribute of a LightningModule is: the prefix under which the
+    most of the network's names are.
+    """
+    own = set(own)
+    counts: Counter[str] = Counter({"": 0})
+    for name in state:
+        starts = [0, *(place.end() for place in re.finditer(r"\.", name))]
+        counts.update(name[:start] for start in starts if name[start:] in own)
+    prefix = max(counts, key=lambda prefix: (counts[prefix], -len(prefix)))
+    if not counts[prefix] and any(name.startswith(_PREFIX) for name in state):
+        prefix = _PREFIX  # in a form that timm turns into its own
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+
+
+def of_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of a state dict that is a Vision Transformer's, of timm or ours."""
+    return of_network(state, ["patch_embed.proj.weight", "patch_embed.weight"])
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        state = timm.models.load_state_dict(str(path), weights_only=True)
+            state = load_file(path)
+        else:
+            with torch.serialization.safe_globals(_numbers_of_numpy()):
+                state = _tensors_of(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # pickle raises about anything
         raise ValueError(f"{path}: {_wrong(path)}") from error
-    if any(name.startswith(_PREFIX) for name in state):
-        state = {n.removeprefix(_PREFIX): t for n, t in state.items() if n.startswith(_PREFIX)}
-    return state
+    return {name.replace(_COMPILED, ""): tensor for name, tensor in state.items()}
+
+
+def _tensors_of(saved: Any) -> dict[str, Any]:
+    """The state dict in what a training script saved, of averaged weights if there are some."""
+    found = {
+        name: value
+        for name, value in saved.items()
+        if isinstance(value, Mapping) and value and all(map(torch.is_tensor, value.values()))
+    }
+    known = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
+    for name in [name for name in known if name in found] or list(found)[:1]:
+        return dict(found[name])
+    return dict(saved)
+
+
+def _numbers_of_numpy() -> list[Any]:
+    """What pickled numbers of NumPy, such as a best accuracy, are made by; none of it runs code."""
+    kinds = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
+    return [np.float64(0).__reduce__()[0], np.dtype, *kinds]
 
 
 def _wrong(path: Path) -> str:

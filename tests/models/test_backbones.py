@@ -3,6 +3,7 @@
 import logging
 import os
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -32,6 +33,29 @@ def saved(vit, stand_in_files):
     torch.save({"state_dict": state, "epoch": 3}, folder / "timm.pth.tar")
     lightning = {f"model.{name}": tensor for name, tensor in state.items()}
     torch.save({"state_dict": {**lightning, "mean": torch.ones(3)}}, folder / "run.ckpt")
+    for name, prefix in {
+        "compiled": "model._orig_mod.",
+        "of_net": "net.",
+        "ddp": "module.",
+    }.items():
+        torch.save(
+            {"state_dict": {prefix + n: t for n, t in state.items()}}, folder / f"{name}.pth"
+        )
+    torch.save({"model_state_dict": dict(state), "epoch": 3}, folder / "tutorial.pth")
+    torch.save(
+        {
+            "weights": state,
+            "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}},
+            "best": np.float64(0.9),
+            "when": np.int64(3),
+        },
+        folder / "numpy.pth",
+    )
+    torch.save({f"other.{n}.x": t for n, t in state.items()}, folder / "foreign.pth")
+    (folder / "transformers").mkdir()
+    (folder / "transformers" / "config.json").write_text(
+        '{"architectures": ["ViTForImageClassification"], "model_type": "vit"}'
+    )
     torch.save({"state_dict": state, "more": Evil()}, folder / "evil.pth")
     torch.save([1, 2], folder / "list.pth")
     torch.save({"a": 3}, folder / "number.pth")
@@ -73,7 +97,11 @@ def test_weights_that_cannot_be_had(monkeypatch):
         timm_backbone("resnet18", in_channels=3, num_classes=5, pretrained=True)
 
 
-@pytest.mark.parametrize("form", ["net.safetensors", "net.pth", "timm.pth.tar", "run.ckpt", "hf"])
+@pytest.mark.parametrize(
+    "form",
+    ["net.safetensors", "net.pth", "of_net.pth", "timm.pth.tar", "run.ckpt", "hf", "compiled.pth",
+     "ddp.pth", "tutorial.pth", "numpy.pth"],
+)  # fmt: skip
 def test_every_form_of_weights(vit, saved, form):
     images = torch.randn(2, 3, 160, 160)
     network = timm_backbone("test_vit", 3, 11, weights=saved / form, **SIZE).eval()
@@ -123,6 +151,14 @@ WRONG = {
         r"net.pth does not fit test_vit2: (\S+ is \[.*\] there, \[.*\] here|\S+ is only here); .* "
         r"and \d+ more$",
     ),
+    "foreign names": (
+        "foreign.pth", {}, r"its names are other\.cls_token\.x, .* more; expected cls_token, pos_"
+    ),
+    "of transformers": ("transformers", {}, r"model of transformers \(ViTForImageClassification\)"),
+    "another norm": (
+        "net.pth", {"global_pool": "avg"},
+        r"fc_norm\.weight is only here; .*; model\.fc_norm=false makes the norm that the weights",
+    ),
     "another name": ("hf", {"name": "test_vit2"}, "holds test_vit, but name is test_vit2"),
     "another pooling": ("hf", {"global_pool": "avg"}, "was made with global_pool=token, here"),
     "both": ("net.pth", {"pretrained": True}, "pretrained: not together with weights"),
@@ -143,6 +179,13 @@ def test_wrong_weights(saved, tmp_path, monkeypatch, case):
         )
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_setting_that_a_message_names_loads_the_weights(saved):
+    network = timm_backbone(
+        "test_vit", 3, 11, weights=saved / "net.pth", global_pool="avg", fc_norm=False, **SIZE
+    )
+    assert torch.equal(network.norm.weight, torch.load(saved / "net.pth")["norm.weight"])
 
 
 def test_what_is_no_classifier():

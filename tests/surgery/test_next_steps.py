@@ -18,7 +18,8 @@ INSERTED = [
         pytest.param(name, marks=pytest.mark.slow)
         for name in (
             "fastvit_t8", "repvit_m0_9", "repghostnet_050", "repvgg_a0", "iformer_t", "shvit_s1",
-            "ghostnetv3_050", "tiny_vit_5m_224", "efficientvit_m0", "nextvit_small", "convnext_atto",
+            "ghostnetv3_050", "tiny_vit_5m_224", "efficientvit_m0", "nextvit_small",
+            "convnext_atto",
         )
     ),
 ]  # fmt: skip
@@ -41,9 +42,9 @@ def merging_is_right_or_refused(model, images):
         try:
             merged = reparameterize_model(model).eval()
         except RuntimeError as error:
-            assert "inserted attention" in str(error)
-            assert "reparameterize_model first" in str(error)
-            return "refused"
+            if "inserted attention" in str(error) and "reparameterize_model first" in str(error):
+                return "refused"
+            raise
         torch.testing.assert_close(merged(images), expected, rtol=1e-3, atol=1e-4)
     return "right"
 

@@ -15,7 +15,7 @@ from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.resume import checkpoints
 from attnkit.models.preprocessing import OF_DATA
 from attnkit.models.vit import ViT
-from attnkit.models.weights import read_weights
+from attnkit.models.weights import of_network, read_weights
 
 _SHOWN = 3
 _IMAGES = (*OF_DATA, "mean", "std")
@@ -24,10 +24,10 @@ _IMAGES = (*OF_DATA, "mean", "std")
 def warm_start(module: nn.Module, given: str | Path) -> str:
     """Load the weights of an earlier run into a network; a head of another size is left out.
 
-    Tensors are matched by name; between two LightningModules with a `model`, within these. The head
-    is every tensor whose shape differs only by the number of classes (words, for captions). If the
-    number is the same and the classes or words differ, the head is the module that makes the
-    outputs, and the embedding of words. Learned positions of attnkit's `ViT` are resampled to the
+    Tensors are matched by name, without the prefix (`model.`, `net.`) that a file has them under.
+    The head is every tensor whose shape differs only by the number of classes (words, for
+    captions). If the number is the same and the classes or words differ, the head is the module
+    that makes the outputs, and the embedding of words. Learned positions of attnkit's `ViT` are resampled to the
     image size. What `finetune.lora` has added is not changed.
 
     Args:
@@ -45,10 +45,8 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
     state, arguments = _read(given)
     network = getattr(module, "model", None)
     target = network if isinstance(network, nn.Module) else module
-    inside = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
-    if target is not module and inside:
-        state = inside
     here = target.state_dict()
+    state = of_network(state, here)
     state = _resampled(target, state, here)
     arguments_here = getattr(module, "hparams", {})
     outputs = _num_outputs(arguments_here) or getattr(module, "num_classes", None)
