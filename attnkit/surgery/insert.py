@@ -137,7 +137,9 @@ def insert_attention(
     a network without any, a module of several with weights, or the last layer of the size. In an
     `nn.Sequential` without residual blocks, `"blocks"` are the children with a convolution inside
     and what follows them up to the next that changes the map's shape, such as a norm and an
-    activation.
+    activation. Of a module that timm's `reparameterize_model` makes one layer of, as in MobileOne,
+    attention goes after the module and not on its branches, and remains where it is merged. What
+    would drop attention, as merging a branch that a glob named, raises.
 
     The dry run is in evaluation; modes, buffers and random state are then as they were. `"blocks"`
     and `"stages"` take the memory of a training step for it.

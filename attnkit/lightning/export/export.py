@@ -15,6 +15,7 @@ from attnkit.finetune.record import finetuned
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.export.exported import CONFIG, WEIGHTS, load, write_config, write_weights
 from attnkit.lightning.export.program import Program, check_onnx, write_onnx, write_torch_export
+from attnkit.lightning.resume.checkpoints import CheckpointError
 
 ADAPTER = "adapter.safetensors"
 Format = Literal["safetensors", "torch_export", "onnx"]
@@ -39,7 +40,7 @@ class Written:
 class Export:
     """Writes a trained module to a folder.
 
-        weights.safetensors, config.json   for `attnkit.load`; always
+        weights.safetensors, config.json   for `attnkit.load`
         adapter.safetensors                for `attnkit.finetune.load_adapter`; of a model that was
                                            fine-tuned in part
         model.pt2                          for `torch.export.load`
@@ -48,7 +49,9 @@ class Export:
     The programs are those of the module's method `programs()`, each with its named sizes (the
     batch, the nodes of a graph) left open. What was written is read again and compared with the
     module: weights exactly, programs to 1e-5. In the file is the module as it is in evaluation, on
-    the CPU, in the precision of its weights; LoRA's changes are merged into them.
+    the CPU, in the precision of its weights; LoRA's changes are merged into them. A module that its
+    hyper-parameters do not build again, as after `insert_attention`, gives programs alone, unless
+    "safetensors" is asked for.
 
     Args:
         folder: where to; made as needed.
@@ -72,8 +75,8 @@ class Export:
 
         Raises:
             UserError: the folder is not empty, the module cannot be built again from its
-                hyper-parameters, or a format that was asked for cannot be written. The folder is
-                then as it was.
+                hyper-parameters and gives no program, or a format that was asked for cannot be
+                written. The folder is then as it was.
         """
         module.eval()
         written = Written()
@@ -99,13 +102,21 @@ class Export:
             self._write_module(module, folder, written)
 
     def _write_module(self, module: LightningModule, folder: Path, written: Written) -> None:
-        digest = write_weights(module, folder / WEIGHTS)
-        written.files.append(folder / WEIGHTS)
         described = self._write_programs(module, folder, written)
-        facts: Mapping[str, Any] = getattr(module, "facts", dict)()
-        write_config(module, folder / CONFIG, digest, **facts, programs=described)
+        facts: Mapping[str, Any] = {**getattr(module, "facts", dict)(), "programs": described}
+        try:
+            digest = write_weights(module, folder / WEIGHTS)
+            write_config(module, folder / CONFIG, digest, **facts)
+            _check_again(module, folder)
+            written.files.append(folder / WEIGHTS)
+        except UserError as error:
+            # A program needs no configuration that builds the network again.
+            if not described or "safetensors" in (self.formats or ()):
+                raise
+            (folder / WEIGHTS).unlink(missing_ok=True)
+            write_config(None, folder / CONFIG, **facts)
+            written.left_out["safetensors"] = first_line(error).removeprefix("export: ")
         written.files.append(folder / CONFIG)
-        _check_again(module, folder)
 
     def _write_programs(
         self, module: LightningModule, folder: Path, written: Written
@@ -149,7 +160,12 @@ class Export:
 
 def _check_again(module: LightningModule, folder: Path) -> None:
     """Load the export and compare: a class that ignores arguments would give another module."""
-    again = load(folder).state_dict()
+    try:
+        again = load(folder).state_dict()
+    except CheckpointError as error:
+        said = str(error).replace(f"{folder / WEIGHTS}: ", "").replace(f"{folder / CONFIG}: ", "")
+        name = type(module).__name__
+        raise UserError(f"export: {name} can't be built again: {said}") from error
     for name, tensor in module.state_dict().items():
         if not torch.equal(again[name], tensor.cpu().to(again[name].dtype)):
             raise UserError(f"export: {name} differs when the export is loaded again")

@@ -84,20 +84,19 @@ def write_weights(module: LightningModule, path: Path) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def write_config(module: LightningModule, path: Path, digest: str, **facts: Any) -> None:
-    """Write config.json, with these facts besides.
+def write_config(
+    module: LightningModule | None, path: Path, digest: str | None = None, **facts: Any
+) -> None:
+    """Write config.json, with these facts besides; without a module, of programs alone.
 
     Raises:
         UserError: the module cannot be built again from its hyper-parameters.
     """
-    config = {
-        "format": FORMAT,
-        "format_version": VERSION,
-        "module": {"_target_": _name_of(type(module)), **_arguments(module)},
-        "weights": {"file": WEIGHTS, "sha256": digest},
-        **facts,
-        "versions": _versions(),
-    }
+    config: dict[str, Any] = {"format": FORMAT, "format_version": VERSION}
+    if module is not None:
+        config["module"] = {"_target_": _name_of(type(module)), **_arguments(module)}
+        config["weights"] = {"file": WEIGHTS, "sha256": digest}
+    config |= {**facts, "versions": _versions()}
     try:
         text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -200,6 +199,12 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: format {version} is newer than this attnkit, which reads {VERSION}\n"
             "  pip install --upgrade attnkit"
+        )
+    if "module" not in config and config.get("programs"):
+        files = [file for node in config["programs"].values() for file in node["files"].values()]
+        raise CheckpointError(
+            f"{path}: this export holds programs and no weights; load {', '.join(files)} by "
+            "torch.export.load or onnxruntime"
         )
     for key, inside in (("module", "_target_"), ("weights", "sha256")):
         node = config.get(key)

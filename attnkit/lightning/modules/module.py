@@ -23,6 +23,7 @@ from attnkit.lightning.build.build import build
 from attnkit.lightning.build.renamed import renewed
 from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.modules.as_built import NetworkAsBuilt, shapes_of
 from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
 from attnkit.lightning.modules.rates import RatesAreHeeded
 from attnkit.lightning.modules.schedules import warmup_cosine
@@ -75,7 +76,7 @@ class TaskModule(LightningModule):
 
         # Her own package needs no permission: her class of it is running already.
         self._own_package = type(self).__module__.partition(".")[0]
-        if isinstance(model, Mapping):
+        if is_configured := isinstance(model, Mapping):
             model = self._build(model, "model")
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -83,6 +84,7 @@ class TaskModule(LightningModule):
                 f"got {type(model).__name__}"
             )
         self.model = self._finetuned(model, finetune)
+        self._built = shapes_of(self.model) if is_configured else None
         self._optimizer = self._factory(optimizer, "optimizer")
         self._scheduler = self._factory(scheduler, "scheduler")
 
@@ -103,10 +105,13 @@ class TaskModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """The module's own callbacks: `CachedFeatures` if its head alone is trained, and a check
-        that an optimizer of the user's own heeds the learning rates of fine-tuning."""
+        """The module's own callbacks: `CachedFeatures` if its head alone is trained, and checks
+        that the network is the one that its configuration builds, and that an optimizer of the
+        user's own heeds the learning rates of fine-tuning."""
         found = finetuned(self)
         callbacks: list[Callback] = []
+        if self._built is not None:
+            callbacks.append(NetworkAsBuilt(self._built))
         if found and found[2].options.get("cache"):
             callbacks.append(CachedFeatures())
         if type(self).configure_optimizers is not TaskModule.configure_optimizers:

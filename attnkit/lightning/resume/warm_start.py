@@ -27,8 +27,8 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
     Tensors are matched by name, without the prefix (`model.`, `net.`) that a file has them under.
     The head is every tensor whose shape differs only by the number of classes (words, for
     captions). If the number is the same and the classes or words differ, the head is the module
-    that makes the outputs, and the embedding of words. Learned positions of attnkit's `ViT` are resampled to the
-    image size. What `finetune.lora` has added is not changed.
+    that makes the outputs, and the embedding of words. Learned positions of attnkit's `ViT` are
+    resampled to the image size. What `finetune.lora` has added is not changed.
 
     Args:
         module: a LightningModule or any network, in place.

@@ -306,7 +306,7 @@ def test_what_cannot_be_exported(tmp_path, monkeypatch):
     given = ImageClassification(attnkit.ViT(**{k: v for k, v in VIT.items() if k != "_target_"}),
                                 **ARGUMENTS)  # fmt: skip
     with pytest.raises(UserError, match="no hyper-parameter model"):
-        Export(tmp_path / "object")(given)
+        Export(tmp_path / "object", ["safetensors"])(given)
     with pytest.raises(ValueError, match="formats: expected some of"):
         Export(tmp_path, ["tensorflow"])
     monkeypatch.setattr("attnkit.lightning.export.program.find_spec", lambda name: None)
@@ -316,6 +316,23 @@ def test_what_cannot_be_exported(tmp_path, monkeypatch):
     Export(tmp_path / "asked", ["safetensors"])(vit())
     with pytest.raises(UserError, match="is not empty"):
         Export(tmp_path / "asked")(vit())
+
+
+@pytest.mark.parametrize("given", ["configuration", "object"])
+def test_a_network_changed_in_python_gives_programs_alone(given, tmp_path):
+    module = vit()
+    if given == "object":
+        module = ImageClassification(module.model, **ARGUMENTS)
+    module.model.head = torch.nn.Sequential(module.model.head, torch.nn.Linear(3, 3))
+    with pytest.raises(UserError, match="can't be built again"):
+        Export(tmp_path / "asked", ["safetensors"])(module)
+    written = Export(tmp_path / "export", ["torch_export"])(module)
+    assert "can't be built again" in written.left_out["safetensors"]
+    assert sorted(os.listdir(tmp_path / "export")) == ["config.json", "model.pt2"]
+    program = torch.export.load(tmp_path / "export" / "model.pt2").module()
+    torch.testing.assert_close(program(IMAGES), module(IMAGES))
+    with pytest.raises(CheckpointError, match=r"holds programs and no weights; load model\.pt2 by"):
+        attnkit.load(tmp_path / "export")
 
 
 def test_an_export_that_fails_leaves_a_given_folder_empty(tmp_path, monkeypatch):
