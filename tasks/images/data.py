@@ -83,7 +83,8 @@ class SplitImages(SplitData):
         self.sets: dict[str, Any] = {}
         self.how_tested = ""  # which images a test is of, the end of a line
         self.testing = False  # whether it is read for the test of a trained module alone
-        self.trained_on: str | None = None  # a fingerprint of the training files
+        # A fingerprint of the training files, or what else tells these images from others.
+        self.trained_on: str | None = type(self).__name__
         self.first_of_equal: list[int] = []  # of each training image the first with the same bytes
 
     def is_read(self, stage: str | None) -> bool:
