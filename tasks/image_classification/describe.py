@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision import transforms
 from torchvision.transforms import v2
 
@@ -14,6 +14,7 @@ from attnkit.lightning.errors import UserError
 from attnkit.tasks.images.sizes import default_patch_size
 
 _IMAGES = 1024  # that mean and deviation are found with
+_STEPS = 100  # a list that is longer holds data, no transforms
 
 
 def describe_batches(data: LightningDataModule) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def describe_batches(data: LightningDataModule) -> dict[str, Any]:
     number, names = found
     if int(labels.max()) >= number or int(labels.min()) < 0:
         raise UserError(f"data: {name} has labels outside 0 to {number - 1}")
-    facts = _mean_and_std(loader)
+    facts: dict[str, Any] | None = _mean_and_std(loader)
     if facts is None:
         normalized_by = _normalize(images, (data, *_within(getattr(loader, "dataset", None))))
         facts = {"mean": [0.0] * channels, "std": [1.0] * channels, "normalized_by": normalized_by}
@@ -122,26 +123,28 @@ def _within(dataset: Any) -> Iterator[Any]:
 
 def _normalize(images: Tensor, owners: Iterable[Any]) -> dict[str, list[float]]:
     """Mean and deviation of the one `Normalize` there is, if it makes pixels such images."""
-    steps = [step for owner in owners for step in vars(owner).values()]
+    steps = [step for owner in owners for step in getattr(owner, "__dict__", {}).values()]
     found = set()
     while steps:
         step = steps.pop()
         if isinstance(step, transforms.Normalize | v2.Normalize):
             found.add((tuple(map(float, step.mean)), tuple(map(float, step.std))))
-        elif isinstance(step, list | tuple):
-            steps += step if len(step) < 100 else []
-        else:
-            steps += list(getattr(step, "transforms", ()))
-    if len(found) != 1:
+            continue
+        inside = getattr(step, "transforms", step)  # of a Compose
+        inside = list(inside.values()) if isinstance(inside, dict) else inside
+        if isinstance(inside, list | tuple | nn.Sequential) and len(inside) < _STEPS:
+            steps += inside
+    channels = images.shape[1]
+    if len(found) != 1 or not {len(numbers) for numbers in next(iter(found))} <= {1, channels}:
         return {}
     by = {n: list(numbers) for n, numbers in zip(("mean", "std"), found.pop(), strict=True)}
-    by = {n: numbers * (images.shape[1] // len(numbers)) for n, numbers in by.items()}
+    by = {n: numbers * (channels // len(numbers)) for n, numbers in by.items()}
     mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in by.values())
     pixels = images * std + mean
     return by if pixels.min() > -0.01 and pixels.max() < 1.01 else {}
 
 
-def _mean_and_std(loader: Any) -> dict[str, list[float]] | None:
+def _mean_and_std(loader: Any) -> dict[str, Any] | None:
     """Of pixels; None if they are normalised."""
     total = seen = squares = torch.zeros(())
     images = torch.zeros(0)

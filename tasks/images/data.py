@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -82,13 +81,15 @@ class SplitImages(SplitData):
         self.seed = seed
         self.sets: dict[str, Any] = {}
         self.how_tested = ""  # which images a test is of, the end of a line
+        self.stage: str | None = None  # of the trainer, that it was last set up for
         self.testing = False  # whether it is read for the test of a trained module alone
         # A fingerprint of the training files, or what else tells these images from others.
         self.trained_on: str | None = type(self).__name__
         self.first_of_equal: list[int] = []  # of each training image the first with the same bytes
 
     def is_read(self, stage: str | None) -> bool:
-        """Whether there is nothing to read for a stage of the trainer; else notes what it is."""
+        """Whether there is nothing to read for a stage of the trainer, which is noted."""
+        self.stage = stage
         testing = stage == "test" and module_of(self) is not None
         if self.sets and (testing or not self.testing or "train" in self.sets):
             return True
@@ -117,7 +118,7 @@ class SplitImages(SplitData):
                 return {"test": only_split(given)}
             if "test" not in given:
                 self.how_tested = (
-                    ", a part that training with this seed leaves out; "
+                    f" of {len(with_train(given)['train'])}, taken as in training; "
                     "data.test_fraction=1 tests all"
                 )
             elif "train" not in given:
@@ -217,7 +218,7 @@ def check_fits_module(data: Any) -> None:
     In training, a module that does not know what of the files it learns from is told.
     """
     module = module_of(data)
-    if module is not None and data.trainer.state.fn == TrainerFn.FITTING:
+    if module is not None and getattr(data, "stage", None) == "fit":
         for name in ("value_range", "trained_on"):
             if name in module.hparams and getattr(module, name, None) is None:
                 module.hparams[name] = getattr(data, name)

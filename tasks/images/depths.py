@@ -39,9 +39,10 @@ def range_of(depths: Mapping[str, Depth]) -> list[float] | None:
         slack = 0.01 if kind == FLOATS else 0.0  # of rounding, where tops are 1 and 255
         fits = (t for t in tops if -slack * t <= low and high <= t * (1 + slack))
         top = next((t for t in fits if kind == INTEGERS or high > t / 4), None)
-        bottom = min(0, low) if top is None else 0
-        top = (high if high > bottom else 1) if top is None else top
-        ranges[kind] = next(iter(found)), [bottom, top]
+        bottom = min(0, low)
+        observed = [bottom, high if high > bottom else 1.0]
+        chosen: list[float] = observed if top is None else [0, top]
+        ranges[kind] = next(iter(found)), chosen
     if len({tuple(chosen) for _, chosen in ranges.values()}) > 1:
         named = " and ".join(
             f"{path} holds {kind}, {_said(chosen)}" for kind, (path, chosen) in ranges.items()
@@ -79,8 +80,8 @@ def lines(
         span = [min(one[1] for one in found.values()), max(one[2] for one in found.values())]
         outside = sum(one[1] < low or one[2] > high for one in found.values())
         if outside or not brief:
-            line = f"{split}: {files} {kind}, {_said(span)}; from {_said((low, high))} is read"
-            line += f", what is outside, in {outside:,}, is cut off" if outside else ""
+            line = f"{split}: {files} {kind}, {_said(span)}; {_said((low, high))} becomes 0 to 255"
+            line += f", and what is outside, in {outside:,}, is cut off" if outside else ""
             yield f"{line} (value_range=[{low:g},{high:g}])"
 
 

@@ -92,7 +92,7 @@ def list_images(folder: str | Path, skipped: list[str]) -> list[str]:
     Raises:
         UserError: a folder cannot be read.
     """
-    paths = []
+    paths: list[str] = []
     for directory, names, files in os.walk(folder, onerror=_raise_unreadable, followlinks=True):
         names[:] = sorted(name for name in names if not _hidden(name))
         for name in sorted(files):

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.images.folder import say_once
 from attnkit.tasks.images.sizes import Size, check_fit, checked_size
+from attnkit.tasks.loaders import is_limited
 
 
 class NormalizesImages(LightningModule):
@@ -122,11 +123,13 @@ class NormalizesImages(LightningModule):
 
     def on_test_start(self) -> None:
         """Say how many images are tested."""
-        loaders = self.trainer.test_dataloaders
+        loaders: Any = self.trainer.test_dataloaders
+        how = getattr(getattr(self.trainer, "datamodule", None), "how_tested", "")
         named = loaders if isinstance(loaders, dict) else {"test": loaders}
+        if is_limited(self.trainer, "test"):
+            how += f"; trainer.limit_test_batches={self.trainer.limit_test_batches} of the batches"
         for name, loader in named.items():
             with suppress(AttributeError, TypeError):  # several, or one without a length
-                how = getattr(self.trainer.datamodule, "how_tested", "")
                 say_once(f"{name}: {len(loader.dataset):,} images{how}")
 
     def preprocessing(self) -> dict[str, Any]:

@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from attnkit.lightning.files import cache_folder, replacing
-from attnkit.tasks.images.data import SplitImages, fit_of, module_of
+from attnkit.tasks.images.data import fit_of, module_of
 from attnkit.tasks.images.decode import Pixels, decode_files, header_size
 from attnkit.tasks.images.depths import lines as depth_lines
 from attnkit.tasks.images.depths import range_of
@@ -28,7 +28,7 @@ _HEADERS_READ = 1024
 
 
 def read_splits(
-    data: SplitImages,
+    data: Any,
     splits: Mapping[str, Files],
     channels: int | None,
     crop_min_area: float | None = None,
@@ -55,9 +55,7 @@ def read_splits(
     size = data.image_size or default_image_size(median_side(first))
     fit = fit_of(data, size)
     # A trained module read the files as it says; what is learned is read as it fits.
-    is_open = data.value_range is None and (
-        module_of(data) is None or data.trainer.state.fn == TrainerFn.FITTING
-    )
+    is_open = data.value_range is None and (module_of(data) is None or data.stage == "fit")
     data.trained_on = fingerprint(splits)
     count = sum(len(files.paths) for files in splits.values())
     needed = 3.0 * count * math.prod(sides(size))
@@ -81,7 +79,8 @@ def read_splits(
             fit = fit_of(data, size)
             pixels = decode(paths, fit, channels or 3, keep=keep, title=f"{split} images", **more)
         is_open = False
-        for line in depth_lines(split, depths, fit.value_range, brief=bool(found)):
+        named = split if found else "data"
+        for line in depth_lines(named, depths, fit.value_range, brief=bool(found)):
             say_once(line)
         failures = {paths[number]: reason for number, reason in pixels.failures.items()}
         skip, given = data.skip_corrupt, split != "train"
