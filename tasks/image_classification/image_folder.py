@@ -66,7 +66,7 @@ class ImageFolderData(ImageDataModule):
         return shipped_augment("image_folder")
 
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
-        known = getattr(module_of(self), "class_names", None) if self.testing else None
+        known = module_of(self).hparams.get("class_names") if self.testing else None
         splits, class_names = find_splits(self.root, known)
         read = read_splits(self, splits, self.in_channels, self.crop_min_area)
         sets = {split: images.select(good) for split, (images, good) in read.items()}

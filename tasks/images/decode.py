@@ -37,6 +37,7 @@ Depth = tuple[str, float, float]
 """What a file holds that 8 bits a channel do not, one of the following, and its range of values."""
 INTEGERS = "integers of more than 8 bits"
 FLOATS = "floats"
+FULL_RANGES = {INTEGERS: (0, 65535), FLOATS: (0, 1)}  # where no range is given
 COLOURS = "colours of 16 bits"
 FOURTH_BAND = "a band beside the colours"
 
@@ -322,7 +323,7 @@ def _to_rgb(
 def _to_bytes(values: np.ndarray, value_range: Sequence[float] | None) -> np.ndarray:
     """Values from low to high as 0 to 255; 256 grey levels stay what they are."""
     is_whole = np.issubdtype(values.dtype, np.integer)
-    low, high = value_range or ((0, 65535) if is_whole else (0, 1))
+    low, high = value_range or FULL_RANGES[INTEGERS if is_whole else FLOATS]
     if is_whole:
         scaled = (values.astype(np.int64) - int(low)) * 256 // (int(high) - int(low) + 1)
     else:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.images.decode import COLOURS, FLOATS, FOURTH_BAND, INTEGERS, Depth
+from attnkit.tasks.images.decode import COLOURS, FLOATS, FOURTH_BAND, FULL_RANGES, INTEGERS, Depth
 
 _TOPS = {INTEGERS: (255, 1023, 4095, 16383, 65535), FLOATS: (1, 255)}
 _LOST = {
@@ -76,7 +76,7 @@ def lines(
         if kind in _LOST:
             yield f"{split}: {files} {kind}; {_LOST[kind]}"
             continue
-        low, high = value_range or ((0, 65535) if kind == INTEGERS else (0, 1))
+        low, high = value_range or FULL_RANGES[kind]
         span = [min(one[1] for one in found.values()), max(one[2] for one in found.values())]
         outside = sum(one[1] < low or one[2] > high for one in found.values())
         if outside or not brief:

@@ -143,5 +143,7 @@ class NormalizesImages(LightningModule):
             "mean": self.mean.flatten().tolist(),
             "std": self.std.flatten().tolist(),
             **(self.normalized_by or {}),
-            "inside": "the programs normalise: give them pixels",
+            "inside": "the programs normalise: give them pixels"
+            if self.normalized_by != {}
+            else "not known: the data module of the training normalised",
         }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnkit.lightning.files import cache_folder, replacing
 from attnkit.tasks.images.data import fit_of, module_of
-from attnkit.tasks.images.decode import Pixels, decode_files, header_size
+from attnkit.tasks.images.decode import FULL_RANGES, Pixels, decode_files, header_size
 from attnkit.tasks.images.depths import lines as depth_lines
 from attnkit.tasks.images.depths import range_of
 from attnkit.tasks.images.equal import equal_lines, fingerprint, first_of_equal
@@ -77,7 +77,10 @@ def read_splits(
         if is_open and (found_range := range_of(depths)):
             data.value_range = found_range
             fit = fit_of(data, size)
-            pixels = decode(paths, fit, channels or 3, keep=keep, title=f"{split} images", **more)
+            as_read = {FULL_RANGES[kind] for kind, *_ in depths.values() if kind in FULL_RANGES}
+            if as_read != {tuple(found_range)}:
+                again = f"{split} images again"
+                pixels = decode(paths, fit, channels or 3, keep=keep, title=again, **more)
         is_open = False
         named = split if found else "data"
         for line in depth_lines(named, depths, fit.value_range, brief=bool(found)):

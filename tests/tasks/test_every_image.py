@@ -146,7 +146,15 @@ def test_a_new_folder_may_hold_test_alone_and_lack_classes(tmp_path, capfd):
     assert new.sets["test"].labels.tolist() == [0, 0, 0, 2, 2, 2]  # as in training
     tree(tmp_path / "one", {".": 2}, ("bee",))
     assert number_tested(task, ImageFolderData(tmp_path / "one"), tmp_path, capfd) == 2
-    assert number_tested(task, ImageFolderData(data.root, test_fraction=1), tmp_path, capfd) == 27
+    every = ImageFolderData(data.root, test_fraction=1)
+    assert number_tested(task, every, tmp_path, capfd) == 27
+    with pytest.raises(UserError, match="test_fraction: 1 leaves nothing to train on"):
+        every.setup("fit")
+    new = ImageFolderData(data.root)
+    new.trainer = trainer(tmp_path)
+    new.trainer.strategy.connect(task)
+    new.setup("test")  # as `run=explain` does
+    assert len(new.sets["test"]) == len(data.sets["test"])
 
 
 @pytest.mark.parametrize(
@@ -204,6 +212,14 @@ def test_files_that_are_not_read_are_named(tmp_path, capfd):
 
 # --- pixels ---------------------------------------------------------------------------------------
 
+
+def full(n):
+    """Floats of which one is exactly what 16 bits end with."""
+    values = noise(n, np.float32, 65535)
+    values[0, 0] = 65535
+    return values
+
+
 # Values of grey files, their range, and how they are said; None: they are of 8 bits, and nothing.
 GREYS = {
     "8 bits": (lambda n: noise(n), None),
@@ -213,6 +229,7 @@ GREYS = {
     "signed": (lambda n: noise(n, np.int32, 4000) - 1000, "found"),
     "floats to 1": (lambda n: noise(n, np.float32, 1), [0, 1]),
     "floats to 255": (lambda n: noise(n, np.float32, 255), [0, 255]),
+    "floats to 65535": (full, [0, 65535]),
     "small floats": (lambda n: noise(n, np.float32, 0.1), "found"),
     "signed floats": (lambda n: noise(n, np.float32, 2) - 1, "found"),
 }
