@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attnkit.tasks.images.data import module_of
 from attnkit.tasks.images.sizes import sides
 
 MAX_NAMED = 10  # classes that are named one by one
@@ -52,7 +53,7 @@ def image_lines(images: Any, data: Any) -> list[str]:
         images: the training images, with `size` and `channels`.
         data: the data module, with the module that it serves in its trainer.
     """
-    module = data.trainer.lightning_module if data.trainer is not None else None
+    module = module_of(data)
     colours = {1: "grey", 3: "RGB"}
     used = getattr(data, "image_size", None) or images.size
     line = f"  {colours.get(images.channels, images.channels)}, {_size(images.size)} pixels"

@@ -26,7 +26,8 @@ class DescribedData(Protocol):
         value fills the argument of its name where the configuration leaves it null; names that
         are not arguments are ignored. Images: `image_size` (side in pixels, or [height, width]),
         `patch_size`, `in_channels`, `num_classes`, `class_names`, and of the training pixels on the
-        scale from 0 to 1 `mean` and `std` per channel. Nodes of a graph: `in_channels`,
-        `out_channels`, `num_classes`, `class_names`.
+        scale from 0 to 1 `mean` and `std` per channel; of batches that the data module normalises
+        itself `normalized_by`, a dict of the `mean` and `std` that it used. Nodes of a graph:
+        `in_channels`, `out_channels`, `num_classes`, `class_names`.
         """
         ...

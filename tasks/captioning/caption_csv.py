@@ -7,9 +7,7 @@ from typing import Any
 from attnkit.lightning.arguments import existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.captioning.files import CaptionFilesData, Entries, Entry
-from attnkit.tasks.images.folder import SPELLINGS
-
-_SPLIT_OF = {spelling: split for split, spellings in SPELLINGS.items() for spelling in spellings}
+from attnkit.tasks.images.folder import SPLIT_OF
 
 
 class CaptionCsvData(CaptionFilesData):
@@ -80,9 +78,9 @@ class CaptionCsvData(CaptionFilesData):
         if self.split_column is None:
             return "train"
         given = row[self.split_column].strip()
-        if given.lower() not in _SPLIT_OF:
+        if given.lower() not in SPLIT_OF:
             raise UserError(f"data: {where}: expected a split train, val or test, got {given!r}")
-        return _SPLIT_OF[given.lower()]
+        return SPLIT_OF[given.lower()]
 
     def _rows(self) -> list[tuple[str, dict[str, str]]]:
         """Every row, and where it is."""

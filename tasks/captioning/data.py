@@ -19,7 +19,7 @@ from attnkit.tasks.captioning.tokenizer import (
     WordTokenizer,
     load_tokenizer,
 )
-from attnkit.tasks.images.data import SplitImages, check_fits_module, follow_module
+from attnkit.tasks.images.data import SplitImages, check_fits_module, follow_module, module_of
 from attnkit.tasks.images.sizes import checked_size
 from attnkit.tasks.summary import image_lines, split_line
 
@@ -44,8 +44,8 @@ class CaptionDataModule(SplitImages):
         min_count: how often a word must occur in the training captions to get a number.
         tokenizer: "words", or "bpe", which needs the extra `bpe`.
         bpe_size: with "bpe", how many numbers; None: 8,000.
-        **options: `image_size`, `batch_size`, `num_workers`, `val_fraction`, `test_fraction` and
-            `seed`, as in `SplitImages`.
+        **options: `image_size`, `value_range`, `batch_size`, `num_workers`, `val_fraction`,
+            `test_fraction` and `seed`, as in `SplitImages`.
 
     Raises:
         ValueError: an argument out of range.
@@ -88,11 +88,11 @@ class CaptionDataModule(SplitImages):
 
         The tokenizer of a module that is added to the trainer later replaces the learned one.
         """
-        module = self.trainer.lightning_module if self.trainer is not None else None
-        if not self.sets:
+        module = module_of(self)
+        if not self.is_read(stage):
             follow_module(self)
             self.sets = self.with_missing_splits(self.load())
-            self.image_size = checked_size(self.sets["train"].images.size)
+            self.image_size = checked_size(next(iter(self.sets.values())).images.size)
         check_fits_module(self)
         vocabulary = getattr(module, "vocabulary", None)
         if vocabulary is not None:
@@ -122,6 +122,8 @@ class CaptionDataModule(SplitImages):
             "image_size": self.image_size,
             "interpolation": self.interpolation,
             "crop_pct": self.crop_pct,
+            "value_range": self.value_range,
+            "trained_on": self.trained_on,
             "in_channels": self.in_channels,
             "vocabulary": self.tokenizer.to_dict(),
             "vocabulary_size": len(self.tokenizer),

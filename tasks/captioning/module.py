@@ -44,7 +44,8 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         vocabulary: the tokenizer as plain data, of `Tokenizer.to_dict`.
         max_words: the longest sentence, START and END included, as in a batch's `words`.
         image_size: side of the images in pixels.
-        interpolation, crop_pct: how pictures were brought to it, see `Fit`.
+        interpolation, crop_pct, value_range: how pictures were brought to it, see `Fit`.
+        trained_on: what the data module says of its training files.
         in_channels: 1 (grey) or 3 (RGB).
         mean, std: of the training pixels on the scale from 0 to 1, per channel.
         method: how sentences are found in test and prediction, "greedy", "beam" or "sample";
@@ -70,6 +71,8 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         std: Sequence[float],
         interpolation: str | None = None,
         crop_pct: float | None = None,
+        value_range: Sequence[float] | None = None,
+        trained_on: str | None = None,
         in_channels: int = 3,
         method: str = "greedy",
         num_beams: int | None = None,
@@ -85,7 +88,8 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         self._check_fits_model(max_words, image_size)
         self.vocabulary = vocabulary
         self.max_words = max_words
-        self.expect_images(image_size, in_channels, mean, std, interpolation, crop_pct)
+        how = interpolation, crop_pct, value_range, trained_on
+        self.expect_images(image_size, in_channels, mean, std, *how)
         self.decoding: dict[str, Any] = {
             "method": method,
             "num_beams": num_beams,
@@ -133,7 +137,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
     def explained(self, batch: Mapping[str, Any]) -> Explained:
         """What `attnkit.explain` is given of a batch: the captioner, images and what it says."""
         images = batch["image"]
-        pixels = images if images.is_floating_point() else images.to(self.mean.dtype) / 255
+        pixels = self.as_floats(images)
         said = self._say(pixels, **self._decoding(0)).words
         words = [[number for number in row if number != PAD] for row in said.tolist()]
         scenes = zip(words, batch.get("scene", ()), batch.get("masks", ()), strict=False)

@@ -15,7 +15,13 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import BalancedSampler, PlacedSampler, stratified_split
 from attnkit.tasks.image_classification.augment import Augment, random_crop
 from attnkit.tasks.images.crops import TrainingImages
-from attnkit.tasks.images.data import SplitImages, check_fits_module, fit_of, follow_module
+from attnkit.tasks.images.data import (
+    SplitImages,
+    check_fits_module,
+    fit_of,
+    follow_module,
+    module_of,
+)
 from attnkit.tasks.images.decode import to_channels
 from attnkit.tasks.images.sets import ImageSet, MemoryImages
 from attnkit.tasks.images.sizes import (
@@ -45,8 +51,8 @@ class ImageDataModule(SplitImages):
         sampling: "balanced": every class gets the same share of an epoch (see `BalancedSampler`);
             None: every training image comes up once.
         drop_last: leave out the last training batch of an epoch if it is smaller.
-        **options: `image_size`, `interpolation`, `crop_pct`, `batch_size`, `num_workers`,
-            `val_fraction`, `test_fraction` and `seed`, as in `SplitImages`.
+        **options: `image_size`, `interpolation`, `crop_pct`, `value_range`, `batch_size`,
+            `num_workers`, `val_fraction`, `test_fraction` and `seed`, as in `SplitImages`.
 
     Examples:
         >>> class Cells(ImageDataModule):
@@ -88,8 +94,9 @@ class ImageDataModule(SplitImages):
         return None
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split, once; all stages need the training images' size, mean and deviation."""
-        if not self.sets:
+        """Load and split, once; all stages need the training images' size, mean and deviation,
+        but the test of a trained module, which may be of other images."""
+        if not self.is_read(stage):
             self._read()
         check_fits_module(self)  # of a trainer that may have come later
 
@@ -103,10 +110,10 @@ class ImageDataModule(SplitImages):
         for split, images in self.sets.items():
             if images.labels.min() < 0 or images.labels.max() >= len(class_names):
                 raise UserError(f"data: {split} has labels outside 0 to {len(class_names) - 1}")
-        train = self.sets["train"]
-        self.in_channels = self.in_channels or train.channels
+        first = next(iter(self.sets.values()))
+        self.in_channels = self.in_channels or first.channels
         if self.image_size is None:
-            self.image_size = default_image_size(min(sides(train.size)))
+            self.image_size = default_image_size(min(sides(first.size)))
 
     def describe(self) -> dict[str, Any]:
         """What a model and `ImageClassification` need to know; plain values, after `setup`."""
@@ -121,6 +128,8 @@ class ImageDataModule(SplitImages):
             "image_size": self.image_size,
             "interpolation": self.interpolation,
             "crop_pct": self.crop_pct,
+            "value_range": self.value_range,
+            "trained_on": self.trained_on,
             "patch_size": default_patch_size(self.image_size),
             "in_channels": self.in_channels,
             "num_classes": len(self.class_names),
@@ -158,7 +167,7 @@ class ImageDataModule(SplitImages):
         images, *rest = batch
         training = self.trainer is not None and self.trainer.training
         cropped = training and self.crop_min_area is not None
-        fitted = cropped or self.sets["train"].fitted
+        fitted = cropped or next(iter(self.sets.values())).fitted
         images = fit_images(images, fit_of(self), self.in_channels, fitted=fitted)
         if self.augment is not None and self.trainer is not None and training:
             # Its own seed per step and process: what is drawn depends on nothing else, and the
@@ -176,8 +185,7 @@ class ImageDataModule(SplitImages):
     def _follow_module(self) -> None:
         """What was not asked for is what the module in the trainer was made for."""
         follow_module(self)
-        module = self.trainer.lightning_module if self.trainer is not None else None
-        self.in_channels = self.in_channels or getattr(module, "in_channels", None)
+        self.in_channels = self.in_channels or getattr(module_of(self), "in_channels", None)
 
     def _make_augment(self, given: AugmentArgument) -> nn.Module | None:
         if given == "default":

@@ -1,17 +1,20 @@
 """What a model has to know of images, found in the batches of any data module."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 from lightning import LightningDataModule
-from torch import Tensor
+from torch import Tensor, nn
+from torchvision import transforms
+from torchvision.transforms import v2
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.images.sizes import default_patch_size
 
 _IMAGES = 1024  # that mean and deviation are found with
+_STEPS = 100  # a list that is longer holds data, no transforms
 
 
 def describe_batches(data: LightningDataModule) -> dict[str, Any]:
@@ -20,8 +23,9 @@ def describe_batches(data: LightningDataModule) -> dict[str, Any]:
     Sizes and channels are those of the first batch. Classes are, in this order: `class_names`,
     `classes` or `num_classes` of the data module, or of its training data set (as torchvision's
     have), or the largest label that the data set has in `targets`, `labels` or `tensors`. Mean and
-    deviation are those of about a thousand images; pixels that are normalised already (some are
-    below 0) are left as they are.
+    deviation are those of about a thousand images. Pixels that are normalised already (some are
+    below 0 or above 1) are left as they are; `normalized_by` is then the mean and deviation of the
+    one `Normalize` of torchvision that the data module or its data set holds, or empty.
 
     Args:
         data: after `setup("fit")`. Its batches are images [batch, channels, height, width], uint8
@@ -47,15 +51,18 @@ def describe_batches(data: LightningDataModule) -> dict[str, Any]:
     number, names = found
     if int(labels.max()) >= number or int(labels.min()) < 0:
         raise UserError(f"data: {name} has labels outside 0 to {number - 1}")
-    mean, std = _mean_and_std(loader)
+    facts: dict[str, Any] | None = _mean_and_std(loader)
+    if facts is None:
+        normalized_by = _normalize(images, (data, *_within(getattr(loader, "dataset", None))))
+        facts = {"mean": [0.0] * channels, "std": [1.0] * channels, "normalized_by": normalized_by}
     return {
         "image_size": size,
         "patch_size": default_patch_size(size),
         "in_channels": channels,
         "num_classes": number,
         "class_names": names,
-        "mean": mean,
-        "std": std,
+        "trained_on": name,
+        **facts,
     }
 
 
@@ -114,15 +121,38 @@ def _within(dataset: Any) -> Iterator[Any]:
         dataset = getattr(dataset, "dataset", None)
 
 
-def _mean_and_std(loader: Any) -> tuple[list[float], list[float]]:
+def _normalize(images: Tensor, owners: Iterable[Any]) -> dict[str, list[float]]:
+    """Mean and deviation of the one `Normalize` there is, if it makes pixels such images."""
+    steps = [step for owner in owners for step in getattr(owner, "__dict__", {}).values()]
+    found = set()
+    while steps:
+        step = steps.pop()
+        if isinstance(step, transforms.Normalize | v2.Normalize):
+            found.add((tuple(map(float, step.mean)), tuple(map(float, step.std))))
+            continue
+        inside = getattr(step, "transforms", step)  # of a Compose
+        inside = list(inside.values()) if isinstance(inside, dict) else inside
+        if isinstance(inside, list | tuple | nn.Sequential) and len(inside) < _STEPS:
+            steps += inside
+    channels = images.shape[1]
+    if len(found) != 1 or not {len(numbers) for numbers in next(iter(found))} <= {1, channels}:
+        return {}
+    by = {n: list(numbers) for n, numbers in zip(("mean", "std"), found.pop(), strict=True)}
+    by = {n: numbers * (channels // len(numbers)) for n, numbers in by.items()}
+    mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in by.values())
+    pixels = images * std + mean
+    return by if pixels.min() > -0.01 and pixels.max() < 1.01 else {}
+
+
+def _mean_and_std(loader: Any) -> dict[str, Any] | None:
+    """Of pixels; None if they are normalised."""
     total = seen = squares = torch.zeros(())
     images = torch.zeros(0)
     count = 0
     for images, *_ in islice(loader, _IMAGES):
         pixels = images.double() / (255 if images.dtype == torch.uint8 else 1)
         if pixels.min() < 0 or pixels.max() > 1:
-            channels = images.shape[1]
-            return [0.0] * channels, [1.0] * channels
+            return None
         total = total + pixels.sum(dim=(0, 2, 3))
         squares = squares + pixels.square().sum(dim=(0, 2, 3))
         seen = seen + pixels[:, 0].numel()
@@ -131,4 +161,4 @@ def _mean_and_std(loader: Any) -> tuple[list[float], list[float]]:
             break
     mean = total / seen
     std = (squares / seen - mean.square()).clamp_min(0).sqrt()
-    return mean.tolist(), std.clamp_min(1 / 255).tolist()
+    return {"mean": mean.tolist(), "std": std.clamp_min(1 / 255).tolist()}

@@ -8,6 +8,7 @@ from attnkit.lightning.arguments import at_least, existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.image_classification.augment import Augment, shipped_augment
 from attnkit.tasks.image_classification.data import ImageDataModule
+from attnkit.tasks.images.data import module_of
 from attnkit.tasks.images.folder import find_splits
 from attnkit.tasks.images.scan import read_splits
 from attnkit.tasks.images.sets import ImageSet
@@ -16,10 +17,13 @@ from attnkit.tasks.images.sets import ImageSet
 class ImageFolderData(ImageDataModule):
     """Images under `root`: `train/`, and if given `val/` and `test/`, with a folder per class.
 
-    `root` may also hold the class folders themselves. Images may have any size and mode: the
-    largest centred part of the shape of `image_size` is used (default: a square of the median short
-    side of the training images, at most 224, rounded down to whole patches). `root` is never
-    written to.
+    Other usual spellings are read too, as `Training/`, `dev/` or `eval/`. `root` may also hold the
+    class folders themselves. Images may have any size and mode: the largest centred part of the
+    shape of `image_size` is used (default: a square of the median short side of the training
+    images, at most 224, rounded down to whole patches). `root` is never written to.
+
+    `Trainer.test` of a trained module with files that it was not trained on is of the test split,
+    or of all of them if there is no split; they may lack classes of the module.
 
     If `augment` has a `crop_min_area`, training images are crops of the whole pictures, which are
     shrunk before by a whole factor that leaves the smallest crop as many pixels as
@@ -62,10 +66,11 @@ class ImageFolderData(ImageDataModule):
         return shipped_augment("image_folder")
 
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
-        splits, class_names = find_splits(self.root)
+        known = module_of(self).hparams.get("class_names") if self.testing else None
+        splits, class_names = find_splits(self.root, known)
         read = read_splits(self, splits, self.in_channels, self.crop_min_area)
         sets = {split: images.select(good) for split, (images, good) in read.items()}
-        left = set(sets["train"].labels.tolist())
+        left = set(sets["train"].labels.tolist()) if known is None else range(len(known))
         if empty := [name for label, name in enumerate(class_names) if label not in left]:
             names = ", ".join(empty[:5])
             raise UserError(f"data.root: no image can be decoded in train of {names}")

@@ -43,7 +43,11 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         class_names: for tables and pictures; "0", "1", … unless given.
         image_size: side of the images in pixels, or [height, width], for those who prepare images
             to predict.
-        interpolation, crop_pct: how pictures were brought to that size (see `ImageDataModule`).
+        interpolation, crop_pct, value_range: how pictures were brought to that size (see
+            `ImageDataModule`).
+        trained_on: what the data module says of its training files.
+        normalized_by: `mean` and `std` with which the data module normalises its batches of floats;
+            empty, if it does in a way that is not known. Floats are then taken as they are.
         in_channels: 1 (grey) or 3 (RGB).
         mean: of the training pixels on the scale from 0 to 1, per channel.
         std: their standard deviation.
@@ -71,6 +75,9 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         image_size: Size | None = None,
         interpolation: str | None = None,
         crop_pct: float | None = None,
+        value_range: Sequence[float] | None = None,
+        trained_on: str | None = None,
+        normalized_by: Mapping[str, Sequence[float]] | None = None,
         in_channels: int = 3,
         label_smoothing: float = 0.0,
         class_weights: Literal["balanced"] | Sequence[float] | None = None,
@@ -85,7 +92,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             num_classes=num_classes,
             class_names=class_names,
         )
-        self.expect_images(image_size, in_channels, mean, std, interpolation, crop_pct)
+        how = interpolation, crop_pct, value_range, trained_on, normalized_by
+        self.expect_images(image_size, in_channels, mean, std, *how)
         shares_below_1(label_smoothing=label_smoothing)
         at_least(0, mixup=mixup, cutmix=cutmix)
         if image_size is not None:
@@ -110,7 +118,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         return describe_batches(data)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, num_classes] of images, uint8 or float from 0 to 1."""
+        """Logits [batch, num_classes] of images, uint8, or float from 0 to 1 or normalised by the
+        data module (`normalized_by`)."""
         return self.model(self.normalized(images))
 
     @torch.no_grad()
@@ -143,10 +152,11 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         return [name if name in self.class_names else "" for name in folders]
 
     def explained(self, batch: Any) -> Explained:
-        """What `attnkit.explain` is given of a batch: this module and pixels from 0 to 1."""
+        """What `attnkit.explain` is given of a batch: this module and images as floats."""
         images, *rest = batch
-        pixels = images if images.is_floating_point() else images.to(self.mean.dtype) / 255
-        made = Explained(self, pixels, pictures=pixels, class_names=self.class_names)
+        inputs = self.as_floats(images)
+        pictures = self.as_pictures(inputs)
+        made = Explained(self, inputs, pictures=pictures, class_names=self.class_names)
         if rest and isinstance(rest[0], Tensor):
             made.truth = rest[0]
         elif rest:
@@ -181,6 +191,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
+        if batch_idx == 0 and self.normalized_by is None:
+            self._look(images)
         images = self.normalized(images)
         if self.mix is not None:
             images, labels = self.mix(images, labels)
@@ -193,6 +205,16 @@ class ImageClassification(NormalizesImages, ClassificationModule):
                 plain = functional.cross_entropy(logits.float(), labels, reduction="none")
         self.log_train_loss(losses, plain)
         return losses.mean()
+
+    def _look(self, images: Tensor) -> None:
+        """Notice that the data module normalises, which files to predict would have to be, too."""
+        if images.is_floating_point() and (images.min() < -0.01 or images.max() > 1.01):
+            self.normalized_by = self.hparams["normalized_by"] = {}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.normalized_by is None:
+            self.normalized_by = checkpoint.get("hyper_parameters", {}).get("normalized_by")
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of each sample that training minimises the mean of.

@@ -5,6 +5,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from attnkit.lightning.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import ResumableSampler
+from attnkit.tasks.images.module import NormalizesImages
 from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size
 from attnkit.tasks.loaders import SplitData, make_loader
 
@@ -29,11 +31,14 @@ class SplitImages(SplitData):
             module's in the trainer, else bicubic.
         crop_pct: share of the sides that is kept when pictures of another size are brought to
             `image_size`, as timm's; None: as the module's in the trainer, else 1, which is all.
+        value_range: [low, high], the values of grey files of more than 8 bits that become 0 and
+            255; None: as the module's in the trainer, else what fits the training files.
         batch_size: images per step and process.
         num_workers: processes that load; None: none for images in memory that are not cropped,
             else one per core up to 8 and shared between the processes of this machine.
         val_fraction: share of the training images that becomes the missing validation split.
-        test_fraction: the same for the test split.
+        test_fraction: the same for the test split; 1: a test is of all of them, as it is if the
+            files are not those that the module was trained on.
         seed: of all that is random here, such as the splits and the order, which depends on the
             epoch and the process, and on nothing else.
 
@@ -52,6 +57,7 @@ class SplitImages(SplitData):
         image_size: Size | None = None,
         interpolation: str | None = None,
         crop_pct: float | None = None,
+        value_range: Sequence[float] | None = None,
         batch_size: int = 64,
         num_workers: int | None = None,
         val_fraction: float = 0.1,
@@ -60,18 +66,35 @@ class SplitImages(SplitData):
     ) -> None:
         super().__init__()
         self.image_size = checked_size(image_size)
-        check_fit(interpolation, crop_pct)
+        check_fit(interpolation, crop_pct, value_range)
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers, seed=seed)
-        held_out(val_fraction=val_fraction, test_fraction=test_fraction)
+        taken = {} if test_fraction == 1 else {"test_fraction": test_fraction}
+        held_out(val_fraction=val_fraction, **taken)
         self.interpolation = interpolation
         self.crop_pct = crop_pct
+        self.value_range = value_range
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self.seed = seed
         self.sets: dict[str, Any] = {}
+        self.how_tested = ""  # which images a test is of, the end of a line
+        self.stage: str | None = None  # of the trainer, that it was last set up for
+        self.testing = False  # whether it is read for the test of a trained module alone
+        # A fingerprint of the training files, or what else tells these images from others.
+        self.trained_on: str | None = type(self).__name__
+        self.first_of_equal: list[int] = []  # of each training image the first with the same bytes
+
+    def is_read(self, stage: str | None) -> bool:
+        """Whether there is nothing to read for a stage of the trainer, which is noted."""
+        self.stage = stage
+        testing = stage == "test" and module_of(self) is not None
+        if self.sets and (testing or not self.testing or "train" in self.sets):
+            return True
+        self.testing = testing
+        return False
 
     @abstractmethod
     def load(self) -> Any:
@@ -82,16 +105,33 @@ class SplitImages(SplitData):
         """Numbers of the images of train that stay, then of each part that is taken from it."""
 
     def with_missing_splits(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All splits; those that are not given are taken from train.
+        """All splits; those that are not given are taken from train. Equal files stay together.
+
+        For the test of a module that was trained on other files: all of them, or their test split.
 
         Raises:
             UserError: there is no train split, or a split is empty.
         """
+        if self.testing:
+            if "test" not in given and self._is_new():
+                self.how_tested = ", all that there are"
+                return {"test": only_split(given)}
+            if "test" not in given:
+                self.how_tested = (
+                    f" of {len(with_train(given)['train'])}, taken as in training; "
+                    "data.test_fraction=1 tests all"
+                )
+            elif "train" not in given:
+                return {"test": given["test"]}
         sets, fractions = with_train(given), {"val": self.val_fraction, "test": self.test_fraction}
         names = ("train", "val", *self.test_splits)
         if missing := [name for name in names if name not in sets]:
+            if "test" in missing and self.test_fraction == 1:
+                raise UserError(
+                    "data.test_fraction: 1 leaves nothing to train on; it is of run=test"
+                )
             train = sets["train"]
-            parts = self.split_rows(train, [fractions[name] for name in missing])
+            parts = self._split_whole(train, [fractions[name] for name in missing])
             for name, rows in zip(("train", *missing), parts, strict=True):
                 if not len(rows):
                     taken = missing[0] if name == "train" else name
@@ -103,6 +143,19 @@ class SplitImages(SplitData):
         if empty := [name for name in names if not len(sets[name])]:
             raise UserError(f"data: no images for {empty[0]}")
         return {name: sets[name] for name in names}
+
+    def _is_new(self) -> bool:
+        """Whether the files are not those that the module to be tested was trained on."""
+        known, found = getattr(module_of(self), "trained_on", None), self.trained_on
+        return self.test_fraction == 1 or (None not in (known, found) and known != found)
+
+    def _split_whole(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:
+        """`split_rows`, but equal images are on one side."""
+        kept, whose = torch.tensor(self.first_of_equal).unique(return_inverse=True)
+        if len(kept) == len(whose) or len(whose) != len(train):
+            return self.split_rows(train, fractions)
+        parts = self.split_rows(train.select(kept), fractions)
+        return [torch.isin(whose, part).nonzero().flatten() for part in parts]
 
     def items(self, split: str) -> Any:
         """What the loader of a split fetches batches from."""
@@ -137,23 +190,41 @@ class SplitImages(SplitData):
         return max(1, min(8, (os.cpu_count() or 1) // local))
 
 
-def fit_of(data: Any) -> Fit:
-    """How pictures become images, of a data module that is set up."""
-    return Fit(data.image_size, data.interpolation or "bicubic", data.crop_pct or 1.0)
+def fit_of(data: Any, size: Size | None = None) -> Fit:
+    """How pictures become images, of a data module that is set up, or for images of a size."""
+    how = data.interpolation or "bicubic", data.crop_pct or 1.0, data.value_range
+    return Fit(size or data.image_size, *how)
+
+
+def module_of(data: LightningDataModule) -> Any:
+    """The module in a data module's trainer; None: there is none."""
+    return data.trainer.lightning_module if data.trainer is not None else None
 
 
 def follow_module(data: Any) -> None:
     """What a data module was not given is as the module in its trainer was made for."""
-    module = data.trainer.lightning_module if data.trainer is not None else None
+    module = module_of(data)
     if data.image_size is None:
         data.image_size = checked_size(getattr(module, "image_size", None))
     data.interpolation = data.interpolation or getattr(module, "interpolation", None) or "bicubic"
     data.crop_pct = data.crop_pct or getattr(module, "crop_pct", None) or 1.0
+    data.value_range = data.value_range or getattr(module, "value_range", None)
 
 
-def check_fits_module(data: LightningDataModule) -> None:
-    """UserError if the module in the trainer was made for another image_size or in_channels."""
-    module = data.trainer.lightning_module if data.trainer is not None else None
+def check_fits_module(data: Any) -> None:
+    """UserError if the module in the trainer was made for another image_size or in_channels, or
+    for images that are normalised in a way that is not known.
+
+    In training, a module that does not know what of the files it learns from is told.
+    """
+    module = module_of(data)
+    if module is not None and getattr(data, "stage", None) == "fit":
+        for name in ("value_range", "trained_on"):
+            if name in module.hparams and getattr(module, name, None) is None:
+                module.hparams[name] = getattr(data, name)
+                setattr(module, name, getattr(data, name))
+    if isinstance(module, NormalizesImages):
+        module.check_prepares()
     for name in ("image_size", "in_channels"):
         asked, made_for = getattr(data, name), getattr(module, name, None)
         if isinstance(made_for, Sequence):
@@ -163,6 +234,16 @@ def check_fits_module(data: LightningDataModule) -> None:
                 f"data.{name}: got {asked}, but the module was made for {made_for}; "
                 "leave it out, and images are resized to that"
             )
+
+
+def only_split(sets: Mapping[str, Any]) -> Any:
+    """The images of the only split, which nobody has called a test split."""
+    if len(sets) > 1:
+        raise UserError(
+            f"data: no test split, only {', '.join(sets)}\n"
+            "  to test one of them, give it alone: data.root=FOLDER/train"
+        )
+    return next(iter(sets.values()))
 
 
 def with_train(sets: Mapping[str, Any]) -> dict[str, Any]:

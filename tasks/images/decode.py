@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,52 +30,82 @@ _LUMA = torch.tensor([299, 587, 114], dtype=torch.int32).view(3, 1, 1)  # ITU-R 
 # What `read_image` does, for users of exported programs.
 PREPARED = (
     "pixels from 0 to 255, RGB or grey; a picture of another size is resized with antialiasing by "
-    "`interpolation` until both sides are at least image_size / crop_pct, and its centre is cut out"
+    "`interpolation` until both sides are at least image_size / crop_pct, and its centre is cut "
+    "out; values of files of more than 8 bits are brought from value_range to 0 to 255"
 )
+Depth = tuple[str, float, float]
+"""What a file holds that 8 bits a channel do not, one of the following, and its range of values."""
+INTEGERS = "integers of more than 8 bits"
+FLOATS = "floats"
+FULL_RANGES = {INTEGERS: (0, 65535), FLOATS: (0, 1)}  # where no range is given
+COLOURS = "colours of 16 bits"
+FOURTH_BAND = "a band beside the colours"
 
 
 class UndecodableImageError(Exception):
     """A file is not an image, or is broken. The message is the reason."""
 
 
+class Read(NamedTuple):
+    """What was read of a file.
+
+    Attributes:
+        image: uint8 RGB [3, height, width].
+        whole: the whole picture, [height, width, 3], if it was asked for.
+        depth: what 8 bits a channel do not hold, if anything.
+    """
+
+    image: Tensor
+    whole: Tensor | None
+    depth: Depth | None
+
+
 def read_image(
-    path: str | Path, size: Size, interpolation: str = "bicubic", crop_pct: float = 1.0
+    path: str | Path,
+    size: Size,
+    interpolation: str = "bicubic",
+    crop_pct: float = 1.0,
+    value_range: Sequence[float] | None = None,
 ) -> Tensor:
     """The centre of an image file as uint8 RGB [3, height, width].
 
     It is resized with antialiasing, as by timm's transform for evaluation: until both sides are
     at least size / crop_pct; then the centre is cut out. The parts that are cut away are never
-    held. The orientation of EXIF is applied. Palettes and CMYK become RGB, grey becomes three equal
-    channels, 16 bits a channel become 8 (the upper ones), floats are taken to be in [0, 1], and
-    transparency is laid on white.
+    held. The orientation of EXIF is applied. Palettes and CMYK become RGB, and grey becomes three
+    equal channels. Grey of more than 8 bits is brought from `value_range` to 0 to 255; colours of
+    16 bits keep their upper 8. Transparency is laid on white, but of TIFF files, whose fourth band
+    may as well be near infrared, the colours are read alone.
 
     Raises:
         UndecodableImageError: the file cannot be decoded; the message is the reason.
     """
-    fit = Fit(size, interpolation, crop_pct)
-    picture, _ = _opened(path, least_side=_least_side(fit))
-    return as_tensor(fit_picture(picture, fit))
+    return read_file(path, Fit(size, interpolation, crop_pct, value_range)).image
 
 
-def read_picture(path: str | Path, least_area: float | None = None) -> Image.Image:
+def read_picture(
+    path: str | Path,
+    least_area: float | None = None,
+    value_range: Sequence[float] | None = None,
+) -> Image.Image:
     """The whole picture of a file as RGB, from any mode as in `read_image`.
 
     It is shrunk by a whole factor that leaves it `least_area` pixels.
     """
-    return _opened(path, least_area=least_area)[0]
+    return _opened(path, value_range, least_area=least_area)[0]
 
 
-def read_both(path: str | Path, fit: Fit, least_area: float) -> tuple[Tensor, Tensor]:
-    """What `read_image` gives, and the picture of `read_picture` as [height, width, 3].
+def read_file(path: str | Path, fit: Fit, least_area: float | None = None) -> Read:
+    """The image of `read_image`, and with `least_area` the picture of `read_picture`.
 
     The file is decoded once where that makes no difference.
     """
-    whole, is_full = _opened(path, least_area=least_area)
-    if is_full and min(whole.size) < 2 * _least_side(fit):
-        image = as_tensor(fit_picture(whole, fit))
-    else:
-        image = read_image(path, *fit)
-    return image, torch.from_numpy(np.array(whole))
+    whole = None
+    if least_area is not None:
+        picture, is_full, depth = _opened(path, fit.value_range, least_area=least_area)
+        whole = torch.from_numpy(np.array(picture))
+    if whole is None or not is_full or min(picture.size) >= 2 * _least_side(fit):
+        picture, _, depth = _opened(path, fit.value_range, least_side=_least_side(fit))
+    return Read(as_tensor(fit_picture(picture, fit)), whole, depth)
 
 
 def as_tensor(picture: Image.Image) -> Tensor:
@@ -95,9 +126,13 @@ def _least_side(fit: Fit) -> int:
 
 
 def _opened(
-    path: str | Path, least_side: int | None = None, least_area: float | None = None
-) -> tuple[Image.Image, bool]:
-    """RGB of a file, shrunk on the way to not less than one of both; and whether it was not."""
+    path: str | Path,
+    value_range: Sequence[float] | None,
+    least_side: int | None = None,
+    least_area: float | None = None,
+) -> tuple[Image.Image, bool, Depth | None]:
+    """RGB of a file, shrunk on the way to not less than one of both; whether it was not; and what
+    8 bits do not hold."""
     try:
         with Image.open(path) as image:
             full, factor = image.size, 1
@@ -108,11 +143,12 @@ def _opened(
                 image.draft(None, (-(-full[0] // factor), -(-full[1] // factor)))
                 factor //= max(1, round(full[0] / image.width))
             is_full = image.size == full and factor == 1
+            packed = str(image.tile)  # forgotten once the pixels are loaded
             image.load()
             with contextlib.suppress(Exception):  # a broken EXIF block leaves the pixels usable
                 ImageOps.exif_transpose(image, in_place=True)
-            rgb = _to_rgb(image)
-            return (rgb.reduce(factor) if factor > 1 else rgb), is_full
+            rgb, depth = _to_rgb(image, packed, value_range)
+            return (rgb.reduce(factor) if factor > 1 else rgb), is_full, depth
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UndecodableImageError("no such file") from error
     except Exception as error:  # Pillow's plugins raise about anything on broken files
@@ -162,6 +198,7 @@ class Pixels:
         sums: int64 [files, 2, channels], the sum of the pixels and of their squares per channel.
         grey: bool [files], whether the channels are equal.
         failures: file number to the reason for which it cannot be decoded.
+        depths: file number to what 8 bits a channel do not hold of it.
         pictures: the whole pictures of the files, uint8 [height, width, 3] each, empty where
             the image is all of it and where there is none; None if they were not asked for.
     """
@@ -170,6 +207,7 @@ class Pixels:
     sums: Tensor
     grey: Tensor
     failures: dict[int, str]
+    depths: dict[int, Depth]
     pictures: list[Tensor] | None = None
 
 
@@ -197,6 +235,7 @@ def decode_files(
     sums = torch.zeros((len(paths), 2, channels), dtype=torch.int64)
     grey = torch.zeros(len(paths), dtype=torch.bool)
     failures: dict[int, str] = {}
+    depths: dict[int, Depth] = {}
     pictures = [torch.empty(0, dtype=torch.uint8)] * len(paths) if least_area else None
 
     def decode_chunk(start: int) -> int:
@@ -204,14 +243,16 @@ def decode_files(
         stop = min(start + _CHUNK, len(paths))
         for number in range(start, stop):
             try:
-                if pictures is None or least_area is None:
-                    decoded[number] = read_image(paths[number], *fit)
-                else:
-                    decoded[number], whole = read_both(paths[number], fit, least_area)
-                    if whole.shape[:2] != decoded[number].shape[1:] or channels == 1:
-                        pictures[number] = whole
+                read = read_file(paths[number], fit, least_area)
             except UndecodableImageError as error:
                 failures[number] = str(error)
+                continue
+            decoded[number] = read.image
+            if read.depth is not None:
+                depths[number] = read.depth
+            is_part = read.whole is not None and read.whole.shape[:2] != read.image.shape[1:]
+            if pictures is not None and read.whole is not None and (is_part or channels == 1):
+                pictures[number] = read.whole
         if decoded:
             pixels = to_channels(torch.stack([*decoded.values()]), channels)
             rows = torch.tensor([*decoded])
@@ -229,7 +270,8 @@ def decode_files(
         except BaseException:  # a signal: what is not begun is not waited for
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return Pixels(images, sums, grey, dict(sorted(failures.items())), pictures)
+    failures, depths = dict(sorted(failures.items())), dict(sorted(depths.items()))
+    return Pixels(images, sums, grey, failures, depths, pictures)
 
 
 def pixel_sums(images: Tensor) -> Tensor:
@@ -259,18 +301,35 @@ def _said(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
             last = time.monotonic()
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        upper = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
-        image = Image.fromarray(upper.astype(np.uint8))
-    elif image.mode == "F":
-        scaled = np.nan_to_num(np.asarray(image)).clip(0, 1) * 255
-        image = Image.fromarray(scaled.round().astype(np.uint8))
+def _to_rgb(
+    image: Image.Image, packed: str, value_range: Sequence[float] | None
+) -> tuple[Image.Image, Depth | None]:
+    depth: Depth | None = (COLOURS, 0, 65535) if ";16" in packed else None
+    if image.mode.startswith("I") or image.mode == "F":
+        values = np.asarray(image)
+        finite = values[np.isfinite(values)]
+        low, high = (finite.min(), finite.max()) if finite.size else (0, 0)
+        depth = (FLOATS if image.mode == "F" else INTEGERS, float(low), float(high))
+        image = Image.fromarray(_to_bytes(values, value_range))
+    elif image.format == "TIFF" and (image.mode in ("RGBA", "LA") or "RGBX" in packed):
+        depth = depth or (FOURTH_BAND, 0, 255)
     elif image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return (image if image.mode == "RGB" else image.convert("RGB")), depth
+
+
+def _to_bytes(values: np.ndarray, value_range: Sequence[float] | None) -> np.ndarray:
+    """Values from low to high as 0 to 255; 256 grey levels stay what they are."""
+    is_whole = np.issubdtype(values.dtype, np.integer)
+    low, high = value_range or FULL_RANGES[INTEGERS if is_whole else FLOATS]
+    if is_whole:
+        scaled = (values.astype(np.int64) - int(low)) * 256 // (int(high) - int(low) + 1)
+    else:
+        finite = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+        scaled = ((finite - low) * (255 / (high - low))).round()
+    return scaled.clip(0, 255).astype(np.uint8)
 
 
 def _reason(path: str | Path, error: Exception) -> str:

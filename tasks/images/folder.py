@@ -1,23 +1,29 @@
 """Trees of image files: which splits and classes a folder holds, and which files are broken."""
 
+import functools
 import os
-from collections import Counter
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from PIL import Image
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.telling.say import say as tell
+from attnkit.tasks.images.decode import header_size
 
-SUFFIXES = frozenset((*IMG_EXTENSIONS, ".gif", ".jfif"))
+# As in Hugging Face's data sets, in small and capital letters.
 SPELLINGS = {
     "train": ("train", "training"),
-    "val": ("val", "valid", "validation"),
-    "test": ("test", "testing"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
 }
+SPLIT_OF = {spelling: split for split, spellings in SPELLINGS.items() for spelling in spellings}
+# Formats that Pillow only names, or reads with programs of others.
+_UNREAD = frozenset(("BUFR", "EPS", "FPX", "GRIB", "HDF5", "MIC", "MPEG", "WMF"))
 MAX_NAMED = 10
 
 
@@ -28,59 +34,105 @@ class Files:
     paths: list[str] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
 
+    @property
+    def label_of(self) -> dict[str, int]:
+        return dict(zip(self.paths, self.labels, strict=True))
 
-def find_splits(root: str | Path) -> tuple[dict[str, Files], list[str]]:
+
+def find_splits(
+    root: str | Path, known: Sequence[str] | None = None
+) -> tuple[dict[str, Files], list[str]]:
     """The splits under `root` and the class names, sorted as torchvision's ImageFolder does.
 
-    `root` holds `train/` and, if given, `val/` and `test/` (or another usual spelling), each with
-    one folder per class; or it holds the class folders itself, which are then all "train".
+    `root` holds `train/` and, if given, `val/` and `test/` (or another usual spelling, in small or
+    capital letters), each with one folder per class; or it holds the class folders itself, which
+    are then all "train". What is not used, folders and files, is named.
+
+    Args:
+        root: the folder.
+        known: the classes of the module that is to be tested: then only `test/` is read, if there
+            is one, and train and some of the classes may be missing.
 
     Raises:
-        UserError: no images, fewer than two classes, an empty class folder in train, or classes
-            in val or test that train lacks; each names the folder.
+        UserError: no images, fewer than two classes, an empty class folder in train, classes
+            in val or test that train (or the module) lacks, or names that may be splits or classes;
+            each names the folder.
     """
     root = Path(root)
-    folders = _split_folders(root)
-    class_names = _subfolders(folders["train"])
+    folders = _split_folders(root, needs_train=known is None)
+    if known is not None and "test" in folders:
+        folders = {"test": folders["test"]}
+    class_names = list(known or _subfolders(folders["train"]))
     if len(class_names) < 2:
         found = f"only {class_names[0]!r}" if class_names else "none"
         raise UserError(
             f"data.root: {folders['train']} must hold one folder per class, at least two; "
             f"found {found}"
         )
-    splits, skipped = {}, Counter[str]()
+    splits: dict[str, Files] = {}
+    skipped: list[str]
     for split, folder in folders.items():
-        _check_classes(folder, class_names)
-        files = Files()
+        _check_classes(folder, class_names, "train" if known is None else "the module")
+        files, skipped = Files(), []
+        skipped += [entry.path for entry in os.scandir(folder) if not entry.is_dir()]
         for label, name in enumerate(class_names):
             paths = list_images(folder / name, skipped) if (folder / name).is_dir() else []
             files.paths += paths
             files.labels += [label] * len(paths)
         splits[split] = files
-        _check_counts(split, folder, files, class_names)
-    if skipped:
-        kinds = ", ".join(f"{count} × {suffix}" for suffix, count in sorted(skipped.items()))
-        say_once(f"{root}: files without an image suffix are ignored: {kinds}")
+        say_skipped(folder, skipped)
+        _check_counts(split, folder, files, class_names, all_needed=known is None)
     return splits, class_names
 
 
-def list_images(folder: str | Path, skipped: Counter[str] | None = None) -> list[str]:
-    """All files with an image suffix below a folder, sorted; hidden ones are left out.
+def list_images(folder: str | Path, skipped: list[str]) -> list[str]:
+    """All files below a folder that Pillow can read, by their suffix, or without one by how they
+    begin; sorted. Hidden folders are left out; files that are left out are added to `skipped`.
 
-    `skipped` counts the other files by suffix.
+    Raises:
+        UserError: a folder cannot be read.
     """
-    paths = []
-    for directory, names, files in os.walk(folder, followlinks=True):
+    paths: list[str] = []
+    for directory, names, files in os.walk(folder, onerror=_raise_unreadable, followlinks=True):
         names[:] = sorted(name for name in names if not _hidden(name))
         for name in sorted(files):
+            path = os.path.join(directory, name)
             suffix = os.path.splitext(name)[1].lower()
-            if _hidden(name):
-                continue
-            if suffix in SUFFIXES:
-                paths.append(os.path.join(directory, name))
-            elif skipped is not None:
-                skipped[suffix or "no suffix"] += 1
+            is_image = suffix in suffixes() if suffix else header_size(path) is not None
+            (paths if is_image and not _hidden(name) else skipped).append(path)
     return paths
+
+
+@functools.cache
+def suffixes() -> frozenset[str]:
+    """The suffixes of images that Pillow reads."""
+    known = Image.registered_extensions()
+    readable = set(Image.OPEN) - _UNREAD
+    return frozenset((*(suffix for suffix, kind in known.items() if kind in readable), ".jfif"))
+
+
+def say_skipped(root: str | Path, skipped: Sequence[str]) -> None:
+    """Name what is not read below a folder, by suffix; not the files of file managers."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for path in skipped:
+        name = os.path.basename(path)
+        suffix = os.path.splitext(name)[1].lower()
+        if not _hidden(name):
+            kinds[suffix if suffix not in suffixes() else "outside a class"].append(path)
+        elif suffix in suffixes() and not name.startswith("._"):
+            kinds["hidden"].append(path)
+    if kinds:
+        named = ", ".join(
+            f"{len(paths)} × {kind or 'no suffix'} ({os.path.relpath(paths[0], root)}"
+            f"{', …' if len(paths) > 1 else ''})"
+            for kind, paths in sorted(kinds.items())
+        )
+        count = sum(map(len, kinds.values()))
+        say_once(f"{root}: {count} {'file is' if count == 1 else 'files are'} not read: {named}")
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise UserError(f"data: {error.filename} cannot be read: {error.strerror}") from error
 
 
 def report_failures(
@@ -122,51 +174,80 @@ def say(line: str) -> None:
 say_once = rank_zero_only(say)  # where all processes look at the same files
 
 
-def _split_folders(root: Path) -> dict[str, Path]:
+def _split_folders(root: Path, needs_train: bool) -> dict[str, Path]:
+    folders = _subfolders(root)
     found: dict[str, Path] = {}
-    for split, spellings in SPELLINGS.items():
-        present = [root / name for name in spellings if (root / name).is_dir()]
-        if len(present) > 1:
-            names = " and ".join(path.name for path in present)
-            raise UserError(f"data.root: {root} holds both {names}; keep one of them as {split}")
-        if present:
-            found[split] = present[0]
+    for name in folders:
+        split = SPLIT_OF.get(name.lower())
+        if split in found:
+            raise UserError(
+                f"data.root: {root} holds both {found[split].name} and {name}; keep one of them as "
+                f"{split}, or give it another name: {', '.join(SPELLINGS)}"
+            )
+        if split is not None:
+            found[split] = root / name
     # A class may be called "train" too: a split holds class folders, a class holds images.
-    layout = {split: path for split, path in found.items() if _subfolders(path)}
-    others = set(_subfolders(root)) - {path.name for path in found.values()}
-    if "train" in layout:
+    layout = {
+        split: found[split] for split in SPELLINGS if split in found and _subfolders(found[split])
+    }
+    others = [name for name in folders if root / name not in found.values()]
+    if "train" in layout or (layout and not needs_train):
         flat = [path for split, path in found.items() if split not in layout]
         if flat:
             raise UserError(f"data.root: {flat[0]} must hold one folder per class; found none")
+        renamed = [
+            f"{path.name}/ as {split}" for split, path in layout.items() if path.name != split
+        ]
+        if renamed:
+            say_once(f"{root}: {', '.join(renamed)}")
+        if others:
+            say_once(f"{root}: not used, as no splits: {', '.join(shortened(others, MAX_NAMED))}")
         return layout
     if layout or (found and not others):
         raise UserError(
             f"data.root: {root} holds {', '.join(sorted(p.name for p in found.values()))} "
             "but no train/ with one folder per class"
         )
+    words = {
+        name: [SPLIT_OF[w] for w in re.findall("[a-z]+", name.lower()) if w in SPLIT_OF]
+        for name in others
+    }
+    like = [name for name, splits in words.items() if splits and _subfolders(root / name)]
+    if len({split for name in like for split in words[name]}) > 1:
+        raise UserError(
+            f"data.root: {' and '.join(shortened(like, 3))} in {root} may be splits or classes\n"
+            f"  splits are called {', '.join(SPELLINGS)}; classes hold images, not folders"
+        )
+    inside = {sub for name in folders for sub in _subfolders(root / name)}
+    if len({SPLIT_OF[sub.lower()] for sub in inside if sub.lower() in SPLIT_OF}) > 1:
+        say_once(
+            f"{root}: the splits inside of the class folders are read together; as train/<class> "
+            "and test/<class> they are kept apart"
+        )
     return {"train": root}
 
 
-def _check_classes(folder: Path, class_names: Sequence[str]) -> None:
+def _check_classes(folder: Path, class_names: Sequence[str], whose: str) -> None:
     names = set(_subfolders(folder))
     extra, missing = sorted(names - set(class_names)), sorted(set(class_names) - names)
-    lines = [f"data.root: the class folders of {folder} differ from train's"]
-    if extra:
-        lines.append(f"not in train: {', '.join(shortened(extra, 5))}")
-    if extra and missing:
+    if names and not extra:
+        return
+    lines = [f"data.root: the class folders of {folder} differ from {whose}'s"]
+    lines.append(f"not in {whose}: {', '.join(shortened(extra, 5))}" if extra else "there are none")
+    if missing:
         lines.append(f"missing: {', '.join(shortened(missing, 5))}")
-    if extra:
-        raise UserError("\n".join(lines))
+    raise UserError("\n".join(lines))
 
 
-def _check_counts(split: str, folder: Path, files: Files, class_names: Sequence[str]) -> None:
+def _check_counts(
+    split: str, folder: Path, files: Files, class_names: Sequence[str], *, all_needed: bool
+) -> None:
     if not files.paths:
-        kinds = " ".join(sorted(SUFFIXES))
-        raise UserError(f"data.root: no images under {folder} (suffixes: {kinds})")
-    counts = Counter(files.labels)
-    empty = [name for label, name in enumerate(class_names) if not counts[label]]
+        raise UserError(f"data.root: no images under {folder} that Pillow reads")
+    there = set(files.labels)
+    empty = [name for label, name in enumerate(class_names) if label not in there]
     named = ", ".join(shortened(empty, 5))
-    if empty and split == "train":
+    if empty and split == "train" and all_needed:
         raise UserError(f"data.root: class folders without images in {folder}: {named}")
     if empty:
         say_once(f"{split}: no images of {named}")

@@ -1,14 +1,18 @@
 """What modules of images have in common: pixels are normalised inside, by the training data."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning import LightningModule
 from torch import Tensor
 
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.images.folder import say_once
 from attnkit.tasks.images.sizes import Size, check_fit, checked_size
+from attnkit.tasks.loaders import is_limited
 
 
 class NormalizesImages(LightningModule):
@@ -28,6 +32,9 @@ class NormalizesImages(LightningModule):
         std: Sequence[float],
         interpolation: str | None = None,
         crop_pct: float | None = None,
+        value_range: Sequence[float] | None = None,
+        trained_on: str | None = None,
+        normalized_by: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         """Set what images are like.
 
@@ -37,31 +44,93 @@ class NormalizesImages(LightningModule):
             in_channels: 1 (grey) or 3 (RGB).
             mean: of the training pixels on the scale from 0 to 1, per channel.
             std: their standard deviation.
-            interpolation, crop_pct: how pictures become images: see `Fit`; None: bicubic, and 1.
+            interpolation, crop_pct, value_range: how pictures become images: see `Fit`; None:
+                bicubic, 1, and all values of 16 bits.
+            trained_on: what the data module says of its training files, so that a test knows
+                whether it is of others.
+            normalized_by: `mean` and `std` with which the data module normalises its batches of
+                floats, which are then taken as they are; `mean` and `std` above are not used. An
+                empty mapping: how it does that is not known, and files cannot be prepared.
 
         Raises:
             ValueError: not a number for each channel, or a deviation that is not positive.
         """
-        for name, value in (("mean", mean), ("std", std)):
-            if len(value) != in_channels:
-                raise ValueError(
-                    f"{name}: expected {in_channels} (in_channels) numbers, got {value}"
-                )
-        if not all(0 < value < math.inf for value in std):
-            raise ValueError(f"std: expected positive numbers, got {std}")
-        check_fit(interpolation, crop_pct)
+        if normalized_by is not None:
+            mean, std = [0.0] * in_channels, [1.0] * in_channels
+        if normalized_by and set(normalized_by) != {"mean", "std"}:
+            raise ValueError(f"normalized_by: expected mean and std, got {dict(normalized_by)}")
+        for at, numbers in (("", {"mean": mean, "std": std}), ("normalized_by.", normalized_by)):
+            for name, value in (numbers or {}).items():
+                if len(value) != in_channels:
+                    raise ValueError(
+                        f"{at}{name}: expected {in_channels} (in_channels) numbers, got {value}"
+                    )
+                if name == "std" and not all(0 < number < math.inf for number in value):
+                    raise ValueError(f"{at}std: expected positive numbers, got {value}")
+        check_fit(interpolation, crop_pct, value_range)
         self.image_size = checked_size(image_size)
         self.interpolation = interpolation or "bicubic"
         self.crop_pct = crop_pct or 1.0
+        self.value_range = value_range
+        self.trained_on = trained_on
+        self.normalized_by = normalized_by
         self.in_channels = in_channels
         self.register_buffer("mean", torch.tensor(list(mean)).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))
 
     def normalized(self, images: Tensor) -> Tensor:
         """(pixel - mean) / std, of uint8 pixels divided by 255 or floats taken as they are."""
-        if not images.is_floating_point():
-            images = images.to(self.mean.dtype) / 255
-        return (images - self.mean) / self.std
+        return (self.as_floats(images) - self.mean) / self.std
+
+    def as_floats(self, images: Tensor) -> Tensor:
+        """Images as the data module brings them in floats: from 0 to 1, or normalised by it.
+
+        Raises:
+            UserError: of uint8 images, if it is not known how the data module normalises.
+        """
+        if images.is_floating_point():
+            return images
+        self.check_prepares()
+        images = images.to(self.mean.dtype) / 255
+        return self._by_data(images, lambda pixels, mean, std: (pixels - mean) / std)
+
+    def as_pictures(self, floats: Tensor) -> Tensor:
+        """Images of `as_floats` as people see them, from 0 to 1; normalised ones as far as that is
+        known, else from the lowest to the highest value."""
+        if self.normalized_by is None:
+            return floats
+        if not self.normalized_by:
+            low, high = floats.aminmax()
+            return (floats - low) / (high - low).clamp_min(1e-12)
+        return self._by_data(floats, lambda values, mean, std: values * std + mean).clamp(0, 1)
+
+    def check_prepares(self) -> None:
+        """UserError if it is not known what becomes of the pixels of files."""
+        if self.normalized_by is not None and not self.normalized_by:
+            raise UserError(
+                "module.normalized_by: the data module normalised the images of the training "
+                "itself, and how is not known\n"
+                "  module.normalized_by='{mean:[0.5],std:[0.5]}' says it, a number per channel of "
+                "pixels from 0 to 1;\n"
+                "  in training, the data module's describe() may: normalized_by"
+            )
+
+    def _by_data(self, images: Tensor, change: Callable[..., Tensor]) -> Tensor:
+        if not self.normalized_by:
+            return images
+        by = (images.new_tensor(self.normalized_by[name]) for name in ("mean", "std"))
+        return change(images, *(numbers.view(-1, 1, 1) for numbers in by))
+
+    def on_test_start(self) -> None:
+        """Say how many images are tested."""
+        loaders: Any = self.trainer.test_dataloaders
+        how = getattr(getattr(self.trainer, "datamodule", None), "how_tested", "")
+        named = loaders if isinstance(loaders, dict) else {"test": loaders}
+        if is_limited(self.trainer, "test"):
+            how += f"; trainer.limit_test_batches={self.trainer.limit_test_batches} of the batches"
+        for name, loader in named.items():
+            with suppress(AttributeError, TypeError):  # several, or one without a length
+                say_once(f"{name}: {len(loader.dataset):,} images{how}")
 
     def preprocessing(self) -> dict[str, Any]:
         """What users of exported programs must do to images, as plain data."""
@@ -69,8 +138,12 @@ class NormalizesImages(LightningModule):
             "image_size": self.image_size,
             "interpolation": self.interpolation,
             "crop_pct": self.crop_pct,
+            "value_range": self.value_range,
             "in_channels": self.in_channels,
             "mean": self.mean.flatten().tolist(),
             "std": self.std.flatten().tolist(),
-            "inside": "the programs normalise: give them pixels",
+            **(self.normalized_by or {}),
+            "inside": "the programs normalise: give them pixels"
+            if self.normalized_by != {}
+            else "not known: the data module of the training normalised",
         }

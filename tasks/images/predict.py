@@ -12,14 +12,16 @@ from torch.utils.data import Dataset
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.images.data import check_fits_module, fit_of, follow_module
-from attnkit.tasks.images.decode import UndecodableImageError, read_image, to_channels
-from attnkit.tasks.images.folder import list_images, say
+from attnkit.tasks.images.decode import Depth, UndecodableImageError, read_file, to_channels
+from attnkit.tasks.images.depths import lines
+from attnkit.tasks.images.folder import list_images, say, say_skipped
 from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size, sides
 from attnkit.tasks.loaders import make_loader
 
 
 class ImagePaths(Dataset):
-    """Image files, fetched by the batch; a file that cannot be decoded is named and left out.
+    """Image files, fetched by the batch; a file that cannot be decoded is named and left out, and
+    of more than 8 bits the first of each kind is named.
 
     A batch is uint8 images [batch, channels, height, width] and the list of their paths; shorter
     than asked for by the files left out, and empty if there is nothing else.
@@ -29,6 +31,7 @@ class ImagePaths(Dataset):
         self.paths = list(paths)
         self.fit = Fit(fit) if isinstance(fit, int) else fit
         self.in_channels = in_channels
+        self._told: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -38,10 +41,14 @@ class ImagePaths(Dataset):
         for number in numbers:
             path = self.paths[number]
             try:
-                images.append(read_image(path, *self.fit))
-                paths.append(path)
+                read = read_file(path, self.fit)
             except UndecodableImageError as error:
                 say(f"left out: {path} ({error})")
+                continue
+            images.append(read.image)
+            paths.append(path)
+            if read.depth is not None:
+                self._tell(path, read.depth)
         if not images:
             shape = (0, self.in_channels, *sides(self.fit.size))
             return torch.empty(shape, dtype=torch.uint8), []
@@ -49,6 +56,13 @@ class ImagePaths(Dataset):
 
     def __getitem__(self, number: int) -> tuple[Tensor, list[str]]:
         return self.__getitems__([number])
+
+    def _tell(self, path: str, depth: Depth) -> None:
+        for line in lines("images", {path: depth}, self.fit.value_range):
+            kind = f"{depth[0]}, {'cut off' in line}"
+            if kind not in self._told:
+                say(line)
+            self._told.add(kind)
 
 
 class PredictData(LightningDataModule):
@@ -58,8 +72,8 @@ class PredictData(LightningDataModule):
         images: the folder or file.
         image_size: side in pixels, or [height, width]; `module.image_size` of the trained module.
         in_channels: 1 (grey) or 3 (RGB); `module.in_channels`.
-        interpolation, crop_pct: how pictures become images: see `Fit`; None: as the module's in
-            the trainer, else bicubic, and 1.
+        interpolation, crop_pct, value_range: how pictures become images: see `Fit`; None: as the
+            module's in the trainer, else bicubic, 1, and all values of 16 bits.
         batch_size: images per step and process.
         num_workers: processes that decode.
 
@@ -77,6 +91,7 @@ class PredictData(LightningDataModule):
         in_channels: int = 3,
         interpolation: str | None = None,
         crop_pct: float | None = None,
+        value_range: Sequence[float] | None = None,
         batch_size: int = 64,
         num_workers: int = 0,
     ) -> None:
@@ -89,13 +104,14 @@ class PredictData(LightningDataModule):
         if image_size is None:
             raise ValueError("image_size: expected the side the model was trained on, got None")
         self.image_size = checked_size(image_size)
-        check_fit(interpolation, crop_pct)
+        check_fit(interpolation, crop_pct, value_range)
         if in_channels not in (1, 3):
             raise ValueError(f"in_channels: expected 1 or 3, got {in_channels}")
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers)
         self.interpolation = interpolation
         self.crop_pct = crop_pct
+        self.value_range = value_range
         self.in_channels = in_channels
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -104,7 +120,11 @@ class PredictData(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         follow_module(self)
         check_fits_module(self)
-        self.paths = list_images(self.images) if self.images.is_dir() else [str(self.images)]
+        self.paths = [str(self.images)]
+        if self.images.is_dir():
+            skipped: list[str] = []
+            self.paths = list_images(self.images, skipped)
+            say_skipped(self.images, skipped)
         if not self.paths:
             raise UserError(f"images: no image files under {self.images}")
 

@@ -14,8 +14,12 @@ from lightning import Trainer
 from torch import Tensor
 
 from attnkit.lightning.files import cache_folder, replacing
-from attnkit.tasks.images.decode import Pixels, decode_files, header_size
-from attnkit.tasks.images.folder import Files, report_failures
+from attnkit.tasks.images.data import fit_of, module_of
+from attnkit.tasks.images.decode import FULL_RANGES, Pixels, decode_files, header_size
+from attnkit.tasks.images.depths import lines as depth_lines
+from attnkit.tasks.images.depths import range_of
+from attnkit.tasks.images.equal import equal_lines, fingerprint, first_of_equal
+from attnkit.tasks.images.folder import Files, report_failures, say_once
 from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages, Pictures
 from attnkit.tasks.images.shared import key_of_files, shared
 from attnkit.tasks.images.sizes import Fit, default_image_size, least_area, sides
@@ -31,11 +35,15 @@ def read_splits(
 ) -> dict[str, tuple[ImageSet, Tensor]]:
     """Of each split its images, and the numbers of those that can be decoded.
 
+    The data module is told what the training files say: `value_range`, where it has none,
+    `trained_on` and `first_of_equal`. Files that are equal byte for byte are named, and what
+    becomes of those of more than 8 bits.
+
     Args:
         data: the data module: its `image_size` (None: what fits the images of train),
-            `interpolation`, `crop_pct`, `memory_gb` and `skip_corrupt`.
-        splits: their files, train first. Those of val and test are the user's own choice, and none
-            may be broken.
+            `interpolation`, `crop_pct`, `value_range`, `memory_gb` and `skip_corrupt`.
+        splits: their files, train first if it is there. Those of val and test are the user's own
+            choice, and none may be broken.
         channels: 1 or 3; None: 1 if all images of train are grey.
         crop_min_area: the smallest share of a picture of train that crops will show; None: there
             will be no crops, and no whole pictures are needed.
@@ -43,23 +51,40 @@ def read_splits(
     Raises:
         UserError: see `report_failures`.
     """
-    size = data.image_size or default_image_size(median_side(splits["train"].paths))
-    fit = Fit(size, data.interpolation or "bicubic", data.crop_pct or 1.0)
+    first = next(iter(splits.values())).paths
+    size = data.image_size or default_image_size(median_side(first))
+    fit = fit_of(data, size)
+    # A trained module read the files as it says; what is learned is read as it fits.
+    is_open = data.value_range is None and (module_of(data) is None or data.stage == "fit")
+    data.trained_on = fingerprint(splits)
     count = sum(len(files.paths) for files in splits.values())
     needed = 3.0 * count * math.prod(sides(size))
     area = None
-    if crop_min_area is not None:
+    if crop_min_area is not None and "train" in splits:
         area = least_area(size, crop_min_area)
-        paths = splits["train"].paths
-        needed += 2 * 3 * len(paths) * mean_area(paths, area)  # twice while they are put together
+        needed += 2 * 3 * len(first) * mean_area(first, area)  # twice while they are put together
     keep = needed <= memory_bytes(data.memory_gb, data.trainer)
     decode = partial(shared, decode_files) if keep else check_files
     found: dict[str, tuple[ImageSet, Tensor]] = {}
+    there: dict[str, list[str]] = {}
+    sums = []
     for split, files in splits.items():
         paths, labels = files.paths, torch.tensor(files.labels, dtype=torch.int64)
         whole = area if split == "train" else None
         more = {"least_area": whole} if keep and whole else {}
         pixels = decode(paths, fit, channels or 3, keep=keep, title=f"{split} images", **more)
+        depths = {paths[number]: depth for number, depth in pixels.depths.items()}
+        if is_open and (found_range := range_of(depths)):
+            data.value_range = found_range
+            fit = fit_of(data, size)
+            as_read = {FULL_RANGES[kind] for kind, *_ in depths.values() if kind in FULL_RANGES}
+            if as_read != {tuple(found_range)}:
+                again = f"{split} images again"
+                pixels = decode(paths, fit, channels or 3, keep=keep, title=again, **more)
+        is_open = False
+        named = split if found else "data"
+        for line in depth_lines(named, depths, fit.value_range, brief=bool(found)):
+            say_once(line)
         failures = {paths[number]: reason for number, reason in pixels.failures.items()}
         skip, given = data.skip_corrupt, split != "train"
         report_failures(failures, split, len(paths), given=given, skip_corrupt=skip)
@@ -69,14 +94,20 @@ def read_splits(
         channels = channels or (1 if pixels.grey[good].all() else 3)
         images: ImageSet
         if pixels.images is None:
-            sums = pixels.sums[:, :, :channels].clone()
-            images = FileImages(paths, labels, fit, channels, sums, whole)
+            of_files = pixels.sums[:, :, :channels].clone()
+            images = FileImages(paths, labels, fit, channels, of_files, whole)
         else:
             pictures = Pictures(pixels.pictures) if pixels.pictures else None
             images = MemoryImages(pixels.images[:, :channels].contiguous(), labels, pictures)
             images.fitted = True
             images.known_sums = pixels.sums[:, :, :channels]
         found[split] = images, good.nonzero().flatten()
+        there[split] = [paths[number] for number in found[split][1].tolist()]
+        sums.append(pixels.sums[good, :, :channels])
+    firsts = first_of_equal([path for paths in there.values() for path in paths], torch.cat(sums))
+    for line in equal_lines(there, {s: files.label_of for s, files in splits.items()}, firsts):
+        say_once(line)
+    data.first_of_equal = firsts[: len(there.get("train", ()))]
     return found
 
 
@@ -126,11 +157,11 @@ def check_files(paths: list[str], fit: Fit, channels: int, *, keep: bool, title:
     A scan of a large folder takes minutes, and every process of a run and every next run needs its
     result; it holds until a file's name, size or time of change differs.
     """
-    file = cache_folder() / "scans" / f"{key_of_files(paths, 2, fit, channels)}.pt"
+    file = cache_folder() / "scans" / f"{key_of_files(paths, 3, fit, channels)}.pt"
     with contextlib.suppress(Exception):  # absent or damaged: scan again
         return Pixels(None, **torch.load(file, weights_only=True))
     pixels = decode_files(paths, fit, channels, keep=False, title=title)
-    found = {"sums": pixels.sums, "grey": pixels.grey, "failures": pixels.failures}
+    found = {name: getattr(pixels, name) for name in ("sums", "grey", "failures", "depths")}
     # A cache folder that cannot be written only costs time.
     with contextlib.suppress(OSError, RuntimeError), replacing(file) as part:
         torch.save(found, part)

@@ -177,7 +177,7 @@ class FileImages(ImageSet):
 
     def picture(self, row: int) -> Image.Image:
         with _unchanged(self.paths[row]):
-            return read_picture(self.paths[row], self.least_area)
+            return read_picture(self.paths[row], self.least_area, self.fit.value_range)
 
     def _read(self, row: int) -> Tensor:
         with _unchanged(self.paths[row]):

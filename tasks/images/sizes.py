@@ -22,11 +22,14 @@ class Fit(NamedTuple):
         size: side in pixels, or [height, width].
         interpolation: "bicubic", "bilinear" or "nearest"; the first two with antialiasing.
         crop_pct: share of that part's sides that is kept; less leaves out more of the border.
+        value_range: which values of files of more than 8 bits become 0 and 255, [low, high]; None:
+            0 and 65535 of integers, 0 and 1 of floats.
     """
 
     size: Size
     interpolation: str = "bicubic"
     crop_pct: float = 1.0
+    value_range: Sequence[float] | None = None
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture is brought to before the centre of it is cut out, as timm's."""
@@ -57,13 +60,19 @@ def checked_size(size: Size | None) -> int | list[int] | None:
     return height if height == width else [height, width]
 
 
-def check_fit(interpolation: str | None, crop_pct: float | None) -> None:
-    """ValueError if either is out of range; None is left to others."""
+def check_fit(
+    interpolation: str | None,
+    crop_pct: float | None,
+    value_range: Sequence[float] | None = None,
+) -> None:
+    """ValueError if one is out of range; None is left to others."""
     if interpolation is not None:
         one_of(INTERPOLATIONS, interpolation=interpolation)
     shares(crop_pct=crop_pct)
     if crop_pct == 0:
         raise ValueError("crop_pct: expected a number above 0, got 0")
+    if value_range is not None and not (len(value_range) == 2 and value_range[0] < value_range[1]):
+        raise ValueError(f"value_range: expected [low, high], low below high, got {value_range}")
 
 
 def default_image_size(short_side: int) -> int:

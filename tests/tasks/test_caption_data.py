@@ -176,8 +176,8 @@ def test_a_column_of_splits(root):
     data = ready(make_csv(root, lines, **options))
     assert data.sets["val"].others["id"] == [name_of(8), name_of(9)]
     assert data.sets["test"].captions == [captions_of(10), captions_of(11)]
-    with pytest.raises(UserError, match=r"line 2: expected a split train, val or test, got 'dev'"):
-        ready(make_csv(root, [lines[0], f"a;dev;;{name_of(0)}"], **options))
+    with pytest.raises(UserError, match=r"line 2: expected a split train, val or test, got 'odd'"):
+        ready(make_csv(root, [lines[0], f"a;odd;;{name_of(0)}"], **options))
     both = [lines[0], f"a;train;;{name_of(0)}", f"a;test;;{name_of(0)}"]
     with pytest.raises(
         UserError, match=r"line 3: 00\.png is in test here, but was in train before"

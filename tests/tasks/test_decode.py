@@ -9,11 +9,12 @@ from PIL import Image
 
 from attnkit.tasks.images import decode
 from attnkit.tasks.images.decode import (
+    Read,
     UndecodableImageError,
     decode_files,
     header_size,
     pixel_sums,
-    read_both,
+    read_file,
     read_image,
     read_picture,
     to_channels,
@@ -168,9 +169,9 @@ def test_whole_pictures_are_shrunk_by_whole_factors(tmp_path, suffix):
     small = (25, 16) if suffix == ".jpg" else (17, 11)
     assert list(sizes.values()) == [(97, 61), (49, 31), small]
     for size, area in ((7, 300.0), (23, 97 * 61.0), (2, 97 * 61.0)):
-        image, whole = read_both(path, Fit(size), area)
-        assert torch.equal(image, read_image(path, size))
-        assert np.array_equal(whole.numpy(), np.array(read_picture(path, area)))
+        read = read_file(path, Fit(size), area)
+        assert torch.equal(read.image, read_image(path, size))
+        assert np.array_equal(read.whole.numpy(), np.array(read_picture(path, area)))
 
 
 def test_decode_files_numbers_what_failed_and_sums_the_rest(tmp_path):
@@ -227,13 +228,13 @@ def test_what_is_not_begun_when_it_is_stopped_is_not_waited_for(monkeypatch):
     def slow(path, *options):
         begun.append(path)
         time.sleep(0.01)
-        return torch.zeros((3, 2, 2), dtype=torch.uint8)
+        return Read(torch.zeros((3, 2, 2), dtype=torch.uint8), None, None)
 
     def stopped(chunks, total, title):
         yield next(chunks)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decode, "read_image", slow)
+    monkeypatch.setattr(decode, "read_file", slow)
     monkeypatch.setattr(decode, "_with_progress", stopped)
     paths = [str(number) for number in range(2000)]
     with pytest.raises(KeyboardInterrupt):

@@ -28,8 +28,8 @@ def photos(tmp_path):
 def decoded(monkeypatch):
     """The files that this process has decoded."""
     paths = []
-    read = decode.read_image
-    monkeypatch.setattr(decode, "read_image", lambda path, *a: paths.append(path) or read(path, *a))
+    read = decode.read_file
+    monkeypatch.setattr(decode, "read_file", lambda path, *a: paths.append(path) or read(path, *a))
     return paths
 
 

@@ -15,7 +15,7 @@ from attnkit.lightning.export.export import Export
 
 def test(session: Session) -> dict[str, float] | None:
     """Test the checkpoint."""
-    session.make_data()
+    session.make_own_data()
     session.make_module()
     trainer = session.make_trainer()
     if not session.begin():

@@ -54,6 +54,19 @@ def test_tested_again_it_is_the_same(attnkit, trained, trainer):
     assert found == pytest.approx(figures(trained), abs=1e-6)
 
 
+def test_all_files_of_another_folder_are_tested(attnkit, trained, tmp_path):
+    for number, image in enumerate(load_digits().images[:7]):
+        (tmp_path / "new" / str(number)).mkdir(parents=True)
+        pixels = Image.fromarray((image * 15.9).astype("uint8"))
+        pixels.save(tmp_path / "new" / str(number) / "a.png")
+    done = attnkit(
+        "run=test", f"ckpt={trained}", "data=image_folder", f"data.root={tmp_path / 'new'}",
+        "trainer=cpu", "run_dir=again",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "test: 7 images, all that there are" in done.out + done.err
+
+
 def test_predict(attnkit, trained, tmp_path):
     digits = load_digits()
     images = tmp_path / "images" / "3"
