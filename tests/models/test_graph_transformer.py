@@ -42,18 +42,6 @@ def make(**options):
     return model.double().eval()
 
 
-@pytest.mark.parametrize("global_attention", ["softmax", "linear", None])
-@pytest.mark.parametrize("readout", ["node", "graph"])
-def test_a_graph_of_a_batch_is_alone(global_attention, readout):
-    model = make(global_attention=global_attention, readout=readout)
-    graphs = some_graphs()
-    batch = Batch.from_data_list(graphs)
-    together = model(batch.x, batch.edge_index, batch.edge_attr, batch=batch.batch)
-    alone = [model(graph.x, graph.edge_index, graph.edge_attr) for graph in graphs]
-    torch.testing.assert_close(together, torch.cat(alone))
-    assert together.shape == (19 if readout == "node" else 3, CLASSES)
-
-
 def test_nodes_have_no_order():
     model = make()
     graph = some_graphs()[2]
@@ -218,16 +206,6 @@ def test_exphormer_attends_along_all_edges_with_their_types():
     other = attnkit.Edges(edge_index[:, :7], nodes)
     assert not torch.allclose(model(x, other), expected)
     torch.testing.assert_close(model(x, edges), expected)
-
-
-@pytest.mark.parametrize("readout", ["node", "graph"])
-def test_virtual_nodes_are_of_their_graph_alone(readout):
-    model = make(global_attention=None, num_virtual_nodes=2, readout=readout)
-    graphs = some_graphs()
-    batch = Batch.from_data_list(graphs)
-    together = model(batch.x, batch.edge_index, batch.edge_attr, batch=batch.batch)
-    alone = [model(graph.x, graph.edge_index, graph.edge_attr) for graph in graphs]
-    torch.testing.assert_close(together, torch.cat(alone))
 
 
 def test_expander_edges_reach_far():
