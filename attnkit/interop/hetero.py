@@ -49,7 +49,11 @@ def to_hetero(
     """
     if not any(isinstance(module, GraphAttention) for module in model.modules()):
         raise ValueError(f"model: {type(model).__name__} has no GraphAttention")
-    return _transformer_class()(model, metadata, aggr, input_map, debug).transform()
+    hetero = _transformer_class()(model, metadata, aggr, input_map, debug).transform()
+    for part in hetero.modules():
+        if type(part) in (nn.Module, nn.ModuleDict, nn.ModuleList):  # made for the copies
+            part.training = model.training
+    return hetero
 
 
 @cache
