@@ -18,6 +18,7 @@ from attnkit.layers.graph.typed_edges import (
     Metadata,
     NodesByType,
     TypedEdges,
+    as_metadata,
     as_typed_edges,
     split_heads,
 )
@@ -40,7 +41,7 @@ class HANAttention(nn.Module):
     Args:
         in_channels: of the nodes, one number or one for each type; −1: those of the first input.
         out_channels: of the output, a multiple of `heads`.
-        metadata: node types and edge types, `data.metadata()`.
+        metadata: node types and edge types, `data.metadata()`; or as a JSON file has it.
         heads: of the node-level attention.
         negative_slope: of the LeakyReLU.
         dropout_p, backend: as in `MultiHeadAttention`.
@@ -65,7 +66,7 @@ class HANAttention(nn.Module):
         divides("heads", heads, out_channels=out_channels)
         share(dropout_p=dropout_p)
         named_backend(backend)
-        self.metadata: Metadata = [*metadata[0]], [*metadata[1]]
+        self.metadata = as_metadata(metadata)
         self.out_channels = out_channels
         self.heads = heads
         self.negative_slope = negative_slope
