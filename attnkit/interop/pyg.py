@@ -38,7 +38,8 @@ def from_pyg(module: nn.Module) -> Any:
 
     Raises:
         TypeError: neither.
-        ValueError: a layer has what attnkit's does not; everything is named.
+        ValueError: a layer has what attnkit's does not; everything is named. Or some of the
+            parameters that are one in ours are frozen and others not.
     """
     from torch_geometric.nn import (
         GATConv,

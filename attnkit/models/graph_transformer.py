@@ -11,7 +11,7 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
 from attnkit.layers.graph.far.expander import joined_edges
-from attnkit.layers.graph.inputs import EdgeModule
+from attnkit.layers.graph.inputs import EdgeModule, check_pairs
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 from attnkit.layers.graph.sparse import SparseLinear
 from attnkit.layers.graph.transformer_block import (
@@ -173,7 +173,12 @@ class GraphTransformer(EdgeModule):
                 receptive field is for local attention and the readout "node".
             batch: the graph of each node, in their order; None: all are of one.
             num_graphs: how many there are, where the last of them have no nodes.
-            pairs: of the readout "edge": the two nodes of each pair.
+            pairs: of the readout "edge": the two nodes of each pair, the first of all in row 0, the
+                second in row 1; so [2, 2] are two pairs.
+
+        Raises:
+            ValueError, TypeError, IndexError: an argument of another shape or type, or that names
+                nodes which are not there.
         """
         if (positions is None) != (self.position_embed is None):
             wanted = "none" if self.position_embed is None else "[nodes, position_dim]"
@@ -182,6 +187,8 @@ class GraphTransformer(EdgeModule):
         if (pairs is None) != (self.readout != "edge"):
             given = None if pairs is None else list(pairs.shape)
             raise ValueError(f"pairs: only for the readout 'edge', got {given} in {self.readout!r}")
+        if pairs is not None:
+            check_pairs(pairs, x.shape[0])
         if self.joins and isinstance(edge_index, ReceptiveField):
             raise ValueError(
                 "edge_index: with expander edges or virtual nodes every output depends on all "

@@ -153,6 +153,27 @@ def test_wrong_options_are_named(options, message):
         GraphTransformer(IN, HIDDEN, CLASSES, **{"heads": 3, "edge_dim": EDGE_DIM, **options})
 
 
+@pytest.mark.parametrize(
+    ("pairs", "error", "message"),
+    [
+        (
+            [[0, 1], [2, 3], [4, 5]],
+            ValueError,
+            r"the shape \[2, pairs\], got \[3, 2\], transposed\?",
+        ),
+        ([0, 1], ValueError, r"pairs: expected the shape \[2, pairs\], got \[2\]$"),
+        ([[0.0, 1.0], [2.0, 3.0]], TypeError, "pairs: expected integers .*, got torch.float32"),
+        ([[True, False], [False, True]], TypeError, "pairs: expected integers .*, got torch.bool"),
+        ([[0, -1], [2, 3]], IndexError, "pairs: go from -1 to 3, expected nodes 0 to 6"),
+        ([[0, 1], [2, 7]], IndexError, "pairs: go from 0 to 7, expected nodes 0 to 6"),
+    ],
+)
+def test_wrong_pairs_are_named(pairs, error, message):
+    graph, model = some_graphs()[0], make(readout="edge")
+    with pytest.raises(error, match=message):
+        model(graph.x, graph.edge_index, graph.edge_attr, pairs=torch.tensor(pairs))
+
+
 def test_wrong_inputs_are_named():
     model = make()
     x, edge_index, edge_attr = torch.zeros(3, IN).double(), torch.zeros(2, 0).long(), None

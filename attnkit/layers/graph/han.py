@@ -34,9 +34,10 @@ class HANAttention(nn.Module):
         output_i = Σ_r softmax_r(mean_i(q · tanh(W z_i,r + b))) · z_i,r
 
     where t is the type of a node, and e goes over the edges of type r into i: the edges of a type
-    are those of a meta-path. The node-level attention of all edge types is one, by the kernels of
-    `Edges`. PyG's `HANConv`, whose weights `interop.from_pyg` takes over; where the paper has elu,
-    it has relu.
+    are those of a meta-path. The mean goes over all nodes that are given, so that the graphs of a
+    batch are one graph, as in PyG. The node-level attention of all edge types is one, by the
+    kernels of `Edges`. PyG's `HANConv`, whose weights `interop.from_pyg` takes over; where the
+    paper has elu, it has relu.
 
     Args:
         in_channels: of the nodes, one number or one for each type; −1: those of the first input.

@@ -50,7 +50,7 @@ def as_metadata(metadata: Metadata) -> Metadata:
                 raise ValueError(
                     f"metadata: {key} joins nodes of type {name!r}, expected one of {names}"
                 )
-    return node_types, edge_types  # type: ignore[return-value]
+    return node_types, edge_types
 
 
 class Pairs(NamedTuple):
