@@ -374,3 +374,25 @@ def test_each_kernel_really_runs_on_cuda(backend):
     with attnkit.record_backends() as record:
         attend(query, key, value, backend=backend)
     assert record.total() == {backend: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["flash", "math", "blockwise", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_row_of_minus_infinity_is_zero_when_compiled(compiler, dtype, backend):
+    torch._dynamo.reset()
+    tensors = make((5, 5, 8, 8, 6), dtype, "cpu")
+    bias = torch.zeros(5, 5)
+    bias[2] = -torch.inf
+
+    def attention(query, key, value, bias):
+        return attend(query, key, value, bias=bias, backend=backend)
+
+    compiled = torch.compile(attention, fullgraph=True, backend=compiler)
+    output, *gradients = with_gradients(tensors, compiled, bias=bias)
+    assert (output[:, :, 2] == 0).all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    expected = with_gradients(tensors, attention, bias=bias)
+    tolerance = {"atol": 0.05, "rtol": 0} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close([output, *gradients], expected, **tolerance)
