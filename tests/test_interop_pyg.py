@@ -297,6 +297,18 @@ def test_the_explainable_copy_is_the_same_model(score, loops, edge_dim):
 
 
 @pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_explainable_copy_of_a_node_without_edges_of_weight(dtype, loops):
+    """All edges into node 2 have the weight 0, and so the bias −∞."""
+    model = randomise(GraphAttention(5, 3, 2, add_self_loops=loops)).to(dtype).eval()
+    bias = (graph()[1] != 2).to(dtype).log()
+    x = torch.randn(NODES, 5, dtype=dtype)
+    output = interop.explainable(model)(x, graph(), edge_bias=bias)
+    torch.testing.assert_close(output, model(x, graph(), edge_bias=bias))
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("loops", [False, True])
 def test_gnn_explainer_masks_edges_and_features(loops):
     model = randomise(Net(score="gatv2", add_self_loops=loops)).eval()
     explanation = explained(

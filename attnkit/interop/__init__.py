@@ -2,7 +2,8 @@
 
 What a model has and attnkit's does not is refused with the reason, never dropped: every module of
 the model must be of a type known here, the settings of its blocks must be one, and no entry of its
-state dict may be left over. Whether parameters are frozen is not carried over.
+state dict may be left over. Dtypes, devices, the mode, and which parameters are frozen are those of
+the original.
 """
 
 from attnkit.interop.explain import explainable

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
@@ -56,8 +57,31 @@ def renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> State:
     return renamed
 
 
+def state_of(module: nn.Module, prefix: str = "") -> State:
+    """Its state dict with the parameters themselves, which know whether they are frozen; layers of
+    PyG detach them even with `keep_vars=True`."""
+    state = module.state_dict(prefix=prefix)
+    named = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
+    return state | {name: parameter for name, parameter in named if name in state}
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """Parameters of theirs one after the other, which are one parameter here.
+
+    Raises:
+        ValueError: some of them are frozen and others are not.
+    """
+    if len({part.requires_grad for part in parts}) > 1:
+        raise ValueError(
+            f"requires_grad: {len(parts)} parameters are one here, and some of them are frozen; "
+            "freeze all of them or none"
+        )
+    return torch.cat(parts)
+
+
 def loaded(ours: Any, state: State, theirs: nn.Module) -> Any:
-    """Our module with the state, in the mode, dtype and place of the original.
+    """Our module with the state, in the mode of the original; each parameter of the dtype, in the
+    place and frozen or not as in the state, which is made of `state_of` with gradients enabled.
 
     Raises:
         ValueError: names or shapes are not exactly the module's; nothing is loaded.
@@ -72,6 +96,10 @@ def loaded(ours: Any, state: State, theirs: nn.Module) -> Any:
     ]
     if differ:
         raise ValueError(f"{source} does not fit {type(ours).__name__}: {shortened(differ)}")
-    ours = ours.to(next(theirs.parameters()))  # first, lest float64 passes through float32
-    ours.load_state_dict(state)
+    ours = ours.to(next(theirs.parameters()))  # buffers that are in no state
+    ours.load_state_dict(
+        {name: tensor.detach().clone() for name, tensor in state.items()}, assign=True
+    )
+    for name, parameter in ours.named_parameters():
+        parameter.requires_grad_(state[name].requires_grad)
     return ours.train(theirs.training)

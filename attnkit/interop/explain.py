@@ -44,7 +44,7 @@ def explainable(model: Model) -> Model:
         raise ValueError(f"model: {type(model).__name__} has no GraphAttention")
     for layer in layers:
         layer.__class__ = _ExplainedAttention
-        layer.messages = _messages_class()()
+        layer.messages = _messages_class()().train(layer.training)
     return model
 
 

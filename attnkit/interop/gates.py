@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from attnkit.interop.carry import has_hooks, loaded, refuse, renamed
+from attnkit.interop.carry import has_hooks, loaded, refuse, renamed, state_of
 from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
 from attnkit.layers.gates.coordinate import CoordinateAttention
 from attnkit.layers.gates.efficient_channel import EfficientChannelAttention
@@ -165,11 +165,12 @@ def _carried(
         *map(_geometry, our_convolutions)
     ]
     refuse(theirs, reasons)
-    for mine, their in zip(
-        (m for m in ours.modules() if isinstance(m, nn.BatchNorm2d)), norms, strict=True
-    ):
+    loaded(ours, renamed(state_of(theirs), names), theirs)
+    our_norms = (module for module in ours.modules() if isinstance(module, nn.BatchNorm2d))
+    for mine, their in zip(our_norms, norms, strict=True):
         mine.eps, mine.momentum = their.eps, their.momentum
-    return loaded(ours, renamed(theirs.state_dict(), names), theirs)
+        mine.train(their.training)  # it may stand in evaluation alone, its statistics frozen
+    return ours
 
 
 def _geometry(module: Any) -> tuple[object, ...]:

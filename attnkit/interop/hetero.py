@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from attnkit.layers.graph.attention import GraphAttention
+from attnkit.layers.graph.typed_edges import as_metadata
 
 if TYPE_CHECKING:
     from torch_geometric.typing import Metadata
@@ -36,7 +37,7 @@ def to_hetero(
     Args:
         model: its `forward` takes nodes, edges as a tensor, and features of edges; arguments of
             edges have "edge" or "adj" in their names.
-        metadata: node types and edge types, as `HeteroData.metadata()` gives them.
+        metadata: node types and edge types, as `HeteroData.metadata()` gives them, or a JSON file.
         aggr, input_map, debug: as in PyG's.
 
     Returns:
@@ -44,12 +45,17 @@ def to_hetero(
 
     Raises:
         ValueError: the model has no `GraphAttention`; its `forward` branches or loops over what a
-            tensor says, which torch.fx cannot trace; or a layer adds self-loops, and an edge type
-            joins two node types.
+            tensor says, which torch.fx cannot trace; a layer adds self-loops, and an edge type
+            joins two node types; or metadata of another form.
     """
     if not any(isinstance(module, GraphAttention) for module in model.modules()):
         raise ValueError(f"model: {type(model).__name__} has no GraphAttention")
-    return _transformer_class()(model, metadata, aggr, input_map, debug).transform()
+    make = _transformer_class()
+    hetero = make(model, as_metadata(metadata), aggr, input_map, debug).transform()
+    for part in hetero.modules():
+        if type(part) in (nn.Module, nn.ModuleDict, nn.ModuleList):  # made for the copies
+            part.training = model.training
+    return hetero
 
 
 @cache

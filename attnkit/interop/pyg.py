@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from attnkit.interop.carry import State, has_hooks, loaded, refuse
+from attnkit.interop.carry import State, has_hooks, joined, loaded, refuse, state_of
 from attnkit.interop.pyg_typed import from_han, from_hgt, from_rgat
 from attnkit.layers.graph.attention import GraphAttention
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
 
+@torch.enable_grad()  # by which parts of parameters know whether they are frozen
 def from_pyg(module: nn.Module) -> Any:
     """Convert PyG's layer to attnkit's, with equal outputs and gradients; or every such layer in a
     copy of a model.
@@ -37,7 +38,8 @@ def from_pyg(module: nn.Module) -> Any:
 
     Raises:
         TypeError: neither.
-        ValueError: a layer has what attnkit's does not; everything is named.
+        ValueError: a layer has what attnkit's does not; everything is named. Or some of the
+            parameters that are one in ours are frozen and others not.
     """
     from torch_geometric.nn import (
         GATConv,
@@ -127,15 +129,15 @@ def _from_transformer(conv: TransformerConv) -> tuple[GraphAttention, State]:
     for kind in ("weight", "bias") if bias else ("weight",):
         parts = {name: getattr(linear, kind) for name, linear in linears.items()}
         if sizes[0] == sizes[1]:
-            state[f"projections.node_proj.in_proj.{kind}"] = torch.cat([*parts.values()])
+            state[f"projections.node_proj.in_proj.{kind}"] = joined(*parts.values())
         else:
             state |= {
                 f"projections.node_proj.{name}_proj.{kind}": part for name, part in parts.items()
             }
     if conv.root_weight:
-        state |= conv.lin_skip.state_dict(prefix="residual_proj.")
+        state |= state_of(conv.lin_skip, "residual_proj.")
     if conv.beta:
-        state |= conv.lin_beta.state_dict(prefix="gate_proj.")
+        state |= state_of(conv.lin_beta, "gate_proj.")
     return layer, state | _edges(conv)
 
 
@@ -148,11 +150,10 @@ def _from_gatv2(conv: GATv2Conv) -> tuple[GraphAttention, State]:
         **_options(conv),
         **_loop_options(conv),
     )
-    state = {"projections.score.vector": conv.att[0]} | conv.lin_l.state_dict(
-        prefix="projections.key_proj."
-    )
+    state = {"projections.score.vector": conv.att[0]}
+    state |= state_of(conv.lin_l, "projections.key_proj.")
     if not conv.share_weights:
-        state |= conv.lin_r.state_dict(prefix="projections.query_proj.")
+        state |= state_of(conv.lin_r, "projections.query_proj.")
     return layer, state | _output(conv) | _edges(conv)
 
 
@@ -166,23 +167,21 @@ def _from_gat(conv: GATConv) -> tuple[GraphAttention, State]:
         **_loop_options(conv),
     )
     state = {"projections.query_vector": conv.att_dst[0], "projections.key_vector": conv.att_src[0]}
-    state |= source.state_dict(prefix="projections.value_proj.")
+    state |= state_of(source, "projections.value_proj.")
     if is_pair:
-        state |= target.state_dict(prefix="projections.target_proj.")
+        state |= state_of(target, "projections.target_proj.")
     if conv.lin_edge is not None:
         state["projections.edge_vector"] = conv.att_edge[0]
     return layer, state | _output(conv) | _edges(conv)
 
 
 def _edges(conv: Any) -> State:
-    return (
-        {} if conv.lin_edge is None else conv.lin_edge.state_dict(prefix="projections.edge_proj.")
-    )
+    return {} if conv.lin_edge is None else state_of(conv.lin_edge, "projections.edge_proj.")
 
 
 def _output(conv: Any) -> State:
     """The residual of GATConv and GATv2Conv, and their bias, which is that of ours."""
-    state: State = {} if conv.res is None else conv.res.state_dict(prefix="residual_proj.")
+    state: State = {} if conv.res is None else state_of(conv.res, "residual_proj.")
     if conv.bias is not None:
         state["out_bias" if conv.res is None else "residual_proj.bias"] = conv.bias
     return state

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnkit.interop.carry import State, refuse
+from attnkit.interop.carry import State, joined, refuse, state_of
 from attnkit.layers.graph.han import HANAttention
 from attnkit.layers.graph.hgt import HGTAttention
 from attnkit.layers.graph.rgat import RGATAttention
@@ -19,16 +19,16 @@ def from_hgt(conv: HGTConv) -> tuple[HGTAttention, State]:
     metadata = conv.node_types, conv.edge_types
     sizes = {name: conv.kqv_lin.lins[name].weight.shape[1] for name in conv.node_types}
     layer = HGTAttention(sizes, conv.out_channels, metadata, conv.heads)
-    state: State = {"skip": torch.cat([conv.skip[name] for name in conv.node_types])}
+    state: State = {"skip": joined(*[conv.skip[name] for name in conv.node_types])}
     for i, name in enumerate(conv.node_types):
         lin = conv.kqv_lin.lins[name]
         for kind, tensor in (("weight", lin.weight), ("bias", lin.bias)):
             key, query, value = tensor.chunk(3)
             state[f"in_proj.layers.{i}.{kind}"] = torch.cat([query, key, value])
-        state |= conv.out_lin.lins[name].state_dict(prefix=f"out_proj.layers.{i}.")
+        state |= state_of(conv.out_lin.lins[name], f"out_proj.layers.{i}.")
     for name, by_head in (("key_weight", conv.k_rel), ("value_weight", conv.v_rel)):
         state[name] = by_head.weight.unflatten(0, (conv.heads, -1)).transpose(0, 1)
-    state["prior"] = torch.cat([conv.p_rel["__".join(key)] for key in conv.edge_types])
+    state["prior"] = joined(*[conv.p_rel["__".join(key)] for key in conv.edge_types])
     return layer, state
 
 
@@ -43,11 +43,11 @@ def from_han(conv: HANConv) -> tuple[HANAttention, State]:
         negative_slope=conv.negative_slope,
         dropout_p=conv.dropout,
     )
-    state: State = {"type_query": conv.q[0]} | conv.k_lin.state_dict(prefix="type_proj.")
+    state: State = {"type_query": conv.q[0]} | state_of(conv.k_lin, "type_proj.")
     for i, name in enumerate(node_types):
-        state |= conv.proj[name].state_dict(prefix=f"in_proj.layers.{i}.")
+        state |= state_of(conv.proj[name], f"in_proj.layers.{i}.")
     for name, vectors in (("key_vector", conv.lin_src), ("query_vector", conv.lin_dst)):
-        state[name] = torch.cat([vectors["__".join(key)] for key in edge_types])
+        state[name] = joined(*[vectors["__".join(key)] for key in edge_types])
     return layer, state
 
 
@@ -78,5 +78,5 @@ def from_rgat(conv: RGATConv) -> tuple[RGATAttention, State]:
     if conv.bias is not None:
         state["bias"] = conv.bias
     if conv.lin_edge is not None:
-        state |= {"edge_weight": conv.e} | conv.lin_edge.state_dict(prefix="edge_proj.")
+        state |= {"edge_weight": conv.e} | state_of(conv.lin_edge, "edge_proj.")
     return layer, state

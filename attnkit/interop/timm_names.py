@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from attnkit.interop.carry import State, renamed
+from attnkit.interop.carry import State, joined, renamed
 
 _FROM_TIMM = {
     "patch_embed.proj.": "patch_embed.",
@@ -49,5 +48,5 @@ def named_as_ours(theirs: Mapping[str, Tensor], *, prefix_has_positions: bool) -
     if "pool.query" in state:
         for kind in ("weight", "bias"):
             parts = [state.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv")]
-            state[f"pool.attention.in_proj.{kind}"] = torch.cat(parts)
+            state[f"pool.attention.in_proj.{kind}"] = joined(*parts)
     return state

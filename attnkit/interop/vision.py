@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.interop.carry import check_class, has_hooks, loaded, refuse, renamed, unknown_parts
+from attnkit.interop.carry import (
+    check_class,
+    has_hooks,
+    loaded,
+    refuse,
+    renamed,
+    state_of,
+    unknown_parts,
+)
 from attnkit.interop.gates import gates_of_timm, gates_of_torchvision
 from attnkit.interop.timm_names import named_as_ours
 from attnkit.models.vit import ViT
@@ -32,6 +40,7 @@ _FROM_TORCHVISION = {
 }
 
 
+@torch.enable_grad()  # by which parts of parameters know whether they are frozen
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     """Convert torch's `nn.MultiheadAttention` to attnkit's block, with equal outputs.
 
@@ -66,7 +75,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     if not block.is_fused:
         letters = {"q": "query", "k": "key", "v": "value"}
         names = {f"{letter}_proj_": f"{name}_proj." for letter, name in letters.items()}
-    state = renamed(module.state_dict(), names)
+    state = renamed(state_of(module), names)
     if not block.is_fused and "in_proj_bias" in state:
         parts = ("query_proj.bias", "key_proj.bias", "value_proj.bias")
         state.update(zip(parts, state.pop("in_proj_bias").chunk(3), strict=True))
@@ -77,6 +86,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
 def from_timm(model: timm.models.vision_transformer.VisionTransformer) -> ViT: ...
 @overload
 def from_timm(model: nn.Module) -> nn.Module: ...
+@torch.enable_grad()
 def from_timm(model: Any) -> nn.Module:
     """Convert timm's ViT or gate to attnkit's, with its weights and equal outputs.
 
@@ -185,10 +195,11 @@ def from_timm(model: Any) -> nn.Module:
     refuse(model, {"drop path that does not rise linearly": not torch.allclose(
         torch.tensor(rates), torch.tensor(linear))})  # fmt: skip
 
-    state = named_as_ours(model.state_dict(), prefix_has_positions=not model.no_embed_class)
-    return loaded(vit, state, model)
+    state = named_as_ours(state_of(model), prefix_has_positions=not model.no_embed_class)
+    return _in_their_modes(loaded(vit, state, model), blocks)
 
 
+@torch.enable_grad()
 def from_torchvision(model: Any) -> Any:
     """Convert torchvision's ViT or `SqueezeExcitation` to attnkit's, with equal outputs.
 
@@ -241,13 +252,20 @@ def from_torchvision(model: Any) -> Any:
         activation=_activation(layers[0].mlp[1]),
         norm_eps=layers[0].ln_1.eps,
     )
-    trunk = {k: v for k, v in model.state_dict().items() if not k.startswith("heads.")}
+    trunk = {k: v for k, v in state_of(model).items() if not k.startswith("heads.")}
     state = renamed(trunk, _FROM_TORCHVISION)
-    state.update(renamed(heads[0].state_dict(prefix="head."), {}))
+    state.update(state_of(heads[0], "head."))
     positions = state.pop("encoder.pos_embedding")
     state["class_token"] = state["class_token"] + positions[:, :1]
     state["position_table"] = positions[:, 1:]
-    return loaded(vit, state, model)
+    return _in_their_modes(loaded(vit, state, model), layers)
+
+
+def _in_their_modes(vit: ViT, blocks: list[nn.Module]) -> ViT:
+    """The first blocks of a network may stand in evaluation alone, frozen."""
+    for mine, theirs in zip(vit.blocks, blocks, strict=True):
+        mine.train(theirs.training)
+    return vit
 
 
 def _uneven(model: nn.Module, patch: nn.Conv2d, activations: list[str | None]) -> dict[str, bool]:

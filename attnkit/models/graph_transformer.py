@@ -11,7 +11,7 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
 from attnkit.layers.graph.far.expander import joined_edges
-from attnkit.layers.graph.inputs import EdgeModule
+from attnkit.layers.graph.inputs import EdgeModule, check_pairs
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 from attnkit.layers.graph.sparse import SparseLinear
 from attnkit.layers.graph.transformer_block import (
@@ -58,7 +58,7 @@ class GraphTransformer(EdgeModule):
         expander_degree: even, edges into each node of the random regular graph (`expander_edges`);
             None: there is none.
         num_virtual_nodes: of each graph, not together with `global_attention`.
-        expander_seed: of the random graph, which depends on it and the numbers of nodes alone.
+        expander_seed: of the random graph, which depends on it and the number of nodes alone.
         mlp_ratio, dropout_p, attention_dropout_p, activation, backend: of the blocks.
 
     Raises:
@@ -173,7 +173,12 @@ class GraphTransformer(EdgeModule):
                 receptive field is for local attention and the readout "node".
             batch: the graph of each node, in their order; None: all are of one.
             num_graphs: how many there are, where the last of them have no nodes.
-            pairs: of the readout "edge": the two nodes of each pair.
+            pairs: of the readout "edge": the two nodes of each pair, the first of all in row 0, the
+                second in row 1; so [2, 2] are two pairs.
+
+        Raises:
+            ValueError, TypeError, IndexError: an argument of another shape or type, or that names
+                nodes which are not there.
         """
         if (positions is None) != (self.position_embed is None):
             wanted = "none" if self.position_embed is None else "[nodes, position_dim]"
@@ -182,6 +187,8 @@ class GraphTransformer(EdgeModule):
         if (pairs is None) != (self.readout != "edge"):
             given = None if pairs is None else list(pairs.shape)
             raise ValueError(f"pairs: only for the readout 'edge', got {given} in {self.readout!r}")
+        if pairs is not None:
+            check_pairs(pairs, x.shape[0])
         if self.joins and isinstance(edge_index, ReceptiveField):
             raise ValueError(
                 "edge_index: with expander edges or virtual nodes every output depends on all "
@@ -190,7 +197,7 @@ class GraphTransformer(EdgeModule):
         hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.blocks))
         lengths = torch.tensor([x.shape[0]], device=x.device)
         if batch is not None:
-            lengths = graph_lengths(batch, num_graphs)
+            lengths = graph_lengths(batch, num_graphs, num_nodes=x.shape[0])
         x = self.embed(x)
         if positions is not None and self.position_embed is not None:
             if self.random_signs and self.training:
@@ -216,10 +223,11 @@ class GraphTransformer(EdgeModule):
     def _join(
         self, edges: Edges, edge_attr: Tensor | None, lengths: Tensor, dtype: torch.dtype
     ) -> tuple[Edges, Tensor]:
-        """All edges as one set, kept while the graph is the same, and their features."""
+        """All edges as one set, of one graph kept while it is the same, and their features."""
         if self.expander_degree is not None and torch.compiler.is_exporting():
             raise ValueError("expander edges depend on the number of nodes, not exported")
-        if self._joined is None or self._joined[0] is not edges or len(lengths) > 1:
+        kept = self._joined if len(lengths) == 1 else None
+        if kept is None or kept[0] is not edges:
             joined, types = joined_edges(
                 edges,
                 lengths,
@@ -227,8 +235,9 @@ class GraphTransformer(EdgeModule):
                 num_virtual=self.num_virtual_nodes,
                 seed=self.expander_seed,
             )
-            self._joined = edges, joined, types
-        _, joined, types = self._joined
+            kept = edges, joined, types
+        self._joined = kept if len(lengths) == 1 else None
+        _, joined, types = kept
         features = F.one_hot(types, 4 if self.num_virtual_nodes else 2).to(dtype)
         if edge_attr is not None:  # of the graph's own edges, which come first
             edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.sequences import Packed
 from attnkit.core.normalizers.kinds import Linear
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.graph.inputs import EdgeModule, as_edges
 from attnkit.layers.graph.sparse import SparseLinear
+from attnkit.layers.graph.transformer_block import graph_lengths
 
 
 class PolynormerLocal(nn.Module):
@@ -52,12 +54,14 @@ class PolynormerGlobal(nn.Module):
         self.beta = beta
         self.backend = backend
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Packed | None = None) -> Tensor:
         query, key, value = (
             proj(x).unflatten(1, (self.heads, -1)).transpose(0, 1)[None]
             for proj in (self.query_proj, self.key_proj, self.value_proj)
         )
-        seen = attend(query, key, value, normalizer=Linear("sigmoid"), backend=self.backend)
+        seen = attend(
+            query, key, value, mask=mask, normalizer=Linear("sigmoid"), backend=self.backend
+        )
         seen = seen[0].transpose(0, 1).flatten(1)
         y = self.norm(seen) * (self.gate_proj(x) + self.beta)
         return self.dropout(self.out_proj(y).relu())
@@ -156,9 +160,17 @@ class Polynormer(EdgeModule):
         self,
         x: Annotated[Tensor, "nodes channels"],
         edge_index: Annotated[Tensor, "2 edges", int] | Edges,
+        *,
+        batch: Annotated[Tensor, "nodes", int] | None = None,
     ) -> Annotated[Tensor, "nodes classes"]:
-        """Logits of the nodes; `edge_index` as in `GraphAttention`."""
+        """Logits of the nodes.
+
+        Args:
+            edge_index: as in `GraphAttention`.
+            batch: the graph of each node, in their order; None: all are of one.
+        """
         edges = as_edges(edge_index, x.shape[0])
+        mask = None if batch is None else Packed(graph_lengths(batch, num_nodes=x.shape[0]))
         is_local = self.local_head is not None and int(self.steps) < self.local_steps
         if self.training:
             self.steps += 1
@@ -171,5 +183,5 @@ class Polynormer(EdgeModule):
             return self.local_head(total)
         x = self.norm(total)
         for layer in self.global_layers:
-            x = layer(x)
+            x = layer(x, mask)
         return self.head(x)

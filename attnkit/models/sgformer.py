@@ -10,6 +10,7 @@ from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.layers.graph.far.global_attention import SimpleGlobalAttention
 from attnkit.layers.graph.inputs import EdgeModule, as_edges
 from attnkit.layers.graph.sparse import SparseLinear
+from attnkit.layers.graph.transformer_block import graph_lengths
 
 
 class SGFormer(EdgeModule):
@@ -22,8 +23,9 @@ class SGFormer(EdgeModule):
         logits = W (γ c + (1 − γ) g)
 
     with `SimpleGlobalAttention` and `GraphConvolution`; time and memory linear in nodes and edges.
-    The network of PyG's `SGFormer` with logits in the place of its log-probabilities. A sampled
-    sub-graph is a graph of its own: global attention sees its nodes only.
+    The network of PyG's `SGFormer` with logits in the place of its log-probabilities, and without
+    the influence that the largest graph of a batch has on the others there. A sampled sub-graph is
+    a graph of its own: global attention sees its nodes only.
 
     Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out.
 
@@ -89,13 +91,21 @@ class SGFormer(EdgeModule):
         self,
         x: Annotated[Tensor, "nodes channels"],
         edge_index: Annotated[Tensor, "2 edges", int] | Edges,
+        *,
+        batch: Annotated[Tensor, "nodes", int] | None = None,
     ) -> Annotated[Tensor, "nodes classes"]:
-        """Logits of the nodes; `edge_index` as in `GraphAttention`."""
+        """Logits of the nodes.
+
+        Args:
+            edge_index: as in `GraphAttention`.
+            batch: the graph of each node, in their order; None: all are of one.
+        """
         edges = as_edges(edge_index, x.shape[0])
+        lengths = None if batch is None else graph_lengths(batch, num_nodes=x.shape[0])
         first, *ends = self.global_ends
         everywhere = first(self.global_embed(x))
         for attention, end in zip(self.attentions, ends, strict=True):
-            everywhere = end((attention(everywhere) + everywhere) / 2)
+            everywhere = end((attention(everywhere, lengths) + everywhere) / 2)
         first, *ends = self.local_ends
         local = start = first(self.local_embed(x))
         for convolution, end in zip(self.convolutions, ends, strict=True):

@@ -16,7 +16,7 @@ from attnkit.core.normalizers.learned import learned_normalizer
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
-from attnkit.interop.carry import has_hooks, refuse
+from attnkit.interop.carry import has_hooks, joined, refuse
 from attnkit.surgery import adapters, relative, windows
 
 ScoreChange = str | Score | Callable[[int, int], nn.Module]
@@ -41,8 +41,13 @@ def convert(module: nn.Module, changes: Changes) -> adapters.Adapter:
     if not is_known(module):
         raise ValueError(f"{_class_of(module).replace(':', '.')} is not a class that is known here")
     refuse(module, {"hooks": any(map(has_hooks, module.modules()))})
-    adapter = _CONVERTERS[_class_of(module)](module, changes)
-    return adapter.train(module.training)
+    with torch.enable_grad():  # by which parts of parameters know whether they are frozen
+        adapter = _CONVERTERS[_class_of(module)](module, changes)
+    theirs = set(module.modules())  # which keep their modes
+    for part in adapter.modules():
+        if part not in theirs:
+            part.training = module.training
+    return adapter
 
 
 def is_known(module: nn.Module) -> bool:
@@ -114,15 +119,23 @@ def changed(block: MultiHeadAttention, changes: Changes) -> MultiHeadAttention:
             )
         sizes = block.num_heads, block.head_dim
         is_factory = callable(score) and not isinstance(score, Score)
-        block.score = learned_score(score(*sizes) if is_factory else score, *sizes)
+        score = learned_score(score(*sizes) if is_factory else score, *sizes)
+        block.score = score.to(block.out_proj.weight)
     if changes.normalizer is not None:
-        block.normalizer = learned_normalizer(changes.normalizer, block.num_heads, block.key_dim)
+        normalizer = learned_normalizer(changes.normalizer, block.num_heads, block.key_dim)
+        block.normalizer = normalizer.to(block.out_proj.weight)
     block.backend = changes.backend
-    return block.to(block.out_proj.weight)
+    return block
 
 
 def _joined(*parts: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.cat(parts).detach(), requires_grad=parts[0].requires_grad)
+    whole = joined(*parts)
+    return nn.Parameter(whole.detach(), requires_grad=whole.requires_grad)
+
+
+def _zeros(size: int, like: Tensor) -> Tensor:
+    """So many zeros, frozen or not as what they are like."""
+    return like.new_zeros(size, requires_grad=like.requires_grad)
 
 
 def _whole_bias(module: Any) -> nn.Parameter | None:
@@ -130,7 +143,7 @@ def _whole_bias(module: Any) -> nn.Parameter | None:
     product, ever."""
     if module.q_bias is None:
         return None
-    return _joined(module.q_bias, torch.zeros_like(module.q_bias), module.v_bias)
+    return _joined(module.q_bias, _zeros(len(module.q_bias), module.q_bias), module.v_bias)
 
 
 def _from_timm(module: Any, changes: Changes) -> adapters.Adapter:
@@ -146,7 +159,7 @@ def _from_rotary(module: Any, changes: Changes) -> adapters.Adapter:
         if module.q_proj.bias is not None:
             bias = _joined(
                 *(
-                    linear.weight.new_zeros(len(linear.weight))
+                    _zeros(len(linear.weight), module.q_proj.bias)
                     if linear.bias is None
                     else linear.bias
                     for linear in apart
@@ -225,7 +238,7 @@ def _from_torchvision_swin_v2(module: Any, changes: Changes) -> adapters.Adapter
     bias = module.qkv.bias
     if bias is not None:
         query, key, value = bias.chunk(3)
-        bias = _joined(query, torch.zeros_like(key), value)  # as each forward of theirs does
+        bias = _joined(query, _zeros(len(key), key), value)  # as each forward of theirs does
     block = _block(
         module,
         changes,

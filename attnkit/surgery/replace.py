@@ -102,7 +102,8 @@ def replace_attention(
 
     Raises:
         ValueError: a module named by `where` that looks like attention and cannot be replaced, with
-            the reason of each, or there is none to replace. The network is then unchanged.
+            the reason of each (such as a copy that would be frozen in part), or there is none to
+            replace. The network is then unchanged.
         TypeError: a mask or score of another kind.
     """
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:

@@ -1,6 +1,7 @@
 """The LightningModule of node classification; users subclass it or copy it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class NodeClassification(ClassificationModule):
 
     Args:
         model: (x [nodes, in_channels], edge_index [2, edges]) to logits [nodes, num_classes]; a
-            module, or its configuration (see `TaskModule`).
+            module, or its configuration (see `TaskModule`). If its `forward` has the argument
+            `batch`, it is given that of a batch of graphs: the graph of each node.
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables; "0", "1", … unless given.
@@ -110,12 +112,20 @@ class NodeClassification(ClassificationModule):
             hops: Any = self.model.hops
             return layerwise(hops, batch.whole.data.x, batch.whole.neighbors, batch.n_id)
         edge_index = batch.edge_index
-        given = _positions(batch)
+        given = self._besides(batch)
         if not getattr(self.model, "takes_edges", False):
             return self(batch.x, edge_index, **given)
         if self._edges is None or self._edges.edge_index is not edge_index:
             self._edges = Edges(edge_index, batch.num_nodes)
         return self(batch.x, self._edges, **given)
+
+    def _besides(self, batch: Data) -> dict[str, Tensor]:
+        """What the model reads besides nodes and edges: positions, and which graph each node is of,
+        so that global attention stays in it."""
+        given = _positions(batch)
+        if "batch" in batch and "batch" in signature(self.model.forward).parameters:
+            given["batch"] = batch.batch
+        return given
 
     @torch.no_grad()
     def classify(self, batch: Data) -> dict[str, list[Any]]:

@@ -42,18 +42,6 @@ def make(**options):
     return model.double().eval()
 
 
-@pytest.mark.parametrize("global_attention", ["softmax", "linear", None])
-@pytest.mark.parametrize("readout", ["node", "graph"])
-def test_a_graph_of_a_batch_is_alone(global_attention, readout):
-    model = make(global_attention=global_attention, readout=readout)
-    graphs = some_graphs()
-    batch = Batch.from_data_list(graphs)
-    together = model(batch.x, batch.edge_index, batch.edge_attr, batch=batch.batch)
-    alone = [model(graph.x, graph.edge_index, graph.edge_attr) for graph in graphs]
-    torch.testing.assert_close(together, torch.cat(alone))
-    assert together.shape == (19 if readout == "node" else 3, CLASSES)
-
-
 def test_nodes_have_no_order():
     model = make()
     graph = some_graphs()[2]
@@ -165,6 +153,27 @@ def test_wrong_options_are_named(options, message):
         GraphTransformer(IN, HIDDEN, CLASSES, **{"heads": 3, "edge_dim": EDGE_DIM, **options})
 
 
+@pytest.mark.parametrize(
+    ("pairs", "error", "message"),
+    [
+        (
+            [[0, 1], [2, 3], [4, 5]],
+            ValueError,
+            r"the shape \[2, pairs\], got \[3, 2\], transposed\?",
+        ),
+        ([0, 1], ValueError, r"pairs: expected the shape \[2, pairs\], got \[2\]$"),
+        ([[0.0, 1.0], [2.0, 3.0]], TypeError, "pairs: expected integers .*, got torch.float32"),
+        ([[True, False], [False, True]], TypeError, "pairs: expected integers .*, got torch.bool"),
+        ([[0, -1], [2, 3]], IndexError, "pairs: go from -1 to 3, expected nodes 0 to 6"),
+        ([[0, 1], [2, 7]], IndexError, "pairs: go from 0 to 7, expected nodes 0 to 6"),
+    ],
+)
+def test_wrong_pairs_are_named(pairs, error, message):
+    graph, model = some_graphs()[0], make(readout="edge")
+    with pytest.raises(error, match=message):
+        model(graph.x, graph.edge_index, graph.edge_attr, pairs=torch.tensor(pairs))
+
+
 def test_wrong_inputs_are_named():
     model = make()
     x, edge_index, edge_attr = torch.zeros(3, IN).double(), torch.zeros(2, 0).long(), None
@@ -218,16 +227,6 @@ def test_exphormer_attends_along_all_edges_with_their_types():
     other = attnkit.Edges(edge_index[:, :7], nodes)
     assert not torch.allclose(model(x, other), expected)
     torch.testing.assert_close(model(x, edges), expected)
-
-
-@pytest.mark.parametrize("readout", ["node", "graph"])
-def test_virtual_nodes_are_of_their_graph_alone(readout):
-    model = make(global_attention=None, num_virtual_nodes=2, readout=readout)
-    graphs = some_graphs()
-    batch = Batch.from_data_list(graphs)
-    together = model(batch.x, batch.edge_index, batch.edge_attr, batch=batch.batch)
-    alone = [model(graph.x, graph.edge_index, graph.edge_attr) for graph in graphs]
-    torch.testing.assert_close(together, torch.cat(alone))
 
 
 def test_expander_edges_reach_far():

@@ -8,7 +8,9 @@ from lightning import Trainer, seed_everything
 from torch import nn
 from torch_geometric.data import Batch
 from torch_geometric.nn import GATConv, GATv2Conv
+from torch_geometric.nn import SGFormer as PyGSGFormer
 
+import attnkit
 from attnkit.lightning import UserError
 from attnkit.tasks.node_classification import DictionaryLookupData, NodeClassification
 from attnkit.tasks.node_classification.dictionary_lookup import distinct_permutations
@@ -48,6 +50,16 @@ def test_a_batch_is_pygs_batch_of_its_graphs():
         assert torch.equal(ours[name], theirs[name]), name
     assert torch.equal(ours.batch, torch.arange(3).repeat_interleave(6))
     assert torch.equal(ours.ptr, torch.tensor([0, 6, 12, 18]))
+
+
+@pytest.mark.parametrize("kind", ["GraphTransformer", "SGFormer", "Polynormer", "PyG's SGFormer"])
+def test_global_attention_stays_in_its_graph(kind):
+    graphs = ready(k=3, num_graphs=6).sets["train"]
+    make = PyGSGFormer if kind.startswith("PyG") else getattr(attnkit, kind)
+    module = NodeClassification(make(7, 8, 3), num_classes=3).eval()
+    together, other = graphs.__getitems__([2, 0, 1]), graphs.__getitems__([0, 3])
+    logits = module.logits(together), module.logits(other)
+    torch.testing.assert_close(logits[0][6:12], logits[1][:6])
 
 
 def test_combinations_of_the_test_are_unseen():

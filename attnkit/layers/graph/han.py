@@ -18,6 +18,7 @@ from attnkit.layers.graph.typed_edges import (
     Metadata,
     NodesByType,
     TypedEdges,
+    as_metadata,
     as_typed_edges,
     split_heads,
 )
@@ -33,14 +34,15 @@ class HANAttention(nn.Module):
         output_i = Σ_r softmax_r(mean_i(q · tanh(W z_i,r + b))) · z_i,r
 
     where t is the type of a node, and e goes over the edges of type r into i: the edges of a type
-    are those of a meta-path. The node-level attention of all edge types is one, by the kernels of
-    `Edges`. PyG's `HANConv`, whose weights `interop.from_pyg` takes over; where the paper has elu,
-    it has relu.
+    are those of a meta-path. The mean goes over all nodes that are given, so that the graphs of a
+    batch are one graph, as in PyG. The node-level attention of all edge types is one, by the
+    kernels of `Edges`. PyG's `HANConv`, whose weights `interop.from_pyg` takes over; where the
+    paper has elu, it has relu.
 
     Args:
         in_channels: of the nodes, one number or one for each type; −1: those of the first input.
         out_channels: of the output, a multiple of `heads`.
-        metadata: node types and edge types, `data.metadata()`.
+        metadata: node types and edge types, `data.metadata()`; or as a JSON file has it.
         heads: of the node-level attention.
         negative_slope: of the LeakyReLU.
         dropout_p, backend: as in `MultiHeadAttention`.
@@ -65,7 +67,7 @@ class HANAttention(nn.Module):
         divides("heads", heads, out_channels=out_channels)
         share(dropout_p=dropout_p)
         named_backend(backend)
-        self.metadata: Metadata = [*metadata[0]], [*metadata[1]]
+        self.metadata = as_metadata(metadata)
         self.out_channels = out_channels
         self.heads = heads
         self.negative_slope = negative_slope

@@ -18,6 +18,7 @@ from attnkit.layers.graph.typed_edges import (
     Metadata,
     NodesByType,
     TypedEdges,
+    as_metadata,
     as_typed_edges,
     check_mechanism,
     split_heads,
@@ -40,7 +41,7 @@ class HGTAttention(nn.Module):
     Args:
         in_channels: of the nodes, one number or one for each type; −1: those of the first input.
         out_channels: of the output, a multiple of `heads`.
-        metadata: node types and edge types, `data.metadata()`.
+        metadata: node types and edge types, `data.metadata()`; or as a JSON file has it.
         heads: how many.
         attention_mechanism: "across-relation"; or "within-relation", a softmax for each edge type,
             and the sum of what they give.
@@ -67,7 +68,7 @@ class HGTAttention(nn.Module):
         check_mechanism(attention_mechanism)
         share(dropout_p=dropout_p)
         named_backend(backend)
-        self.metadata: Metadata = [*metadata[0]], [*metadata[1]]
+        self.metadata = as_metadata(metadata)
         self.out_channels = out_channels
         self.heads = heads
         self.attention_mechanism: AttentionMechanism = attention_mechanism

@@ -128,6 +128,21 @@ def check_bias(bias: Tensor, edges: Edges, heads: int) -> Tensor:
     return bias
 
 
+def check_pairs(pairs: Tensor, num_nodes: int) -> None:
+    """TypeError, ValueError or IndexError unless these are integers [2, pairs] that name nodes."""
+    is_tensor = isinstance(pairs, Tensor)
+    if not is_tensor or pairs.dtype in (torch.bool, torch.uint8) or pairs.is_floating_point():
+        given = pairs.dtype if is_tensor else type(pairs).__name__
+        raise TypeError(f"pairs: expected integers [2, pairs], got {given}")
+    if pairs.ndim != 2 or pairs.shape[0] != 2:
+        hint = ", transposed?" if pairs.ndim == 2 and pairs.shape[1] == 2 else ""
+        raise ValueError(f"pairs: expected the shape [2, pairs], got {list(pairs.shape)}{hint}")
+    if not torch.compiler.is_compiling() and pairs.numel() and not pairs.is_meta:
+        low, high = (int(bound) for bound in pairs.aminmax())
+        if low < 0 or high >= num_nodes:
+            raise IndexError(f"pairs: go from {low} to {high}, expected nodes 0 to {num_nodes - 1}")
+
+
 class EdgeModule(nn.Module):
     """A module that aggregates over edges, at which PyG's `to_hetero` ends in an error.
 

@@ -129,12 +129,16 @@ class GraphPool(AttentionPool):
         return self.attention(query, x[None], mask=Packed(torch.ones_like(lengths), lengths))[0]
 
 
-def graph_lengths(batch: Tensor, num_graphs: int | None = None) -> Tensor:
+def graph_lengths(
+    batch: Tensor, num_graphs: int | None = None, *, num_nodes: int | None = None
+) -> Tensor:
     """How many nodes each graph has, from PyG's `batch` [nodes], the graph of each node.
 
     Raises:
-        ValueError: the nodes are not in the order of their graphs.
+        ValueError: the nodes are not in the order of their graphs, or not `num_nodes`.
     """
+    if num_nodes is not None and list(batch.shape) != [num_nodes]:
+        raise ValueError(f"batch: expected [{num_nodes} nodes], as x has, got {list(batch.shape)}")
     if len(batch) > 1 and not bool((batch[1:] >= batch[:-1]).all()):
         raise ValueError("batch: expected nodes in the order of their graphs")
     return torch.bincount(batch, minlength=num_graphs or 0)

@@ -21,7 +21,8 @@ EdgesByType = Mapping[EdgeType, Annotated[Tensor, "2 _", int]]
 """Edges [2, edges] by edge type, or sparse matrices [targets, sources]."""
 
 Metadata = tuple[list[str], list[EdgeType]]
-"""Node types and edge types, as PyG's `HeteroData.metadata()` gives them."""
+"""Node types and edge types, as PyG's `HeteroData.metadata()` gives them; of a JSON file, which has
+no tuples, lists will do."""
 
 AttentionMechanism = Literal["across-relation", "within-relation"]
 """Whether the weights of all edges into a node sum to 1, or those of each type."""
@@ -30,6 +31,26 @@ AttentionMechanism = Literal["across-relation", "within-relation"]
 def check_mechanism(name: str) -> None:
     """ValueError unless it is an `AttentionMechanism`."""
     choice(get_args(AttentionMechanism), attention_mechanism=name)
+
+
+def as_metadata(metadata: Metadata) -> Metadata:
+    """The same with edge types that are tuples; ValueError names what is none."""
+    if not isinstance(metadata, list | tuple) or len(metadata) != 2:
+        raise ValueError(
+            f"metadata: expected (node types, edge types), as data.metadata() is, got {metadata!r}"
+        )
+    node_types = [*metadata[0]]
+    edge_types = [tuple(key) if isinstance(key, list) else key for key in metadata[1]]
+    for key in edge_types:
+        if not isinstance(key, tuple) or len(key) != 3:
+            raise ValueError(f"metadata: expected (source, relation, target), got {key!r}")
+        for name in key[::2]:
+            if name not in node_types:
+                names = ", ".join(map(repr, node_types))
+                raise ValueError(
+                    f"metadata: {key} joins nodes of type {name!r}, expected one of {names}"
+                )
+    return node_types, edge_types
 
 
 class Pairs(NamedTuple):
@@ -190,7 +211,7 @@ class TypedEdges:
         self, key: EdgeType, rows: Annotated[Tensor, "_ channels"]
     ) -> Annotated[Tensor, "_ channels"]:
         """The rows of a node type that belong to the sources of an edge type."""
-        nodes = self._sources_by_type[key]
+        nodes = self._sources_by_type[tuple(key)]  # type: ignore[index]
         return rows if nodes is None else rows.index_select(0, nodes)
 
     @cached

@@ -113,7 +113,7 @@ def test_every_kernel_equals_the_reference(device, dtype, size, name, with_bias)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_look_nowhere_are_zero_with_zero_gradients(device, backend, dtype):
     query, key, value = make((5, 5, 8, 8, 6), dtype, device)
     allowed = torch.ones(5, 5, dtype=torch.bool, device=device)
@@ -131,6 +131,15 @@ def test_rows_that_look_nowhere_are_zero_with_zero_gradients(device, backend, dt
         assert output.abs().sum() > 0
     bias = torch.full((5, 5), -torch.inf, device=device)
     assert (attend(query, key, value, bias=bias, backend=backend) == 0).all()
+    bias = bias.masked_fill(allowed, 0.0)
+    by_bias = with_gradients([query, key, value], bias=bias, backend=backend)
+    masked = with_gradients([query, key, value], mask=masks[0], backend=backend)
+    torch.testing.assert_close(by_bias, masked)
+    weights = attnkit.attention_weights(query, key, bias=bias)
+    assert (weights[:, :, 2] == 0).all()
+    tolerance = {"atol": 0.02, "rtol": 0} if dtype == torch.bfloat16 else {}
+    values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    torch.testing.assert_close(weights @ values, by_bias[0], **tolerance)
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "math", "reference"])
@@ -365,3 +374,25 @@ def test_each_kernel_really_runs_on_cuda(backend):
     with attnkit.record_backends() as record:
         attend(query, key, value, backend=backend)
     assert record.total() == {backend: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["flash", "math", "blockwise", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_row_of_minus_infinity_is_zero_when_compiled(compiler, dtype, backend):
+    torch._dynamo.reset()
+    tensors = make((5, 5, 8, 8, 6), dtype, "cpu")
+    bias = torch.zeros(5, 5)
+    bias[2] = -torch.inf
+
+    def attention(query, key, value, bias):
+        return attend(query, key, value, bias=bias, backend=backend)
+
+    compiled = torch.compile(attention, fullgraph=True, backend=compiler)
+    output, *gradients = with_gradients(tensors, compiled, bias=bias)
+    assert (output[:, :, 2] == 0).all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    expected = with_gradients(tensors, attention, bias=bias)
+    tolerance = {"atol": 0.05, "rtol": 0} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close([output, *gradients], expected, **tolerance)

@@ -106,3 +106,8 @@ def test_global_attention_is_pygs_and_its_weights_say_how():
     torch.testing.assert_close(weights.sum(dim=2), torch.ones_like(weights[..., 0]))
     chosen = ours.attention_weights(x, rows=[4, 0], heads=1)
     torch.testing.assert_close(chosen, weights[1:2, [4, 0]])
+    of_graphs = ours.attention_weights(x, torch.tensor([5, 0, 8]))
+    torch.testing.assert_close(of_graphs[:, 5:, 5:], ours.attention_weights(x[5:]))
+    assert (of_graphs[:, :5, 5:] == 0).all()
+    output = ours(x, torch.tensor([5, 0, 8]))
+    torch.testing.assert_close((of_graphs @ value).mean(dim=0), output)

@@ -1,14 +1,16 @@
 """Attention over edges of several types: HGT, HAN, RGAT, and the edges that they share."""
 
+import json
 import re
 import runpy
 
 import pytest
 import torch
 from torch import nn
+from torch_geometric.nn import HANConv
 
 import attnkit
-from attnkit import HANAttention, HGTAttention, RGATAttention, TypedEdges
+from attnkit import GAT, HANAttention, HGTAttention, RGATAttention, TypedEdges
 
 SIZES = {"paper": 11, "author": 7, "venue": 3}
 EDGES = {
@@ -293,3 +295,52 @@ def test_the_example_learns_which_edges_count(repository, capsys):
     edges, weight = shares["venue prints paper"]
     assert weight > 2 * edges
     assert sum(weight for _, weight in shares.values()) == pytest.approx(1, abs=0.02)
+
+
+TAKES_METADATA = {
+    "HGTAttention": lambda metadata: HGTAttention(5, 6, metadata, heads=2),
+    "HANAttention": lambda metadata: HANAttention(5, 6, metadata, heads=2),
+    "to_hetero": lambda metadata: attnkit.interop.to_hetero(
+        GAT((5, 5), 8, 6, num_layers=1, add_self_loops=False), metadata
+    ),
+    "from_pyg": lambda metadata: attnkit.interop.from_pyg(HANConv(5, 6, metadata, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_METADATA)
+def test_metadata_of_a_json_file_is_that_of_pyg(name):
+    """JSON has no tuples: edge types are lists."""
+    metadata = ["paper", "author"], [*EDGES]
+    layer, read = (
+        randomised(TAKES_METADATA[name](given)).double()
+        for given in (metadata, json.loads(json.dumps(metadata)))
+    )
+    x, edges = graph()
+    del x["venue"]
+    expected, actual = layer(x, edges), read(x, edges)
+    assert expected.keys() == actual.keys()
+    for key, nodes in expected.items():
+        torch.testing.assert_close(actual[key], nodes)
+
+
+@pytest.mark.parametrize("name", ["HGTAttention", "HANAttention", "to_hetero"])
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ([*EDGES], r"metadata: expected \(node types, edge types\), as data.metadata\(\) is, got"),
+        (([*SIZES], [["paper", "cites"]]), "metadata: expected .source, relation, target., got"),
+        (([*SIZES], ["paper__cites__paper"]), "metadata: expected .source, relation, target., got"),
+        (([*SIZES], [["paper", "cites", "book"]]), "metadata: .* joins nodes of type 'book', exp"),
+    ],
+)
+def test_metadata_of_another_form_is_refused(name, metadata, message):
+    with pytest.raises(ValueError, match=message):
+        TAKES_METADATA[name](metadata)
+
+
+def test_rows_of_a_type_that_is_given_as_a_list():
+    x, edges = graph()
+    typed_edges = TypedEdges(edges, SIZES)
+    key = ("author", "writes", "paper")
+    rows = typed_edges.of_sources(key, x["author"])
+    torch.testing.assert_close(typed_edges.of_sources([*key], x["author"]), rows)

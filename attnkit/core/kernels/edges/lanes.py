@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.edges.scores import AdditiveEdges, DotEdges, ScalarEdges
+from attnkit.core.kernels.edges.scores import AdditiveEdges, DotEdges, ScalarEdges, sum_weights
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.dropout import keep_mask
@@ -182,11 +182,19 @@ def write_scores(
         out += bias[lanes].reshape(-1)
 
 
-def exponentiate(scores: Tensor, graph: Adjacency) -> None:
-    """score_e ← exp(score_e − shift), in place; the shift is common to the edges of a target."""
+def exponentiate(scores: Tensor, graph: Adjacency) -> Tensor:
+    """score_e ← exp(score_e − shift), in place; the shift is common to the edges of a target.
+
+    Returns what their sums are divided by, [targets, 1]: Σ_e exp(score_e − shift), or 1 where that
+    is 0, of a target that has no edges, or only edges whose score is −∞.
+    """
     low, high = (float(bound) for bound in scores.aminmax())
     if high - low <= SPREAD:
         scores.sub_(high).exp_()  # one number does for all targets, at less cost
-        return
-    largest = torch.segment_reduce(scores, "max", offsets=graph.offsets.long(), initial=-torch.inf)
-    scores.sub_(largest.index_select(0, graph.target)).exp_()
+    else:
+        offsets = graph.offsets.long()
+        largest = torch.segment_reduce(scores, "max", offsets=offsets, initial=-torch.inf)
+        largest.masked_fill_(largest == -torch.inf, 0.0)  # −∞ − −∞ would be NaN
+        scores.sub_(largest.index_select(0, graph.target)).exp_()
+    totals = sum_weights(graph, scores)
+    return totals.masked_fill_(totals == 0, 1.0)

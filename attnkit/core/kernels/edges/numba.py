@@ -58,12 +58,12 @@ class NumbaEdgesKernel(EdgesKernel):
         if not isinstance(inputs.mask, Edges):
             return
         yield from device_reasons(inputs, "cpu")
-        if not _is_there():
-            yield "needs numba"
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             yield "cannot be traced by torch"
         elif type(inputs.query) not in (Tensor, nn.Parameter):
             yield f"needs tensors with numbers, got {type(inputs.query).__name__}"
+        if not _is_there():  # after what torch.compile asks, which warns of a cached function
+            yield "needs numba"
         if inputs.query.dtype == torch.float64:
             yield "needs float32, bfloat16 or float16, got torch.float64"
         score = inputs.score

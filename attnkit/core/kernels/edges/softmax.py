@@ -27,7 +27,6 @@ from attnkit.core.kernels.edges.scores import (
     sum_edges,
     sum_edges_by_source,
     sum_features,
-    sum_weights,
 )
 
 
@@ -71,9 +70,7 @@ def forward(plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tenso
     for lanes, graph in plan.groups(num_lanes):
         scores = weights[lanes].view(-1)
         write_scores(plan, graph, workspace, lanes, tensors, scores)
-        exponentiate(scores, graph)
-        total = sum_weights(graph, scores)
-        total.masked_fill_(total == 0, 1.0)  # nobody to look at: the sums are 0 as well
+        total = exponentiate(scores, graph)
         keep = plan.keep(lanes, scores)
         kept = scores if keep is None else keep.mul_(scores)
         _rows(totals, lanes).copy_(total)

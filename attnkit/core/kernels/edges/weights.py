@@ -94,8 +94,7 @@ class _EdgeWeights(torch.autograd.Function):
         for lanes, graph in plan.groups(len(query)):
             scores = weights[lanes].view(-1)
             write_scores(plan, graph, workspace, lanes, tensors, scores)
-            exponentiate(scores, graph)
-            totals = sum_weights(graph, scores).squeeze(1)
+            totals = exponentiate(scores, graph).squeeze(1)
             scores.div_(totals.index_select(0, graph.target))
         ctx.plan = plan
         ctx.save_for_backward(*tensors, weights)

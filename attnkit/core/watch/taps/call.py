@@ -171,6 +171,11 @@ class AttentionCall:
                 f"the layer {self.layer!r}: expected no duplicate edges; "
                 "attnkit.edge_weights gives a weight for each"
             )
+        if self.inputs.edge_features is not None:
+            raise ValueError(
+                f"the layer {self.layer!r}: expected edges that carry nothing in a batch; "
+                "attnkit.edge_weights gives the weights of edges with features or a bias"
+            )
         try:
             return (
                 as_indices("rows", rows, self.num_queries, device),

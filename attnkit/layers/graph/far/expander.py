@@ -14,12 +14,13 @@ def expander_edges(lengths: Tensor, degree: int, seed: int = 0) -> Tensor:
     attention along degree · n edges mixes as that of all n² pairs does (Shirzad et al., Exphormer,
     2023). Made of degree / 2 random cycles through all nodes, both ways around, as one of the
     paper's code's kinds is; so it is connected, and has no self-loops. A graph of two nodes has the
-    edges between them repeated, a graph of one has none.
+    edges between them repeated, a graph of one has none. The edges of a graph do not depend on the
+    graphs beside it: graphs of as many nodes have the same.
 
     Args:
         lengths: integers [graphs], the nodes of each, which stand one after the other.
         degree: edges into each node, even.
-        seed: of the cycles, which depend on it and on `lengths` alone.
+        seed: of the cycles, which depend on it and on the number of nodes alone.
 
     Returns:
         integers [2, edges], source in row 0, target in row 1, on the device of `lengths`.
@@ -30,19 +31,23 @@ def expander_edges(lengths: Tensor, degree: int, seed: int = 0) -> Tensor:
     if degree < 2 or degree % 2:
         raise ValueError(f"degree: expected an even number of at least 2, got {degree}")
     sizes = lengths.cpu()
-    graph = torch.repeat_interleave(sizes)
-    first = (sizes.cumsum(0) - sizes)[graph]
-    place = torch.arange(len(graph)) - first
-    after = first + (place + 1) % sizes[graph]  # in a cycle through the places of the graph
+    first = sizes.cumsum(0) - sizes
+    parts = [torch.empty(2, 0, dtype=torch.int64)]
+    for size in sizes[sizes > 1].unique().tolist():
+        edges = _cycles(size, degree // 2, seed)
+        parts.append((edges[:, None] + first[sizes == size, None]).flatten(1))
+    return torch.cat(parts, dim=1).to(lengths.device)
+
+
+def _cycles(size: int, number: int, seed: int) -> Tensor:
+    """Edges [2, edges] of so many random cycles through the nodes of one graph, both ways."""
     generator = torch.Generator().manual_seed(seed)
     both: list[Tensor] = []
-    for _ in range(degree // 2):
-        order = torch.randperm(len(graph), generator=generator)
-        order = order[graph[order].argsort(stable=True)]  # shuffled within each graph
-        cycle = torch.stack([order, order[after]])
+    for _ in range(number):
+        order = torch.randperm(size, generator=generator)
+        cycle = torch.stack([order, order.roll(-1)])
         both += [cycle, cycle.flip(0)]
-    edges = torch.cat(both, dim=1)
-    return edges[:, edges[0] != edges[1]].to(lengths.device)
+    return torch.cat(both, dim=1)
 
 
 def virtual_edges(lengths: Tensor, num_virtual: int) -> Tensor:

@@ -21,7 +21,8 @@ class SimpleGlobalAttention(nn.Module):
     together, which makes the second term vanish as n grows; each by its own is what PyG's
     `SGFormerAttention` does.
 
-    Nodes [nodes, in_channels] of one graph in, [nodes, out_channels] out.
+    Nodes [nodes, in_channels] in, of one graph or of several, one after the other; [nodes,
+    out_channels] out.
 
     Args:
         in_channels: of the nodes.
@@ -39,22 +40,27 @@ class SimpleGlobalAttention(nn.Module):
         self.value_proj = nn.Linear(in_channels, size, bias=False)
 
     def forward(
-        self, x: Annotated[Tensor, "nodes in_channels"]
+        self,
+        x: Annotated[Tensor, "nodes in_channels"],
+        lengths: Annotated[Tensor, "_", int] | None = None,
     ) -> Annotated[Tensor, "nodes out_channels"]:
-        query, key, value = self._heads(x)
-        count = max(1, x.shape[0])
-        gathered = query @ (key.mT @ value)
-        total = query @ key.sum(dim=1)[:, :, None]
-        return ((count * value + gathered) / (count + total)).mean(dim=0)
+        """`lengths`: how many of the nodes are of each graph; None: all are of one."""
+        heads = self._heads(x)
+        if lengths is None:
+            return _attend(*heads)
+        of_graphs = (tensor.split(lengths.tolist(), dim=1) for tensor in heads)
+        return torch.cat([_attend(*parts) for parts in zip(*of_graphs, strict=True)])
 
     def attention_weights(
         self,
         x: Annotated[Tensor, "nodes in_channels"],
+        lengths: Annotated[Tensor, "_", int] | None = None,
         *,
         rows: Indices = None,
         heads: Indices = None,
     ) -> Annotated[Tensor, "chosen_heads rows nodes"]:
-        """The weights that `forward` uses, which it never makes: rows × nodes of them.
+        """The weights that `forward` uses, which it never makes: rows × nodes of them, 0 between
+        nodes of different graphs.
 
         Args:
             rows: which nodes look, None for all.
@@ -63,7 +69,12 @@ class SimpleGlobalAttention(nn.Module):
         query, key, _ = self._heads(x)
         rows = as_indices("rows", rows, x.shape[0], x.device)
         heads = as_indices("heads", heads, self.heads, x.device)
-        weights = query[heads][:, rows] @ key[heads].mT / max(1, x.shape[0])
+        if lengths is None:
+            lengths = torch.tensor([x.shape[0]], device=x.device)
+        graph = torch.repeat_interleave(lengths)
+        counts = lengths[graph[rows]][:, None]
+        weights = query[heads][:, rows] @ key[heads].mT / counts
+        weights = weights.masked_fill(graph[rows][:, None] != graph, 0.0)
         weights[:, torch.arange(len(rows), device=x.device), rows] += 1
         return weights / weights.sum(dim=2, keepdim=True)
 
@@ -75,3 +86,11 @@ class SimpleGlobalAttention(nn.Module):
         )
         unit = nn.functional.normalize
         return unit(query, dim=2), unit(key, dim=2), value
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The output [nodes, out_channels] of one graph, of heads [heads, nodes, out_channels]."""
+    count = max(1, query.shape[1])
+    gathered = query @ (key.mT @ value)
+    total = query @ key.sum(dim=1)[:, :, None]
+    return ((count * value + gathered) / (count + total)).mean(dim=0)

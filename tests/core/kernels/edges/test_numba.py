@@ -140,18 +140,6 @@ def test_scores_that_differ_by_much(score):
     assert_is_the_definition(inputs, options)
 
 
-def test_a_target_whose_edges_are_all_forbidden_gives_0():
-    inputs, _ = given("scaled_dot", dtype=torch.float32)
-    mask = graphs()["some"]
-    bias = torch.where(mask.edge_index[1] == 4, -torch.inf, 0.0)[None]
-    options = {"mask": mask, "edge_features": EdgeFeatures(bias=bias)}
-    output = attend(*inputs, **options, backend="edges_numba")
-    found = results(output, inputs)
-    assert (output[:, :, 4] == 0).all()
-    assert (found[1][:, :, 4] == 0).all()
-    assert all(tensor.isfinite().all() for tensor in found)
-
-
 def test_what_is_not_finite_stays_so():
     inputs, _ = given("scaled_dot", dtype=torch.float32)
     mask = graphs()["complete"]

@@ -1,0 +1,191 @@
+"""In evaluation a graph alone equals itself in any batch and at any place of it, in every model."""
+
+import pytest
+import torch
+from torch_geometric.data import Batch, Data, HeteroData
+
+import attnkit
+from attnkit import (
+    GAT,
+    Edges,
+    GraphTransformer,
+    HGTAttention,
+    Polynormer,
+    RGATAttention,
+    SGFormer,
+)
+
+IN, HIDDEN, CLASSES, EDGE_DIM = 5, 12, 3, 2
+SIZES = (7, 1, 11, 2, 7)  # two of the same size
+ORDERS = {"as given": [0, 1, 2, 3, 4], "the other way": [4, 3, 2, 1, 0], "two": [2, 0]}
+
+GATS = {
+    "gat": {},
+    "gatv2, batch norm": {"score": "gatv2", "norm": "batch"},
+    "gat_sep": {"mlp_ratio": 1.0, "separate_self": True, "norm": "layer"},
+}
+EXPANDER = {"global_attention": None, "expander_degree": 4}
+TRANSFORMERS = {
+    "softmax": {},
+    "linear": {"global_attention": "linear"},
+    "without local": {"local": None},
+    "local alone": {"global_attention": None},
+    "gatv2 along edges": {"local": "gatv2", "edge_dim": EDGE_DIM},
+    "expander": EXPANDER,
+    "expander and softmax": {"expander_degree": 2, "edge_dim": EDGE_DIM},
+    "virtual nodes": {"global_attention": None, "num_virtual_nodes": 2},
+    "Exphormer": {**EXPANDER, "num_virtual_nodes": 1, "edge_dim": EDGE_DIM},
+}
+
+
+def transformer(**options):
+    model = GraphTransformer(IN, HIDDEN, CLASSES, num_layers=2, heads=3, **options)
+    model.takes_features = "edge_dim" in options
+    return model
+
+
+def models():
+    for name, options in GATS.items():
+        yield name, lambda options=options: GAT(IN, HIDDEN, CLASSES, heads=3, **options)
+    yield "SGFormer", lambda: SGFormer(IN, HIDDEN, CLASSES, num_layers=2, heads=2)
+    yield "Polynormer", lambda: Polynormer(IN, HIDDEN, CLASSES, num_local_layers=2, heads=3)
+    for name, options in TRANSFORMERS.items():
+        for readout in ("node", "graph", "edge"):
+            yield (
+                f"{name}, {readout}",
+                lambda options=options, readout=readout: transformer(readout=readout, **options),
+            )
+
+
+MODELS = dict(models())
+
+
+def randomised(module):
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+    return module.double().eval()
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for size in SIZES:
+        num_edges = 3 * size if size > 1 else 0
+        rand = {"generator": generator, "dtype": torch.float64}
+        found.append(
+            Data(
+                x=torch.randn(size, IN, **rand),
+                edge_index=torch.randint(size, (2, num_edges), generator=generator),
+                edge_attr=torch.randn(num_edges, EDGE_DIM, **rand),
+                pair_index=torch.randint(size, (2, 3), generator=generator),
+            )
+        )
+    return found
+
+
+def logits(model, data, **options):
+    """Of the nodes, the graphs or the pairs of the data, by the model's readout."""
+    if isinstance(data, Batch) and not isinstance(model, GAT):
+        options["batch"] = data.batch
+    if isinstance(model, GraphTransformer):
+        options |= {"pairs": data.pair_index} if model.readout == "edge" else {}
+        options |= {"edge_attr": data.edge_attr} if model.takes_features else {}
+    return model(data.x, data.edge_index, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_of_a_batch_is_alone(name, graphs):
+    model = randomised(MODELS[name]())
+    readout = getattr(model, "readout", "node")
+    with torch.no_grad():
+        alone = [logits(model, graph) for graph in graphs]
+        for order in ORDERS.values():
+            together = logits(model, Batch.from_data_list([graphs[place] for place in order]))
+            torch.testing.assert_close(together, torch.cat([alone[place] for place in order]))
+    assert sum(map(len, alone)) == {"node": sum(SIZES), "graph": 5, "edge": 15}[readout]
+    assert len({tuple(row.tolist()) for rows in alone for row in rows}) > 4
+
+
+def test_edges_that_are_kept_are_those_of_the_graphs(graphs):
+    """The same `Edges` as a batch and as one graph: expander edges are of the first, then the
+    other."""
+    model = randomised(MODELS["Exphormer, node"]())
+    batch = Batch.from_data_list(graphs)
+    edges = Edges(batch.edge_index, batch.num_nodes)
+    as_batch = model(batch.x, edges, batch.edge_attr, batch=batch.batch)
+    as_one = model(batch.x, edges, batch.edge_attr)
+    assert not torch.allclose(as_batch, as_one)
+    torch.testing.assert_close(as_one, model(batch.x, batch.edge_index, batch.edge_attr))
+    torch.testing.assert_close(as_batch, model(batch.x, edges, batch.edge_attr, batch=batch.batch))
+
+
+METADATA = (
+    ["paper", "author"],
+    [("paper", "cites", "paper"), ("author", "writes", "paper"), ("paper", "is_by", "author")],
+)
+
+
+def hetero_graphs():
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for papers, authors in ((7, 3), (2, 5), (5, 1)):
+        data, sizes = HeteroData(), {"paper": papers, "author": authors}
+        for name, size in sizes.items():
+            data[name].x = torch.randn(size, IN, generator=generator, dtype=torch.float64)
+        for key in METADATA[1]:
+            ends = [torch.randint(sizes[end], (9,), generator=generator) for end in key[::2]]
+            data[key].edge_index = torch.stack(ends)
+        found.append(data)
+    return found
+
+
+def by_type(layer):
+    return lambda data: layer(data.x_dict, data.edge_index_dict)["paper"]
+
+
+def rgat(layer):
+    def call(data):
+        whole = data.to_homogeneous()
+        return layer(whole.x, whole.edge_index, whole.edge_type)[whole.node_type == 0]
+
+    return call
+
+
+TYPED = {
+    "HGT": lambda: (HGTAttention(IN, HIDDEN, METADATA, 3), by_type),
+    "HGT, each type": lambda: (
+        HGTAttention(IN, HIDDEN, METADATA, 3, attention_mechanism="within-relation"),
+        by_type,
+    ),
+    "RGAT": lambda: (RGATAttention(IN, HIDDEN, 3), rgat),
+    "RGAT, each type": lambda: (
+        RGATAttention(IN, HIDDEN, 3, attention_mechanism="within-relation"),
+        rgat,
+    ),
+    "to_hetero": lambda: (
+        attnkit.interop.to_hetero(GAT((IN, IN), 8, 3, add_self_loops=False), METADATA),
+        by_type,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_a_graph_of_several_types_is_alone(name):
+    layer, call = TYPED[name]()
+    call, graphs = call(randomised(layer)), hetero_graphs()
+    with torch.no_grad():
+        alone = [call(graph) for graph in graphs]
+        for order in ([0, 1, 2], [2, 0], [1, 2, 0]):
+            together = call(Batch.from_data_list([graphs[place] for place in order]))
+            torch.testing.assert_close(together, torch.cat([alone[place] for place in order]))
+
+
+def test_a_batch_of_other_nodes_is_refused(graphs):
+    for name in ("SGFormer", "Polynormer", "local alone, node"):
+        with pytest.raises(ValueError, match=r"batch: expected \[7 nodes\], as x has, got \[5\]"):
+            MODELS[name]()(graphs[0].x.float(), graphs[0].edge_index, batch=torch.zeros(5).long())
