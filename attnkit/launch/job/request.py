@@ -182,22 +182,37 @@ def _parts(top: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     splits = top.get("splits")
     if splits is not None:
         data = top.get("data") or {}
-        if splits == "all":
-            splits = data.get("num_splits")
-            if splits is None:
-                raise UserError(
-                    "splits=all: the data does not say how many it has (data.num_splits)\n"
-                    "  splits=N runs data.split=0 to N - 1"
-                )
-        elif data.get("num_splits") is not None and splits > data["num_splits"]:
-            raise UserError(f"splits={splits}: the data has {data['num_splits']}")
         if "split" not in data:
             raise UserError("splits: the data has no split to choose (data.split)")
+        found = data.get("num_splits")
+        if splits == "all":
+            splits = found or _num_splits(data)
+        elif found is not None and splits > found:
+            raise UserError(f"splits={splits}: the data has {found}")
         return {f"split_{i}": {"data.split": i, "splits": None} for i in range(splits)}
     if top["seeds"] > 1:
         seeds = range(top["seed"], top["seed"] + top["seeds"])
         return {f"seed_{seed}": {"seed": seed, "seeds": 1} for seed in seeds}
     return {}
+
+
+def _num_splits(node: Mapping[str, Any]) -> int:
+    """How many splits data have, which may have to be read for it.
+
+    Raises:
+        UserError: they do not say.
+    """
+    from attnkit.lightning.build.build import build  # which imports torch
+
+    data = build(node, at="data")
+    data.prepare_data()
+    found = getattr(data, "num_splits", None)
+    if found is None:
+        raise UserError(
+            "splits=all: the data does not say how many it has (num_splits)\n"
+            "  splits=N runs data.split=0 to N - 1"
+        )
+    return found
 
 
 def _job(
