@@ -192,7 +192,7 @@ def _names(path: Path) -> list[str]:
 def _why(error: Exception) -> str:
     """NumPy's reason, without its advice to unpickle what may be anything."""
     text = first_line(error)
-    if "Object arrays" in text:
+    if "Object arrays" in text or "Python objects" in text:
         return "it holds Python objects, which are not loaded; save numbers or text"
     return "another kind of file" if "pickle" in text else text
 

@@ -187,7 +187,7 @@ def cells(path: Path, count: int | None = None) -> tuple[np.ndarray, list[int]]:
         held = rows
     split = [_fields(text, form.delimiter) or [""] for text, _ in held]
     is_line = form.delimiter is None or (".txt" in path.name and not form.has_index)
-    if is_line and not all(map(_is_value, split[-1] if split else [])):
+    if is_line and not (len({len(row) for row in split}) == 1 and all(map(_is_value, split[-1]))):
         split = [[text.strip().strip('"')] for text, _ in held]
     lines = [line for _, line in held]
     for fields, line in zip(split, lines, strict=True):
