@@ -97,8 +97,8 @@ class NodeClassification(ClassificationModule):
         depth, sampled = num_layers(self.model), getattr(data, "num_neighbors", ())
         if stage == "fit" and getattr(data, "batch_size", None) and 0 < len(sampled) < depth:
             rank_zero_warn(
-                f"data.num_neighbors={sampled}: {len(sampled)} hops are sampled for "
-                f"{type(self.model).__name__}, which has {depth} layers; expected {depth} numbers"
+                f"data.num_neighbors={list(sampled)}: training sees {len(sampled)} hops, but "
+                f"{type(self.model).__name__} has {depth} layers; expected {depth} numbers"
             )
 
     def _check_positions(self, data: Any) -> None:
@@ -279,7 +279,8 @@ class NodeClassification(ClassificationModule):
 
     def _beside(self, batch: Data) -> dict[str, Tensor]:
         """What the model is given beside features and edges."""
-        names = ("positions", *read_of_edges(self.model))
+        carries = any(name in batch for name in CARRIED)
+        names = ("positions", *(read_of_edges(self.model) if carries else ()))
         return {name: batch[name] for name in names if name in batch}
 
 
@@ -290,17 +291,15 @@ def read_of_edges(model: nn.Module) -> list[str]:
     `supports_edge_attr`, and layers with an `edge_dim` read nothing where it is None.
     """
     parameters = inspect.signature(model.forward).parameters
-    found = [
-        name for name in CARRIED if name in parameters and getattr(model, f"supports_{name}", True)
+    sized = next((module for module in model.modules() if hasattr(module, "edge_dim")), None)
+    reads_none = {"edge_attr"} if sized is not None and sized.edge_dim is None else set()
+    return [
+        name
+        for name in CARRIED
+        if name in parameters
+        and name not in reads_none
+        and getattr(model, f"supports_{name}", True)
     ]
-    sizes = [module.edge_dim for module in model.modules() if hasattr(module, "edge_dim")]
-    if (
-        "edge_attr" in found
-        and sizes
-        and getattr(model, "edge_dim", next(filter(None, sizes), None)) is None
-    ):
-        found.remove("edge_attr")
-    return found
 
 
 def num_layers(model: nn.Module) -> int:

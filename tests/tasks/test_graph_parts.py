@@ -6,6 +6,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from attnkit.launch.config.compose import Composer
+from attnkit.launch.job.request import Request, decide
 from attnkit.lightning import UserError
 from attnkit.tasks.node_classification import GraphFilesData
 
@@ -122,7 +124,7 @@ def graph_of(folder, **options):
     return data
 
 
-PARTS = ("features", "edges", "labels", "train", "val", "test", "edge_attr", "edge_weight")
+PARTS = ("features", "edges", "labels", "train", "edge_attr", "edge_weight")
 REFUSED = {("edges", "as floats", "npy"), ("edges", "as floats", "npz")}  # 2**24 + 1 is no float32
 
 
@@ -311,3 +313,15 @@ def test_reversed_edges_carry_the_same(tmp_path):
     )
     assert edges == {(0, 1): 2.0, (1, 0): 2.0, (2, 3): 5.0, (3, 2): 5.0}
     assert graph.edge_attr.tolist() == [[1, 2]] * 4
+
+
+def test_all_splits_of_masks_are_run(tmp_path):
+    """Which are counted by reading the data, once: a resumed job knows the number."""
+    for name, values in parts().items():
+        np.save(tmp_path / f"{name}.npy", values)
+    words = ["task=graph", "data=graph_files", f"data.root={tmp_path}"]
+    job = decide(Request.read(Composer(), [*words, "splits=all"]))
+    assert [run["data"]["split"] for run in job.runs] == [0, 1]
+    assert job.config["splits"] == 2
+    with pytest.raises(UserError, match="splits=3: the data has 2"):
+        decide(Request.read(Composer(), [*words, "splits=3"]))

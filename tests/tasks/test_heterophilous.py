@@ -55,7 +55,7 @@ def test_the_real_minesweeper_is_pygs(data_folder, tmp_path):
         ({"edges": None}, "minesweeper.npz has no array edges"),
         ({"test_masks": np.full((10, 53), 2)}, r"test_masks: expected masks of 0 and 1"),
         ({"edges": np.zeros((3, 5), dtype=np.int64)}, r"edges: expected \[edges, 2\]"),
-        ({"node_labels": np.array([{}] * 53)}, "node_labels is not a whole array: it holds Python obj"),
+        ({"node_labels": np.array([{}] * 53)}, "node_labels is not a whole array: it holds Py"),
     ],
 )
 def test_other_files_are_refused(graph_files, tmp_path, change, message):

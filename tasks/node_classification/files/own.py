@@ -9,7 +9,6 @@ from torch_geometric.data import Data
 
 from attnkit.lightning.arguments import held_out
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.node_classification.checks import SPLITS
 from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.files.arrays import Part, Parts
@@ -21,7 +20,7 @@ from attnkit.tasks.node_classification.files.nodes import (
     read_names,
     without_header,
 )
-from attnkit.tasks.node_classification.splits import masks
+from attnkit.tasks.node_classification.splits import random_masks
 
 CARRIED = {
     "edge_attr": ("edge_attr", "edge_features"),
@@ -142,7 +141,4 @@ class GraphFilesData(GraphDataModule):
 
     def _random_split(self, y: Tensor) -> dict[str, Tensor]:
         rank_zero_info(f"{self.root} has no train, val and test: split by data.seed={self.seed}")
-        labelled = (y >= 0).nonzero().flatten()
-        fractions = [self.val_fraction, self.test_fraction]
-        split = stratified_split(y[labelled], fractions, self.seed)
-        return masks(len(y), *(labelled[part] for part in split))
+        return random_masks(y, [self.val_fraction, self.test_fraction], self.seed)
