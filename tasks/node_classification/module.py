@@ -292,14 +292,9 @@ def read_of_edges(model: nn.Module) -> list[str]:
     """
     parameters = inspect.signature(model.forward).parameters
     sized = next((module for module in model.modules() if hasattr(module, "edge_dim")), None)
-    reads_none = {"edge_attr"} if sized is not None and sized.edge_dim is None else set()
-    return [
-        name
-        for name in CARRIED
-        if name in parameters
-        and name not in reads_none
-        and getattr(model, f"supports_{name}", True)
-    ]
+    unread = "edge_attr" if sized is not None and sized.edge_dim is None else ""
+    names = [name for name in CARRIED if name in parameters and name != unread]
+    return [name for name in names if getattr(model, f"supports_{name}", True)]
 
 
 def num_layers(model: nn.Module) -> int:

@@ -219,7 +219,7 @@ WRONG = {
     "a name with a bare comma": (change("labels.csv", rows("ant", "bee, red", then="cat")), None),
     "fields that come and go": (
         change("labels.csv", ",label\n" + rows("0,ant", "1,bee, honey", then="2,cat")),
-        "labels.csv, line 3: expected 2 fields as above, got ['1', 'bee', 'honey']",
+        "labels.csv, line 3: expected 2 fields, got ['1', 'bee', 'honey']",
     ),
     "rows in another order": (
         change("features.csv", ",a,b\n" + rows("1,1,2", "0,3,4", then="5,6,7")),
@@ -325,3 +325,13 @@ def test_all_splits_of_masks_are_run(tmp_path):
     assert job.config["splits"] == 2
     with pytest.raises(UserError, match="splits=3: the data has 2"):
         decide(Request.read(Composer(), [*words, "splits=3"]))
+
+
+@pytest.mark.parametrize(("part", "what"), [("edges.csv", "an edge"), ("val.csv", "a node")])
+def test_a_first_row_that_may_be_a_header_is_said(tmp_path, caplog, part, what):
+    for name, values in parts().items():
+        np.save(tmp_path / f"{name}.npy", values)
+    change(part, "0,1\n2,3\n" if part == "edges.csv" else "0\n3\n")(tmp_path)
+    with caplog.at_level("INFO"):
+        graph_of(tmp_path)
+    assert f"{part}: the first row is read as {what}, not as a header" in caplog.text

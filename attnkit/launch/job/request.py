@@ -190,14 +190,15 @@ def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str,
         found = data.get("num_splits")
         if found is None and not resumed:
             found = _num_splits(data)
-        if splits == "all" and found is None:
+        splits = found if splits == "all" else splits
+        if splits is None:
             raise UserError(
                 "splits=all: the data does not say how many it has (num_splits)\n"
                 "  splits=N runs data.split=0 to N - 1"
             )
-        if splits != "all" and found is not None and splits > found:
+        if found is not None and splits > found:
             raise UserError(f"splits={splits}: the data has {found}")
-        top["splits"] = splits = found if splits == "all" else splits
+        top["splits"] = splits
         return {f"split_{i}": {"data.split": i, "splits": None} for i in range(splits)}
     if top["seeds"] > 1:
         seeds = range(top["seed"], top["seed"] + top["seeds"])

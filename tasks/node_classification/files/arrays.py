@@ -6,6 +6,7 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.tasks.node_classification.files.stand_ins import refuse_stand_in
@@ -105,6 +106,11 @@ class Part:
     def is_numbered(self) -> bool:
         """Whether the first row may be a header or values (see `Form`)."""
         return self.is_text and Form.of(self.path).is_numbered
+
+    def say_if_numbered(self, what: str) -> None:
+        """A line, if the first row is values or a header and is taken for values."""
+        if self.is_numbered:
+            rank_zero_info(f"{self.where}: the first row is read as {what}, not as a header")
 
     def place_of(self, row: int) -> str:
         """Where a row is: the file and, of a table, the line."""

@@ -45,6 +45,7 @@ def read_edges(
         edges = _from_array(part, num_nodes)
     else:
         rows = _numbered(part.path, num_nodes) if names is None else _named(part.path, names)
+        part.say_if_numbered("an edge")
         # int32 halves what is held twice while the blocks are joined
         kind = np.int32 if num_nodes < 2**31 else np.int64
         read = [block.T.astype(kind) for block in rows]

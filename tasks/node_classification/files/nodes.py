@@ -160,6 +160,7 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
         row = int(wrong[0])
         where = place(row) if part.is_table else f"{part.where}, place {row}"
         raise UserError(f"{where}: there is no node {values[row]}: expected 0 to {count - 1}")
+    part.say_if_numbered("a node")
     node, times = np.unique(values, return_counts=True)
     if len(node) < len(values):
         again = node[times > 1][0]

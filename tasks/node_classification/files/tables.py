@@ -185,18 +185,20 @@ def cells(path: Path, count: int | None = None) -> tuple[np.ndarray, list[int]]:
     sizes = (count, count + 1) if count is not None else ()
     if len(held) not in sizes and len(rows) in sizes:  # an empty line is a node, too
         held = rows
-    split = [_fields(text, form.delimiter) or [""] for text, _ in held]
-    is_line = form.delimiter is None or (".txt" in path.name and not form.has_index)
-    if is_line and not (len({len(row) for row in split}) == 1 and all(map(_is_value, split[-1]))):
-        split = [[text.strip().strip('"')] for text, _ in held]
     lines = [line for _, line in held]
-    for fields, line in zip(split, lines, strict=True):
-        if len(fields) != len(split[0]):
-            raise UserError(
-                f"{path}, line {line}: expected {len(split[0])} fields as above, got {fields}; put "
-                "a word with a comma between quotes"
-            )
-    words = np.array(split, str).reshape(len(split), -1)
+    last = _fields(held[-1][0], form.delimiter) if held else []
+    is_line = form.delimiter is None or (".txt" in path.name and not form.has_index)
+    if is_line and not (len(last) > 1 and all(map(_is_value, last))):
+        words = np.array([text.strip().strip('"') for text, _ in held], str)[:, None]
+    else:
+        split = [_fields(text, form.delimiter) for text, _ in held]
+        for fields, line in zip(split, lines, strict=True):
+            if len(fields) != len(last):
+                raise UserError(
+                    f"{path}, line {line}: expected {len(last)} fields, got {fields}; put a word "
+                    "with a comma between quotes"
+                )
+        words = np.array(split, str)
     has_header = form.has_index or len(words) - 1 == count
     if form.is_header and numbers_of(words[1:]).dtype.kind != "U":
         has_header = True
