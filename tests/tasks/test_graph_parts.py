@@ -9,7 +9,12 @@ import pytest
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.request import Request, decide
 from attnkit.lightning import UserError
-from attnkit.tasks.node_classification import GraphFilesData
+from attnkit.tasks.node_classification import (
+    GraphFilesData,
+    HeterophilousData,
+    OGBFilesData,
+    PlanetoidData,
+)
 
 NODES = 11
 CLASSES = ("ant", "bee, honey", "cat")
@@ -335,3 +340,16 @@ def test_a_first_row_that_may_be_a_header_is_said(tmp_path, caplog, part, what):
     with caplog.at_level("INFO"):
         graph_of(tmp_path)
     assert f"{part}: the first row is read as {what}, not as a header" in caplog.text
+
+
+def test_pointers_for_published_files_are_named(graph_files, tmp_path):
+    graph_files.write_planetoid(tmp_path / "raw", "Cora")
+    graph_files.write_ogb(tmp_path)
+    for data, name in (
+        (PlanetoidData(tmp_path), "raw/ind.cora.allx"),
+        (HeterophilousData(tmp_path, "squirrel"), "squirrel.npz"),
+        (OGBFilesData(tmp_path), "raw/edge.csv.gz"),
+    ):
+        (tmp_path / name).write_text(POINTER)
+        with pytest.raises(UserError, match=f"{name}: is a Git LFS pointer"):
+            data.load()
