@@ -118,6 +118,7 @@ class GAT(EdgeModule):
             raise ValueError(f"{given}: the residual blocks of mlp_ratio have none")
         self.in_channels = in_channels
         self.num_classes = num_classes
+        self.edge_dim = edge_dim
         self.num_hops = None if norm == "batch" else num_layers
         attention = partial(
             GraphAttention,

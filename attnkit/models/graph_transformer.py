@@ -116,6 +116,7 @@ class GraphTransformer(EdgeModule):
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.position_dim = position_dim
+        self.edge_dim = edge_dim
         self.readout = readout
         is_local = global_attention is None and readout == "node" and not self.joins
         self.num_hops = num_layers if is_local else None

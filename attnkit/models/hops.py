@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnkit.core.masks.edges import Edges
-
 
 class Hops(NamedTuple):
     """The computation of a network, divided at its layers of attention.
@@ -16,9 +14,10 @@ class Hops(NamedTuple):
         logits = after(x)
 
     `before` and `after` are of each node alone, so that any part of a graph can be computed on its
-    own: for `Edges` with fewer targets than sources a hop gives the first ones.
+    own: for `Edges` with fewer targets than sources a hop gives the first ones. Of a network that
+    reads edge features a hop takes these behind the edges.
     """
 
     before: Callable[[Tensor], Tensor]
-    each: Sequence[Callable[[Tensor, Edges], Tensor]]
+    each: Sequence[Callable[..., Tensor]]
     after: Callable[[Tensor], Tensor]

@@ -115,6 +115,11 @@ class ImageDataModule(SplitImages):
         if self.image_size is None:
             self.image_size = default_image_size(min(sides(first.size)))
 
+    @property
+    def train_labels(self) -> Tensor:
+        """The classes of the training images, after `setup`."""
+        return self.sets["train"].labels
+
     def describe(self) -> dict[str, Any]:
         """What a model and `ImageClassification` need to know; plain values, after `setup`."""
         if not self.sets or self.image_size is None or self.in_channels is None:

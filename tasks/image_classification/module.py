@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning import LightningDataModule
@@ -16,10 +16,9 @@ from torchvision.transforms import v2
 
 from attnkit.lightning import ClassificationModule
 from attnkit.lightning.arguments import at_least, shares_below_1
-from attnkit.lightning.errors import UserError
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
-from attnkit.lightning.modules.classification import probability_columns
+from attnkit.lightning.modules.classification import ClassWeights, probability_columns
 from attnkit.tasks.image_classification.describe import describe_batches
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
@@ -51,15 +50,11 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         in_channels: 1 (grey) or 3 (RGB).
         mean: of the training pixels on the scale from 0 to 1, per channel.
         std: their standard deviation.
-        class_weights: factor of each class in the training loss; "balanced": samples / (classes ·
-            samples of the class), over the training images. The mean of a batch is over its images,
-            not over their weights.
+        class_weights: see `ClassificationModule`.
         label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
         mixup: α of mixup's Beta(α, α) (Zhang et al., 2018); 0: none.
         cutmix: α of CutMix (Yun et al., 2019); 0: none. With both, each batch gets one of them.
     """
-
-    class_weights: Tensor | None
 
     def __init__(
         self,
@@ -80,7 +75,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         normalized_by: Mapping[str, Sequence[float]] | None = None,
         in_channels: int = 3,
         label_smoothing: float = 0.0,
-        class_weights: Literal["balanced"] | Sequence[float] | None = None,
+        class_weights: ClassWeights | None = None,
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ) -> None:
@@ -91,6 +86,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             finetune,
             num_classes=num_classes,
             class_names=class_names,
+            class_weights=class_weights,
         )
         how = interpolation, crop_pct, value_range, trained_on, normalized_by
         self.expect_images(image_size, in_channels, mean, std, *how)
@@ -99,15 +95,6 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         if image_size is not None:
             self.example_input_array = torch.zeros(1, in_channels, *sides(image_size))
         self.label_smoothing = label_smoothing
-        self.balance = class_weights == "balanced"
-        weights = None
-        if class_weights is not None and class_weights != "balanced":
-            weights = _checked(class_weights)
-        if weights is not None and len(weights) != num_classes:
-            raise ValueError(
-                f"class_weights: expected {num_classes} (num_classes), got {len(weights)}"
-            )
-        self.register_buffer("class_weights", weights, persistent=False)
         alphas = {v2.MixUp: mixup, v2.CutMix: cutmix}
         mixers = [mix(alpha=a, num_classes=num_classes) for mix, a in alphas.items() if a]
         self.mix = v2.RandomChoice(mixers) if mixers else None
@@ -231,19 +218,6 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             reduction="none",
         )
 
-    def on_train_start(self) -> None:
-        if self.balance:
-            data = getattr(self.trainer, "datamodule", None)
-            train = getattr(data, "sets", {}).get("train")
-            if train is None:
-                raise UserError(
-                    "module.class_weights: the data do not say how many images each class has; "
-                    "give a list of weights"
-                )
-            counts = torch.bincount(train.labels, minlength=self.num_classes)
-            weights = len(train) / (self.num_classes * counts.clamp_min(1))
-            self.class_weights = weights.float().to(self.device)
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         images, labels = batch
         self.evaluate("val", self(images), labels)
@@ -271,11 +245,3 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         truths = self._truths(paths)
         known = {"truth": truths} if any(truths) else {}
         return {"path": paths, **known, **rows}
-
-
-def _checked(class_weights: Sequence[float]) -> Tensor:
-    if isinstance(class_weights, str) or not all(weight >= 0 for weight in class_weights):
-        raise ValueError(
-            f"class_weights: expected 'balanced' or numbers of 0 or more, got {class_weights!r}"
-        )
-    return torch.tensor([float(weight) for weight in class_weights])

@@ -10,16 +10,28 @@ from torch_geometric.data import Data
 from attnkit.lightning.errors import UserError
 
 SPLITS = ("train", "val", "test")
+CARRIED = ("edge_attr", "edge_weight")  # of edges, as PyG calls it
 SHOWN = 5  # classes in a warning
 CHECKED = 2**24  # numbers that are looked at at a time
 
 
-def checked(data: Data) -> Data:
-    """The graph with labels [nodes] and masks [nodes, splits]; a `UserError` if it is wrong."""
+def checked(data: Data, *, predicts: bool = False) -> Data:
+    """The graph with labels [nodes] and masks [nodes, splits], and where edges carry something,
+    edge_attr [edges, channels] and edge_weight [edges]; a `UserError` if it is wrong.
+
+    Args:
+        predicts: labels and masks are not needed: without them there are none.
+    """
     if not isinstance(data, Data):
         kind = type(data).__name__
         raise UserError(f"data: load() should give a torch_geometric.data.Data, got {kind}")
-    for name in ("x", "edge_index", "y", *(f"{split}_mask" for split in SPLITS)):
+    masks = [f"{split}_mask" for split in SPLITS]
+    if predicts and isinstance(data.get("x"), Tensor):
+        nodes = data.x.shape[0]
+        nothing = {name: torch.zeros(nodes, dtype=torch.bool) for name in masks}
+        nothing["y"] = torch.full((nodes,), -1)
+        data.update({name: made for name, made in nothing.items() if data.get(name) is None})
+    for name in ("x", "edge_index", "y", *masks):
         if data.get(name) is None:
             raise UserError(
                 f"data: the graph has no {name}; it has {', '.join(sorted(data.keys()))}"
@@ -39,6 +51,20 @@ def checked(data: Data) -> Data:
     edges = data.edge_index
     if edges.numel() and (edges.min() < 0 or edges.max() >= count):
         raise UserError(f"data: edge_index has nodes outside 0 to {count - 1}")
+    for name in CARRIED:
+        values = data.get(name)
+        if values is None:
+            continue
+        if name == "edge_attr" and isinstance(values, Tensor) and values.ndim == 1:
+            values = values.unsqueeze(1)
+        if name == "edge_weight" and isinstance(values, Tensor) and values.shape[1:] == (1,):
+            values = values.flatten()
+        dims = 1 + (name == "edge_attr")
+        if not isinstance(values, Tensor) or values.ndim != dims or len(values) != edges.shape[1]:
+            got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            wanted = [edges.shape[1], "channels"][:dims]
+            raise UserError(f"data: expected {name} [{', '.join(map(str, wanted))}], got {got}")
+        data[name] = values.float()
     for name in SPLITS:
         mask = data[f"{name}_mask"]
         mask = mask.unsqueeze(1) if mask.ndim == 1 else mask

@@ -18,13 +18,18 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
 from attnkit.tasks.node_classification.checks import (
+    CARRIED,
     SPLITS,
     check_finite,
     checked,
     oddities_of,
 )
 from attnkit.tasks.node_classification.layerwise import Layers
-from attnkit.tasks.node_classification.neighbors import NeighborBatches, pyg_neighbor_loader
+from attnkit.tasks.node_classification.neighbors import (
+    NeighborBatches,
+    in_neighbors,
+    pyg_neighbor_loader,
+)
 from attnkit.tasks.node_classification.positions import Positions, node_positions
 from attnkit.tasks.node_classification.sampler import InNeighbors
 from attnkit.tasks.summary import class_lines, split_line
@@ -108,6 +113,8 @@ class GraphDataModule(SplitData):
         self.sampler = sampler
         self.num_workers = num_workers
         self.seed = seed
+        self.predicts = False
+        """Whether the graph is loaded to predict its nodes: labels and splits may lack."""
         self.class_names: list[str] = []
         self.node_names: list[str] | None = None
         self._graph: Data | None = None
@@ -118,29 +125,40 @@ class GraphDataModule(SplitData):
     def load(self) -> Data:
         """The graph: x, edge_index, y, and masks [nodes] or, of several splits, [nodes, splits].
 
+        May have edge_attr [edges, channels] and edge_weight [edges], for models that take what is
+        called so. To predict (`self.predicts`), y and the masks are not read and may lack.
+
         May set `class_names`, else they are numbers, and `node_names`, one for each node.
         """
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the graph and choose the split, once."""
-        if self._graph is not None:
+        """Load the graph and choose the split, once; to predict, labels and splits do not count."""
+        if self._graph is not None and (stage == "predict" or not self.predicts):
             return
-        data = checked(self.load())
+        self.predicts = stage == "predict"
+        data = checked(self.load(), predicts=self.predicts)
         check_finite(data.x, self.place_of)
+        if found := [f"{name} {list(data[name].shape)}" for name in CARRIED if name in data]:
+            rank_zero_warn(
+                f"data: edges carry {' and '.join(found)}, for models that take what is called so"
+            )
         self._num_splits = data.train_mask.shape[1]
-        if self.split >= self._num_splits:
+        has_splits = not self.predicts or bool(data.train_mask.any())
+        if has_splits and self.split >= self._num_splits:
             expected = f"0 to {self._num_splits - 1}" if self._num_splits > 1 else "0, the only one"
             raise UserError(f"data.split: expected {expected}, got {self.split}")
         for name in SPLITS:
-            mask = data[f"{name}_mask"][:, self.split].contiguous()
+            mask = data[f"{name}_mask"][:, min(self.split, self._num_splits - 1)].contiguous()
             data[f"{name}_mask"] = mask
+            if self.predicts:
+                continue
             if not mask.any():
                 raise UserError(f"data: no nodes for {name} in split {self.split}")
             unlabelled = (mask & (data.y < 0)).nonzero()
             if len(unlabelled):
                 node = int(unlabelled[0])
                 raise UserError(f"{self.label_of(node)}: node {node} of {name} has no label")
-        if oddities := oddities_of(data):
+        if not self.predicts and (oddities := oddities_of(data)):
             rank_zero_warn(f"data: {'; '.join(oddities)}")
         data.x = self._prepared(data.x)
         if self.positions is not None:
@@ -151,7 +169,10 @@ class GraphDataModule(SplitData):
                 f"got {len(self.node_names)}"
             )
         self._graph = data
-        self.class_names = self.class_names or [str(number) for number in range(self.num_classes)]
+        if self.predicts:
+            self.class_names = []  # those of the module count
+        elif not self.class_names:
+            self.class_names = [str(number) for number in range(self.num_classes)]
 
     def place_of(self, node: int) -> str:
         """Where the features of a node are, for a message."""
@@ -205,6 +226,11 @@ class GraphDataModule(SplitData):
         """The share of edges between nodes of one class (Zhu et al., 2020)."""
         return homophily(self.graph.edge_index, self.graph.y, method="edge")
 
+    @property
+    def train_labels(self) -> Tensor:
+        """The classes of the nodes to train on."""
+        return self.graph.y[self.graph.train_mask]
+
     def describe(self) -> dict[str, Any]:
         """What a model and `NodeClassification` need to know; plain values, after `setup`."""
         return {
@@ -213,6 +239,7 @@ class GraphDataModule(SplitData):
             "num_classes": self.num_classes,
             "class_names": self.class_names,
             **({} if self.positions is None else {"position_dim": self.position_dim}),
+            **({"edge_dim": self.graph.edge_attr.shape[1]} if "edge_attr" in self.graph else {}),
         }
 
     def summary(self) -> list[str]:
@@ -256,7 +283,7 @@ class GraphDataModule(SplitData):
             options = loader_options(self, seeds, split, "nodes")
             return pyg_neighbor_loader(graph, seeds, self.num_neighbors, **options)
         if self._neighbors is None:
-            self._neighbors = InNeighbors.of(graph.edge_index, graph.num_nodes)
+            self._neighbors = in_neighbors(graph)
         batches = NeighborBatches(graph, seeds, self.num_neighbors, self.seed, self._neighbors)
         if by_layers:
             return Layers(batches, loader_options(self, seeds, split, "nodes")["sampler"])

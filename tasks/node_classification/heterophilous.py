@@ -1,36 +1,39 @@
 """The heterophilous graphs of Platonov et al., from their npz files."""
 
 from pathlib import Path
-from typing import Any, Literal
-from zipfile import BadZipFile
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.utils import to_undirected
 
 from attnkit.lightning.arguments import at_least, existing
-from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.node_classification.checks import SPLITS
 from attnkit.tasks.node_classification.data import GraphDataModule
-
-ARRAYS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
+from attnkit.tasks.node_classification.files.arrays import Part, Parts
+from attnkit.tasks.node_classification.files.edges import read_edges
+from attnkit.tasks.node_classification.files.nodes import read_features, read_labels
 
 
 class HeterophilousData(GraphDataModule):
-    """A heterophilous graph, with 10 fixed splits of 50 / 25 / 25 % of the nodes.
+    """A graph of the form in which the heterophilous graphs are published, with fixed splits.
 
     Reads `<name>.npz` (a `-` in the name may be `_`) in `root`, `root/raw` or `root/<name>/raw`,
-    without unpickling anything, and never writes there. The edges are stored once and made
-    undirected. minesweeper, tolokers and questions are binary and unbalanced: `NodeClassification`
-    also gives their ROC-AUC, which papers publish.
+    without unpickling anything, and never writes there. It holds `node_features`, `node_labels`,
+    `edges` [edges, 2], and `train_masks`, `val_masks` and `test_masks` [splits, nodes], of which
+    the published files have 10, of 50 / 25 / 25 % of the nodes. The edges are stored once and made
+    undirected, unless the name says "directed", as the authors do. minesweeper, tolokers and
+    questions are binary and unbalanced: `NodeClassification` also gives their ROC-AUC, which papers
+    publish.
 
     Source: Platonov et al., A Critical Look at the Evaluation of GNNs under Heterophily, 2023.
 
     Args:
         root: the folder.
-        name: which graph.
-        split: 0 to 9.
-        num_splits: how many the file has, so that `splits=all` knows it before reading.
+        name: of the file: roman-empire, amazon-ratings, minesweeper, tolokers, questions, …
+        num_splits: how many are expected; None: any number.
 
     The other arguments are those of `GraphDataModule`.
 
@@ -42,42 +45,34 @@ class HeterophilousData(GraphDataModule):
     def __init__(
         self,
         root: str | Path,
-        name: Literal[
-            "roman-empire", "amazon-ratings", "minesweeper", "tolokers", "questions"
-        ] = "minesweeper",
+        name: str = "minesweeper",
         *,
-        split: int = 0,
-        num_splits: int = 10,
+        num_splits: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(split=split, **options)
+        super().__init__(**options)
         at_least(1, num_splits=num_splits)
         self.expected_splits = num_splits
         self.root = existing("root", root, folder=True)
         self.graph_name = name
 
     def load(self) -> Data:
-        path = self._file()
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: torch.from_numpy(file[name]) for name in ARRAYS}
-        except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
-            reason = first_line(error).strip("\"'")
-            raise UserError(f"{path} does not hold a heterophilous graph: {reason}") from error
-        features, labels, edges = (arrays[name] for name in ARRAYS[:3])
-        if arrays["train_masks"].shape[0] != self.expected_splits:
+        parts = Parts(self._file())
+        x = read_features(parts.expect("node_features"))
+        edges = parts.expect("edges")
+        if edges.array().shape[1:] != (2,):
+            raise UserError(f"{edges.where}: expected [edges, 2], got {list(edges.array().shape)}")
+        read = read_edges(edges, len(x), undirected="directed" not in self.graph_name)
+        if self.predicts:
+            return Data(x=x.float(), **read)
+        y, _ = read_labels(parts.expect("node_labels"), len(x), ())
+        masks = {f"{split}_mask": _masks(parts.expect(f"{split}_masks")) for split in SPLITS}
+        found = masks["train_mask"].shape[1]
+        if self.expected_splits not in (None, found):
             raise UserError(
-                f"{path}: expected data.num_splits={self.expected_splits} splits, "
-                f"got {arrays['train_masks'].shape[0]}"
+                f"{parts.root}: expected data.num_splits={self.expected_splits} splits, got {found}"
             )
-        if edges.ndim != 2 or edges.shape[1] != 2:
-            raise UserError(f"{path}: expected edges [edges, 2], got {list(edges.shape)}")
-        return Data(
-            x=features.float(),
-            y=labels.long(),
-            edge_index=to_undirected(edges.long().t().contiguous(), num_nodes=len(features)),
-            **{name.removesuffix("s"): arrays[name].t() for name in ARRAYS[3:]},
-        )
+        return Data(x=x.float(), y=y, **read, **masks)
 
     def _file(self) -> Path:
         names = dict.fromkeys([self.graph_name, self.graph_name.replace("-", "_")])
@@ -90,3 +85,14 @@ class HeterophilousData(GraphDataModule):
             f"data.root: no {self.graph_name}.npz in {self.root}; it is in the folder data of "
             "github.com/yandex-research/heterophilous-graphs"
         )
+
+
+def _masks(part: Part) -> Tensor:
+    """[nodes, splits], of [splits, nodes]."""
+    masks = part.array()
+    if masks.ndim != 2 or not np.isin(masks, (0, 1)).all():
+        raise UserError(
+            f"{part.where}: expected masks of 0 and 1, [splits, nodes], "
+            f"got {masks.dtype} {list(masks.shape)}"
+        )
+    return torch.from_numpy(masks.astype(bool)).t()

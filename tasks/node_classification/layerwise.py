@@ -60,7 +60,13 @@ def sub_graphs(batch: Data, size: int = 1024) -> Iterator[Data]:
 
 @torch.no_grad()
 def layerwise(
-    hops: Hops, x: Tensor, neighbors: InNeighbors, nodes: Tensor, num_edges: int = EDGES
+    hops: Hops,
+    x: Tensor,
+    neighbors: InNeighbors,
+    nodes: Tensor,
+    num_edges: int = EDGES,
+    *,
+    edge_attr: Tensor | None = None,
 ) -> Tensor:
     """The logits of nodes, equal to those of the whole graph at once.
 
@@ -72,6 +78,8 @@ def layerwise(
         hops: of a network that does not train now.
         x: [all nodes, channels] on the CPU, dense or sparse CSR.
         nodes: int64 [nodes], on the device to compute on; what layers give stays on the CPU.
+        edge_attr: [all edges, channels] on the CPU, of a network that reads it; the `neighbors`
+            then have the order of the edges.
 
     Returns:
         [nodes, classes], on the device.
@@ -91,7 +99,8 @@ def layerwise(
             else:
                 given = before.index_select(0, place.index_select(0, part.nodes)).to(device)
             edges = Edges(part.edge_index.to(device), len(block), len(part.nodes))
-            found = hop(given, edges)
+            carried = () if edge_attr is None else (edge_attr[part.edges].to(device),)
+            found = hop(given, edges, *carried)
             if number == len(hops.each):
                 found = hops.after(found)
             if after is None:

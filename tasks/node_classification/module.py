@@ -1,23 +1,28 @@
 """The LightningModule of node classification; users subclass it or copy it."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
 from attnkit.core.masks.edges import Edges
+from attnkit.layers.graph.attention import GraphAttention
+from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.lightning import ClassificationModule, UserError
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
-from attnkit.lightning.modules.classification import probability_columns
+from attnkit.lightning.modules.classification import ClassWeights, probability_columns
+from attnkit.tasks.node_classification.checks import CARRIED
 from attnkit.tasks.node_classification.layerwise import layerwise
 from attnkit.tasks.node_classification.parts import GraphPart, sampled_field
 
@@ -28,21 +33,23 @@ class NodeClassification(ClassificationModule):
     A batch is a `torch_geometric.data.Data` with x, edge_index and y. The loss and the metrics of a
     stage are of the nodes in its `train_mask`, `val_mask` or `test_mask`; of a sampled sub-graph
     (one with a `batch_size`, as PyG's `NeighborLoader` and our `NeighborBatches` give), of its
-    first `batch_size` nodes. Edge features are not used. Nothing is computed but what the logits of
-    a stage's nodes depend on (`attnkit.layers.ReceptiveField`), where the model says in `num_hops`
-    how far that is.
+    first `batch_size` nodes. What the edges of the data carry, `edge_attr` [edges, channels] and
+    `edge_weight` [edges], goes to a model that takes it, by these names, and of what it does not
+    take a line says so. Nothing is computed but what the logits of a stage's nodes depend on
+    (`attnkit.layers.ReceptiveField`), where the model says in `num_hops` how far that is.
 
     Logged, tested and shown is what `ClassificationModule` says, and of two classes `val/auroc` and
     `test/auroc`, the exact area under the ROC curve of the second one's probability.
 
     Args:
-        model: (x [nodes, in_channels], edge_index [2, edges]) to logits [nodes, num_classes]; a
-            module, or its configuration (see `TaskModule`). If its `forward` has the argument
-            `batch`, it is given that of a batch of graphs: the graph of each node.
+        model: (x [nodes, in_channels], edge_index [2, edges]) to logits [nodes, num_classes]; may
+            take `edge_attr`, `edge_weight`, and `batch`, the graph of each node in a batch of
+            graphs; a module, or its configuration (see `TaskModule`).
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables; "0", "1", … unless given.
         in_channels: features of a node; data with others is then refused.
+        class_weights: see `ClassificationModule`.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class NodeClassification(ClassificationModule):
         num_classes: int,
         class_names: Sequence[str] | None = None,
         in_channels: int | None = None,
+        class_weights: ClassWeights | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -63,6 +71,7 @@ class NodeClassification(ClassificationModule):
             finetune,
             num_classes=num_classes,
             class_names=class_names,
+            class_weights=class_weights,
         )
         self.in_channels = in_channels
         self._edges: Edges | None = None
@@ -76,13 +85,22 @@ class NodeClassification(ClassificationModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        given = getattr(getattr(self.trainer, "datamodule", None), "in_channels", None)
+        data = getattr(self.trainer, "datamodule", None)
+        given = getattr(data, "in_channels", None)
         if None not in (given, self.in_channels) and given != self.in_channels:
             raise UserError(
                 f"data: its nodes have {given} features, "
                 f"but the module was made for {self.in_channels}"
             )
-        self._check_positions(getattr(self.trainer, "datamodule", None))
+        self._check_positions(data)
+        if isinstance(graph := getattr(data, "graph", None), Data):
+            self._check_edges(graph)
+        depth, sampled = num_layers(self.model), getattr(data, "num_neighbors", ())
+        if stage == "fit" and getattr(data, "batch_size", None) and 0 < len(sampled) < depth:
+            rank_zero_warn(
+                f"data.num_neighbors={list(sampled)}: training sees {len(sampled)} hops, but "
+                f"{type(self.model).__name__} has {depth} layers; expected {depth} numbers"
+            )
 
     def _check_positions(self, data: Any) -> None:
         """UserError if the model reads other positions than there are."""
@@ -104,28 +122,45 @@ class NodeClassification(ClassificationModule):
             f"and {type(self.model).__name__} {reads}"
         )
 
+    def _check_edges(self, graph: Data) -> None:
+        """Says what edges carry that the model does not read; UserError if it reads other."""
+        carried = [name for name in CARRIED if name in graph]
+        if unread := [name for name in carried if name not in read_of_edges(self.model)]:
+            rank_zero_warn(
+                f"data: {' and '.join(unread)} of the edges: not used, since "
+                f"{type(self.model).__name__} reads none"
+            )
+        read = getattr(self.model, "edge_dim", None)
+        given = graph.edge_attr.shape[1] if "edge_attr" in carried else None
+        if read not in (None, given):
+            raise UserError(
+                f"data: expected edge_attr [edges, {read}], which the model reads (model.edge_dim),"
+                f" got {'none' if given is None else f'[edges, {given}]'}"
+            )
+
     def logits(self, batch: Data) -> Tensor:
         """The model's output for a batch. If the model takes `attnkit.Edges` and the batch is the
         whole graph, its edges are sorted only once. A batch of `Layers` reads all neighbours, layer
         by layer."""
         if "whole" in batch:
             hops: Any = self.model.hops
-            return layerwise(hops, batch.whole.data.x, batch.whole.neighbors, batch.n_id)
+            whole = batch.whole
+            return layerwise(
+                hops,
+                whole.data.x,
+                whole.neighbors,
+                batch.n_id,
+                edge_attr=self._beside(whole.data).get("edge_attr"),
+            )
         edge_index = batch.edge_index
-        given = self._besides(batch)
+        given = self._beside(batch)
+        if "batch" in batch and "batch" in inspect.signature(self.model.forward).parameters:
+            given["batch"] = batch.batch  # so that global attention stays in each graph
         if not getattr(self.model, "takes_edges", False):
             return self(batch.x, edge_index, **given)
         if self._edges is None or self._edges.edge_index is not edge_index:
             self._edges = Edges(edge_index, batch.num_nodes)
         return self(batch.x, self._edges, **given)
-
-    def _besides(self, batch: Data) -> dict[str, Tensor]:
-        """What the model reads besides nodes and edges: positions, and which graph each node is of,
-        so that global attention stays in it."""
-        given = _positions(batch)
-        if "batch" in batch and "batch" in signature(self.model.forward).parameters:
-            given["batch"] = batch.batch
-        return given
 
     @torch.no_grad()
     def classify(self, batch: Data) -> dict[str, list[Any]]:
@@ -155,15 +190,18 @@ class NodeClassification(ClassificationModule):
         """
         if "batch_size" in batch:
             raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
-        if "positions" in batch:
-            raise UserError("run=explain: a model that reads positions is not explained")
+        if read := ", ".join(self._beside(batch)):
+            raise UserError(f"run=explain: a model that reads {read} is not explained")
         return Explained(
             self.model, (batch.x, batch.edge_index), class_names=self.class_names, truth=batch.y
         )
 
     def programs(self) -> dict[str, Program]:
-        """`model`: features and edges of a graph of any size to logits; none with positions."""
-        if self.in_channels is None or getattr(self.model, "position_dim", None) is not None:
+        """`model`: features and edges of a graph of any size to logits; none where the model reads
+        positions or edge features."""
+        if self.in_channels is None or any(
+            getattr(self.model, name, None) is not None for name in ("position_dim", "edge_dim")
+        ):
             return {}
         channels = self.in_channels
         return {
@@ -188,8 +226,13 @@ class NodeClassification(ClassificationModule):
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         logits, labels = self._of_stage("train", batch)
-        losses = functional.cross_entropy(logits.float(), labels, reduction="none")
-        self.log_train_loss(losses)
+        losses = functional.cross_entropy(
+            logits.float(), labels, self.class_weights, reduction="none"
+        )
+        plain = None
+        if self.class_weights is not None:
+            plain = functional.cross_entropy(logits.detach().float(), labels, reduction="none")
+        self.log_train_loss(losses, plain)
         return losses.mean()
 
     def validation_step(self, batch: Data, batch_idx: int) -> None:
@@ -222,7 +265,7 @@ class NodeClassification(ClassificationModule):
             field = sampled_field(batch, getattr(self.model, "num_hops", None))
             if field is None:
                 return self.logits(batch)[seeds], batch.y[seeds]
-            return self(batch.x, field, **_positions(batch)), batch.y[seeds]
+            return self(batch.x, field, **self._beside(batch)), batch.y[seeds]
         mask = batch[f"{stage}_mask"]
         num_hops: Any = getattr(self.model, "num_hops", None)
         if num_hops is None:
@@ -232,12 +275,36 @@ class NodeClassification(ClassificationModule):
             part = self._parts[stage] = GraphPart.of(batch, mask, num_hops)
         if part.field is None:
             return self.logits(batch)[mask], part.labels
-        given = {"positions": batch.positions[part.field.nodes]} if "positions" in batch else {}
+        given = self._beside(batch)
+        if "positions" in given:
+            given["positions"] = given["positions"][part.field.nodes]
         return self(part.x, part.field, **given), part.labels
 
+    def _beside(self, batch: Data) -> dict[str, Tensor]:
+        """What the model is given beside features and edges."""
+        carries = any(name in batch for name in CARRIED)
+        names = ("positions", *(read_of_edges(self.model) if carries else ()))
+        return {name: batch[name] for name in names if name in batch}
 
-def _positions(batch: Data) -> dict[str, Tensor]:
-    return {"positions": batch.positions} if "positions" in batch else {}
+
+def read_of_edges(model: nn.Module) -> list[str]:
+    """What a model reads of what edges carry: the arguments of its `forward` that are called so.
+
+    PyG's models have arguments that not all of their layers read: they say so in
+    `supports_edge_attr`, and layers with an `edge_dim` read nothing where it is None.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    sized = next((module for module in model.modules() if hasattr(module, "edge_dim")), None)
+    unread = "edge_attr" if sized is not None and sized.edge_dim is None else ""
+    names = [name for name in CARRIED if name in parameters and name != unread]
+    return [name for name in names if getattr(model, f"supports_{name}", True)]
+
+
+def num_layers(model: nn.Module) -> int:
+    """The layers of a model that gather along edges; 0 where none are known."""
+    known = getattr(model, "num_hops", None) or getattr(model, "num_layers", None)
+    layers = (GraphAttention, GraphConvolution, MessagePassing)
+    return known or sum(isinstance(module, layers) for module in model.modules())
 
 
 class _BinaryAUROC(BinaryAUROC):

@@ -12,6 +12,7 @@ from torch_geometric.data import Data
 
 from attnkit.core.operators.sparse import chosen_rows
 from attnkit.lightning.errors import UserError
+from attnkit.tasks.node_classification.checks import CARRIED
 from attnkit.tasks.node_classification.sampler import InNeighbors, sample_neighbors
 
 
@@ -21,7 +22,8 @@ class NeighborBatches(Dataset):
     For a `DataLoader` with `collate_fn=as_it_is`; any sampler gives the numbers of the seeds. A
     batch is a sub-graph as PyG's `NeighborLoader` gives it: `x`, `y`, `edge_index`, `n_id` (the
     nodes' numbers in the graph) and `batch_size`, the number of seeds, which are the first nodes;
-    and, hop by hop, `num_sampled_nodes` and `num_sampled_edges`, of which the first are the seeds'.
+    and, hop by hop, `num_sampled_nodes` and `num_sampled_edges`, of which the first are the seeds';
+    what the edges of the graph carry (`edge_attr`, `edge_weight`) its edges carry, too.
 
     What is drawn depends on `seed`, the nodes of the batch and, with an `EpochSampler`, the epoch,
     and on nothing else: neither the number of workers nor a run that was stopped and resumed change
@@ -50,7 +52,7 @@ class NeighborBatches(Dataset):
         self.seeds = seeds
         self.num_neighbors = list(num_neighbors)
         self.seed = seed
-        self.neighbors = neighbors or InNeighbors.of(data.edge_index, data.num_nodes)
+        self.neighbors = neighbors or in_neighbors(data)
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -74,7 +76,14 @@ class NeighborBatches(Dataset):
             num_sampled_nodes=sampled.num_nodes,
             num_sampled_edges=sampled.num_edges,
             **({"positions": self.data.positions[nodes]} if "positions" in self.data else {}),
+            **{name: self.data[name][sampled.edges] for name in CARRIED if name in self.data},
         )
+
+
+def in_neighbors(data: Data) -> InNeighbors:
+    """Of a graph, with the order of its edges if these carry something."""
+    has_order = any(name in data for name in CARRIED)
+    return InNeighbors.of(data.edge_index, data.num_nodes, with_order=has_order)
 
 
 def pyg_neighbor_loader(

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from attnkit.lightning.errors import UserError, first_line
+from attnkit.tasks.node_classification.files.stand_ins import refuse_stand_in
 
 _NUMBER = re.compile(r"[<>|=]?[fiub][1248]")
 _reader: ContextVar[str] = ContextVar("attnkit_pickle_reader", default="")
@@ -31,6 +32,7 @@ def load(path: Path) -> Any:
     Raises:
         UserError: the file names anything else (the name is said), or is broken.
     """
+    refuse_stand_in(path)
     try:
         with path.open("rb") as file:
             return _checked(_Unpickler(file, encoding="latin1").load())

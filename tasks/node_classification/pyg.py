@@ -12,10 +12,9 @@ from torch_geometric.data import Data, Dataset
 from attnkit.lightning.arguments import held_out
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import cache_folder
-from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.pickles import only_data
-from attnkit.tasks.node_classification.splits import has_masks, masks
+from attnkit.tasks.node_classification.splits import has_masks, random_masks
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -85,13 +84,18 @@ class PyGData(GraphDataModule):
             raise UserError(
                 f"data: {self.class_name} holds a {type(data).__name__}, expected a Data"
             )
-        if not has_masks(data) and data.get("y") is not None and data.y.ndim == 1:
+        if (
+            not has_masks(data)
+            and not self.predicts
+            and data.get("y") is not None
+            and data.y.ndim == 1
+        ):
             rank_zero_info(
                 f"{self.class_name} brings no train, val and test masks: "
                 f"split by data.seed={self.seed}"
             )
             fractions = [self.val_fraction, self.test_fraction]
-            data.update(masks(len(data.y), *stratified_split(data.y, fractions, self.seed)))
+            data.update(random_masks(data.y, fractions, self.seed))
         return data
 
     def _read(self) -> Dataset:

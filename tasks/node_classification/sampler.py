@@ -12,19 +12,25 @@ ALL = -1  # neighbours of a node
 
 
 class InNeighbors(NamedTuple):
-    """The edges of a graph by target (CSR): into node i come sources[offsets[i]:offsets[i + 1]]."""
+    """The edges of a graph by target (CSR): into node i come sources[offsets[i]:offsets[i + 1]].
+
+    order: which of the caller's edges each is, where that was asked for.
+    """
 
     offsets: Tensor
     sources: Tensor
+    order: Tensor | None = None
 
     @classmethod
-    def of(cls, edge_index: Tensor, num_nodes: int) -> "InNeighbors":
+    def of(cls, edge_index: Tensor, num_nodes: int, *, with_order: bool = False) -> "InNeighbors":
         """From edge_index [2, edges], source in row 0, target in row 1."""
         source, target = edge_index
         counts = torch.bincount(target, minlength=num_nodes)
         if num_nodes < 2**31:  # half the memory, for as long as the graph is there
             source = source.int()
-        return cls(offsets(counts), source.index_select(0, target.argsort(stable=True)))
+        order = target.argsort(stable=True)
+        sorted_sources = source.index_select(0, order)
+        return cls(offsets(counts), sorted_sources, order if with_order else None)
 
 
 class Sampled(NamedTuple):
@@ -37,6 +43,7 @@ class Sampled(NamedTuple):
         seeds: int64 [seeds], the position in `nodes` of every seed that was given.
         num_nodes: of the seeds, then those that each hop reached.
         num_edges: of each hop, the nearest to the seeds first.
+        edges: int64 [edges], which of the caller's edges each is; None: `neighbors` has no order.
     """
 
     nodes: Tensor
@@ -44,6 +51,7 @@ class Sampled(NamedTuple):
     seeds: Tensor
     num_nodes: list[int]
     num_edges: list[int]
+    edges: Tensor | None = None
 
 
 def sample_neighbors(
@@ -75,9 +83,12 @@ def sample_neighbors(
         raise ValueError(f"num_neighbors: expected -1 (all), 0 or more, got {list(num_neighbors)}")
     nodes, positions = seeds.unique(return_inverse=True)
     frontier, first, edges = nodes, 0, [seeds.new_empty((2, 0))]
+    places = [seeds.new_empty(0)]
     sizes = [len(nodes)]
     for count in num_neighbors:
-        sources, rows = _edges_into(neighbors, frontier, count, generator)
+        chosen, rows = _edges_into(neighbors, frontier, count, generator)
+        sources = neighbors.sources.index_select(0, chosen).long()
+        places.append(chosen)
         reached, place = sources.unique(return_inverse=True)
         position = _positions(nodes, reached)
         new = (position < 0).nonzero().flatten()
@@ -87,7 +98,9 @@ def sample_neighbors(
         nodes = torch.cat([nodes, frontier])
         sizes.append(len(frontier))
     num_edges = [hop.shape[1] for hop in edges[1:]]
-    return Sampled(nodes, torch.cat(edges, dim=1), positions, sizes, num_edges)
+    order = neighbors.order
+    kept = None if order is None else order.index_select(0, torch.cat(places))
+    return Sampled(nodes, torch.cat(edges, dim=1), positions, sizes, num_edges, kept)
 
 
 def _positions(nodes: Tensor, reached: Tensor) -> Tensor:
@@ -103,8 +116,8 @@ def _positions(nodes: Tensor, reached: Tensor) -> Tensor:
 def _edges_into(
     neighbors: InNeighbors, nodes: Tensor, count: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Sources [edges] of edges into these nodes, all of a node's, or `count` of them if it has
-    more; and for each which of the nodes it leads to."""
+    """The places [edges] in `neighbors` of edges into these nodes, all of a node's, or `count` of
+    them if it has more; and for each which of the nodes it leads to."""
     starts = neighbors.offsets.index_select(0, nodes)
     degrees = neighbors.offsets.index_select(0, nodes + 1) - starts
     is_many = degrees > count if count >= 0 else torch.zeros_like(degrees, dtype=torch.bool)
@@ -112,8 +125,7 @@ def _edges_into(
     whole = ranges(starts[few], degrees[few])
     drawn = starts[many, None] + _subsets(degrees[many], max(count, 0), generator)
     rows = [few.repeat_interleave(degrees[few]), many.repeat_interleave(drawn.shape[1])]
-    sources = neighbors.sources.index_select(0, torch.cat([whole, drawn.flatten()]))
-    return sources.long(), torch.cat(rows)
+    return torch.cat([whole, drawn.flatten()]), torch.cat(rows)
 
 
 def _subsets(sizes: Tensor, count: int, generator: torch.Generator | None) -> Tensor:

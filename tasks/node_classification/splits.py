@@ -1,10 +1,13 @@
 """Splits of a graph's nodes that a seed makes, where the data brings none."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.resume.sampler import stratified_split
 
 
 def planetoid_masks(
@@ -37,6 +40,14 @@ def planetoid_masks(
             f"are not for training, got {num_val} + {num_test}"
         )
     return masks(len(labels), train, rest[:num_val], rest[num_val : num_val + num_test])
+
+
+def random_masks(labels: Tensor, fractions: Sequence[float], seed: int) -> dict[str, Tensor]:
+    """Random train_mask, val_mask and test_mask; of the nodes of each class that have a label,
+    these fractions to validate and to test."""
+    labelled = (labels >= 0).nonzero().flatten()
+    split = stratified_split(labels[labelled], fractions, seed)
+    return masks(len(labels), *(labelled[part] for part in split))
 
 
 def masks(count: int, train: Tensor, val: Tensor, test: Tensor) -> dict[str, Tensor]:

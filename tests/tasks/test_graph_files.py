@@ -403,7 +403,7 @@ BAD_OGB = {
     ),
     "raw/node-label": (
         lambda packed: gzip.compress(b"0,1\n" * 97),
-        "node-label.csv.gz, line 1: expected a whole number, got '0,1'",
+        "node-label.csv.gz: expected a whole number per node, got int64 [97, 2]",
     ),
     "raw/num-node-list": (
         lambda packed: gzip.compress(b"3\n4\n"),

@@ -52,9 +52,10 @@ def test_the_real_minesweeper_is_pygs(data_folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"edges": None}, "edges is not a file in the archive"),
-        ({"edges": np.zeros((3, 5), dtype=np.int64)}, r"expected edges \[edges, 2\]"),
-        ({"node_labels": np.array([{}] * 53)}, "[Oo]bject arrays cannot be loaded"),
+        ({"edges": None}, "minesweeper.npz has no array edges"),
+        ({"test_masks": np.full((10, 53), 2)}, r"test_masks: expected masks of 0 and 1"),
+        ({"edges": np.zeros((3, 5), dtype=np.int64)}, r"edges: expected \[edges, 2\]"),
+        ({"node_labels": np.array([{}] * 53)}, "node_labels is not a whole array: it holds Py"),
     ],
 )
 def test_other_files_are_refused(graph_files, tmp_path, change, message):
@@ -70,10 +71,10 @@ def test_no_npz_and_no_split(graph_files, tmp_path):
     with pytest.raises(UserError, match=r"data.root: no minesweeper.npz in"):
         HeterophilousData(tmp_path).setup()
     (tmp_path / "minesweeper.npz").write_bytes(b"no archive")
-    with pytest.raises(UserError, match="does not hold a heterophilous graph"):
+    with pytest.raises(UserError, match=r"is not a whole .npz: another kind of file"):
         HeterophilousData(tmp_path).setup()
     (tmp_path / "minesweeper.npz").write_bytes(b"")
-    with pytest.raises(UserError, match="does not hold a heterophilous graph: No data left"):
+    with pytest.raises(UserError, match=r"is not a whole .npz: No data left"):
         HeterophilousData(tmp_path).setup()
     np.savez(tmp_path / "minesweeper.npz", **graph_files.heterophilous_arrays())
     with pytest.raises(UserError, match=r"data.split: expected 0 to 9, got 10"):
@@ -89,5 +90,20 @@ def test_an_error_without_a_message_is_named(graph_files, tmp_path, monkeypatch)
         raise ValueError
 
     monkeypatch.setattr(np, "load", fail)
-    with pytest.raises(UserError, match="heterophilous graph: ValueError"):
+    with pytest.raises(UserError, match=r"not a whole .npz: ValueError"):
         HeterophilousData(tmp_path).setup()
+
+
+def test_files_of_this_form_by_any_name(graph_files, tmp_path):
+    """Masks of 0 and 1, another number of splits, and edges that the authors leave directed."""
+    arrays = graph_files.heterophilous_arrays()
+    for split in ("train", "val", "test"):
+        arrays[f"{split}_masks"] = arrays[f"{split}_masks"][:3].astype(np.int64)
+    for name in ("chameleon_filtered", "chameleon_filtered_directed"):
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+        data = HeterophilousData(tmp_path, name, split=2)
+        data.setup()
+        assert data.graph.num_edges == len(arrays["edges"]) * (2 - ("directed" in name))
+        assert data.graph.val_mask.tolist() == arrays["val_masks"][2].astype(bool).tolist()
+    with pytest.raises(UserError, match=r"expected data.num_splits=10 splits, got 3"):
+        HeterophilousData(tmp_path, name, num_splits=10).setup()

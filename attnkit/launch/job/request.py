@@ -177,27 +177,42 @@ _INSTEAD = {
 }
 
 
-def _parts(top: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The folders of a job of several runs, one for each seed or split, and what differs there."""
+def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str, Any]]:
+    """The folders of a job of several runs, one for each seed or split, and what differs there.
+
+    The number of splits is put in the place of `all`, so that a job that is resumed knows it.
+    """
     splits = top.get("splits")
     if splits is not None:
         data = top.get("data") or {}
-        if splits == "all":
-            splits = data.get("num_splits")
-            if splits is None:
-                raise UserError(
-                    "splits=all: the data does not say how many it has (data.num_splits)\n"
-                    "  splits=N runs data.split=0 to N - 1"
-                )
-        elif data.get("num_splits") is not None and splits > data["num_splits"]:
-            raise UserError(f"splits={splits}: the data has {data['num_splits']}")
         if "split" not in data:
             raise UserError("splits: the data has no split to choose (data.split)")
+        found = data.get("num_splits")
+        if found is None and not resumed:
+            found = _num_splits(data)
+        splits = found if splits == "all" else splits
+        if splits is None:
+            raise UserError(
+                "splits=all: the data does not say how many it has (num_splits)\n"
+                "  splits=N runs data.split=0 to N - 1"
+            )
+        if found is not None and splits > found:
+            raise UserError(f"splits={splits}: the data has {found}")
+        top["splits"] = splits
         return {f"split_{i}": {"data.split": i, "splits": None} for i in range(splits)}
     if top["seeds"] > 1:
         seeds = range(top["seed"], top["seed"] + top["seeds"])
         return {f"seed_{seed}": {"seed": seed, "seeds": 1} for seed in seeds}
     return {}
+
+
+def _num_splits(node: Mapping[str, Any]) -> int | None:
+    """How many fixed splits data have, which are read for it; None: they do not say."""
+    from attnkit.lightning.build.build import build  # which imports torch
+
+    data = build(node, at="data")
+    data.prepare_data()
+    return getattr(data, "num_splits", None)
 
 
 def _job(
@@ -377,7 +392,7 @@ def _resumed(request: Request) -> Job:
     ]
     check_resumable(changes)
     top = _overlaid(request, saved, changes)
-    parts = [folders.load_config(folder / name) for name in _parts(top)]
+    parts = [folders.load_config(folder / name) for name in _parts(top, resumed=True)]
     runs = [_overlaid(request, part, changes) for part in parts] or [top]
     return _job(request, folder, top, runs, resumed=True, changes=tuple(changes))
 

@@ -19,7 +19,6 @@ from attnkit.launch.records.verdict import Figure
 from attnkit.lightning.errors import UserError
 
 GROUP = "experiment"
-_ALL_SPLITS = 10  # of the data sets that have fixed ones
 _PLACES = ("", "raw", "*/raw")  # of a data set's files below data.root, as the data modules look
 
 
@@ -186,7 +185,7 @@ def _record(path: Path, content: Mapping[str, Any]) -> Record:
             given[key] = kind(**part)
     by = "splits" if content.get("splits") else "seeds"
     runs = content.get(by) or 1
-    runs = _ALL_SPLITS if runs == "all" else runs
+    runs = (content.get("data") or {}).get("num_splits") if runs == "all" else runs
     given |= {"name": path.stem, "runs": runs, "by": by, "conf": path.parents[1]}
     _check(where, Record, given)
     record = Record(**given)

@@ -1,8 +1,10 @@
 """What tasks that give each sample one of several classes have in common."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from math import inf
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -22,6 +24,7 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.monitors import check_monitors, validates_as_known
 
+ClassWeights = Literal["balanced"] | Sequence[float] | Mapping[str, float]
 MAX_CONFUSION_CLASSES = 1000
 MAX_COLUMNS = 1000  # classes with a column each in predictions.csv
 
@@ -43,7 +46,13 @@ class ClassificationModule(TaskModule):
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables and pictures; "0", "1", … unless given.
+        class_weights: factor of each class in the training loss: a list in their order, a mapping
+            from their names, or "balanced": samples / (classes · samples of the class), over the
+            `train_labels` of the data. The mean of a batch is over its samples, not over their
+            weights. The subclass hands `class_weights` to its loss.
     """
+
+    class_weights: Tensor | None
 
     def __init__(
         self,
@@ -54,6 +63,7 @@ class ClassificationModule(TaskModule):
         *,
         num_classes: int,
         class_names: Sequence[str] | None = None,
+        class_weights: ClassWeights | None = None,
     ) -> None:
         super().__init__(model, optimizer, scheduler, finetune)
         at_least(2, num_classes=num_classes)
@@ -63,6 +73,10 @@ class ClassificationModule(TaskModule):
             )
         self.num_classes = num_classes
         self.class_names = list(class_names or map(str, range(num_classes)))
+        self.is_balanced = isinstance(class_weights, str) and class_weights == "balanced"
+        given = None if self.is_balanced else class_weights
+        weights = None if given is None else _checked_weights(given, self.class_names)
+        self.register_buffer("class_weights", weights, persistent=False)
 
         self.train_loss = mean_of_losses()
         self.train_plain_loss = mean_of_losses()
@@ -146,6 +160,19 @@ class ClassificationModule(TaskModule):
         if validates_as_known(type(self)):  # a class of the user's may log more
             check_monitors(self.trainer, [f"val/{name}" for name in self.val_metrics])
 
+    def on_train_start(self) -> None:
+        if not self.is_balanced:
+            return
+        labels = getattr(getattr(self.trainer, "datamodule", None), "train_labels", None)
+        if labels is None:
+            raise UserError(
+                "module.class_weights: the data do not say how many samples each class has "
+                "(train_labels); give a list of weights"
+            )
+        counts = torch.bincount(labels, minlength=self.num_classes)
+        weights = len(labels) / (self.num_classes * counts.clamp_min(1))
+        self.class_weights = weights.float().to(self.device)
+
     def on_test_epoch_end(self) -> None:
         # Every process takes part in the sums.
         self.class_scores = class_scores(self.test_scores.compute(), self.class_names)
@@ -165,6 +192,32 @@ class BalancedAccuracy(MulticlassStatScores):
     def compute(self) -> Tensor:
         hits, _, _, _, support = super().compute().unbind(dim=-1)
         return (hits[support > 0] / support[support > 0]).mean()
+
+
+def _checked_weights(given: Any, class_names: Sequence[str]) -> Tensor:
+    """The weights in the order of the classes; ValueError if they are not one for each."""
+    if isinstance(given, Mapping):
+        by_name = {str(name): weight for name, weight in given.items()}
+        unknown = [name for name in by_name if name not in class_names]
+        missing = [name for name in class_names if name not in by_name]
+        if unknown or missing:
+            wrong = f"unknown {unknown[0]!r}" if unknown else f"none of {missing[0]!r}"
+            classes = ", ".join(class_names[:5]) + ", …" * (len(class_names) > 5)
+            raise ValueError(f"class_weights: expected one for each of {classes}, got {wrong}")
+        given = [by_name[name] for name in class_names]
+    try:
+        numbers = [] if isinstance(given, str) else [float(weight) for weight in given]
+    except (TypeError, ValueError):
+        numbers = []
+    if not numbers or not all(0 <= weight < inf for weight in numbers):
+        raise ValueError(
+            f"class_weights: expected 'balanced' or numbers of 0 or more, got {given!r}"
+        )
+    if len(numbers) != len(class_names):
+        raise ValueError(
+            f"class_weights: expected {len(class_names)} (num_classes), got {len(numbers)}"
+        )
+    return torch.tensor(numbers)
 
 
 def probability_columns(

@@ -1,13 +1,23 @@
 """The parts of a graph by name: files of a folder, or arrays of one .npz."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.tasks.node_classification.files.tables import TABLES, TEXT, line_of, table
+from attnkit.tasks.node_classification.files.stand_ins import refuse_stand_in
+from attnkit.tasks.node_classification.files.tables import (
+    TABLES,
+    TEXT,
+    Form,
+    cells,
+    line_of,
+    table,
+)
 
 ARRAYS = (".npy", ".npz")
 
@@ -25,12 +35,15 @@ class Parts:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._arrays: dict[str, np.ndarray] | None = None
         if root.is_dir():
-            return
-        if root.suffix != ".npz":
+            files = ((_stem(path.name), path) for path in sorted(root.iterdir()))
+            found = [(n, Part(str(path), path=path)) for n, path in files if n and path.is_file()]
+        elif root.suffix == ".npz":
+            found = [(n, Part(f"{root}: {n}", path=root, name=n)) for n in _names(root)]
+        else:
             raise UserError(f"data.root: expected a folder or an .npz, got {root}")
-        self._arrays = _archive(root)
+        self._parts = found
+        self._asked: set[str] = set()
 
     def find(self, *names: str) -> "Part | None":
         """The part with one of these names.
@@ -38,13 +51,8 @@ class Parts:
         Raises:
             UserError: there are several.
         """
-        if self._arrays is not None:
-            found = [
-                Part(f"{self.root}: {n}", array=self._arrays[n]) for n in names if n in self._arrays
-            ]
-        else:
-            paths = [self.root / f"{n}{ending}" for n in names for ending in (*ARRAYS, *TABLES)]
-            found = [Part(str(path), path=path) for path in paths if path.is_file()]
+        self._asked.update(names)
+        found = [part for name, part in self._parts if name in names]
         if len(found) > 1:
             raise UserError(f"data.root: expected one of {', '.join(p.where for p in found)}")
         return found[0] if found else None
@@ -53,13 +61,17 @@ class Parts:
         """As `find`; a `UserError` if there is none."""
         part = self.find(*names)
         if part is None:
-            endings = f"with an ending of {', '.join((*ARRAYS, *TABLES))}"
-            kind = "no array" if self._arrays is not None else "no file"
+            is_folder = self.root.is_dir()
             raise UserError(
-                f"data.root: {self.root} has {kind} {' or '.join(names)}"
-                + f" {endings}" * (self._arrays is None)
+                f"data.root: {self.root} has no {'file' if is_folder else 'array'} "
+                + " or ".join(names)
+                + f" with an ending of {', '.join((*ARRAYS, *TABLES))}" * is_folder
             )
         return part
+
+    def unused(self) -> list[str]:
+        """The names of the parts that nobody asked for."""
+        return [name for name, _ in self._parts if name not in self._asked]
 
 
 class Part:
@@ -67,55 +79,79 @@ class Part:
 
     Attributes:
         where: what it is called in messages.
-        path: its file, unless it is an array of several in one.
+        path: its file.
         rows: how many a table should have, if that is known.
+        skipped: rows of a table that turned out to be no values, but a header.
     """
 
     def __init__(
-        self,
-        where: str,
-        *,
-        path: Path | None = None,
-        array: np.ndarray | None = None,
-        rows: int | None = None,
+        self, where: str, *, path: Path, name: str | None = None, rows: int | None = None
     ) -> None:
         self.where = where
         self.path = path
         self.rows = rows
-        self._array = array
-
-    @property
-    def is_text(self) -> bool:
-        return self.path is not None and self.path.name.endswith(TEXT)
+        self.skipped = 0
+        self._name = name
 
     @property
     def is_table(self) -> bool:
         """Whether it is read by the row."""
-        return self.path is not None and self.path.name.endswith(TABLES)
+        return self.path.name.endswith(TABLES)
+
+    @property
+    def is_text(self) -> bool:
+        return self.path.name.endswith(TEXT)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the first row may be a header or values (see `Form`)."""
+        return self.is_text and Form.of(self.path).is_numbered
+
+    def say_if_numbered(self, what: str) -> None:
+        """A line, if the first row is values or a header and is taken for values."""
+        if self.is_numbered:
+            rank_zero_info(f"{self.where}: the first row is read as {what}, not as a header")
 
     def place_of(self, row: int) -> str:
         """Where a row is: the file and, of a table, the line."""
-        return (
-            f"{self.where}{line_of(self.path, row)}" if self.is_table and self.path else self.where
-        )
+        line = line_of(self.path, row + self.skipped) if self.is_table else ""
+        return f"{self.where}{line}"
 
-    def array(self, dtype: Any = None, columns: int | None = None) -> np.ndarray:
+    def array(
+        self, dtype: Any = None, columns: int | None = None, *, in_order: bool = False
+    ) -> np.ndarray:
         """The whole of it; that of an .npy is mapped, so that only what is used is read.
 
         Args:
-            dtype, columns: of a table.
+            dtype, columns, in_order: of a table, see `table`.
         """
-        if self._array is not None:
-            return self._array
-        assert self.path is not None
         if self.is_table:
-            return table(self.path, dtype, columns, self.rows)
+            return table(self.path, dtype, columns, self.rows, in_order=in_order)
         if self.path.suffix == ".npy":
             return mapped(self.path)
-        arrays = _archive(self.path)
-        if len(arrays) != 1:
-            raise UserError(f"{self.path}: expected one array, got {', '.join(arrays) or 'none'}")
-        return next(iter(arrays.values()))
+        if self._name is not None:
+            return load_npz(self.path, self._name)
+        names = _names(self.path)
+        if len(names) != 1:
+            raise UserError(f"{self.path}: expected one array, got {', '.join(names) or 'none'}")
+        return load_npz(self.path, names[0])
+
+    def words(self, count: int | None = None) -> tuple[np.ndarray, Callable[[int], str]]:
+        """What stands in it, see `cells`, and the place of a row; of an array the array.
+
+        What has one column is [rows].
+        """
+        if self.is_table:
+            found, lines = cells(self.path, count)
+            return (
+                found,
+                lambda row: f"{self.where}, {f'line {lines[row]}' if lines else f'row {row}'}",
+            )
+        found = self.array()
+        if found.dtype.kind == "S":
+            found = np.char.decode(found, "utf-8")
+        found = found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
+        return found, lambda row: self.where
 
 
 def mapped(path: Path) -> np.ndarray:
@@ -124,19 +160,50 @@ def mapped(path: Path) -> np.ndarray:
     Raises:
         UserError: it is none, holds objects or ends early.
     """
+    refuse_stand_in(path)
     try:
         return np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:
-        if path.stat().st_size and "mmap length is greater" in str(error):
-            raise UserError(f"{path}: ends early, after {path.stat().st_size:,} bytes") from error
-        if not path.stat().st_size:
+        size = path.stat().st_size
+        if not size:
             raise UserError(f"{path}: is empty") from error
-        raise UserError(f"{path}: is not an array: {first_line(error)}") from error
+        if "mmap length is greater" in str(error):
+            raise UserError(f"{path}: ends early, after {size:,} bytes") from error
+        raise UserError(f"{path}: is not an array: {_why(error)}") from error
 
 
-def _archive(path: Path) -> dict[str, np.ndarray]:
+def load_npz(path: Path, name: str) -> np.ndarray:
+    """An array of an .npz, without unpickling anything.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            return file[name]
     except (OSError, EOFError, ValueError, BadZipFile) as error:
-        raise UserError(f"{path}: is not a whole .npz: {first_line(error)}") from error
+        raise UserError(f"{path}: {name} is not a whole array: {_why(error)}") from error
+
+
+def _names(path: Path) -> list[str]:
+    """Of the arrays in an .npz."""
+    refuse_stand_in(path)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return list(file.files)
+    except (AttributeError, OSError, EOFError, ValueError, TypeError, BadZipFile) as error:
+        raise UserError(f"{path}: is not a whole .npz: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    """NumPy's reason, without its advice to unpickle what may be anything."""
+    text = first_line(error)
+    if "Object arrays" in text or "Python objects" in text:
+        return "it holds Python objects, which are not loaded; save numbers or text"
+    return "another kind of file" if "pickle" in text else text
+
+
+def _stem(name: str) -> str:
+    """The name of a part without its ending; nothing of other files."""
+    endings = [ending for ending in (*ARRAYS, *TABLES) if name.endswith(ending)]
+    return name.removesuffix(max(endings, key=len)) if endings else ""

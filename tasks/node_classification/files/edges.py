@@ -11,15 +11,21 @@ from torch_geometric.utils import to_undirected
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.files.arrays import Part
-from attnkit.tasks.node_classification.files.tables import ROWS, blocks, line_of, words
+from attnkit.tasks.node_classification.files.tables import ROWS, blocks, line_of, named_rows
 
 Names = Mapping[str, int]
 
 
 def read_edges(
-    part: Part, num_nodes: int, names: Names | None = None, *, undirected: bool = False
-) -> Tensor:
-    """edge_index, int64 [2, edges], of a part with a source and a target per row.
+    part: Part,
+    num_nodes: int,
+    names: Names | None = None,
+    *,
+    carried: Mapping[str, Part | None] | None = None,
+    undirected: bool = False,
+) -> dict[str, Tensor]:
+    """edge_index, int64 [2, edges], of a part with a source and a target per row, and what the
+    edges carry.
 
     An array may be [2, edges] or [edges, 2]; of [2, 2] each column is an edge. Edges that are given
     more than once and those of a node with itself stay, and a warning counts them.
@@ -27,7 +33,10 @@ def read_edges(
     Args:
         num_nodes: the nodes are 0 to num_nodes − 1.
         names: of the nodes, to their numbers; None: text gives the numbers.
-        undirected: add the reverse of each edge, and leave each once.
+        carried: `edge_attr`, numbers [edges, channels], and `edge_weight`, [edges], where there
+            are such parts.
+        undirected: add the reverse of each edge, which carries the same, and leave each once, with
+            the mean of what its copies carry.
 
     Raises:
         UserError: what is not an edge of these nodes, with its line or place.
@@ -35,8 +44,8 @@ def read_edges(
     if not part.is_table:
         edges = _from_array(part, num_nodes)
     else:
-        assert part.path is not None
         rows = _numbered(part.path, num_nodes) if names is None else _named(part.path, names)
+        part.say_if_numbered("an edge")
         # int32 halves what is held twice while the blocks are joined
         kind = np.int32 if num_nodes < 2**31 else np.int64
         read = [block.T.astype(kind) for block in rows]
@@ -46,10 +55,39 @@ def read_edges(
         if read:
             np.concatenate(read, axis=1, out=edges)
     edge_index = torch.from_numpy(edges)
-    if undirected:
-        return to_undirected(edge_index, num_nodes=num_nodes)
-    _warn_of_oddities(part.where, edge_index, num_nodes)
-    return edge_index
+    found = {
+        name: _read_carried(name, part, edges.shape[1])
+        for name, part in (carried or {}).items()
+        if part is not None
+    }
+    if not undirected:
+        _warn_of_oddities(part.where, edge_index, num_nodes)
+        return {"edge_index": edge_index, **found}
+    # with a list PyG gives back a list, of which an empty one is nothing
+    edge_index, values = to_undirected(
+        edge_index, list(found.values()), num_nodes=num_nodes, reduce="mean"
+    )
+    return {"edge_index": edge_index, **dict(zip(found, values, strict=True))}
+
+
+def _read_carried(name: str, part: Part, num_edges: int) -> Tensor:
+    values = part.array(np.float32)
+    if len(values) == num_edges + 1 and part.is_numbered:  # a header of pandas
+        part.skipped, values = 1, values[1:]
+    if name == "edge_weight" and values.shape[1:] == (1,):
+        values = values[:, 0]
+    shape = f"[{num_edges}]" if name == "edge_weight" else f"[{num_edges}, channels]"
+    is_right = values.ndim == 1 or (values.ndim == 2 and name == "edge_attr")
+    if values.dtype.kind not in "fiub" or not is_right or len(values) != num_edges:
+        raise UserError(
+            f"{part.where}: expected numbers {shape}, one row per edge, "
+            f"got {values.dtype} {list(values.shape)}"
+        )
+    wrong = np.argwhere(~np.isfinite(values))
+    if len(wrong):
+        value = values[tuple(wrong[0])]
+        raise UserError(f"{part.place_of(int(wrong[0, 0]))}: is {value}, expected finite numbers")
+    return torch.from_numpy(np.array(values, np.float32))
 
 
 def _from_array(part: Part, num_nodes: int) -> np.ndarray:
@@ -98,7 +136,7 @@ def _not_there(where: str, node: int, num_nodes: int) -> UserError:
 def _named(path: Path, names: Names) -> Iterator[np.ndarray]:
     """Edges by the names of nodes; a first line of other words is a header."""
     rows: list[tuple[int, int]] = []
-    for number, (fields, line) in enumerate(words(path)):
+    for number, (fields, line) in enumerate(named_rows(path)):
         if len(fields) != 2:
             raise UserError(f"{path}, line {line}: expected 2 names of nodes, got {fields}")
         unknown = [name for name in fields if name not in names]

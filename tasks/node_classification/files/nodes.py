@@ -1,7 +1,6 @@
 """What files say of nodes: features, labels, names, and which nodes a split has."""
 
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,12 +9,15 @@ from torch import Tensor
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.files.arrays import Part
-from attnkit.tasks.node_classification.files.tables import lines, words
+from attnkit.tasks.node_classification.files.tables import are_whole, numbers_of
+
+NO_LABEL = ("", "-1", "-1.0", "nan", "<na>")  # among names of classes, in lower case
+UNCLEAR = ("na", "n/a", "none", "null")  # a class, or what some programs write for no label
 
 
 def read_features(part: Part) -> Tensor:
     """x [nodes, channels]; of an .npy it is mapped, of a table float32."""
-    array = part.array(np.float32)
+    array = part.array(np.float32, in_order=True)
     if array.dtype.kind not in "fiub" or array.ndim != 2:
         raise UserError(
             f"{part.where}: expected numbers [nodes, channels], "
@@ -26,19 +28,37 @@ def read_features(part: Part) -> Tensor:
     return torch.from_numpy(array)
 
 
+def without_header(x: Tensor, part: Part, others: Sequence[Part]) -> Tensor:
+    """Features without a first row 0, 1, 2, … that is a header, as their number says beside that of
+    other parts with a row for each node.
+
+    Raises:
+        UserError: it may be either.
+    """
+    if x.shape[1] < 2 or not part.is_numbered:
+        return x
+    sizes = [(len(other.words()[0]), other) for other in others]
+    if any(size == len(x) - 1 for size, _ in sizes):
+        part.skipped = 1
+        return x[1:]
+    if any(size == len(x) and not other.is_numbered for size, other in sizes):
+        return x
+    raise UserError(
+        f"{part.where}: the first row, 0, 1, 2, …, is the features of a node, or a header of "
+        "columns without names; write a header of words"
+    )
+
+
 def read_names(part: Part, count: int | None = None) -> list[str]:
     """The word on each line, all different.
 
     Args:
         count: how many are expected; of one more the first is a header.
     """
-    if not part.is_text:
-        named = [str(name) for name in part.array(np.int64, 1).flatten().tolist()]
-    else:
-        assert part.path is not None
-        named = [name for name, _ in lines(part.path)]
-    if count is not None and len(named) == count + 1:
-        del named[0]
+    words, _ = part.words(count)
+    if words.ndim != 1 or words.dtype.kind == "f":
+        raise UserError(f"{part.where}: expected a name per row, got {list(words.shape)}")
+    named = [str(name) for name in words.tolist()]
     if count not in (None, len(named)):
         raise UserError(f"{part.where}: expected {count} names, got {len(named)}")
     if len(set(named)) < len(named):
@@ -51,45 +71,49 @@ def read_names(part: Part, count: int | None = None) -> list[str]:
 def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor, list[str]]:
     """y [nodes], the number of each node's class or −1, and the names of the classes.
 
-    Text may hold the names of classes instead of numbers.
+    Text may hold the names of classes instead of numbers; of truth values they are False and True.
 
     Args:
         count: of the nodes.
         classes: their names; none: of names in the file these, sorted, of numbers none.
     """
-    found = list(classes)
-    if part.is_text and not _holds_numbers(part):
-        assert part.path is not None
-        rows = list(lines(part.path))
-        rows = rows[len(rows) == count + 1 :]
-        found = found or sorted({name for name, _ in rows})
-        numbers = {name: number for number, name in enumerate(found)}
-        for name, line in rows:
-            if name not in numbers:
-                raise UserError(f"{part.where}, line {line}: {name!r} is not the name of a class")
-        labels = np.array([numbers[name] for name, _ in rows], np.int64)
-    else:
-        labels = part.array(np.int64, 1)
-        labels = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
-    if labels.dtype.kind == "f" and (np.isnan(labels) | (labels == labels.round())).all():
-        labels = np.where(np.isnan(labels), -1, labels).astype(np.int64)  # as OGB's binary files
+    words, place = part.words(count)
+    found, labels = list(classes), numbers_of(words)
+    if labels.ndim == 1 and len(labels) != count:
+        raise UserError(f"{part.where}: expected {count} labels, one per node, got {len(labels)}")
+    if labels.dtype.kind in "Ub" and labels.ndim == 1:
+        names, numbers = np.unique(labels.astype(str), return_inverse=True)
+        found = found or [n for n in names.tolist() if n.lower() not in (*NO_LABEL, *UNCLEAR)]
+        number_of = {name: number for number, name in enumerate(found)}
+        for number, name in enumerate(names.tolist()):
+            node = int((numbers == number).argmax())
+            if name not in number_of and name.lower() in UNCLEAR:
+                raise UserError(
+                    f"{place(node)}: {name!r} is a class, or no label; for a class name all of "
+                    "them in classes.csv, for no label write -1"
+                )
+            if name not in number_of and name.lower() not in NO_LABEL:
+                raise UserError(f"{place(node)}: {name!r} is not the name of a class")
+        labels = np.array([number_of.get(name, -1) for name in names.tolist()])[numbers]
+    if labels.dtype.kind == "f":  # as OGB's binary files, where nan is no label
+        no_label = np.isnan(labels)
+        if (no_label | are_whole(labels)).all():
+            labels = np.where(no_label, -1, labels).astype(np.int64)
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise UserError(
             f"{part.where}: expected a whole number per node, "
             f"got {labels.dtype} {list(labels.shape)}"
         )
-    if len(labels) != count:
-        raise UserError(f"{part.where}: expected {count} labels, one per node, got {len(labels)}")
     if labels.min() < -1:
         node = int(labels.argmin())
         raise UserError(
-            f"{part.place_of(node)}: node {node} is of class {labels[node]}, "
+            f"{place(node)}: node {node} is of class {labels[node]}, "
             "expected one from 0 on, or -1 for none"
         )
     if found and labels.max() >= len(found):
         node = int(labels.argmax())
         raise UserError(
-            f"{part.where}: node {node} is of class {labels[node]}, "
+            f"{place(node)}: node {node} is of class {labels[node]}, "
             f"but {len(found)} classes have names"
         )
     return torch.from_numpy(np.array(labels, np.int64)), found
@@ -98,55 +122,76 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
 def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) -> Tensor:
     """A mask, bool [nodes] or [nodes, splits], of one or of the numbers of its nodes.
 
+    A mask has a row for each node, of truth values or of 0 and 1.
+
     Args:
         count: of the nodes.
         names: of the nodes, to their numbers; None: text gives the numbers.
     """
-    if part.is_text and names is not None:
-        nodes = _numbers_of(part, names)
-    else:
-        nodes = part.array(np.int64, 1)
-        is_mask = nodes.dtype == bool and len(nodes) == count and nodes.ndim in (1, 2)
-        if is_mask and nodes.any():
-            return torch.from_numpy(np.array(nodes))
-        if is_mask:
-            nodes = nodes.nonzero()[0]
-        if nodes.dtype.kind not in "iu" or (nodes.ndim != 1 and nodes.shape[1:] != (1,)):
+    words, place = part.words(count)
+    values = _truths(numbers_of(words))
+    is_mask = values.dtype == bool or (values.dtype.kind in "iuf" and _is_binary(values))
+    if is_mask and values.ndim in (1, 2) and len(values) == count:
+        if values.dtype != bool and len(np.unique(values)) == values.size:
             raise UserError(
-                f"{part.where}: expected numbers of nodes, or a mask bool [{count}] or "
-                f"[{count}, splits], got {nodes.dtype} {list(nodes.shape)}"
+                f"{part.where}: {values.tolist()} is a mask, or the numbers of nodes; write a mask "
+                "of True and False"
             )
-        nodes = nodes.reshape(-1)
-    if not len(nodes):
+        values = values.astype(bool)
+        if values.any():
+            return torch.from_numpy(np.array(values))
+        values = np.array([], int)
+    elif is_mask and values.dtype != bool and len(np.unique(values)) < values.size:
+        raise UserError(
+            f"{part.where}: holds only 0 and 1, as a mask: expected one of {count} nodes, "
+            f"got {list(values.shape)}"
+        )
+    elif words.ndim == 1 and "U" in (values.dtype.kind, words.dtype.kind if names else ""):
+        values = _numbers_of(words, place, names)
+    if values.dtype.kind not in "iu" or values.ndim != 1:
+        raise UserError(
+            f"{part.where}: expected numbers of nodes, or a mask bool [{count}] or "
+            f"[{count}, splits], got {values.dtype} {list(values.shape)}"
+        )
+    if not len(values):
         raise UserError(f"{part.where}: is empty, expected nodes")
-    wrong = ((nodes < 0) | (nodes >= count)).nonzero()[0]
+    wrong = ((values < 0) | (values >= count)).nonzero()[0]
     if len(wrong):
         row = int(wrong[0])
-        place = part.place_of(row) if part.is_table else f"{part.where}, place {row}"
-        raise UserError(f"{place}: there is no node {nodes[row]}: expected 0 to {count - 1}")
-    node, times = np.unique(nodes, return_counts=True)
-    if len(node) < len(nodes):
+        where = place(row) if part.is_table else f"{part.where}, place {row}"
+        raise UserError(f"{where}: there is no node {values[row]}: expected 0 to {count - 1}")
+    part.say_if_numbered("a node")
+    node, times = np.unique(values, return_counts=True)
+    if len(node) < len(values):
         again = node[times > 1][0]
         rank_zero_warn(f"{part.where}: node {again} is there more than once; it counts once")
     mask = torch.zeros(count, dtype=torch.bool)
-    mask[torch.from_numpy(np.array(nodes, np.int64))] = True
+    mask[torch.from_numpy(np.array(values, np.int64))] = True
     return mask
 
 
-def _holds_numbers(part: Part) -> bool:
-    """Whether the second line, which is not a header, is a number."""
-    assert part.path is not None
-    rows = list(islice(words(part.path), 2))
-    word = rows[-1][0][0] if rows else "0"
-    return word.lstrip("+-").replace(".", "", 1).isdigit() or word.lower() == "nan"
+def _truths(words: np.ndarray) -> np.ndarray:
+    """Truth values, if all words are."""
+    if words.dtype.kind != "U" or not words.size:
+        return words
+    lower = np.char.lower(words)
+    return lower == "true" if np.isin(lower, ("true", "false")).all() else words
 
 
-def _numbers_of(part: Part, names: Mapping[str, int]) -> np.ndarray:
-    assert part.path is not None
-    found = []
-    for number, (name, line) in enumerate(lines(part.path)):
-        if name in names:
-            found.append(names[name])
-        elif number:  # the first may be a header
-            raise UserError(f"{part.where}, line {line}: {name!r} is not the name of a node")
-    return np.array(found, np.int64)
+def _is_binary(values: np.ndarray) -> bool:
+    return bool(values.size) and bool(np.isin(values, (0, 1)).all())
+
+
+def _numbers_of(
+    words: np.ndarray, place: Callable[[int], str], names: Mapping[str, int] | None
+) -> np.ndarray:
+    """Of nodes by their names, or of words of which some are no numbers; of names the first may be
+    a header."""
+    if names is None:
+        wrong = next(n for n in range(len(words)) if numbers_of(words[n : n + 1]).dtype.kind == "U")
+        raise UserError(f"{place(wrong)}: expected the number of a node, got {str(words[wrong])!r}")
+    unknown = [number for number, word in enumerate(words.tolist()) if word not in names]
+    if unknown not in ([], [0]):
+        wrong = unknown[unknown[0] == 0 and len(unknown) > 1]
+        raise UserError(f"{place(wrong)}: {str(words[wrong])!r} is not the name of a node")
+    return np.array([names[word] for word in words[len(unknown) :].tolist()], np.int64)

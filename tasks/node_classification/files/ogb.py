@@ -12,7 +12,7 @@ from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.files.arrays import Part, Parts
 from attnkit.tasks.node_classification.files.edges import read_edges
 from attnkit.tasks.node_classification.files.nodes import read_features, read_labels, read_mask
-from attnkit.tasks.node_classification.files.tables import line_of, table, words
+from attnkit.tasks.node_classification.files.tables import line_of, named_rows, table
 
 SPLIT_FILES = {"train": "train", "val": "valid", "test": "test"}
 
@@ -23,8 +23,9 @@ class OGBFilesData(GraphDataModule):
     Reads the unpacked folder as published, without the package `ogb` and without a download:
     `raw/edge.csv.gz`, `node-feat.csv.gz`, `node-label.csv.gz`, `num-node-list.csv.gz` and
     `num-edge-list.csv.gz`, or `raw/data.npz` and `node-label.npz`; `split/<name>/train.csv.gz`,
-    `valid.csv.gz` and `test.csv.gz`; and the names of classes in `mapping/`. Text is read in
-    blocks; features are in memory. Never writes there.
+    `valid.csv.gz` and `test.csv.gz`; the names of classes in `mapping/`; and of edges that carry
+    features `raw/edge-feat.csv.gz`. Text is read in blocks; features are in memory. Never writes
+    there.
 
     Edges are as in the files. OGB itself adds the reverse of ogbn-products' (`undirected`); those
     of ogbn-arxiv lead from the citing paper.
@@ -62,23 +63,25 @@ class OGBFilesData(GraphDataModule):
         if not raw.is_dir():
             raise UserError(f"data.root: {self.root} has no folder raw, as published graphs have")
         binary = (raw / "data.npz").is_file()
-        nodes, edges, x = self._binary(raw) if binary else self._text(raw)
+        nodes, edges, carried, x = self._binary(raw) if binary else self._text(raw)
+        found = read_edges(edges, nodes, carried={"edge_attr": carried}, undirected=self.undirected)
+        if self.predicts:
+            return Data(x=x, **found)
         label = _file(raw, "node-label.npz" if binary else "node-label.csv.gz")
         y, self.class_names = read_labels(label, nodes, self._class_names())
-        edge_index = read_edges(edges, nodes, undirected=self.undirected)
         folder = self._split_folder()
-        found = {
+        found |= {
             f"{split}_mask": read_mask(_file(folder, f"{name}.csv.gz"), nodes)
             for split, name in SPLIT_FILES.items()
         }
-        return Data(x=x, y=y, edge_index=edge_index, **found)
+        return Data(x=x, y=y, **found)
 
     def place_of(self, node: int) -> str:
         if self._features is None:
             return super().place_of(node)
         return f"{self._features}{line_of(self._features, node)}"
 
-    def _text(self, raw: Path) -> tuple[int, Part, Any]:
+    def _text(self, raw: Path) -> tuple[int, Part, Part | None, Any]:
         counts = {
             kind: table(_path(raw, f"num-{kind}-list.csv.gz"), np.int64, 1)
             for kind in ("node", "edge")
@@ -91,12 +94,14 @@ class OGBFilesData(GraphDataModule):
         features = _file(raw, "node-feat.csv.gz", rows=nodes)
         self._features = features.path
         edges = _file(raw, "edge.csv.gz", rows=num_edges)
-        return nodes, edges, read_features(features)
+        has_carried = any((raw / f"edge-feat.csv{gz}").is_file() for gz in (".gz", ""))
+        carried = _file(raw, "edge-feat.csv.gz", rows=num_edges) if has_carried else None
+        return nodes, edges, carried, read_features(features)
 
-    def _binary(self, raw: Path) -> tuple[int, Part, Any]:
+    def _binary(self, raw: Path) -> tuple[int, Part, Part | None, Any]:
         parts = Parts(raw / "data.npz")
         x = read_features(parts.expect("node_feat"))
-        return len(x), parts.expect("edge_index"), x
+        return len(x), parts.expect("edge_index"), parts.find("edge_feat"), x
 
     def _split_folder(self) -> Path:
         folder = self.root / "split"
@@ -119,7 +124,7 @@ class OGBFilesData(GraphDataModule):
         found = sorted((self.root / "mapping").glob("labelidx2*.csv.gz"))
         if len(found) != 1:
             return []
-        rows = [",".join(fields[1:]) for fields, _ in words(found[0])][1:]
+        rows = [",".join(fields[1:]) for fields, _ in named_rows(found[0])][1:]
         return rows if len(set(rows)) == len(rows) else []
 
 

@@ -9,7 +9,6 @@ from torch_geometric.data import Data
 
 from attnkit.lightning.arguments import held_out
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.node_classification.checks import SPLITS
 from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.files.arrays import Part, Parts
@@ -19,9 +18,14 @@ from attnkit.tasks.node_classification.files.nodes import (
     read_labels,
     read_mask,
     read_names,
+    without_header,
 )
-from attnkit.tasks.node_classification.splits import masks
+from attnkit.tasks.node_classification.splits import random_masks
 
+CARRIED = {
+    "edge_attr": ("edge_attr", "edge_features"),
+    "edge_weight": ("edge_weight", "edge_weights"),
+}
 MASKS = {
     "train": ("train", "train_mask"),
     "val": ("val", "valid", "val_mask"),
@@ -36,20 +40,26 @@ class GraphFilesData(GraphDataModule):
     |---|---|---|
     | `edges` | source and target of each edge, [edges, 2] or [2, edges] | `edge_index` |
     | `features` | numbers [nodes, channels] | `x` |
-    | `labels` | the class of each node, a number from 0 on or a name; −1: none | `y` |
-    | `train`, `val`, `test` | numbers of nodes, or a mask; may lack all three | `train_mask`, … |
+    | `labels` | the class of each node, a number from 0 on or a name; −1, nan: none | `y` |
+    | `train`, `val`, `test` | numbers of nodes, or masks (see below); may lack | `train_mask`, … |
+    | `edge_attr` | numbers [edges, channels] that the edges carry; may lack | `edge_features` |
+    | `edge_weight` | a number of each edge; may lack | `edge_weights` |
     | `classes` | the name of each class, if labels are numbers; may lack | |
     | `nodes` | the name of each node; edges and splits in text are by name then; may lack | |
 
     A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, these also `.gz`, or `.parquet`, which
-    needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. An `.npy` of features is
+    needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. Of tables a header and a first
+    column without a name, as pandas writes its index, are left out. An `.npy` of features is
     mapped: with a `batch_size` only the rows of a batch are read, after one pass in which all are
     checked to be finite; `normalize_features` and `sparse_features` read it into memory. Text is
     read in blocks. Nothing is unpickled, and nothing written.
 
+    A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. A label that is empty is
+    none, as −1 and nan are.
+
     Edges given twice and self-loops count as they are, and a warning counts them. Without train,
     val and test a random split is drawn by `seed`: `val_fraction` and `test_fraction` of every
-    class.
+    class. To predict, labels and splits are not read.
 
     Args:
         root: the folder or .npz.
@@ -85,22 +95,28 @@ class GraphFilesData(GraphDataModule):
 
     def load(self) -> Data:
         parts = Parts(self.root)
-        self._features = parts.expect("features", "x")
-        x = read_features(self._features)
-        count = len(x)
-        names = None
-        if part := parts.find("nodes"):
-            self.node_names = read_names(part, count)
+        part = self._features = parts.expect("features", "x")
+        nodes, classes = parts.find("nodes"), parts.find("classes")
+        labels = parts.find("labels", "y") if self.predicts else parts.expect("labels", "y")
+        x = without_header(read_features(part), part, [p for p in (nodes, labels) if p])
+        names, count = None, len(x)
+        if nodes:
+            self.node_names = read_names(nodes, count)
             names = {name: number for number, name in enumerate(self.node_names)}
-        classes = parts.find("classes")
-        self._labels = parts.expect("labels", "y")
-        y, self.class_names = read_labels(
-            self._labels, count, read_names(classes) if classes else []
-        )
-        edge_index = read_edges(
-            parts.expect("edges", "edge_index"), count, names, undirected=self.undirected
+        edges = read_edges(
+            parts.expect("edges", "edge_index"),
+            count,
+            names,
+            carried={name: parts.find(*others) for name, others in CARRIED.items()},
+            undirected=self.undirected,
         )
         given = {split: parts.find(*MASKS[split]) for split in SPLITS}
+        if unused := parts.unused():
+            rank_zero_info(f"{self.root}: no part of a graph: {', '.join(unused)}")
+        if labels is None or self.predicts:
+            return Data(x=x, **edges)
+        self._labels = labels
+        y, self.class_names = read_labels(labels, count, read_names(classes) if classes else [])
         if lacking := [split for split, part in given.items() if part is None]:
             if len(lacking) < len(SPLITS):
                 raise UserError(f"data.root: {self.root} has no {' and no '.join(lacking)}")
@@ -111,7 +127,7 @@ class GraphFilesData(GraphDataModule):
                 for split, part in given.items()
                 if part
             }
-        return Data(x=x, y=y, edge_index=edge_index, **found)
+        return Data(x=x, y=y, **edges, **found)
 
     def place_of(self, node: int) -> str:
         if self._features is None:
@@ -125,7 +141,4 @@ class GraphFilesData(GraphDataModule):
 
     def _random_split(self, y: Tensor) -> dict[str, Tensor]:
         rank_zero_info(f"{self.root} has no train, val and test: split by data.seed={self.seed}")
-        labelled = (y >= 0).nonzero().flatten()
-        fractions = [self.val_fraction, self.test_fraction]
-        split = stratified_split(y[labelled], fractions, self.seed)
-        return masks(len(y), *(labelled[part] for part in split))
+        return random_masks(y, [self.val_fraction, self.test_fraction], self.seed)

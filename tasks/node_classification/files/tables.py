@@ -1,90 +1,158 @@
 """Rows of numbers and words in text files and Parquet, so many at a time."""
 
+import csv
 import gzip
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from zlib import error as ZlibError
 
 import numpy as np
 
 from attnkit.lightning.errors import UserError, first_line
+from attnkit.tasks.node_classification.files.stand_ins import refuse_stand_in
 
 ROWS = 1_000_000  # that are in memory at a time
 TEXT = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
 TABLES = (*TEXT, ".parquet")
 _SEEN = 40  # characters of a wrong line
+_TRUTHS = re.compile(r"\b(true|false)\b", re.IGNORECASE)
 
 
-def blocks(path: Path, dtype: Any, columns: int | None = None) -> Iterator[np.ndarray]:
+class Form(NamedTuple):
+    """What the first rows of a text file say of all.
+
+    delimiter: what is between the fields; None: blanks.
+    is_header: whether the first row holds words only.
+    has_index: whether the first column has no name, as the index that pandas and R write.
+    is_numbered: whether the first row is 0, 1, 2, …: the header that pandas writes of columns
+        without names, or values.
+    """
+
+    delimiter: str | None = None
+    is_header: bool = False
+    has_index: bool = False
+    is_numbered: bool = False
+
+    @classmethod
+    def of(cls, path: Path) -> "Form":
+        first = next((line for line, _ in _lines(path) if line.strip()), "")
+        delimiter = next((mark for mark in (",", ";", "\t") if mark in first), None)
+        index, *names = fields = _fields(first, delimiter) or [""]
+        is_header = not any(map(_is_value, names))
+        has_index = bool(names) and bool(re.fullmatch(r"(Unnamed: \d+)?", index))
+        has_index &= is_header or names == _numbered(len(names))
+        is_header = has_index or (is_header and index != "" and not _is_value(index))
+        return cls(delimiter, is_header, has_index, fields == _numbered(len(fields)))
+
+
+def blocks(
+    path: Path, dtype: Any, columns: int | None = None, *, in_order: bool = False
+) -> Iterator[np.ndarray]:
     """The numbers [rows, columns] of a table, in blocks of rows.
 
     Text has one row per line, of numbers with a comma, semicolon, tab or blanks between them;
-    empty lines, lines that start with #, and a first line of words are left out.
+    empty lines, lines that start with #, a first line of words, and an index are left out. True and
+    False are 1 and 0; 3.0 is a whole number.
 
     Args:
         columns: how many are expected; None: those of the first row.
+        in_order: whether an index has to count the rows.
 
     Raises:
         UserError: what is not such a number, another number of columns, or a file that ends early,
             with the line.
     """
     if path.suffix == ".parquet":
-        yield from _parquet(path, dtype, columns)
+        for names, parts in _parquet(path):
+            yield _parquet_numbers(path, names, parts, dtype, columns)
         return
-    counted = _Counted(_texts(path))
-    kind = "whole number" if np.issubdtype(dtype, np.integer) else "number"
-    with _read(path, counted):
-        first = next(counted, None)
-        if first is None:
-            return
-        columns = columns or len(_fields(first))
-        expected = f"a {kind}" if columns == 1 else f"{columns} {kind}s"
-        if len(_fields(first)) != columns:
-            raise _wrong(path, counted, expected)
-        rest, delimiter = chain([first], counted), _delimiter(first)
-        while True:
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", ".*input contained no data", UserWarning)
-                    # NumPy 1 reads 1.5 as 1, and says so
-                    warnings.filterwarnings("error", ".*integer via a float", DeprecationWarning)
-                    rows = np.loadtxt(
-                        rest,
-                        dtype,
-                        comments=None,
-                        delimiter=delimiter,
-                        quotechar='"',
-                        max_rows=ROWS,
-                        ndmin=2,
-                    )
-            except (ValueError, OverflowError, DeprecationWarning) as error:
-                raise _wrong(path, counted, expected) from error
-            if not rows.size:
-                return
-            yield rows
+    form = Form.of(path)
+    counted = _Counted(_rows(path, form))
+    first = next(counted, None)
+    if first is None:
+        return
+    fields = _fields(first, form.delimiter)
+    columns = columns or len(fields) - form.has_index
+    whole = np.issubdtype(dtype, np.integer)
+    kind = "whole number" if whole else "number"
+    expected = f"a {kind}" if columns == 1 else f"{columns} {kind}s"
+    if len(fields) != columns + form.has_index:
+        raise _wrong(path, counted, expected)
+    if form.has_index and not _is_value(fields[0]):
+        _check_index(path, np.array(fields[:1]), 0)
+    rest: Iterator[str] = chain([first], counted)
+    if any(map(_is_truth, fields)):
+        rest = (_TRUTHS.sub(lambda word: str(int(word[0].lower() == "true")), t) for t in rest)
+    read = np.float64 if whole and any("." in field for field in fields) else dtype
+    before = 0
+    while len(rows := _loaded(path, rest, read, form.delimiter, counted, expected)):
+        if form.has_index:
+            if in_order:
+                _check_index(path, rows[:, 0], before)
+            rows = rows[:, 1:]
+        if read is not dtype:
+            wrong = np.argwhere(~are_whole(rows))
+            if len(wrong):
+                where = f"{path}{line_of(path, before + int(wrong[0, 0]))}"
+                raise UserError(f"{where}: expected {expected}, got {rows[tuple(wrong[0])]}")
+        before += len(rows)
+        yield rows.astype(dtype, copy=False)
+
+
+def _loaded(
+    path: Path,
+    rest: Iterator[str],
+    dtype: Any,
+    delimiter: str | None,
+    counted: "_Counted",
+    expected: str,
+) -> np.ndarray:
+    """The next block of rows."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*input contained no data", UserWarning)
+            # NumPy 1 reads 1.5 as 1, and says so
+            warnings.filterwarnings("error", ".*integer via a float", DeprecationWarning)
+            return np.loadtxt(
+                rest,
+                dtype,
+                comments=None,
+                delimiter=delimiter,
+                quotechar='"',
+                max_rows=ROWS,
+                ndmin=2,
+            )
+    except (ValueError, OverflowError, DeprecationWarning) as error:
+        raise _wrong(path, counted, expected) from error
 
 
 def table(
-    path: Path, dtype: Any, columns: int | None = None, rows: int | None = None
+    path: Path,
+    dtype: Any,
+    columns: int | None = None,
+    rows: int | None = None,
+    *,
+    in_order: bool = False,
 ) -> np.ndarray:
     """The whole of a table, [rows, columns].
 
     Args:
         rows: how many are expected, if it is known: no more than the result is in memory then.
+        columns, in_order: see `blocks`.
 
     Raises:
         UserError: as `blocks`, and if there are more or fewer rows than expected.
     """
+    found = blocks(path, dtype, columns, in_order=in_order)
     if rows is None:
-        parts = list(blocks(path, dtype, columns))
+        parts = list(found)
         return np.concatenate(parts) if parts else np.empty((0, columns or 1), dtype)
     whole, filled = np.empty((rows, columns or 0), dtype), 0
-    for block in blocks(path, dtype, columns):
+    for block in found:
         if not filled:
             whole = np.empty((rows, block.shape[1]), dtype)
         count = len(block)
@@ -95,28 +163,82 @@ def table(
     return whole
 
 
-def words(path: Path) -> Iterator[tuple[list[str], int]]:
-    """The fields of each row of a text file, with the number of its line; a header too."""
-    for text, line in lines(path):
-        yield _fields(text), line
+def cells(path: Path, count: int | None = None) -> tuple[np.ndarray, list[int]]:
+    """The words of a table without its header and index, and where they stand.
+
+    A line without a delimiter is one word, unless it holds numbers with blanks between them.
+
+    Args:
+        count: how many rows there are if there is one for each node: of one more the first is a
+            header, and an empty line is then a row.
+
+    Returns:
+        the words [rows], or of several columns [rows, columns]: text, or what the columns of
+        Parquet hold; and the number of the line of each row of text.
+    """
+    if path.suffix == ".parquet":
+        parts = [np.stack(columns, axis=1) for _, columns in _parquet(path, words=True)]
+        whole = np.concatenate(parts) if parts else np.empty((0, 1), str)
+        return whole[:, 0] if whole.shape[1] == 1 else whole, []
+    form, rows = Form.of(path), list(_lines(path))
+    held = [row for row in rows if row[0].strip()]
+    sizes = (count, count + 1) if count is not None else ()
+    if len(held) not in sizes and len(rows) in sizes:  # an empty line is a node, too
+        held = rows
+    lines = [line for _, line in held]
+    last = _fields(held[-1][0], form.delimiter) if held else []
+    is_line = form.delimiter is None or (".txt" in path.name and not form.has_index)
+    if is_line and not (len(last) > 1 and all(map(_is_value, last))):
+        words = np.array([text.strip().strip('"') for text, _ in held], str)[:, None]
+    else:
+        split = [_fields(text, form.delimiter) for text, _ in held]
+        for fields, line in zip(split, lines, strict=True):
+            if len(fields) != len(last):
+                raise UserError(
+                    f"{path}, line {line}: expected {len(last)} fields, got {fields}; put a word "
+                    "with a comma between quotes"
+                )
+        words = np.array(split, str)
+    has_header = form.has_index or len(words) - 1 == count
+    if form.is_header and numbers_of(words[1:]).dtype.kind != "U":
+        has_header = True
+    words, lines = words[has_header:], lines[has_header:]
+    if form.has_index:
+        if len(words) == count:
+            _check_index(path, numbers_of(words[:, 0]), 0)
+        words = words[:, 1:]
+    return words[:, 0] if words.shape[1:] == (1,) else words, lines
 
 
-def lines(path: Path) -> Iterator[tuple[str, int]]:
-    """The lines of a text file that hold something, as one word each, with their numbers."""
-    counted = _Counted(_texts(path, header=True))
-    with _read(path, counted):
-        for text in counted:
-            yield text.strip().strip('"'), counted.line
+def numbers_of(words: np.ndarray) -> np.ndarray:
+    """The numbers that all the words are, int64 where they are whole; else the words."""
+    if words.dtype.kind != "U":
+        return words
+    try:
+        found = np.where(words == "", "nan", words).astype(np.float64)
+    except ValueError:
+        return words
+    return found.astype(np.int64) if are_whole(found).all() else found
+
+
+def are_whole(numbers: np.ndarray) -> np.ndarray:
+    """Which of the numbers are whole."""
+    return np.isfinite(numbers) & (numbers == numbers.round())
+
+
+def named_rows(path: Path) -> Iterator[tuple[list[str], int]]:
+    """The fields of each row of a text file, with the number of its line; a header too, unless it
+    is that of an index."""
+    form = Form.of(path)
+    for text, line in _rows(path, form if form.has_index else Form()):
+        yield _fields(text, form.delimiter)[form.has_index :], line
 
 
 def line_of(path: Path, row: int) -> str:
     """Where a row of a table is: ", line 7" of text, ", row 6" of others."""
     if path.suffix == ".parquet":
         return f", row {row}"
-    for number, (_, line) in enumerate(_texts(path)):
-        if number == row:
-            return f", line {line}"
-    raise IndexError(row)
+    return f", line {next(islice(_rows(path, Form.of(path)), row, None))[1]}"
 
 
 class _Counted:
@@ -134,34 +256,26 @@ class _Counted:
         return self.text
 
 
-def _texts(path: Path, *, header: bool = False) -> Iterator[tuple[str, int]]:
-    """The lines that hold something, with their numbers; a first one of words unless asked for."""
-    with _open(path) as file:
-        lines = ((line, number) for number, line in enumerate(file, 1))
-        held = (
-            (line, number) for line, number in lines if line.strip() and line.lstrip()[0] != "#"
-        )
-        first = next(held, None)
-        if first is None:
-            return
-        is_header = not any(map(_is_number, _fields(first[0])))
-        yield from held if is_header and not header else chain([first], held)
-
-
-def _open(path: Path) -> IO[str]:
+def _lines(path: Path) -> Iterator[tuple[str, int]]:
+    """The lines that are no comments, with their numbers."""
+    refuse_stand_in(path)
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
-    return opened(path, "rt", encoding="utf-8-sig", errors="backslashreplace")
-
-
-@contextmanager
-def _read(path: Path, counted: _Counted) -> Iterator[None]:
-    """What goes wrong in reading a text file is said with the place."""
+    line = 0
     try:
-        yield
+        with opened(path, "rt", encoding="utf-8-sig", errors="backslashreplace") as file:
+            for line, text in enumerate(file, 1):
+                if text.lstrip()[:1] != "#":
+                    yield text, line
     except EOFError as error:
-        raise UserError(f"{path}: ends early, after line {counted.line}") from error
+        raise UserError(f"{path}: ends early, after line {line}") from error
     except (OSError, ZlibError) as error:
         raise UserError(f"{path}: cannot be read: {first_line(error)}") from error
+
+
+def _rows(path: Path, form: Form) -> Iterator[tuple[str, int]]:
+    """The lines that hold something, without a header."""
+    held = ((text, line) for text, line in _lines(path) if text.strip())
+    return islice(held, int(form.is_header), None)
 
 
 def _wrong(path: Path, counted: _Counted, expected: str) -> UserError:
@@ -170,39 +284,78 @@ def _wrong(path: Path, counted: _Counted, expected: str) -> UserError:
     return UserError(f"{path}, line {counted.line}: expected {expected}, got {text!r}")
 
 
-def _delimiter(line: str) -> str | None:
-    """What is between the fields of a line; None: blanks."""
-    return next((mark for mark in (",", ";", "\t") if mark in line), None)
+def _fields(line: str, delimiter: str | None) -> list[str]:
+    """The words between delimiters, without quotes."""
+    if delimiter is None:
+        return [field.strip('"') for field in line.split()]
+    return [field.strip() for field in next(csv.reader([line.strip("\r\n")], delimiter=delimiter))]
 
 
-def _fields(line: str) -> list[str]:
-    return [field.strip().strip('"') for field in line.strip().split(_delimiter(line))]
+def _is_value(word: str) -> bool:
+    """Whether a word begins like a number or is True or False, so that it is in no header."""
+    return bool(re.match(r"[+-]?(\.?\d|(nan|inf)$)", word, re.IGNORECASE)) or _is_truth(word)
 
 
-def _is_number(word: str) -> bool:
-    return bool(re.match(r"[+-]?(\.?\d|nan|inf)", word, re.IGNORECASE))
+def _is_truth(word: str) -> bool:
+    return bool(_TRUTHS.fullmatch(word))
 
 
-def _parquet(path: Path, dtype: Any, columns: int | None) -> Iterator[np.ndarray]:
+def _numbered(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
+def _check_index(path: Path, index: np.ndarray, before: int) -> None:
+    """UserError unless an index counts the rows, from 0 as pandas does or from 1 as R does."""
+    counted = np.arange(before, before + len(index))
+    if index.dtype.kind == "U" or not any(
+        (index == (counted + start).astype(index.dtype)).all() for start in (0, 1)
+    ):
+        raise UserError(
+            f"{path}: the first column has no name, as an index, but is not 0, 1, 2, …, the order "
+            "of the nodes; sort the rows and leave it out, or give it a name"
+        )
+
+
+def _parquet(path: Path, *, words: bool = False) -> Iterator[tuple[list[str], list[np.ndarray]]]:
+    """Names and columns of each block of rows, without pandas' index.
+
+    Args:
+        words: columns of words are text, where nothing is ""; else they are objects.
+    """
+    refuse_stand_in(path)
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise UserError(f"{path}: Parquet needs pyarrow: pip install 'attnkit[parquet]'") from error
-    whole = np.issubdtype(dtype, np.integer)
-    expected = "whole numbers" if whole else "numbers"
     try:
         with ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if columns not in (None, len(names)):
-                raise UserError(f"{path}: expected {columns} columns of {expected}, got {names}")
-            for batch in file.iter_batches(ROWS):
+            schema = file.schema_arrow
+            index = {name for name in schema.names if re.fullmatch(r"Unnamed: \d+|", name)}
+            index |= {i for i in (schema.pandas_metadata or {}).get("index_columns", ())
+                      if isinstance(i, str)}  # fmt: skip
+            names = [name for name in schema.names if name not in index]
+            for batch in file.iter_batches(ROWS, columns=names):
                 parts = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
-                for name, part in zip(names, parts, strict=True):
-                    if part.dtype.kind not in ("iu" if whole else "iuf"):
-                        raise UserError(
-                            f"{path}: column {name}: expected {expected}, got {part.dtype}"
-                        )
-                yield np.stack([part.astype(dtype) for part in parts], axis=1)
+                if words:
+                    parts = [_texts(part) if part.dtype.kind == "O" else part for part in parts]
+                yield names, parts
     except (ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read: {first_line(error)}") from error
+
+
+def _texts(objects: np.ndarray) -> np.ndarray:
+    return np.array(["" if word is None else str(word) for word in objects], str)
+
+
+def _parquet_numbers(
+    path: Path, names: list[str], parts: list[np.ndarray], dtype: Any, columns: int | None
+) -> np.ndarray:
+    whole = np.issubdtype(dtype, np.integer)
+    expected = "whole numbers" if whole else "numbers"
+    if columns not in (None, len(names)):
+        raise UserError(f"{path}: expected {columns} columns of {expected}, got {names}")
+    for name, part in zip(names, parts, strict=True):
+        if part.dtype.kind not in "iufb" or (whole and not are_whole(part).all()):
+            raise UserError(f"{path}: column {name}: expected {expected}, got {part.dtype}")
+    return np.stack([part.astype(dtype) for part in parts], axis=1)

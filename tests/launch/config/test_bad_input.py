@@ -61,8 +61,11 @@ SHIPPED = [
     ("seeds=0", "seeds: expected 1 to 1000 runs, got 0"),
     ("splits=0", "splits: expected all, or 1 to 1000 runs, got 0"),
     ("splits=every", "splits"),
-    ("splits=all", "splits=all: the data does not say how many it has (data.num_splits)"),
-    ("task=graph data=heterophilous data.root={folder} splits=20", "splits=20: the data has 10"),
+    ("splits=all", "splits: the data has no split to choose (data.split)"),
+    (
+        "task=graph data=heterophilous data.root={folder} data.num_splits=10 splits=20",
+        "splits=20: the data has 10",
+    ),
     ("splits=2 seeds=2", "splits: not together with seeds"),
     ("compile=fastest", "compile: expected bool | Literal["),
     ("data.batch_size=null", "data.batch_size: expected int, got None"),
