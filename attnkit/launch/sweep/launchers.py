@@ -27,6 +27,7 @@ from attnkit.launch.config.hydra_words import is_launcher, settings
 from attnkit.launch.errors import INTERRUPTED
 from attnkit.launch.job import folder as folders
 from attnkit.launch.processes import gpus
+from attnkit.launch.processes.python import command_of
 from attnkit.launch.signals import held_back
 from attnkit.launch.sweep.line import line_of
 from attnkit.launch.sweep.record import OUTPUT, Trial, read_sweep
@@ -228,6 +229,8 @@ class _Apart:
     working_dir: str
     stop: str
     """The file by which the command tells all trials, on whatever machine, to end."""
+    command: list[str] = field(default_factory=lambda: command_of("attnkit.launch.sweep.trial"))
+    """Made here, for submitit's processes import from the working directory."""
     environment: dict[str, str] = field(default_factory=dict)
     """Of the trial beside its own: submitit's local jobs have one that hides every GPU."""
 
@@ -235,14 +238,13 @@ class _Apart:
         if Path(self.stop).exists():
             return
         order = json.dumps(asdict(self.order))
-        command = [sys.executable, "-m", "attnkit.launch.sweep.trial", order, str(number)]
         folder = self._trial(number).folder
         folders.create(folder, fresh=False)
         with (folder / OUTPUT).open("ab") as output:
             begin = output.tell()
             with held_back():
                 process = subprocess.Popen(
-                    command,
+                    [*self.command, order, str(number)],
                     env={**os.environ, **self.environment},
                     cwd=self.working_dir,
                     stdin=subprocess.DEVNULL,
