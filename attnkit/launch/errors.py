@@ -12,6 +12,7 @@ from pathlib import Path
 
 from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError, first_line
+from attnkit.lightning.telling.text import visible
 
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
@@ -47,7 +48,7 @@ def guarded(command: Callable[[], int]) -> int:
     except UserError as error:
         return fail(error, WRONG_INPUT)
     except Interrupted as error:
-        print(f"\n{error}", file=sys.stderr)
+        print(visible(f"\n{error}"), file=sys.stderr)
         return error.code
     except StoppedBySignal as error:
         print(f"\nstopped by {error}", file=sys.stderr)
@@ -62,9 +63,10 @@ def guarded(command: Callable[[], int]) -> int:
 def fail(error: Exception, code: int, whose: str = "") -> int:
     """Print an error, after `whose` it is; with ATTNKIT_TRACEBACK=1, all of it."""
     if os.environ.get(TRACEBACK) == "1":
-        traceback.print_exception(error)
+        said = "".join(traceback.format_exception(error)).rstrip()
     else:
-        print(f"attnkit: {whose}{summary(error)}", file=sys.stderr, flush=True)
+        said = f"attnkit: {whose}{summary(error)}"
+    print(visible(said), file=sys.stderr, flush=True)
     return code
 
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from attnkit.lightning.files import replacing, write_csv
+from attnkit.lightning.telling.text import cell
 
 _log = logging.getLogger("attnkit.run")
 _MAX_SHOWN = 40
@@ -82,7 +82,7 @@ def show_class_scores(scores: Sequence[ClassScore], console: Console | None = No
     for score in shown:
         ratios = (score.precision, score.recall, score.f1)
         texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios]
-        table.add_row(escape(score.name), *texts, str(score.support))
+        table.add_row(cell(score.name), *texts, str(score.support))
     (console or Console()).print(table)
     log = StringIO()
     Console(file=log, width=120, color_system=None).print(table)

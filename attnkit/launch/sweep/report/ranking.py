@@ -10,6 +10,7 @@ from typing import Any
 from attnkit.launch.command import key_of
 from attnkit.launch.sweep.record import Trial
 from attnkit.lightning.files import write_csv
+from attnkit.lightning.telling.text import in_line
 
 FILE = "table.csv"
 EACH = "trials.csv"
@@ -64,7 +65,7 @@ class Row:
     @property
     def error(self) -> str:
         """Of a trial that has failed, in one line."""
-        return plain(" ".join(self.trials[0].error.split()))
+        return in_line(" ".join(self.trials[0].error.split()))
 
     @property
     def numbers(self) -> str:
@@ -176,11 +177,6 @@ def save(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
 def keys_of(rows: Sequence[Row]) -> list[str]:
     """The swept keys."""
     return list(dict.fromkeys(key for row in rows for key in row.trials[0].values))
-
-
-def plain(text: str) -> str:
-    """Without control characters; a sweep.json may come from anyone."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _spread_of(figure: str, rows: Sequence[Row]) -> list[str]:

@@ -25,7 +25,7 @@ from attnkit.launch.sweep.study.settings import JOURNAL, PREFIX, Settings
 from attnkit.launch.sweep.trial import Order
 from attnkit.lightning.callbacks.study import make_pruner, open_storage
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import write_text
 from attnkit.lightning.telling.numbers import three_digits
 
 if TYPE_CHECKING:
@@ -263,8 +263,7 @@ def _show_best(plan: _Plan, store: "Store", folder: Path) -> None:
         return
     words = plan.overrides({k: best.params[k] for k in plan.space})
     line = command_line(*words, permission=permission(plan.composer.config_dir, plan.allow))
-    with replacing(folder / BEST) as file:
-        file.write(f"{line}\n".encode())
+    write_text(folder / BEST, f"{line}\n")
     print(f"  best   {store.monitor} {three_digits(best.value)}: {folder / BEST}")
     if line != best_command(folder):  # that of another sweep in the same study
         print(f"the best run of the study:\n  {line}")
