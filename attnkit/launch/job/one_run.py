@@ -69,13 +69,12 @@ class Session:
         self._begin = begin
         self._started = time.perf_counter()
         self._seed()
-        self.start: Path | None = None
-        self.broken: list[checkpoints.CheckpointError] = []
-        """What is wrong with checkpoints newer than that to start from."""
+        self.newest = checkpoints.Newest(None, "", [])
         if self.kind.trains:
-            self.start, self.broken = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
-        if self.broken and self.start is None:
-            raise self.broken[0]
+            self.newest = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
+        self.start = self.newest.path
+        if self.newest.broken and self.start is None:
+            raise self.newest.broken[0]
         if config["ckpt"] is not None:
             checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
 
