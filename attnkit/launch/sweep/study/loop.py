@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnkit.launch.command import command_line, key_of, permission
-from attnkit.launch.config.compose import Composer, quoted
+from attnkit.launch.command import command_line, key_of, permission, quoted
+from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, is_sweeper, split, trial_folder
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.job import Job
@@ -238,20 +238,19 @@ def _pruning(store: "Store", words: Sequence[str]) -> tuple[str, ...]:
     if settings.pruner == "none":
         return ()
     # In the sweep's folder it stays where it is when the sweep is moved.
-    storage = store.url if settings.storage else f"${{run_dir}}/../{JOURNAL}"
     values = {
         "_target_": "attnkit.lightning.Pruning",
-        "folder": "${run_dir}",
-        "storage": storage,
-        "study": settings.study_name,
-        "sweep": store.sweep,
-        "monitor": store.monitor,
+        "folder": "'${run_dir}'",
+        "storage": quoted(store.url) if settings.storage else f"'${{run_dir}}/../{JOURNAL}'",
+        "study": quoted(settings.study_name),
+        "sweep": quoted(store.sweep),
+        "monitor": quoted(store.monitor),
         "pruner": settings.pruner,
     }
     own = f"{PREFIX}pruner_options"
     options = [w.lstrip("+").removeprefix(own) for w in words if key_of(w).startswith(own)]
     return (
-        *(f"++callbacks.pruning.{key}={quoted(value)}" for key, value in values.items()),
+        *(f"++callbacks.pruning.{key}={value}" for key, value in values.items()),
         *(f"++callbacks.pruning.options{option}" for option in options),
     )
 
