@@ -3,6 +3,7 @@
 Some libraries hide what an error comes from: data workers, other ranks, the disk, allocators.
 """
 
+import errno
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
 
 _KILLED = re.compile(r"DataLoader worker \(pid.*?(is killed by signal: .*?\.|exited unexpectedly)")
+_SHARED = re.compile(r"out of shared memory|shared memory ?\(shm\)|</torch_\w+>")
 _IN_WORKER = re.compile(r"^Caught \S+ in (DataLoader worker|pin memory thread)")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>\S+)')
 _PEER = re.compile(r"gloo/|ProcessGroup|NCCL|Connection closed by peer|Connection reset by peer")
@@ -114,6 +116,12 @@ def cause(error: BaseException) -> str:
     """One or two lines for an error whose own message does not say it, or nothing."""
     text = str(error)
     killed = _KILLED.search(text)
+    if _SHARED.search(text) or _is_semaphore_refused(error):
+        said = killed[0].rstrip(".") if killed else "a DataLoader worker can't send a batch"
+        return (
+            f"{said}: shared memory is full\n"
+            "  make /dev/shm larger (docker run --shm-size=8g), or data.num_workers=0"
+        )
     if killed or _is_worker_gone(error):
         said = killed[0].rstrip(".") if killed else "a DataLoader worker has ended"
         return f"{said}\n  the system kills what takes too much memory; fewer workers take less"
@@ -131,6 +139,13 @@ def cause(error: BaseException) -> str:
         said = re.sub(r"\[[^\]]*\](:\d+)?", "", first_line(error)).split(". ")[0].strip()
         return f"another process of this run {how} ({said})"
     return ""
+
+
+def _is_semaphore_refused(error: BaseException) -> bool:
+    """Whether a queue could not be made, whose semaphores are in shared memory."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    return is_full and any(file.endswith("multiprocessing/synchronize.py") for file in files)
 
 
 def _is_worker_gone(error: BaseException) -> bool:

@@ -39,8 +39,8 @@ NAMES = (
     "&a", "!a", "%a", "#a", "a#b", "a: b", "- a", "? a", "a,b", "a=b", "a;b", "a|b", " a", "a ",
     "a  b", "a\nb", "\n", "a\tb", "a\rb", "\x1b]0;x\x07", "\x1b[31ma", "\x7f", "\x9b31m",
     "\u202eabc", "\u2028", "\ufeffa", "é", "e\u0301", "日本", "हिन्दी", "می\u200cخواهم",
-    "👩\u200d🔬", "caf\udce9", "\udcff", "x" * 200, "nul", ".a", "..a", "a.b", "a.", "latest", "train",
-    "_target_",
+    "👩\u200d🔬", "caf\udce9", "\udcff", "x" * 200, "nul", ".a", "..a", "a.b", "a.", "latest",
+    "train", "_target_",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.job.kinds import kind_of, named
 from attnkit.launch.job.parts import fill, module_parts, rehearse
 from attnkit.launch.job.trainer import make_trainer
+from attnkit.lightning._private import report_lost_batches
 from attnkit.lightning.build.build import build
 from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
@@ -69,6 +70,7 @@ class Session:
         self._begin = begin
         self._started = time.perf_counter()
         self._seed()
+        report_lost_batches()
         self.newest = checkpoints.Newest(None, "", [])
         if self.kind.trains:
             self.newest = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
