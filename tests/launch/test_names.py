@@ -13,11 +13,14 @@ import unicodedata
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+import attnkit as toolkit
 from attnkit.launch.command import command_line, quoted, setting
 from attnkit.launch.config.compose import Composer, readable
 from attnkit.launch.errors import fail
@@ -25,6 +28,7 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.job.request import Request, decide
 from attnkit.launch.job.screen import logging_to
 from attnkit.launch.processes.python import command_of, print_anything
+from attnkit.launch.sweep.record import read_sweep
 from attnkit.lightning import UserError
 from attnkit.lightning.files import write_csv, write_text
 from attnkit.lightning.telling.say import say
@@ -147,6 +151,12 @@ def test_nothing_in_a_name_reaches_a_terminal_or_a_log(tmp_path, monkeypatch):
         assert not unseen(text)
 
 
+def guarded(name):
+    """As a table has it."""
+    shown = name.encode("utf-8", "backslashreplace").decode()
+    return f"'{shown}" if shown[0] in "=+@\t\r-" and shown != "-1.5" else shown
+
+
 def test_tables_hold_no_formula_and_every_name(tmp_path):
     """Numbers stay numbers, whatever their sign; who reads the rest takes one apostrophe away."""
     rows = [(name, f"{-i / 7:.3f}", -i) for i, name in enumerate(ALL)]
@@ -192,3 +202,68 @@ def test_a_process_imports_from_where_this_one_does(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, "é\udce9'", str(Path.cwd())])
     done = subprocess.run(command_of("asked", "x"), capture_output=True, text=True)
     assert (done.stdout, done.returncode) == (f"{sys.path!a} x\n", 7), done.stderr
+
+
+SHADOWING = ("statistics", "queue", "data", "token", "random", "csv", "torch", "yaml", "tasks")
+LEAN = (
+    "model.depth=1", "model.dim=16", "model.num_heads=2", "trainer.limit_batches=2",
+    "trainer=cpu", "callbacks.curves=null", "callbacks.cost=null", "data.num_workers=0",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_from_training_to_export(start, monkeypatch):
+    """Every name as class, file and folder; output in ASCII; a folder full of shadowing files."""
+    here = Path("josé ${oc.env:ATTNKIT_SECRET} 'e\u0301\"")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name in SHADOWING:
+        Path(f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
+    names = sorted({name for name in NAMES if "/" not in name and name[0] != "."})
+    for split in ("train", "val", "test", "new"):
+        for number, name in enumerate(names):
+            folder = Path("images", split) if split == "new" else Path("images", split, name)
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = np.full((8, 8, 3), 3 * number, np.uint8)
+            file = folder / (f"{name}.png" if split == "new" else f"{number}.png")
+            with file.open("wb") as stream:
+                Image.fromarray(pixels).save(stream, "png")
+
+    def run(*argv):
+        done = start(*argv, PYTHONIOENCODING="ascii", ATTNKIT_SECRET="secret").done()
+        assert done.code == 0, done.out
+        assert done.out.isascii()
+        assert not unseen(done.out)
+        assert "secret" not in done.out
+
+    def classes(folder):
+        return folders.load_config(Path(folder))["module"]["class_names"]
+
+    image_data = ("data=image_folder", "data.root=images", "data.image_size=8")
+    run(*LEAN, *image_data, "trainer=cpu_ddp", "trainer.max_epochs=1", "run_dir=run")
+    assert classes("run") == names
+    run("resume=run", "trainer.max_epochs=2")
+    assert classes("run") == names
+    run("--config", "run", "trainer.max_epochs=1", "run_dir=again")
+    assert classes("again") == names
+    run("run=test", "ckpt=run", "run_dir=tested")
+    with Path("tested/per_class.csv").open(newline="", encoding="utf-8") as file:
+        shown = [row["class"] for row in csv.DictReader(file)]
+    assert [guarded(name) for name in names] == shown
+    run("run=predict", "ckpt=run", "images=images/new", "run_dir=predicted")
+    with Path("predicted/predictions.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["file"] for row in rows) == sorted(guarded(f"{name}.png") for name in names)
+    assert {row["label"] for row in rows} <= {guarded(name) for name in names}
+    run("run=explain", "ckpt=run", "images=images/new", "run_dir=explained")
+    run("run=export", "ckpt=run", "run_dir=exported", "export.formats=[]")
+    assert toolkit.load("exported").class_names == names
+    run("-m", *LEAN, *image_data, "seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2",
+        "trainer.max_epochs=1", "run_dir=sweep")  # fmt: skip
+    assert [classes(trial.folder) for trial in read_sweep(Path("sweep")).trials] == [names] * 2
+    texts = [path for path in Path.cwd().rglob("*") if path.suffix in (".log", ".csv", ".yaml")]
+    assert len(texts) > 9
+    for path in texts:
+        text = path.read_text("utf-8")
+        assert "secret" not in text
+        assert path.suffix == ".csv" or not unseen(text)

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from attnkit.lightning.files import replacing, write_csv
-from attnkit.lightning.telling.text import cell
+from attnkit.lightning.telling.text import cell, in_line, in_picture
 
 _log = logging.getLogger("attnkit.run")
 _MAX_SHOWN = 40
@@ -111,8 +111,7 @@ def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) ->
     figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
     if count <= _MAX_NAMES:
         size = 10 if count <= _MAX_NUMBERS else 6
-        # A dollar sign would start a formula.
-        names = [_short(name).replace("$", r"\$") for name in class_names]
+        names = [in_picture(_short(in_line(name))) for name in class_names]
         upright = 90 if max(map(len, names)) > 4 else 0
         axes.set_xticks(range(count), names, rotation=upright, fontsize=size)
         axes.set_yticks(range(count), names, fontsize=size)

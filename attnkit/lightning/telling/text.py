@@ -27,3 +27,8 @@ def cell(text: str) -> str:
     from rich.markup import escape
 
     return escape(in_line(text))
+
+
+def in_picture(text: str) -> str:
+    """A text for matplotlib, which reads dollar signs as formulas."""
+    return visible(text).replace("$", r"\$")
