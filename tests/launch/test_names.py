@@ -253,7 +253,8 @@ def test_from_training_to_export(start, monkeypatch):
     run("run=predict", "ckpt=run", "images=images/new", "run_dir=predicted")
     with Path("predicted/predictions.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert sorted(row["file"] for row in rows) == sorted(guarded(f"{name}.png") for name in names)
+    shown = [name.encode("utf-8", "backslashreplace").decode() for name in names]
+    assert sorted(Path(row["path"]).name for row in rows) == sorted(f"{n}.png" for n in shown)
     assert {row["label"] for row in rows} <= {guarded(name) for name in names}
     run("run=explain", "ckpt=run", "images=images/new", "run_dir=explained")
     run("run=export", "ckpt=run", "run_dir=exported", "export.formats=[]")

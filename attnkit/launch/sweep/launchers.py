@@ -37,6 +37,8 @@ from attnkit.lightning.files import absolute, replacing
 
 BASIC = "basic"
 _POLL = 0.1
+_SAFE_PATH = "PYTHONSAFEPATH"
+"""With it `python -m` does not import from the working directory, from Python 3.11 on."""
 _GRACE = 30.0  # seconds a trial has to end by itself once whoever watches it has to end
 _STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)
 
@@ -198,7 +200,12 @@ class Launch:
     def _submit(self, apart: "_Apart", numbers: Sequence[int]) -> list[Any]:
         """A job for each trial, with the methods `done` and `exception`."""
         if isinstance(self.settings, Submitit):
-            return self._executor(apart.order.sweep).map_array(apart, numbers)
+            from submitit.core.utils import environment_variables
+
+            executor = self._executor(apart.order.sweep)
+            given = {_SAFE_PATH: os.environ.get(_SAFE_PATH, ""), **apart.environment}
+            with environment_variables(**{_SAFE_PATH: "1"}):  # of submitit's own processes
+                return executor.map_array(replace(apart, environment=given), numbers)
         many = self.settings.n_jobs
         many = many if many > 0 else max(1, (os.cpu_count() or 1) + 1 + many)
         pool = ThreadPoolExecutor(min(many, len(numbers)))

@@ -191,7 +191,7 @@ class SafeCheckpoints(Callback):
 
 
 def _progress(path: Path) -> tuple[float, float]:
-    """The steps before a checkpoint, then all that Lightning has counted; inf if unknown."""
+    """The steps before a checkpoint, then all that Lightning has counted; inf if unreadable."""
 
     def total(counts: Any) -> int:
         if not isinstance(counts, dict):
@@ -200,8 +200,8 @@ def _progress(path: Path) -> tuple[float, float]:
         return own + sum(map(total, counts.values()))
 
     try:
-        found = torch.load(path, "cpu", weights_only=True, mmap=True)
-        return int(found["global_step"]), total(found.get("loops"))
+        found = dict(torch.load(path, "cpu", weights_only=True, mmap=True))
+        return int(found.get("global_step", -1)), total(found.get("loops"))
     except Exception:  # `load` says what is wrong with it
         return math.inf, math.inf
 

@@ -163,11 +163,13 @@ def test_the_newest_intact_one(tmp_path, checkpoint):
         loops = {"fit_loop": {"val_loop.batch_progress": {"total": {"ready": validated}}}}
         save({**checkpoint, "global_step": step, "loops": loops}, tmp_path / f"{name}.ckpt")
         os.utime(tmp_path / f"{name}.ckpt", (10**9 + age, 10**9 + age))
+    foreign = {key: value for key, value in checkpoint.items() if key != "global_step"}
+    save(foreign, tmp_path / "foreign.ckpt")
     last = tmp_path / "last.ckpt"
-    assert newest_intact(tmp_path) == (last, "step 12, the furthest of 4 checkpoints", [])
+    assert newest_intact(tmp_path) == (last, "step 12, the furthest of 5 checkpoints", [])
     last.write_bytes(last.read_bytes()[:-200])
     path, why, (error,) = newest_intact(tmp_path)
-    assert (path, why) == (tmp_path / "same.ckpt", "step 12, the furthest of 4 checkpoints")
+    assert (path, why) == (tmp_path / "same.ckpt", "step 12, the furthest of 5 checkpoints")
     assert str(last) in str(error)
 
 
