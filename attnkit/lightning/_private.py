@@ -50,7 +50,8 @@ def report_lost_batches() -> None:
     Python's queue prints why, most often that shared memory is full, and drops the batch, and the
     loader waits for it without an end (pytorch#1355).
     """
-    report = Queue._on_queue_feeder_error
+    queues: Any = Queue
+    report = queues._on_queue_feeder_error
 
     def failed(queue: Any, error: Exception, item: Any) -> None:
         if is_data_worker() and isinstance(item, tuple) and len(item) == 2:
@@ -59,7 +60,7 @@ def report_lost_batches() -> None:
             report(error, item)
 
     if isinstance(vars(Queue)["_on_queue_feeder_error"], staticmethod):  # not done yet
-        Queue._on_queue_feeder_error = failed
+        queues._on_queue_feeder_error = failed
 
 
 def set_num_updates(metric: Metric, count: int) -> None:
