@@ -1,5 +1,6 @@
 """`python -m attnkit …`, which is also the command `attnkit`."""
 
+import os
 import sys
 
 
@@ -7,9 +8,11 @@ def main() -> int:
     """Run the command line; returns the exit code."""
     from attnkit.launch.errors import guarded
     from attnkit.launch.processes.openmp import limit_spinning
+    from attnkit.launch.processes.python import print_anything
     from attnkit.launch.signals import end_on_signals, ignore_signals
 
     limit_spinning()
+    print_anything()
 
     def launch() -> int:
         end_on_signals(acknowledge=True)
@@ -22,5 +25,18 @@ def main() -> int:
     return code
 
 
+def _import_as_installed() -> None:
+    """Not from the working directory, which `python -m` puts first: it may hold a statistics.py.
+
+    Where attnkit itself lies there, it comes last.
+    """
+    here = os.getcwd()
+    if sys.path[0] in ("", here):
+        del sys.path[0]
+        if os.path.dirname(os.path.dirname(__file__)) == here:
+            sys.path.append(here)
+
+
 if __name__ == "__main__":
+    _import_as_installed()
     sys.exit(main())

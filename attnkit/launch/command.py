@@ -5,6 +5,11 @@ import shlex
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
+
+DOUBLE = '"'
+QUESTION_MARKS = "attnkit.question_marks"
+"""The resolver of OmegaConf that gives `???`."""
 
 
 def command_line(*words: str, permission: Sequence[str] = ()) -> str:
@@ -24,10 +29,33 @@ def permission(config_dir: str | Path | None, allow: Sequence[str]) -> tuple[str
 def setting(key: str, path: Path) -> str:
     """`key=path`, quoted where Hydra needs it. The shell's quotes are not in it."""
     text = str(path)
-    if re.fullmatch(r"[\w./+-]+", text):
-        return f"{key}={text}"
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{key}="{escaped}"'
+    plain = re.fullmatch(r"[\w./+-]+", text, re.ASCII)
+    return f"{key}={text if plain else quoted(text, DOUBLE)}"
+
+
+def quoted(text: str, mark: str = "'") -> str:
+    """A text as Hydra's overrides quote it, whatever is in it.
+
+    There a backslash escapes only the quotation mark, and itself before one.
+    """
+    escaped = re.sub(
+        rf"(\\*)({mark}|\Z)", lambda m: 2 * m[1] + (m[2] and f"\\{mark}"), literal(text)
+    )
+    return f"{mark}{escaped}{mark}"
+
+
+def literal(value: Any) -> Any:
+    """A value that OmegaConf takes as it stands: `${…}` in its texts means nothing, nor does `???`.
+
+    For what comes from files and folders. `compose.py` has the resolver.
+    """
+    if isinstance(value, dict):
+        return {key: literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [literal(item) for item in value]
+    if value == "???":
+        return f"${{{QUESTION_MARKS}:}}"
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def key_of(override: str) -> str:

@@ -3,6 +3,7 @@
 Some libraries hide what an error comes from: data workers, other ranks, the disk, allocators.
 """
 
+import errno
 import os
 import re
 import sys
@@ -12,11 +13,13 @@ from pathlib import Path
 
 from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError, first_line
+from attnkit.lightning.telling.text import visible
 
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
 
 _KILLED = re.compile(r"DataLoader worker \(pid.*?(is killed by signal: .*?\.|exited unexpectedly)")
+_SHARED = re.compile(r"out of shared memory|shared memory ?\(shm\)|</torch_\w+>")
 _IN_WORKER = re.compile(r"^Caught \S+ in (DataLoader worker|pin memory thread)")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>\S+)')
 _PEER = re.compile(r"gloo/|ProcessGroup|NCCL|Connection closed by peer|Connection reset by peer")
@@ -47,7 +50,7 @@ def guarded(command: Callable[[], int]) -> int:
     except UserError as error:
         return fail(error, WRONG_INPUT)
     except Interrupted as error:
-        print(f"\n{error}", file=sys.stderr)
+        print(visible(f"\n{error}"), file=sys.stderr)
         return error.code
     except StoppedBySignal as error:
         print(f"\nstopped by {error}", file=sys.stderr)
@@ -62,9 +65,10 @@ def guarded(command: Callable[[], int]) -> int:
 def fail(error: Exception, code: int, whose: str = "") -> int:
     """Print an error, after `whose` it is; with ATTNKIT_TRACEBACK=1, all of it."""
     if os.environ.get(TRACEBACK) == "1":
-        traceback.print_exception(error)
+        said = "".join(traceback.format_exception(error)).rstrip()
     else:
-        print(f"attnkit: {whose}{summary(error)}", file=sys.stderr, flush=True)
+        said = f"attnkit: {whose}{summary(error)}"
+    print(visible(said), file=sys.stderr, flush=True)
     return code
 
 
@@ -112,6 +116,12 @@ def cause(error: BaseException) -> str:
     """One or two lines for an error whose own message does not say it, or nothing."""
     text = str(error)
     killed = _KILLED.search(text)
+    if _SHARED.search(text) or _is_semaphore_refused(error):
+        said = killed[0].rstrip(".") if killed else "a DataLoader worker can't send a batch"
+        return (
+            f"{said}: shared memory is full\n"
+            "  make /dev/shm larger (docker run --shm-size=8g), or data.num_workers=0"
+        )
     if killed or _is_worker_gone(error):
         said = killed[0].rstrip(".") if killed else "a DataLoader worker has ended"
         return f"{said}\n  the system kills what takes too much memory; fewer workers take less"
@@ -129,6 +139,13 @@ def cause(error: BaseException) -> str:
         said = re.sub(r"\[[^\]]*\](:\d+)?", "", first_line(error)).split(". ")[0].strip()
         return f"another process of this run {how} ({said})"
     return ""
+
+
+def _is_semaphore_refused(error: BaseException) -> bool:
+    """Whether a queue could not be made, whose semaphores are in shared memory."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    return is_full and any(file.endswith("multiprocessing/synchronize.py") for file in files)
 
 
 def _is_worker_gone(error: BaseException) -> bool:

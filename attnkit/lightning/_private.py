@@ -7,6 +7,7 @@ is there. Each says why nothing public does.
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from multiprocessing.queues import Queue
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.worker import _worker_loop
 from torchmetrics import Metric
@@ -40,6 +42,25 @@ def is_data_worker() -> bool:
     """Whether a `DataLoader` started this process; `get_worker_info` knows it later than a signal
     may come."""
     return getattr(multiprocessing.current_process(), "_target", None) is _worker_loop
+
+
+def report_lost_batches() -> None:
+    """From now on a batch that a data worker cannot send is an error of the loader.
+
+    Python's queue prints why, most often that shared memory is full, and drops the batch, and the
+    loader waits for it without an end (pytorch#1355).
+    """
+    queues: Any = Queue
+    report = queues._on_queue_feeder_error
+
+    def failed(queue: Any, error: Exception, item: Any) -> None:
+        if is_data_worker() and isinstance(item, tuple) and len(item) == 2:
+            queue.put((item[0], ExceptionWrapper(where="in DataLoader worker process")))
+        else:
+            report(error, item)
+
+    if isinstance(vars(Queue)["_on_queue_feeder_error"], staticmethod):  # not done yet
+        queues._on_queue_feeder_error = failed
 
 
 def set_num_updates(metric: Metric, count: int) -> None:

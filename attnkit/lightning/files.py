@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SHARED_FOLDER = "ATTNKIT_SHARED"
 """In the environment, the folder in which a sweep's trials share decoded images while it runs."""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _URL = re.compile(r"[A-Za-z][\w+.-]+::?//?|[\w+.-]+::", re.ASCII)  # also fsspec's zip::https://…
 
 
@@ -31,13 +32,37 @@ def in_log_folder(trainer: "Trainer", given: str | os.PathLike[str] | None, name
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table, whole or not there; folders are made as needed."""
+    r"""A table, whole or not there; folders are made as needed.
+
+    A text that begins as a formula does (`=`, `+`, `-`, `@`) gets an apostrophe before it, unless
+    it is a number: spreadsheets run formulas, and names of files and classes come from anyone. What
+    is no character, as in the name of a file that is not UTF-8, is written `\udce9`.
+    """
     with replacing(path) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
         writer = csv.writer(text)
-        writer.writerow(header)
-        writer.writerows(rows)
+        writer.writerow(map(_no_formula, header))
+        writer.writerows(map(_no_formula, row) for row in rows)
         text.detach()
+
+
+def _no_formula(cell: Any) -> Any:
+    if isinstance(cell, str) and cell[:1] in _FORMULA:
+        try:
+            float(cell)
+        except ValueError:
+            return f"'{cell}"
+    return cell
+
+
+def write_text(path: Path, text: str) -> None:
+    r"""A text in UTF-8, whole or not there.
+
+    What is no character, as in the name of a file that is not UTF-8, is written `\udce9`, which
+    YAML and JSON read back.
+    """
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 @contextmanager

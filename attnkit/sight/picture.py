@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attnkit.lightning.files import replacing
+from attnkit.lightning.telling.text import in_picture
 from attnkit.sight.colours import Scale, as_numbers, overlaid
 
 _SIDE = 2.0  # inches of an image
@@ -72,7 +73,7 @@ def draw(rows: Sequence[Row], across: int = _ACROSS, heading: str = "") -> Figur
     y = _GAP
     if heading:
         at = 1 - _GAP / figure.get_figheight()
-        figure.text(0.5, at, plain(heading), fontsize=12, ha="center", va="top")
+        figure.text(0.5, at, in_picture(heading), fontsize=12, ha="center", va="top")
         y = _HEADING
     for row, some in zip(rows, lines, strict=True):
         first = y + _above(some[0])
@@ -119,18 +120,13 @@ def as_picture(image: Annotated[Tensor, "channels height width"]) -> np.ndarray:
     return floats.permute(1, 2, 0).numpy()
 
 
-def plain(text: str) -> str:
-    """Escaped for matplotlib, which reads dollar signs as formulas."""
-    return text.replace("$", r"\$")
-
-
 def _draw(axes: Any, panel: Panel, row: Row, longest: int) -> None:
     lines = (line if len(line) <= longest else f"{line[: longest - 1]}…"
              for line in panel.title.split("\n"))  # fmt: skip
-    axes.set_title(plain("\n".join(lines)), fontsize=9, loc="left")
+    axes.set_title(in_picture("\n".join(lines)), fontsize=9, loc="left")
     if panel.below:
         at = {"ha": "center", "va": "top", "fontsize": 7, "transform": axes.transAxes}
-        axes.text(0.5, -0.04, panel.below, **at)
+        axes.text(0.5, -0.04, in_picture(panel.below), **at)
     if not _is_curve(panel):
         axes.axis("off")
     if panel.values is None:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import multiprocessing.queues
 from pathlib import Path
 
 import hydra._internal.callbacks
@@ -91,6 +92,7 @@ def test_they_stand_in_two_files():
         (fabric_data, "_set_sampler_epoch"),
         (LightningModule(), "_current_fx_name"),
         (LightningModule(), "_trainer"),
+        (multiprocessing.queues.Queue, "_on_queue_feeder_error"),
         (torch.nn.Module, "_compiled_call_impl"),
         (launchers, "_SubprocessScriptLauncher"),
         (torch.utils._pytree, "tree_leaves"),

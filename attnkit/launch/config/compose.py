@@ -4,6 +4,7 @@ What Hydra accepts silently (unknown keys in a file, `${typo}`, relative paths) 
 its errors become `UserError`s of at most three lines.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from attnkit.launch.command import nearest
+from attnkit.launch.command import QUESTION_MARKS, nearest, quoted
 from attnkit.launch.config._hydra import (
     ConfigLoaderImpl,
     Hydra,
@@ -46,23 +47,25 @@ CONFIG_NAME = "config"
 OmegaConf.register_new_resolver(
     "only_for", lambda value, choice, *owners: value if choice in owners else None, replace=True
 )
-
-
-def quoted(text: str) -> str:
-    """A text as Hydra's overrides quote it, whatever is in it."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+OmegaConf.register_new_resolver(QUESTION_MARKS, lambda: "???", replace=True)
 
 
 def readable(override: str) -> str:
-    """A path as it is typed, quoted for Hydra where that could not read it: with "=" in it, as the
-    folders of a sweep's trials have, and with "," too if there is such a path."""
-    key, _, path = override.partition("=")
-    is_path = key in ("ckpt", "images", "init", "resume", "run_dir", "sweep")
-    plain = re.fullmatch(r"[\w./~@:+ -]+(=[\w./~@:+, -]*)+", path)
-    if not (is_path and plain) or ("," in path and not Path(path).expanduser().exists()):
+    """An override as it is typed, its value quoted for Hydra where that could not read it.
+
+    These are values with letters that are not ASCII; paths with "=" in them, as the folders of a
+    sweep's trials have; and whatever path there is.
+    """
+    key, _, value = override.partition("=")
+    if re.fullmatch(r"[\w./@:+-]*", value, re.ASCII) or value[0] in "'\"":
         return override
-    return f"{key}={quoted(path)}"
+    is_path = key in ("ckpt", "images", "init", "resume", "run_dir", "sweep")
+    plain = re.fullmatch(r"[\w./~@:+ =\x80-\U0010ffff-]+", value)
+    if is_path and (plain or os.path.exists(os.path.expanduser(value))):
+        return f"{key}={quoted(value)}"
+    if plain and "=" not in value and not value.isascii():
+        return f"{key}={quoted(value)}"
+    return override
 
 
 class Composer:

@@ -23,8 +23,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from attnkit.launch.command import key_of
-from attnkit.launch.config.compose import Composer, quoted
+from attnkit.launch.command import key_of, quoted
+from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.signatures import known
 from attnkit.launch.config.sources import Origins
 from attnkit.launch.config.validate import check_arguments

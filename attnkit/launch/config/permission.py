@@ -45,7 +45,9 @@ class Consent:
                 named[package] = None
             problem = allowlist.objection(target, tuple(named)) or _wrong_kind(target)
             if problem is None or (
-                allowlist.is_unknown(package) and not signatures.source_of(package)
+                package.isidentifier()
+                and allowlist.is_unknown(package)
+                and not signatures.source_of(package)
             ):
                 continue  # there is no such package, which validate() says better
             where = origins.of(key) if origins else ""

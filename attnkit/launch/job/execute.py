@@ -198,6 +198,8 @@ def _write_down(job: Job, session: Session) -> None:
     if not job.begun:
         origin.started(job.folder, job.command, session.trainer, session.from_data)
         screen.header(job, session)
+    if session.start:
+        screen.say(f"from {session.start}: {session.newest.why}")
     job.begun = True
 
 

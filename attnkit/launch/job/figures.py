@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 
 from attnkit.lightning.telling.numbers import seconds, with_prefix
+from attnkit.lightning.telling.text import cell
 
 _COLUMNS = {
     ("test/", ""): "test",
@@ -29,7 +30,7 @@ def tables(title: str, results: Mapping[str, float]) -> Iterator[Table]:
         for column in columns:
             table.add_column(column, justify="right")
         for metric in sorted(metrics):
-            table.add_row(metric, *(metrics[metric].get(column, "") for column in columns))
+            table.add_row(cell(metric), *(metrics[metric].get(column, "") for column in columns))
         if "best_epoch" in results and "test" in columns:
             table.caption = "test: the checkpoint of the best epoch"
             table.caption_justify = "left"
@@ -39,7 +40,7 @@ def tables(title: str, results: Mapping[str, float]) -> Iterator[Table]:
         rest.add_column()
         rest.add_column(justify="right")
         for name in sorted(shown, key=lambda name: ("/" not in name, name)):
-            rest.add_row(name, shown[name])
+            rest.add_row(cell(name), shown[name])
         yield rest
 
 

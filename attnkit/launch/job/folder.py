@@ -18,7 +18,7 @@ import yaml
 
 from attnkit.launch.command import setting
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.files import absolute, refuse_url, replacing
+from attnkit.lightning.files import absolute, refuse_url, write_text
 
 OUTPUTS = "outputs"
 CONFIG = "config.yaml"
@@ -148,8 +148,7 @@ def save_config(folder: Path, config: Mapping[str, Any]) -> None:
     text = yaml.dump(
         dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf
     )
-    with replacing(folder / CONFIG) as file:
-        file.write(f"# Written by attnkit; every value the run used.\n{text}".encode())
+    write_text(folder / CONFIG, f"# Written by attnkit; every value the run used.\n{text}")
 
 
 def load_config(folder: Path) -> dict[str, Any]:
@@ -222,8 +221,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def _save_json(path: Path, content: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
-        file.write(f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode())
+    write_text(path, f"{json.dumps(content, indent=2, allow_nan=False)}\n")
 
 
 def find(

@@ -23,6 +23,7 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.job.kinds import kind_of, named
 from attnkit.launch.job.parts import fill, module_parts, rehearse
 from attnkit.launch.job.trainer import make_trainer
+from attnkit.lightning._private import report_lost_batches
 from attnkit.lightning.build.build import build
 from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
@@ -69,13 +70,13 @@ class Session:
         self._begin = begin
         self._started = time.perf_counter()
         self._seed()
-        self.start: Path | None = None
-        self.broken: list[checkpoints.CheckpointError] = []
-        """What is wrong with checkpoints newer than that to start from."""
+        report_lost_batches()
+        self.newest = checkpoints.Newest(None, "", [])
         if self.kind.trains:
-            self.start, self.broken = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
-        if self.broken and self.start is None:
-            raise self.broken[0]
+            self.newest = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
+        self.start = self.newest.path
+        if self.newest.broken and self.start is None:
+            raise self.newest.broken[0]
         if config["ckpt"] is not None:
             checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch.job.folder import ORIGIN
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import write_text
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -75,19 +75,32 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The revision of the repository around a folder, and whether tracked files differ from it."""
+    """The revision of the repository around a folder, and whether tracked files differ from it.
+
+    None where that can't be told. The repository may be a stranger's, unpacked from an archive, and
+    its configuration names programs that `git status` runs: `core.fsmonitor`, filters of files,
+    what fetches missing objects. None of them is run here, in submodules neither, so that a file
+    which a filter changes (LFS) differs once it was written to.
+    """
     revision = _git(folder, "rev-parse", "HEAD")
     if not revision:
         return None
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    keys = _git(folder, "config", "--list", "--name-only", "-z")
+    filters = [key for key in (keys or "").split("\0") if key.startswith("filter.")]
+    if keys is None or any("=" in key for key in filters):  # -c would take it for another key
+        return {"revision": revision, "dirty": None}
+    off = [word for key in filters for word in ("-c", f"{key}=")]
+    options = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+    changes = _git(folder, *off, "status", *options)
     return {"revision": revision, "dirty": None if changes is None else bool(changes)}
 
 
 def _git(folder: Path, *words: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", folder, *words],
-            capture_output=True, text=True, timeout=_SLOW, check=False,
+            ["git", "--no-optional-locks", "-c", "core.fsmonitor=", "-C", folder, *words],
+            env={**os.environ, "GIT_ALLOW_PROTOCOL": "none"}, errors="surrogateescape",
+            encoding="utf-8", capture_output=True, timeout=_SLOW, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -118,5 +131,4 @@ def _now() -> str:
 
 
 def _save(folder: Path, content: dict[str, Any]) -> None:
-    with replacing(folder / ORIGIN) as file:
-        file.write(f"{json.dumps(content, indent=2)}\n".encode())
+    write_text(folder / ORIGIN, f"{json.dumps(content, indent=2)}\n")

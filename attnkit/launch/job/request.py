@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnkit.launch.command import command_line, dotted_key, permission
+from attnkit.launch.command import command_line, dotted_key, literal, permission
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer, task_config
 from attnkit.launch.config.permission import Consent, allowed_by
@@ -103,7 +103,7 @@ class Request:
         """The configuration with these values, resolved and checked."""
         config = config.copy()
         for key, value in values.items():
-            OmegaConf.update(config, key, value, force_add=True)
+            OmegaConf.update(config, key, literal(value), force_add=True)
         plain = self.composer.plain(config, self.origins)
         self.consent.check(plain, self.origins)  # first: nothing that is refused is even read
         validate(plain, self.origins)
@@ -113,7 +113,7 @@ class Request:
 def decide(request: Request, run_dir: Path | None = None) -> Job:
     """The job a command line asks for; `run_dir` is where a trial of a sweep belongs."""
     if run_dir is not None:
-        request.config["run_dir"] = str(run_dir)
+        request.config["run_dir"] = literal(str(run_dir))
     config, kind = request.config, request.kind
     if run_dir is not None and not kind.in_sweeps:
         raise UserError(f"run={kind.name}: not with -m; one configuration at a time")
@@ -128,7 +128,7 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
         request = _on_base(request, request.base)
         config = request.config
     if config.get("init") is not None:
-        config["init"] = folders.initial(str(config["init"]))
+        config["init"] = literal(folders.initial(str(config["init"])))
     fresh = run_dir is None and config.get("run_dir") is None
     folder = run_dir or request.folder()
     top = request.plain(config, run_dir=str(folder))
@@ -303,10 +303,10 @@ def _on_base(request: Request, base: Path) -> Request:
     """
     saved = folders.read_config(base)
     old = Path(str(saved.get("run_dir") or base.parent))
-    saved = folders.relocate(saved, old, Path("${run_dir}"))
+    saved = folders.relocate(literal(saved), Path(literal(str(old))), Path("${run_dir}"))
     kept = ("init", "seeds", "splits")
     saved |= {key: value for key, value in CONTROLS.items() if key not in kept}
-    saved["run_dir"] = request.config["run_dir"]
+    saved["run_dir"] = literal(request.config["run_dir"])
     for key in origin.load(base.parent).get("from_data", []):
         part, _, name = str(key).partition(".")
         if name in (saved.get(part) or {}):
@@ -328,7 +328,7 @@ def _evaluation(request: Request) -> Job:
     else:
         saved = folders.load_config(home)
         folder = request.folder(str(saved["task"]))
-        saved = {**folders.relocate(saved, home, folder), **CONTROLS}
+        saved = {**literal(folders.relocate(saved, home, folder)), **CONTROLS}
         # A quick look at training is no reason to test or predict on a part of the images.
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
         if saved.get("export") is None:  # the run is older than it
@@ -408,4 +408,4 @@ def check_resumable(changes: Sequence[str]) -> None:
 
 
 def _overlaid(request: Request, saved: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    return request.plain(request.composer.overlay(saved, changes))
+    return request.plain(request.composer.overlay(literal(saved), changes))

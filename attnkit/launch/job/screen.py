@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich import get_console
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from attnkit.launch.job.figures import tables
@@ -23,6 +22,7 @@ from attnkit.launch.job.folder import RESULTS
 from attnkit.lightning.errors import RunError, UserError
 from attnkit.lightning.telling.say import log as _log
 from attnkit.lightning.telling.say import say
+from attnkit.lightning.telling.text import cell, visible
 
 if TYPE_CHECKING:
     from attnkit.launch.job.job import Job
@@ -60,6 +60,13 @@ def quiet(rank: int = 0) -> None:
         notices.addHandler(_Notices())
 
 
+class _Visible(logging.Formatter):
+    """Names of files and classes do nothing to the terminal that shows the log, either."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 class _Notices(logging.Handler):
     """What attnkit's parts say by Python's logging: a line of the run."""
 
@@ -78,7 +85,7 @@ def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[No
     )
     prefix = f"rank {rank}: " if rank and not own else ""
     file.addFilter(lambda record: not _UNHELPFUL.search(record.getMessage()))
-    file.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(_Visible(f"%(asctime)s {prefix}%(message)s", "%Y-%m-%d %H:%M:%S"))
     handler: logging.Handler = file
     if rank and not own:  # until an error comes, or for ever
         handler = MemoryHandler(10_000, logging.ERROR, target=file, flushOnClose=False)
@@ -111,7 +118,7 @@ def _show_warning(
 ) -> None:
     if _is_hers(message, category, filename):
         _keep_warning(message, category, filename, lineno)
-        print_(f"[yellow]warning[/yellow] {escape(_one_line(message)[:400])}")
+        print_(f"[yellow]warning[/yellow] {cell(_one_line(message)[:400])}")
 
 
 def _keep_warning(
@@ -207,7 +214,7 @@ def predictions(folder: Path) -> Table:
     table = Table(title=title if len(rows) > _MAX_ROWS else "predictions", title_justify="left")
     names = [name for name in reader.fieldnames or ["nothing"] if not name.startswith("p(")]
     for name in names:  # those of each class would make it too wide
-        table.add_column(name, overflow="fold")
+        table.add_column(cell(name), overflow="fold")
     for row in rows[:_MAX_ROWS]:
-        table.add_row(*(escape(row[name] or "") for name in names))
+        table.add_row(*(cell(row[name] or "") for name in names))
     return table

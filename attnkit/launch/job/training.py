@@ -65,7 +65,7 @@ def ended_by(trainer: Trainer) -> str:
 
 
 def _fit(session: Session) -> None:
-    for error in session.broken:
+    for error in session.newest.broken:
         rank_zero_warn(f"{error}; going on from {session.start}")
     try:
         session.loaded(session.trainer.fit, ckpt_path=session.start)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 from rich.table import Table
 
 from attnkit.core.watch.multiply_adds import count_multiply_adds
@@ -37,6 +36,7 @@ from attnkit.lightning.callbacks.cost import Cost
 from attnkit.lightning.callbacks.kernel_record import KernelRecord
 from attnkit.lightning.callbacks.throughput import num_samples
 from attnkit.lightning.errors import RunError, UserError
+from attnkit.lightning.telling.text import cell
 
 # Loggers that write into the run folder and nowhere else.
 _LOCAL = ("CSVLogger", "MetricsCSV", "TensorBoard", "TensorBoardLogger")
@@ -67,7 +67,7 @@ def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
         )
     report.quiet()
     report.print_(
-        f"{escape(job.config['task'])} · check · runs a part of the job in a temporary folder"
+        f"{cell(job.config['task'])} · check · runs a part of the job in a temporary folder"
     )
     with ExitStack() as stack:
         sys.dont_write_bytecode = True  # for good: this process only checks
@@ -223,7 +223,7 @@ def _show(
         whole = minutes if seconds < 5400 else f"{seconds / 3600:.1f} h"
         rows.append(("time of the whole job", whole))
     for name, value in (*rows, *more, *(("not known", x) for x in unknown)):
-        table.add_row(escape(name), escape(value))
+        table.add_row(cell(name), cell(value))
     report.print_table(table)
 
 

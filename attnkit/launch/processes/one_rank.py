@@ -1,7 +1,7 @@
 """One rank of a run: from the written config.yaml, without Hydra, so that nothing runs twice.
 
-`python -m attnkit.launch.processes.one_rank JSON`, as start_ranks.py starts it; or, under torchrun
-or srun, a process that follows rank 0.
+`main`, in a process that start_ranks.py starts; or, under torchrun or srun, a process that follows
+rank 0.
 """
 
 import json
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnkit.launch.errors import (
     CRASHED,
@@ -41,8 +41,13 @@ if TYPE_CHECKING:
 _ENDING = 5.0  # seconds in which rank 0 says how it ends, when something has gone wrong
 
 
-def main(given: dict[str, Any]) -> int:
-    """Run the rank that the environment names; the command reports what goes wrong."""
+def main(argv: Sequence[str]) -> int:
+    """Run the rank that the environment names; the command reports what goes wrong.
+
+    Args:
+        argv: as JSON, what start_ranks.py says of the run.
+    """
+    given = json.loads(argv[0])
     end_with(given["parent"])
     rank = int(os.environ["LOCAL_RANK"])
     try:
@@ -146,7 +151,3 @@ def _reported(run: Callable[[], object], steps: Callable[[], int]) -> Report | N
         return Report(error.code, "", signum=error.signum, step=steps())
     except KeyboardInterrupt:
         return Report(INTERRUPTED, "", signum=signal.SIGINT, step=steps())
-
-
-if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))

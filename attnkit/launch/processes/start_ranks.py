@@ -25,6 +25,7 @@ from typing import Any
 
 from attnkit.launch.errors import CRASHED, WRONG_INPUT
 from attnkit.launch.job.out_of_memory import OutOfMemory
+from attnkit.launch.processes.python import command_of
 from attnkit.launch.processes.torchrun import VARIABLES
 from attnkit.launch.signals import held_back
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
@@ -92,7 +93,7 @@ class _Ranks:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         environment |= {"NODE_RANK": "0", "WORLD_SIZE": str(count)}
         given = json.dumps({"run": run, "report": str(folder), "parent": os.getpid()})
-        arguments = [sys.executable, "-m", "attnkit.launch.processes.one_rank", given]
+        arguments = command_of("attnkit.launch.processes.one_rank", given)
         with held_back():
             self.processes = [
                 subprocess.Popen(

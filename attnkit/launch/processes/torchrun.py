@@ -116,18 +116,22 @@ class Launcher:
 def launched() -> Launcher | None:
     """The launcher of this process; None where a person or a script has started it.
 
-    As Lightning tells them apart, so that both agree: an interactive allocation is none. Variables
-    that somebody left behind are removed, or Lightning would wait for ranks that never come.
+    srun gives its processes the number of a step. The script of a batch job and an interactive
+    allocation have none, though they have the number of tasks that srun would start. Variables that
+    somebody left behind are removed, or Lightning would wait for ranks that never come.
     """
     given = os.environ
     if _TORCHRUN in given:
         return Launcher("torchrun", int(given["RANK"]), int(given["WORLD_SIZE"]))
-    if (
-        int(given.get("SLURM_NTASKS", "1")) > 1
-        and "SLURM_PROCID" in given
-        and given.get("SLURM_JOB_NAME") not in ("bash", "interactive")
-    ):
-        return Launcher("srun", int(given["SLURM_PROCID"]), int(given["SLURM_NTASKS"]))
+    tasks = int(given.get("SLURM_NTASKS", "1"))
+    is_job = given.get("SLURM_JOB_NAME") not in ("bash", "interactive")  # as Lightning has it
+    if tasks > 1 and "SLURM_PROCID" in given and is_job:
+        if "SLURM_STEP_ID" in given:
+            return Launcher("srun", int(given["SLURM_PROCID"]), tasks)
+        print(
+            f"this is one process, though SLURM's job has {tasks} tasks: srun attnkit … starts all",
+            file=sys.stderr,
+        )
     for name in VARIABLES:
         given.pop(name, None)
     return None

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from attnkit.launch.records.record import Record
 from attnkit.launch.records.verdict import Figure, verdict
-from attnkit.lightning.files import replacing, write_csv
+from attnkit.lightning.files import write_csv, write_text
 from attnkit.lightning.telling.numbers import seconds
+from attnkit.lightning.telling.text import cell
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,7 +74,6 @@ def minutes(record: Record) -> str:
 def listing(records: Sequence[Record]) -> None:
     """All records on screen, in 80 columns; with what they measure where there is room."""
     from rich.console import Console
-    from rich.markup import escape
 
     console = Console()
     room = console.width - sum(_COLUMNS.values()) - 2 * len(_COLUMNS)
@@ -84,8 +84,8 @@ def listing(records: Sequence[Record]) -> None:
         for record in inside:
             figures = (_written(f) for f in (record.published, record.ours))
             cells = [record.name, *figures, minutes(record), record.needs, record.what]
-            table.add_row(*map(escape, cells[: len(columns)]))
-        console.print(f"\n[bold]{escape(group)}[/bold]", highlight=False)
+            table.add_row(*map(cell, cells[: len(columns)]))
+        console.print(f"\n[bold]{cell(group)}[/bold]", highlight=False)
         console.print(table)
     console.print(_LEGEND, highlight=False, markup=False)
 
@@ -105,7 +105,6 @@ def show(folder: Path, rows: Sequence[Row]) -> None:
     """On screen: each figure beside what it is held against."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title="reproduced",
@@ -115,7 +114,7 @@ def show(folder: Path, rows: Sequence[Row]) -> None:
                          overflow="fold", no_wrap=name == "record")  # fmt: skip
     for row in rows:
         style = {"done": None, "failed": "red"}.get(row.state, "dim")
-        table.add_row(*map(escape, _cells(row)), style=style)
+        table.add_row(*map(cell, _cells(row)), style=style)
     Console().print(table)
     print(_RULE)
     for row in rows:
@@ -140,8 +139,7 @@ def save(folder: Path, rows: Sequence[Row]) -> None:
     names = ("record", "published", "on record", "now", "verdict", "time")
     texts = [names, ["---"] * len(names), *map(_cells, rows)]
     text = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in texts)
-    with replacing(folder / MARKDOWN) as file:
-        file.write(f"{text}\n".encode())
+    write_text(folder / MARKDOWN, f"{text}\n")
 
 
 def _cells(row: Row) -> list[str]:

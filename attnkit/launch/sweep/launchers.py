@@ -27,6 +27,7 @@ from attnkit.launch.config.hydra_words import is_launcher, settings
 from attnkit.launch.errors import INTERRUPTED
 from attnkit.launch.job import folder as folders
 from attnkit.launch.processes import gpus
+from attnkit.launch.processes.python import command_of
 from attnkit.launch.signals import held_back
 from attnkit.launch.sweep.line import line_of
 from attnkit.launch.sweep.record import OUTPUT, Trial, read_sweep
@@ -36,6 +37,8 @@ from attnkit.lightning.files import absolute, replacing
 
 BASIC = "basic"
 _POLL = 0.1
+_SAFE_PATH = "PYTHONSAFEPATH"
+"""With it `python -m` does not import from the working directory, from Python 3.11 on."""
 _GRACE = 30.0  # seconds a trial has to end by itself once whoever watches it has to end
 _STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)
 
@@ -197,7 +200,12 @@ class Launch:
     def _submit(self, apart: "_Apart", numbers: Sequence[int]) -> list[Any]:
         """A job for each trial, with the methods `done` and `exception`."""
         if isinstance(self.settings, Submitit):
-            return self._executor(apart.order.sweep).map_array(apart, numbers)
+            from submitit.core.utils import environment_variables
+
+            executor = self._executor(apart.order.sweep)
+            given = {_SAFE_PATH: os.environ.get(_SAFE_PATH, ""), **apart.environment}
+            with environment_variables(**{_SAFE_PATH: "1"}):  # of submitit's own processes
+                return executor.map_array(replace(apart, environment=given), numbers)
         many = self.settings.n_jobs
         many = many if many > 0 else max(1, (os.cpu_count() or 1) + 1 + many)
         pool = ThreadPoolExecutor(min(many, len(numbers)))
@@ -228,6 +236,8 @@ class _Apart:
     working_dir: str
     stop: str
     """The file by which the command tells all trials, on whatever machine, to end."""
+    command: list[str] = field(default_factory=lambda: command_of("attnkit.launch.sweep.trial"))
+    """Made here, for submitit's processes import from the working directory."""
     environment: dict[str, str] = field(default_factory=dict)
     """Of the trial beside its own: submitit's local jobs have one that hides every GPU."""
 
@@ -235,14 +245,13 @@ class _Apart:
         if Path(self.stop).exists():
             return
         order = json.dumps(asdict(self.order))
-        command = [sys.executable, "-m", "attnkit.launch.sweep.trial", order, str(number)]
         folder = self._trial(number).folder
         folders.create(folder, fresh=False)
         with (folder / OUTPUT).open("ab") as output:
             begin = output.tell()
             with held_back():
                 process = subprocess.Popen(
-                    command,
+                    [*self.command, order, str(number)],
                     env={**os.environ, **self.environment},
                     cwd=self.working_dir,
                     stdin=subprocess.DEVNULL,

@@ -8,8 +8,9 @@ from typing import Any
 from attnkit.launch.job import folder as folders
 from attnkit.launch.sweep import numbers
 from attnkit.launch.sweep.record import OUTPUT, Trial
-from attnkit.launch.sweep.report.ranking import Metric, plain
+from attnkit.launch.sweep.report.ranking import Metric
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.telling.text import cell, in_line
 
 
 def line_of(trial: Trial) -> str:
@@ -26,25 +27,27 @@ def line_of(trial: Trial) -> str:
     parts.append(trial.state)
     if trial.state == "pruned":
         parts.append(trial.error.splitlines()[0])
-    return plain("  ".join(parts))
+    return in_line("  ".join(parts))
 
 
 def begin_of(trial: Trial) -> str:
     """Its number and its values."""
     values = (f"{k}={numbers.shortened([v])[v]}" for k, v in trial.values.items())
-    return plain(f"trial {trial.number}  {' '.join(values)}".rstrip())
+    return in_line(f"trial {trial.number}  {' '.join(values)}".rstrip())
 
 
 @contextmanager
 def printing_apart(trial: Trial) -> Iterator[None]:
     """What is printed in the block goes to the trial's folder; a terminal shows that it runs."""
     from rich.console import Console
-    from rich.markup import escape
 
     console = Console(highlight=False)
-    where = escape(f"{begin_of(trial)}  {trial.folder}")
+    where = cell(f"{begin_of(trial)}  {trial.folder}")
     running = console.status(where, refresh_per_second=1) if console.is_terminal else nullcontext()
-    with (trial.folder / OUTPUT).open("a", encoding="utf-8") as output, running:
+    with (
+        (trial.folder / OUTPUT).open("a", encoding="utf-8", errors="backslashreplace") as output,
+        running,
+    ):
         streams = _Stream(sys.stdout), _Stream(sys.stderr)
         with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
             try:

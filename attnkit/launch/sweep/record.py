@@ -17,7 +17,7 @@ from attnkit.launch.processes.locks import is_locked, locked
 from attnkit.launch.sweep.numbers import shortened
 from attnkit.lightning.callbacks.study import PRUNED
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import write_text
 
 FILE = "sweep.json"
 ERROR = "error.txt"
@@ -264,5 +264,4 @@ def _is_texts(value: Any) -> bool:
 
 
 def _save(folder: Path, content: Mapping[str, Any]) -> None:
-    with replacing(folder / FILE) as file:
-        file.write(f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())
+    write_text(folder / FILE, f"{json.dumps(content, indent=2, ensure_ascii=False)}\n")

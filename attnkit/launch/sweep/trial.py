@@ -1,14 +1,12 @@
 """One trial of a sweep: from its record to its end, under its lock, so that nothing runs twice.
 
-`python -m attnkit.launch.sweep.trial ORDER NUMBER` is a trial in a process of its own, as
-launch/sweep/launchers.py starts it.
+`main` is a trial in a process of its own, as launch/sweep/launchers.py starts it.
 """
 
 import json
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ from attnkit.launch.processes.torchrun import VARIABLES
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.launch.sweep.line import line_of, printing_apart
 from attnkit.launch.sweep.record import ERROR, OUTPUT, Trial, progress, read_sweep
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import write_text
 
 Within = Callable[[Trial], AbstractContextManager[None]]
 
@@ -119,8 +117,7 @@ def has_progress(folder: Path) -> bool:
 
 def save_error(folder: Path, text: str) -> None:
     """Mark a trial as failed."""
-    with replacing(folder / ERROR) as file:
-        file.write(f"{text}\n".encode())
+    write_text(folder / ERROR, f"{text}\n")
 
 
 def _clear(folder: Path) -> None:
@@ -149,8 +146,12 @@ def _own_device(order: Order, trial: Trial, job: Job) -> Iterator[None]:
         yield
 
 
-def main(argv: list[str]) -> int:
-    """Run a trial in a process of its own, which starts its ranks itself."""
+def main(argv: Sequence[str]) -> int:
+    """Run a trial in a process of its own, which starts its ranks itself.
+
+    Args:
+        argv: an `Order` as JSON, and the number of the trial.
+    """
     from attnkit.launch.processes.one_rank import end_with
 
     for name in VARIABLES:  # a batch system's, of the job in which this process runs
@@ -169,7 +170,3 @@ def main(argv: list[str]) -> int:
     code = guarded(run)
     ignore_signals()
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from attnkit.lightning.files import replacing, write_csv
+from attnkit.lightning.telling.text import cell, in_line, in_picture
 
 _log = logging.getLogger("attnkit.run")
 _MAX_SHOWN = 40
@@ -82,7 +82,7 @@ def show_class_scores(scores: Sequence[ClassScore], console: Console | None = No
     for score in shown:
         ratios = (score.precision, score.recall, score.f1)
         texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios]
-        table.add_row(escape(score.name), *texts, str(score.support))
+        table.add_row(cell(score.name), *texts, str(score.support))
     (console or Console()).print(table)
     log = StringIO()
     Console(file=log, width=120, color_system=None).print(table)
@@ -111,8 +111,7 @@ def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) ->
     figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
     if count <= _MAX_NAMES:
         size = 10 if count <= _MAX_NUMBERS else 6
-        # A dollar sign would start a formula.
-        names = [_short(name).replace("$", r"\$") for name in class_names]
+        names = [in_picture(_short(in_line(name))) for name in class_names]
         upright = 90 if max(map(len, names)) > 4 else 0
         axes.set_xticks(range(count), names, rotation=upright, fontsize=size)
         axes.set_yticks(range(count), names, fontsize=size)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attnkit.lightning.build.build import build, find
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.files import refuse_url
+from attnkit.lightning.files import refuse_url, write_text
 from attnkit.lightning.modules.module import untrained
 from attnkit.lightning.resume.checkpoints import CheckpointError
 
@@ -101,7 +101,7 @@ def write_config(
         text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UserError(f"export: hyper-parameters: expected plain data: {error}") from error
-    path.write_text(f"{text}\n", encoding="utf-8")
+    write_text(path, f"{text}\n")
 
 
 def _arguments(module: LightningModule) -> dict[str, Any]:

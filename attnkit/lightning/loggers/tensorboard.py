@@ -1,11 +1,15 @@
 """TensorBoard, with epochs that count from 1."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from attnkit.lightning.files import write_text
 from attnkit.lightning.loggers.counting import from_one
 
 
@@ -22,6 +26,15 @@ class TensorBoard(TensorBoardLogger):
         """
         self.log_hyperparams(dict(config), {f"hp/{k}": v for k, v in figures.items()})
         self.save()
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write hparams.yaml as plain data: Lightning's writer fails at `${` in a text."""
+        path = Path(self.log_dir, self.NAME_HPARAMS_FILE)
+        if not path.exists():
+            with suppress(yaml.YAMLError):  # objects, of which Lightning writes the names
+                write_text(path, yaml.safe_dump(dict(self.hparams), allow_unicode=True))
+        super().save()
 
     @rank_zero_only
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:

@@ -7,12 +7,13 @@ hexadecimal, of the file as it was before the comment was added.
 
 import hashlib
 import io
+import math
 import os
 import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -103,17 +104,33 @@ def load(
     return checkpoint
 
 
-def newest_intact(folder: str | os.PathLike[str]) -> tuple[Path | None, list[CheckpointError]]:
-    """The newest `*.ckpt` that is intact, or None, and what is wrong with the newer ones."""
+class Newest(NamedTuple):
+    """What `newest_intact` found."""
+
+    path: Path | None
+    why: str
+    """In words: its step, and of how many it is the newest."""
+    broken: list[CheckpointError]
+    """What is wrong with those that may be newer."""
+
+
+def newest_intact(folder: str | os.PathLike[str]) -> Newest:
+    """The intact `*.ckpt` of a folder that was saved after the most steps.
+
+    The files' times say nothing in a copy of the folder, nor after a clock was set back. They
+    decide between checkpoints that were saved at the same point of the training.
+    """
     broken: list[CheckpointError] = []
-    paths = Path(folder).glob("*.ckpt")
-    for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns, reverse=True):
+    progress = {path: _progress(path) for path in Path(folder).glob("*.ckpt")}
+    for path in sorted(progress, key=lambda p: (progress[p], p.stat().st_mtime_ns), reverse=True):
         try:
             load(path, mmap=True)
-            return path, broken
         except CheckpointError as error:
             broken.append(error)
-    return None, broken
+            continue
+        many = f", the furthest of {len(progress)} checkpoints" if len(progress) > 1 else ""
+        return Newest(path, f"step {progress[path][0]}{many}", broken)
+    return Newest(None, "", broken)
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
@@ -142,7 +159,7 @@ class SafeCheckpoints(Callback):
 
     In `fit`: a folder of a `ModelCheckpoint` that can't be written to, and hyper-parameters that
     are more than plain data, which no checkpoint could be read back with. A run that goes on in a
-    folder that was moved finds its best checkpoint there.
+    folder that was moved or copied finds its best checkpoint there.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -167,8 +184,26 @@ class SafeCheckpoints(Callback):
         for callback in trainer.checkpoint_callbacks:
             state = states.get(callback.state_key) or {}
             old, new = state.get("dirpath"), getattr(callback, "dirpath", None)
-            if old and new and old != str(new) and not os.path.isdir(old):
-                states[callback.state_key] = _moved(state, old, str(new))
+            if old and new and old != str(new):
+                moved = _moved(state, old, str(new))
+                if os.path.isfile(moved.get("best_model_path", "")) or not os.path.isdir(old):
+                    states[callback.state_key] = moved
+
+
+def _progress(path: Path) -> tuple[float, float]:
+    """The steps before a checkpoint, then all that Lightning has counted; inf if unreadable."""
+
+    def total(counts: Any) -> int:
+        if not isinstance(counts, dict):
+            return 0
+        own = sum(counts["total"].values()) if isinstance(counts.get("total"), dict) else 0
+        return own + sum(map(total, counts.values()))
+
+    try:
+        found = dict(torch.load(path, "cpu", weights_only=True, mmap=True))
+        return int(found.get("global_step", -1)), total(found.get("loops"))
+    except Exception:  # `load` says what is wrong with it
+        return math.inf, math.inf
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:

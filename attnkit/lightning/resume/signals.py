@@ -134,9 +134,11 @@ def outlast_signals(worker: int) -> None:
     """A `worker_init_fn`: a `DataLoader`'s workers leave signals to the process they work for.
 
     Batch systems send SIGTERM to all processes of a job. Without this the workers end at once, and
-    torch breaks off the step that was to be finished.
+    torch breaks off the step that was to be finished. A batch that a worker can't send, as where
+    `/dev/shm` is full, is an error; without this the loader would wait for it.
     """
     handle(signal.SIG_IGN)
+    private.report_lost_batches()
 
 
 @functools.cache
@@ -155,6 +157,7 @@ def _end_workers() -> None:
     SIGTERM does not end those that outlast it, nor one that was forked while another thread held
     Python's list of threads, and hangs before it can run any handler (CPython 3.11, with gloo).
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker ends
     for worker in multiprocessing.active_children():
         if worker.daemon:
             worker.kill()

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, PathPatch, Polygon
 from matplotlib.path import Path
 
+from attnkit.lightning.telling.text import in_picture
 from attnkit.sight.graphs.ego import (
     AGAINST,
     FOR,
@@ -59,9 +60,9 @@ def draw_graph(
             [["graph", "plus"], ["graph", "minus"]], width_ratios=[2.2, 1]
         )
         _curves(panels["plus"], panels["minus"], fidelity)
-        sentence = textwrap.fill(str(fidelity), 150).replace("$", "\\$")
-        figure.supxlabel(sentence, x=0.01, ha="left", fontsize=9)
-    figure.suptitle(title.replace("$", "\\$"), x=0.01, ha="left", fontsize=11)
+        sentence = textwrap.fill(str(fidelity), 150)
+        figure.supxlabel(in_picture(sentence), x=0.01, ha="left", fontsize=9)
+    figure.suptitle(in_picture(title), x=0.01, ha="left", fontsize=11)
     graph = panels["graph"]
     graph.set(aspect="equal", xlim=(-1.14, 1.14), ylim=(-1.14, 1.14))
     graph.axis("off")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import write_text
 from attnkit.sight.page.html import escaped, table_html
 from attnkit.sight.page.section import Section, Table
 
@@ -68,8 +68,7 @@ def write_page(
 </html>
 """
     path = Path(path)
-    with replacing(path) as file:
-        file.write(page.encode())
+    write_text(path, page)
     return path
 
 

@@ -1,6 +1,5 @@
 """What was found, in the forms that are kept: rows, arrays, parts of a page."""
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import replacing, write_csv
+from attnkit.lightning.telling.text import cell
 
 SCORES, MAPS, PAGE = "scores.csv", "maps.npz", "explain.html"
 
@@ -48,8 +48,7 @@ class Findings:
 
     def write(self, folder: Path) -> None:
         """Write `scores.csv` and `maps.npz`."""
-        with (folder / SCORES).open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([self.header, *self.cells()])
+        write_csv(folder / SCORES, self.header, self.cells())
         with replacing(folder / MAPS) as file:
             np.savez_compressed(file, **self.arrays)  # type: ignore[arg-type]
 
@@ -59,9 +58,9 @@ class Findings:
         table.caption_justify = "left"
         headings, *rows = self.shown
         for place, heading in enumerate(headings):
-            table.add_column(heading, justify="right" if place else "left", overflow="fold")
+            table.add_column(cell(heading), justify="right" if place else "left", overflow="fold")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(cell, row))
         return table
 
 

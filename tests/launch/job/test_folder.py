@@ -1,6 +1,8 @@
 """Run folders: one command each, held while it runs, and what their state says."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +165,27 @@ def test_what_a_state_says_on_the_way(mine):
     assert mine("run_dir=seeds", "module.interrupt_at=1", "seeds=2").code == 130
     assert folders.load_state(Path("seeds"))["state"] == "stopped"
     assert folders.load_state(Path("seeds/seed_0"))["state"] == "stopped"
+
+
+def test_a_copy_goes_on_beside_its_original(attnkit, mine, hers):
+    """Its files' times are those of the copying, and its best is its own."""
+    mode = "callbacks.checkpoint.mode=max"  # of a loss that falls: the first epoch is the best
+    assert mine("run_dir=run", "trainer.max_epochs=3", mode, "seeds=2").code == 0
+    shutil.copytree("run", "copy", copy_function=shutil.copyfile)
+    for part in Path("copy").glob("seed_*/checkpoints"):
+        os.utime(part / "last.ckpt", (10**9, 10**9))
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    done = attnkit("--config-dir", hers, "resume=copy", "trainer.max_epochs=4")
+    assert done.code == 0, done.err
+    for part in ("copy/seed_0", "copy/seed_1"):
+        last = Path(part, "checkpoints", "last.ckpt").absolute()
+        assert f"from {last}: step 15, the furthest of 2 checkpoints" in done.out
+        assert checkpoints.load(last)["global_step"] == 20
+        assert checkpoints.load(last.with_name("best.ckpt"))["global_step"] == 5
+        assert str(Path("run").absolute()) not in str(checkpoints.load(last)["callbacks"])
+        assert f"{Path('run').absolute()}/" not in Path(part, "config.yaml").read_text()
+    after = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    assert after == before
 
 
 def test_seconds_count_what_came_before(mine):

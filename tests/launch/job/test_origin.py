@@ -1,6 +1,7 @@
 """Where a run comes from, and a new one with the configuration of an old one."""
 
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+
+from attnkit.launch.job.origin import git_state
 
 QUICK = (
     "trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "model.dim=24",
@@ -64,6 +67,68 @@ def test_a_run_says_where_it_comes_from_and_another_begins_with_it(attnkit, git)
     (start,) = origin("new")["starts"]
     assert start["git"]["dirty"] is True
     assert "--config" in start["command"]
+
+
+def test_no_program_of_a_repository_is_run(git, tmp_path):
+    """Its configuration may be a stranger's, and `git status` would run these."""
+    ran = tmp_path / "ran"
+    trap = f"touch {ran}; false"
+    Path("filtered.txt").write_text("one")
+    Path(".gitattributes").write_text("filtered.txt filter=theirs\n")
+    git("-c", "protocol.file.allow=always", "submodule", "--quiet", "add", "./.git", "below")
+    git("add", "-A")
+    git("commit", "-qm", "second")
+    for part in (".", "below"):
+        git("-C", part, "config", "core.fsmonitor", trap)
+    for key in ("filter.theirs.clean", "filter.theirs.process", "remote.origin.uploadpack"):
+        git("config", key, trap)
+    git("config", "filter.theirs.required", "true")
+    git("config", "remote.origin.url", str(Path.cwd()))  # it fetches what is missing
+    git("config", "remote.origin.promisor", "true")
+    hook = Path(".git/hooks/post-index-change")
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\n{trap}\n")
+    hook.chmod(0o755)
+    revision = git("-c", "core.fsmonitor=", "rev-parse", "HEAD")
+    blob = git("-c", "core.fsmonitor=", "rev-parse", "HEAD:filtered.txt")
+    Path(".git/objects", blob[:2], blob[2:]).unlink()
+    ran.unlink(missing_ok=True)
+    for text, dirty in (("one", False), ("two", True)):
+        Path("filtered.txt").write_text(text)
+        assert git_state(Path.cwd()) == {"revision": revision, "dirty": dirty}
+        assert git_state(Path("below"))["dirty"] is False
+        assert not ran.exists()
+    git("config", "filter.of=theirs.clean", "cat")  # no option of git's can switch it off
+    assert git_state(Path.cwd()) == {"revision": revision, "dirty": None}
+    assert not ran.exists()
+    for key in ("core.fsmonitor", "filter.theirs.process", "filter.theirs.clean"):
+        ran.unlink(missing_ok=True)
+        subprocess.run(["git", "status"], capture_output=True)
+        assert ran.exists()  # this test would see it
+        git("-c", "core.fsmonitor=", "config", "--unset", key)
+
+
+@pytest.mark.parametrize("change", ["write", "stage", "remove", "link", "mode"])
+def test_what_differs_from_the_revision(git, change):
+    Path("link").symlink_to("notes.txt")
+    git("add", "link")
+    git("commit", "-qm", "second")
+    Path("new.txt").write_text("git does not know it")
+    os.utime("notes.txt", (1, 1))
+    os.utime("link", (1, 1), follow_symlinks=False)
+    assert git_state(Path.cwd())["dirty"] is False
+    if change == "stage":
+        git("add", "new.txt")
+    elif change == "link":
+        Path("link").unlink()
+        Path("link").symlink_to("new.txt")
+    elif change == "mode":
+        Path("notes.txt").chmod(0o755)
+    elif change == "remove":
+        Path("notes.txt").unlink()
+    else:
+        Path("notes.txt").write_text("two")
+    assert git_state(Path.cwd())["dirty"] is True
 
 
 def test_each_start_has_an_entry(mine, attnkit, hers):

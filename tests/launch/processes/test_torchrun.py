@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnkit.launch.processes.locks import is_locked
+from attnkit.launch.processes.torchrun import launched
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
 
@@ -50,6 +52,27 @@ def unused_job() -> str:
                 continue
             return f"7{number}"
     raise AssertionError("no port is free")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"SLURM_STEP_ID": "0"}, "srun"),
+        ({}, None),  # the script of a batch job: srun would start two
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}, None),
+        ({"SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "interactive"}, None),
+        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}, "torchrun"),
+    ],
+)
+def test_who_has_started_this_process(monkeypatch, capsys, given, name):
+    batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train.sh", "SLURM_NTASKS": "2"}
+    for key, value in {**batch, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", **given}.items():
+        monkeypatch.setenv(key, value)
+    found = launched()
+    assert (found and (found.name, found.rank, found.world)) == (name and (name, 0, 2))
+    assert ("SLURM_NTASKS" in os.environ) == (name is not None)  # Lightning reads it, too
+    said = "this is one process, though SLURM's job has 2 tasks: srun attnkit … starts all\n"
+    assert capsys.readouterr().err == ("" if given else said)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.processes import gpus as devices
+from attnkit.launch.processes.python import command_of
 from attnkit.launch.sweep import launchers
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.run_trials import order_of
@@ -31,6 +32,8 @@ def test_launchers(attnkit, found, hers, monkeypatch, launcher, setting):
     """Three trials, two of which wait for each other while they train; the third one fails."""
     monkeypatch.setenv(devices.VARIABLE, "7,8")  # on which no test can find a GPU
     monkeypatch.setenv("ATTNKIT_TRACEBACK", "1")
+    if launcher == "joblib" or sys.version_info >= (3, 11):  # submitit's processes: python -m
+        Path("statistics.py").write_text("raise SystemExit('the one here was imported')")
     done = attnkit(
         "--config-dir", hers, "-m", "task=mine", "module.fail_at=null,99,0",
         "trainer.accelerator=auto", "callbacks.curves=null", "logger.tensorboard=null",
@@ -43,7 +46,7 @@ def test_launchers(attnkit, found, hers, monkeypatch, launcher, setting):
     assert "fails on purpose" in found.rows("sweep")[2]["error"]
     ended = trials.read_sweep(Path("sweep")).trials
     assert [found.starts(trial) for trial in ended] == [["train"]] * 3
-    assert {path.name for path in Path.cwd().iterdir()} == {"sweep"}
+    assert {path.name for path in Path.cwd().iterdir()} - {"statistics.py"} == {"sweep"}
     folders = {path.name for path in Path("sweep").iterdir() if path.is_dir()}
     assert folders - {".submitit"} == {trial.folder.name for trial in ended}
     printed = (ended[2].folder / "output.log").read_text()  # all of it is kept
@@ -71,11 +74,9 @@ def test_ranks_of_a_trial_in_a_batch_job(found, unruly):
         "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
         "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1",
     }  # fmt: skip
-    words = [sys.executable, "-m", "attnkit.launch.sweep.trial"]
     order = json.dumps(asdict(order_of(composer, sweep, ())))
-    done = subprocess.run(
-        [*words, order, "0"], env={**os.environ, **slurm}, capture_output=True, text=True
-    )
+    words = command_of("attnkit.launch.sweep.trial", order, "0")
+    done = subprocess.run(words, env={**os.environ, **slurm}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert found.states(folder) == ["done"], done.stdout + done.stderr
     assert json.loads((trial.folder / "results.json").read_text())["steps"] == 4

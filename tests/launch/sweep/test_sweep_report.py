@@ -264,6 +264,28 @@ def test_the_same_seed_twice_is_not_two_seeds(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("swept", "pooled"),
+    [
+        ("0 1", ["0", "1"]),  # seeds 0 1 2, 1 2 3
+        ("0 3", ["0 1"]),  # 0 1 2, 3 4 5
+        ("0 2 5 3", ["0 2", "1", "3"]),  # 0 1 2 with 5 6 7, 2 3 4, 3 4 5
+    ],
+)
+def test_a_seed_of_several_trials_counts_once(tmp_path, swept, pooled):
+    """`-m seed=… seeds=3`: each trial has a folder for each of its seeds."""
+    combinations = [{"seed": seed} for seed in swept.split()]
+    curves = [curve_of(n) for n in range(len(combinations))]
+    folder = sweep_by_hand(tmp_path / "sweep", combinations, curves, seeds=3)
+    found = trials.read_sweep(folder).trials
+    for trial in found:
+        for seed in range(int(trial.values["seed"]), int(trial.values["seed"]) + 3):
+            (trial.folder / f"seed_{seed}").mkdir()
+    rows = ranking.ranked(found, ranking.Metric("val/accuracy", True))
+    assert sorted(row.numbers for row in rows) == pooled
+    assert all(row.results["num_seeds"] == 3 * len(row.trials) for row in rows)
+
+
+@pytest.mark.parametrize(
     ("texts", "shown", "places", "scale"),
     [
         (["1e-1", "1e-3"], ["1e-3", "1e-1"], [1e-3, 1e-1], "log"),

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,16 +155,22 @@ def test_code_is_neither_saved_nor_loaded(tmp_path, checkpoint):
 
 
 def test_the_newest_intact_one(tmp_path, checkpoint):
-    assert newest_intact(tmp_path) == (None, [])
-    for age, name in enumerate(("old", "older", "oldest")):
-        save({**checkpoint, "age": age}, tmp_path / f"{name}.ckpt")
-        os.utime(tmp_path / f"{name}.ckpt", (10**9 - age, 10**9 - age))
-    assert newest_intact(tmp_path) == (tmp_path / "old.ckpt", [])
-    (tmp_path / "old.ckpt").write_bytes((tmp_path / "old.ckpt").read_bytes()[:-200])
-    os.utime(tmp_path / "old.ckpt")
-    path, (error,) = newest_intact(tmp_path)
-    assert path == tmp_path / "older.ckpt"
-    assert str(tmp_path / "old.ckpt") in str(error)
+    """The one of most steps, and at one step of most of what comes after it, whatever the times."""
+    assert newest_intact(tmp_path) == (None, "", [])
+    for age, (name, step, validated) in enumerate(
+        [("last", 12, 1), ("same", 12, 0), ("best", 9, 1), ("odd", 8, 1)]
+    ):
+        loops = {"fit_loop": {"val_loop.batch_progress": {"total": {"ready": validated}}}}
+        save({**checkpoint, "global_step": step, "loops": loops}, tmp_path / f"{name}.ckpt")
+        os.utime(tmp_path / f"{name}.ckpt", (10**9 + age, 10**9 + age))
+    foreign = {key: value for key, value in checkpoint.items() if key != "global_step"}
+    save(foreign, tmp_path / "foreign.ckpt")
+    last = tmp_path / "last.ckpt"
+    assert newest_intact(tmp_path) == (last, "step 12, the furthest of 5 checkpoints", [])
+    last.write_bytes(last.read_bytes()[:-200])
+    path, why, (error,) = newest_intact(tmp_path)
+    assert (path, why) == (tmp_path / "same.ckpt", "step 12, the furthest of 5 checkpoints")
+    assert str(last) in str(error)
 
 
 def test_trainer_saves_tests_and_goes_on_with_them(small_net, loader, make_trainer, tmp_path):
@@ -182,7 +189,8 @@ def test_trainer_saves_tests_and_goes_on_with_them(small_net, loader, make_train
         make_trainer(**options).fit(small_net(), loader, loader, ckpt_path=best.best_model_path)
 
 
-def test_a_moved_folder_keeps_its_best(small_net, loader, make_trainer, tmp_path):
+@pytest.mark.parametrize("how", ["moved", "copied"])
+def test_a_moved_or_copied_folder_keeps_its_best(small_net, loader, make_trainer, tmp_path, how):
     class Worse(small_net):
         def validation_step(self, batch, batch_idx):
             self.log("val/loss", float(self.current_epoch))
@@ -197,10 +205,12 @@ def test_a_moved_folder_keeps_its_best(small_net, loader, make_trainer, tmp_path
         return best.best_model_path
 
     fit(tmp_path / "old", 2)
-    (tmp_path / "old").rename(tmp_path / "new")
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    if how == "moved":
+        shutil.rmtree(tmp_path / "old")
     best = fit(tmp_path / "new", 3, tmp_path / "new" / "last.ckpt")
     assert best == str(tmp_path / "new" / "epoch=0.ckpt")
-    assert not (tmp_path / "old").exists()
+    assert (tmp_path / "old").exists() == (how == "copied")
 
 
 def test_hyper_parameters_are_checked_at_the_start(small_net, loader, make_trainer):

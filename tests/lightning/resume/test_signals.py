@@ -1,6 +1,7 @@
 """Signals in a plain Trainer: the step ends, a checkpoint is there, the exit code is right."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 import pytest
 import torch
 from lightning import Callback
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from attnkit.lightning import EMA, SafeCheckpoints, SaveOnSignal, StoppedBySignal
@@ -231,3 +232,22 @@ try:
 except StoppedBySignal as error:
     sys.exit(error.code)
 """
+
+
+class Large(Dataset):
+    """Its worker may not write files as large as its batches, as where /dev/shm is full."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+        return torch.zeros(2**16 if i else 3)
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error():
+    loader = DataLoader(Large(), None, num_workers=1, worker_init_fn=outlast_signals, timeout=20)
+    batches = iter(loader)
+    assert next(batches).shape == (3,)
+    with pytest.raises(RuntimeError, match=r"</torch_.*> to the right size"):
+        next(batches)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnkit.launch.sweep.numbers import shortened
 from attnkit.launch.sweep.report.ranking import Row
+from attnkit.lightning.telling.text import in_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +79,7 @@ def in_legend(text: str) -> str:
 def short(text: str, longest: int = _LONGEST) -> str:
     """Short enough to be written, and no formula of matplotlib's."""
     text = text if len(text) <= longest else f"{text[: longest - 1]}…"
-    return text.replace("$", "\\$")
+    return in_picture(text)
 
 
 def spans(values: Iterable[float], times: float) -> bool:

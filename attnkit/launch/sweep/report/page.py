@@ -22,8 +22,9 @@ from attnkit.launch.sweep.report.ranking import Metric, Row
 from attnkit.launch.sweep.report.table import FILE as MARKDOWN
 from attnkit.launch.sweep.report.table import Table
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import replacing, write_text
 from attnkit.lightning.telling.numbers import three_digits
+from attnkit.lightning.telling.text import in_line
 
 FILE = "report.md"
 
@@ -91,7 +92,7 @@ def command_of(sweep: Sweep, trial: Trial) -> str:
     elsewhere = start.is_dir() and start != Path.cwd()
     place = f"cd {shlex.quote(sweep.working_dir)} && " if elsewhere else ""
     own = command_line(*trial.overrides, permission=sweep.permission)
-    return ranking.plain(f"{place}{own}")
+    return in_line(f"{place}{own}")
 
 
 def saved_config(sweep: Sweep) -> Mapping[str, Any]:
@@ -144,12 +145,11 @@ def _say_what_is_left(sweep: Sweep) -> None:
     if failed := sweep.having("failed"):
         words = ("run=retry", setting("sweep", sweep.folder))
         again = command_line(*words, permission=sweep.permission)
-        print(ranking.plain(f"{len(failed)} failed; to run them again: {again}"))
+        print(in_line(f"{len(failed)} failed; to run them again: {again}"))
     for state in ("running", "interrupted", "waiting"):
         if those := sweep.having(state):
-            print(ranking.plain(f"{len(those)} {state}; to go on: {to_go_on(sweep)}"))
+            print(in_line(f"{len(those)} {state}; to go on: {to_go_on(sweep)}"))
 
 
 def _save(path: Path, text: str) -> None:
-    with replacing(path) as file:
-        file.write(text.encode())
+    write_text(path, text)

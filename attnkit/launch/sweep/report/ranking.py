@@ -1,7 +1,6 @@
 """The trials of a sweep in one table, best first; those that differ only by seed are one row."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from attnkit.launch.command import key_of
 from attnkit.launch.sweep.record import Trial
 from attnkit.lightning.files import write_csv
+from attnkit.lightning.telling.text import in_line
 
 FILE = "table.csv"
 EACH = "trials.csv"
@@ -64,7 +64,7 @@ class Row:
     @property
     def error(self) -> str:
         """Of a trial that has failed, in one line."""
-        return plain(" ".join(self.trials[0].error.split()))
+        return in_line(" ".join(self.trials[0].error.split()))
 
     @property
     def numbers(self) -> str:
@@ -89,17 +89,21 @@ def ranked(trials: Sequence[Trial], metric: Metric, *, by_seed: bool = False) ->
     Args:
         by_seed: a row for each trial, also where some differ only by seed.
     """
-    groups: dict[tuple[Any, ...], list[Trial]] = {}
-    times: Counter[tuple[str, ...]] = Counter()
+    groups: dict[tuple[Any, ...], list[tuple[set[str], list[Trial]]]] = {}
     for trial in trials:
         if trial.state == "done":
-            again = times[trial.overrides]  # the same seed once more is no other seed
-            times[trial.overrides] += 1
             alone = trial.number if by_seed else None
             same = tuple(o for o in trial.overrides if key_of(o) != SEED)
-            groups.setdefault((alone, again, same), []).append(trial)
+            seeds, there_are = _seeds(trial), groups.setdefault((alone, same), [])
+            # the same seed once more is no other seed
+            place = next((group for group in there_are if not group[0] & seeds), None)
+            if place is None:
+                there_are.append((seeds, [trial]))
+            else:
+                place[0].update(seeds)
+                place[1].append(trial)
     rows = [Row(tuple(group), pooled([t.results for t in group], metric.name))
-            for group in groups.values()]  # fmt: skip
+            for there_are in groups.values() for _, group in there_are]  # fmt: skip
     rows.sort(key=lambda row: (*metric.order(row.results), row.trials[0].number))
     rows = [
         Row(row.trials, row.results, rank if metric.name in row.results else None)
@@ -108,6 +112,12 @@ def ranked(trials: Sequence[Trial], metric: Metric, *, by_seed: bool = False) ->
     states = ["failed", *sorted({t.state for t in trials} - {"done", "failed"})]
     rest = [Row((t,)) for state in states for t in trials if t.state == state]
     return rows + rest
+
+
+def _seeds(trial: Trial) -> set[str]:
+    """Those that a trial has run: with `seeds=N` they have a folder each."""
+    parts = {path.name.removeprefix("seed_") for path in trial.folder.glob("seed_*")}
+    return parts or {trial.values.get(SEED, "")}
 
 
 def pooled(parts: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
@@ -176,11 +186,6 @@ def save(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
 def keys_of(rows: Sequence[Row]) -> list[str]:
     """The swept keys."""
     return list(dict.fromkeys(key for row in rows for key in row.trials[0].values))
-
-
-def plain(text: str) -> str:
-    """Without control characters; a sweep.json may come from anyone."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _spread_of(figure: str, rows: Sequence[Row]) -> list[str]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnkit.launch.sweep import numbers
-from attnkit.launch.sweep.report.ranking import SEED, Row, keys_of, plain
+from attnkit.launch.sweep.report.ranking import SEED, Row, keys_of
+from attnkit.lightning.telling.text import cell, in_line, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,13 +102,13 @@ class Table:
         )
         for column in columns:
             table.add_column(
-                escape(broken_name(column.name) if broken else column.name),
+                escape(visible(broken_name(column.name) if broken else column.name)),
                 justify="left" if column.left else "right",
                 overflow="fold",
                 min_width=max(map(len, broken_name(column.name).split("\n"))),
             )
         for number, row in enumerate(self.rows):
-            cells = [escape(column.cells[number]) for column in columns]
+            cells = [cell(column.cells[number]) for column in columns]
             table.add_row(*cells, style=_COLOURS.get(row.state, "dim"))
         return table
 
@@ -132,7 +133,7 @@ class Table:
         number = f"{min(seeds, default=1)}" + (f" to {max(seeds)}" if len(seeds) > 1 else "")
         states = [row.state for row in self.rows if row.state != "done"]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-        same = plain(" ".join(shared)) or "the defaults"
+        same = in_line(" ".join(shared)) or "the defaults"
         differs = ", ".join(key for key in keys_of(self.rows) if key not in self.same) or "nothing"
         return (
             f"{f'Equal in all rows: {equal}. ' if equal else ''}"
@@ -166,4 +167,4 @@ def _values(rows: Sequence[Row]) -> list[dict[str, str]]:
     texts = {
         k: numbers.shortened(r.values[k] for r in rows if k in r.values) for k in keys_of(rows)
     }
-    return [{k: plain(texts[k][v]) for k, v in row.values.items()} for row in rows]
+    return [{k: in_line(texts[k][v]) for k, v in row.values.items()} for row in rows]

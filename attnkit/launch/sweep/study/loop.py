@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnkit.launch.command import command_line, key_of, permission
-from attnkit.launch.config.compose import Composer, quoted
+from attnkit.launch.command import command_line, key_of, permission, quoted
+from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, is_sweeper, split, trial_folder
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.job import Job
@@ -25,7 +25,7 @@ from attnkit.launch.sweep.study.settings import JOURNAL, PREFIX, Settings
 from attnkit.launch.sweep.trial import Order
 from attnkit.lightning.callbacks.study import make_pruner, open_storage
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import replacing
+from attnkit.lightning.files import write_text
 from attnkit.lightning.telling.numbers import three_digits
 
 if TYPE_CHECKING:
@@ -238,20 +238,19 @@ def _pruning(store: "Store", words: Sequence[str]) -> tuple[str, ...]:
     if settings.pruner == "none":
         return ()
     # In the sweep's folder it stays where it is when the sweep is moved.
-    storage = store.url if settings.storage else f"${{run_dir}}/../{JOURNAL}"
     values = {
         "_target_": "attnkit.lightning.Pruning",
-        "folder": "${run_dir}",
-        "storage": storage,
-        "study": settings.study_name,
-        "sweep": store.sweep,
-        "monitor": store.monitor,
+        "folder": "'${run_dir}'",
+        "storage": quoted(store.url) if settings.storage else f"'${{run_dir}}/../{JOURNAL}'",
+        "study": quoted(settings.study_name),
+        "sweep": quoted(store.sweep),
+        "monitor": quoted(store.monitor),
         "pruner": settings.pruner,
     }
     own = f"{PREFIX}pruner_options"
     options = [w.lstrip("+").removeprefix(own) for w in words if key_of(w).startswith(own)]
     return (
-        *(f"++callbacks.pruning.{key}={quoted(value)}" for key, value in values.items()),
+        *(f"++callbacks.pruning.{key}={value}" for key, value in values.items()),
         *(f"++callbacks.pruning.options{option}" for option in options),
     )
 
@@ -263,8 +262,7 @@ def _show_best(plan: _Plan, store: "Store", folder: Path) -> None:
         return
     words = plan.overrides({k: best.params[k] for k in plan.space})
     line = command_line(*words, permission=permission(plan.composer.config_dir, plan.allow))
-    with replacing(folder / BEST) as file:
-        file.write(f"{line}\n".encode())
+    write_text(folder / BEST, f"{line}\n")
     print(f"  best   {store.monitor} {three_digits(best.value)}: {folder / BEST}")
     if line != best_command(folder):  # that of another sweep in the same study
         print(f"the best run of the study:\n  {line}")
