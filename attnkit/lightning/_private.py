@@ -135,6 +135,12 @@ def epoch_sums(trainer: Trainer) -> Iterator[tuple[str, Any, Iterable[str]]]:
         yield name, result, result._defaults
 
 
+def logged_metrics(trainer: Trainer) -> dict[str, Any]:
+    """The torchmetrics that the validation which ends has logged, by name."""
+    results = trainer.fit_loop.epoch_loop.val_loop._results
+    return {r.meta.name: r.value for r in results.values() if not r.is_tensor}
+
+
 class BarFromOne(RichProgressBar):
     """A progress bar whose first epoch is 1; its texts have no public place."""
 

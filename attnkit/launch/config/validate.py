@@ -14,6 +14,7 @@ from attnkit.launch.command import nearest
 from attnkit.launch.config import annotations, schema, signatures
 from attnkit.launch.config.signatures import Signature
 from attnkit.launch.config.sources import Origins
+from attnkit.lightning.best import contradiction, mode_of
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
@@ -25,6 +26,7 @@ _DIRECTIVES = {"_target_", "_partial_", "_args_"}
 def validate(config: dict[str, Any], origins: Origins) -> None:
     """Check the whole configuration, in place making relative paths absolute."""
     check_arguments("", config, signatures.known(schema.TARGET), origins, what="attnkit")
+    _settle_modes(config, origins)
     for key in schema.OBJECTS:
         node = config.get(key)
         if node:
@@ -52,6 +54,32 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
             raise _problem(origins, key, "missing: the task names no class for it", at="task")
     _check_values(config, origins)
     _check_parts(config, origins)
+
+
+def _settle_modes(config: dict[str, Any], origins: Origins) -> None:
+    """Give what follows a metric the metric's direction, where it was given none.
+
+    One that is given must be the metric's; where nothing is trained, nothing is followed.
+    """
+    trains = config.get("run") in ("train", "check")
+    followers = {f"callbacks.{k}": node for k, node in (config.get("callbacks") or {}).items()}
+    for key, node in {**followers, "scheduler": config.get("scheduler")}.items():
+        monitor = node.get("monitor") if isinstance(node, dict) else None
+        if not isinstance(monitor, str) or not _has_mode(node):
+            continue
+        right = mode_of(monitor)
+        mode = node.get("mode") or right or (None if trains else "min")
+        if mode is None:
+            message = f"expected min or max: whether less or more of {monitor!r} is better is not "
+            raise _problem(origins, f"{key}.mode", f"{message}known by its name", at=key)
+        if trains and (wrong := contradiction(monitor, mode, right)):
+            raise _problem(origins, f"{key}.mode", wrong, at=key)
+        node["mode"] = mode
+
+
+def _has_mode(node: Mapping[str, Any]) -> bool:
+    signature = signatures.signature_of(str(node.get("_target_")))
+    return "mode" in node or (signature is not None and "mode" in signature.parameters)
 
 
 def _check_values(config: dict[str, Any], origins: Origins) -> None:
