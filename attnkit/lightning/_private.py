@@ -112,6 +112,11 @@ def epoch_ends(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
+def stops_now(trainer: Trainer) -> bool:
+    """Whether training ends with the batch that has just ended, as a callback has asked for."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
 def validation_is_next(trainer: Trainer) -> bool:
     """Whether validation follows the batch that has just ended."""
     loop: Any = trainer.fit_loop

@@ -5,7 +5,7 @@ It needs no torch: the command line looks here before anything is imported.
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 Mode = Literal["min", "max"]
 LOSS = "val/loss"
@@ -65,6 +65,6 @@ def rank(figures: Mapping[str, float], monitor: str, mode: str) -> tuple[float, 
     return tuple(math.inf if math.isnan(key) else key for key in keys)  # type: ignore[return-value]
 
 
-def validation(metrics: Mapping[str, float], monitor: str) -> dict[str, float]:
+def validation(metrics: Mapping[str, SupportsFloat], monitor: str) -> dict[str, float]:
     """What is noted of a validation: its metrics, and the one that is followed."""
     return {n: float(v) for n, v in metrics.items() if n.startswith("val/") or n == monitor}

@@ -220,7 +220,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
     def on_fit_start(self) -> None:
         """UserError if a callback or the schedule follows a metric that is never logged, or takes
         its worst value for the best."""
-        validation = {"val/loss": self.val_loss}
+        validation: dict[str, object] = {"val/loss": self.val_loss}
         validation |= {f"val/{name}": metric for name, metric in self.val_metrics.items()}
         if validates_as_known(type(self)):  # a class of the user's may log more
             check_monitors(self.trainer, validation)

@@ -194,3 +194,23 @@ def test_a_metric_of_torchmetrics_says_that_it_is_followed_the_wrong_way(
             ):
                 trainer.fit(Hers(), loader, loader)
             assert trainer.global_step == 0
+
+
+def test_a_metric_that_was_never_there_is_said(small_net, loader, make_trainer, tmp_path):
+    best = BestCheckpoint(dirpath=tmp_path, monitor="val/loss")
+    trainer = make_trainer(callbacks=[best], enable_checkpointing=True, limit_val_batches=0)
+    with pytest.warns(UserWarning, match="val/loss was never there: no epoch is the best"):
+        trainer.fit(small_net(), loader, loader)
+
+
+def test_a_later_best_than_was_noted_counts(small_net, loader, make_trainer, tmp_path):
+    """As after a kill: the run goes on from an older checkpoint than the file of the best is of."""
+    net = Logs(small_net, [1.0, 2.0, 3.0, 2.5], [1.0] * 4)
+    inside = tmp_path / "checkpoints"
+    fit(net, loader, make_trainer, tmp_path, 4, until=2)
+    shutil.copy(inside / "last.ckpt", tmp_path / "older.ckpt")
+    fit(net, loader, make_trainer, tmp_path, 4, until=3, resume=inside / "last.ckpt")
+    assert held(inside / "best.ckpt") == 3
+    best, _ = fit(net, loader, make_trainer, tmp_path, 4, resume=tmp_path / "older.ckpt")
+    assert held(inside / "best.ckpt") == best.best["epoch"] == 3
+    assert best.best["val/score"] == 3.0

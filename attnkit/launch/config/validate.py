@@ -130,6 +130,13 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
         if key in schema.ELSEWHERE:
             message = f"set elsewhere: {schema.ELSEWHERE[key]}"
             raise _problem(origins, f"trainer.{key}", message)
+        if key in schema.UNUSED and node[key]:
+            raise _problem(origins, f"trainer.{key}", f"not used here: {schema.UNUSED[key]}")
+    if node.get("overfit_batches"):
+        for key in ("limit_batches", "limit_train_batches", "limit_val_batches"):
+            if node.get(key) is not None:
+                message = f"not together with {key}: it is the limit of train and val itself"
+                raise _problem(origins, "trainer.overfit_batches", message)
     for key, least in schema.AT_LEAST.items():
         if isinstance(node.get(key), int | float) and node[key] < least:
             message = f"expected at least {least}, got {node[key]}"
@@ -137,9 +144,10 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
     for key in schema.ABOVE_ZERO:
         if isinstance(node.get(key), int | float) and not node[key] > 0:
             raise _problem(origins, f"trainer.{key}", f"expected more than 0, got {node[key]}")
-    if node.get("max_epochs") == 0:
-        message = "expected at least 1, or -1 for no end, got 0"
-        raise _problem(origins, "trainer.max_epochs", message)
+    for key in ("max_epochs", "max_steps"):
+        if node.get(key) == 0:
+            message = "expected at least 1, or -1 for no end, got 0"
+            raise _problem(origins, f"trainer.{key}", message)
     parameters = {
         **signatures.known(TRAINER).parameters,
         **signatures.known(schema.TRAINER_EXTRAS).parameters,

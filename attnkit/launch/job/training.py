@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from attnkit.launch.errors import is_out_of_memory, of_allocator
@@ -69,6 +69,9 @@ def ended_by(trainer: Trainer) -> str:
         return "max_steps"
     if 0 < (trainer.max_epochs or -1) <= trainer.current_epoch:
         return "max_epochs"
+    timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
+    if any((timer.time_remaining() or 0) < 0 for timer in timers):
+        return "max_time"
     return "callback"
 
 

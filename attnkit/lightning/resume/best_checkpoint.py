@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -154,7 +154,13 @@ class BestCheckpoint(ModelCheckpoint):
             least, most, numbers = min(least, value), max(most, value), numbers + 1
         self._seen = [least, most, numbers, count + 1]
 
-    def _say_if_constant(self) -> None:
+    def _say_if_it_told_nothing(self, trainer: Trainer) -> None:
+        is_trial: Any = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if not self._seen and self.monitor and self.save_top_k and not is_trial:
+            rank_zero_warn(
+                f"callbacks: {type(self).__name__}: {self.monitor} was never there: no epoch is "
+                "the best, and no checkpoint of it was written"
+            )
         least, most, numbers, count = self._seen or (0, 0, 0, 0)
         if count > 1 and (numbers == 0 or (numbers == count and least == most)):
             how = f"by {LOSS}" if LOSS in self.best and self.monitor != LOSS else "as the first"
@@ -194,7 +200,8 @@ class BestCheckpoint(ModelCheckpoint):
             return
         best, found = self.best_model_path, self.kept
         if trainer.is_global_zero:
-            found = {p: f for path, f in found.items() for p, f in _held_by(path, f)}
+            held = {path: _held_by(path, f, self.state_key) for path, f in found.items()}
+            found = {path: figures for path, figures in held.items() if figures is not None}
         self.kept = trainer.strategy.broadcast(found)
         if best not in self.kept:
             rank_zero_warn(
@@ -234,7 +241,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer)
-        self._say_if_constant()
+        self._say_if_it_told_nothing(trainer)
         super().on_train_end(trainer, pl_module)
 
     def on_exception(
@@ -286,21 +293,27 @@ class BestCheckpoint(ModelCheckpoint):
                 logger.after_save_checkpoint(self)
 
 
-def _held_by(path: str, figures: dict[str, float]) -> Iterator[tuple[str, dict[str, float]]]:
-    """The file and its figures, unless it is gone or holds another step than was noted.
+def _held_by(path: str, noted: dict[str, float], key: str) -> dict[str, float] | None:
+    """The figures of what a file holds, which may be of a later epoch than was noted of it.
 
-    Of a former version's, the step and the epoch are read from the file.
+    None: it is gone, or nothing is known of what it holds. Of a former version's, the step and the
+    epoch are read from the file.
+
+    Args:
+        key: of the callback's state in the file.
     """
     if os.path.isdir(path):  # of shards
-        yield path, figures
-        return
+        return noted
     try:
         checkpoint = load(path, mmap=True)
     except CheckpointError:
-        return
-    found = {"epoch": checkpoint.get("epoch", -1) + 1, "step": checkpoint.get("global_step", -1)}
-    if figures["step"] in (-1, found["step"]):
-        yield path, {**figures, **found}
+        return None
+    step = checkpoint.get("global_step", -1)
+    own = checkpoint.get("callbacks", {}).get(key, {}).get("kept", {}).values()
+    if found := next((figures for figures in own if figures["step"] == step), None):
+        return dict(found)
+    epoch = checkpoint.get("epoch", -1) + 1
+    return {**noted, "epoch": epoch, "step": step} if noted["step"] in (-1, step) else None
 
 
 def _copied(value: Any) -> Any:

@@ -1,17 +1,22 @@
 """Checkpoints of epochs that take less time than a checkpoint, as on small graphs."""
 
+import os
 import time
 from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from attnkit.lightning import _private as private
+
 
 class LastCheckpoint(ModelCheckpoint):
     """`ModelCheckpoint` that saves the run after an epoch, at most once every few seconds.
 
     It saves at the end of the last epoch, and of others where it is `every_seconds` since it last
-    did. A run that is killed repeats these seconds; Ctrl-C and SIGTERM save by `SaveOnSignal`.
+    did. A run that is killed repeats these seconds; Ctrl-C and SIGTERM save by `SaveOnSignal`. It
+    saves too where a callback, or `max_time`, ends the training within an epoch, so that it can go
+    on from there.
 
     Args:
         every_seconds: 0 saves after every epoch.
@@ -22,6 +27,25 @@ class LastCheckpoint(ModelCheckpoint):
         super().__init__(**kwargs)
         self.every_seconds = checked_seconds(every_seconds)
         self._saved_at = -float("inf")
+        self._is_within_epoch = False
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        if (
+            private.stops_now(trainer)
+            and not private.epoch_ends(trainer)
+            and not private.is_accumulating(trainer)
+            and not self._should_skip_saving_checkpoint(trainer)
+        ):
+            # not at the end of the epoch, which would count as trained; Lightning then saves no
+            # more at this step
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+            self._is_within_epoch = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self._is_within_epoch and trainer.is_global_zero:
+            os.utime(self.best_model_path)  # the one to go on from, of those of this step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_due(trainer):
