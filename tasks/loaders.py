@@ -9,7 +9,12 @@ from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADER
 from torch.utils.data import DataLoader, DistributedSampler
 
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.resume.sampler import ResumableSampler, UnpaddedSampler, as_it_is
+from attnkit.lightning.resume.sampler import (
+    ResumableSampler,
+    UnpaddedSampler,
+    as_it_is,
+    in_one_order,
+)
 from attnkit.lightning.resume.signals import outlast_signals
 
 
@@ -52,7 +57,8 @@ def loader_options(
     In training the order is drawn by the seed and the epoch, and items are repeated to make the
     parts of the processes equal. Otherwise each process has a part in one piece, and no item comes
     twice; if the trainer limits the batches of val or test, the few are of all the items, drawn by
-    the seed, as files are mostly sorted by class.
+    the seed, as files are mostly sorted by class. With `overfit_batches` the order of training is
+    that of the first epoch, every time.
 
     Args:
         data: the data module.
@@ -73,10 +79,13 @@ def loader_options(
     seed = getattr(data, "seed", 0)
     workers = data.num_workers if num_workers is None else num_workers
     # Lightning leaves distributed samplers alone, and gives them the epoch.
+    unpadded: Any = UnpaddedSampler
+    if trainer and trainer.overfit_batches and split in ("train", "val"):
+        shuffled, unpadded = in_one_order(shuffled), in_one_order(unpadded)
     sampler: DistributedSampler = (
         shuffled(items, world, rank, seed=seed)
         if split == "train"
-        else UnpaddedSampler(items, world, rank, seed if is_limited(trainer, split) else None)
+        else unpadded(items, world, rank, seed if is_limited(trainer, split) else None)
     )
     return {
         "batch_size": data.batch_size,

@@ -133,6 +133,11 @@ def epoch_ends(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
+def stops_now(trainer: Trainer) -> bool:
+    """Whether training ends with the batch that has just ended, as a callback has asked for."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
 def validation_is_next(trainer: Trainer) -> bool:
     """Whether validation follows the batch that has just ended."""
     loop: Any = trainer.fit_loop
@@ -154,6 +159,12 @@ def epoch_sums(trainer: Trainer) -> Iterator[tuple[str, Any, Iterable[str]]]:
     """What `self.log` sums up over the epoch: name, the sum as a metric, its states' names."""
     for name, result in trainer.fit_loop.epoch_loop._results.items():
         yield name, result, result._defaults
+
+
+def logged_metrics(trainer: Trainer) -> dict[str, Any]:
+    """The torchmetrics that the validation which ends has logged, by name."""
+    results = trainer.fit_loop.epoch_loop.val_loop._results
+    return {r.meta.name: r.value for r in results.values() if not r.is_tensor}
 
 
 class BarFromOne(RichProgressBar):

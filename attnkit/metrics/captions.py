@@ -37,9 +37,10 @@ class CaptionMetric(Metric):
 
     Args:
         tokenizer: "whitespace": `str.split`; "words": lower case, punctuation and symbols off but
-            for apostrophes and hyphens inside a word; "ptb": the Penn Treebank tokenizer of the
-            COCO evaluation, through the extra `coco` and Java; or a callable from a string to a
-            list of strings. `ptb` starts Java at each `compute`, so also at each `forward`.
+            for apostrophes and hyphens inside a word, and single characters of scripts that have no
+            spaces, such as Chinese and Thai; "ptb": the Penn Treebank tokenizer of the COCO
+            evaluation, through the extra `coco` and Java; or a callable from a string to a list of
+            strings. `ptb` starts Java at each `compute`, so also at each `forward`.
         **kwargs: of `torchmetrics.Metric`.
 
     Raises:

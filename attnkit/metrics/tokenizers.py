@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -30,7 +31,7 @@ def tokenize(texts: list[str], tokenizer: Tokenizer) -> list[list[str]]:
     if tokenizer == "whitespace":
         return [text.split() for text in texts]
     if tokenizer == "words":
-        return [_words(text) for text in texts]
+        return [words_of(text) for text in texts]
     if tokenizer == "ptb":
         return _penn_treebank(texts)
     assert callable(tokenizer)
@@ -52,12 +53,62 @@ class _Plain(dict[int, str]):
 
 
 _PLAIN = _Plain({ord("'"): "'", ord("’"): "'", ord("-"): "-"})
+# Scripts that put no spaces between words: Thai and Lao, Burmese, Khmer, Chinese and Japanese.
+_SPACELESS = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3031-\u3035"
+    "\u303b-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f"
+    "\U00020000-\U0003ffff]"
+)
+_DASHES = re.compile("['-]{2,}")
+_JOINERS = "\u200c\u200d"  # between letters that are one or stay apart, as in Persian and Hindi
 
 
-def _words(text: str) -> list[str]:
-    """Lower case, without punctuation; apostrophes and hyphens stay inside words."""
-    words = text.lower().translate(_PLAIN).replace("--", " ").split()
+def words_of(text: str) -> list[str]:
+    """The words of a text in lower case, without punctuation and symbols.
+
+    Apostrophes and hyphens stay inside words: "dog's" and "t-shirt" are one each. Combining marks
+    stay with their letters, and characters that can be written in several ways are the same (NFC).
+    Chinese, Japanese, Thai, Lao, Khmer and Burmese have no spaces between words: there each
+    character is a word, with the marks on it, as is usual in evaluating Chinese.
+
+    >>> words_of("A dog's red ball!")
+    ['a', "dog's", 'red', 'ball']
+    >>> words_of("两只小狗")
+    ['两', '只', '小', '狗']
+    """
+    plain = unicodedata.normalize("NFC", text.lower()).translate(_PLAIN)
+    words = _DASHES.sub(" ", plain).split()
+    if _SPACELESS.search(plain):
+        words = [part for word in words for part in _characters(word)]
     return [word for word in (word.strip("'-") for word in words) if word]
+
+
+def text_of(words: Iterable[str]) -> str:
+    """The text that such words are of: a space between two, unless neither's script has spaces."""
+    text = ""
+    for word in words:
+        apart = text and not (_is_spaceless(text[-1]) and _is_spaceless(word[0]))
+        text += f" {word}" if apart else word
+    return text
+
+
+def _characters(word: str) -> list[str]:
+    """Each character of a script without spaces, with its marks; what is between them whole."""
+    parts: list[str] = []
+    is_whole = False
+    for character in word:
+        is_mark = unicodedata.category(character)[0] == "M" or character in _JOINERS
+        is_alone = not is_mark and _is_spaceless(character)
+        if parts and (is_mark or (is_whole and not is_alone)):
+            parts[-1] += character
+        else:
+            parts.append(character)
+            is_whole = not is_alone
+    return parts
+
+
+def _is_spaceless(character: str) -> bool:
+    return _SPACELESS.match(character) is not None
 
 
 def _penn_treebank(texts: list[str]) -> list[list[str]]:

@@ -47,7 +47,11 @@ def run_job(root: Path) -> tuple[dict[str, float], ImageFolderData]:
     assert (facts["image_size"], facts.pop("patch_size")) == (32, 4)
     read = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        callbacks = [ModelCheckpoint(monitor="val/accuracy"), Throughput(), KernelRecord()]
+        callbacks = [
+            ModelCheckpoint(monitor="val/accuracy", mode="max"),
+            Throughput(),
+            KernelRecord(),
+        ]
         trainer = Trainer(
             max_epochs=1,
             callbacks=callbacks,

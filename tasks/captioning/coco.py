@@ -76,21 +76,22 @@ def _read(found: Entries, split: str, file: Path, folder: Path) -> None:
     plain = read_json(file, _EXPECTED)
     entries: dict[Any, Entry] = {}
     for number, image in enumerate(items_of(plain, "images", str(file))):
-        where = f"{file}, images[{number}]"
-        key = value_of(image, "id", (int, str), where)
-        name = value_of(image, "file_name", str, where)
-        if key in entries:
-            raise UserError(f"data: {where}: the id {key} is also the id of another image")
-        entries[key] = Entry(str(folder / name), [], str(key), where)
+        with found.noting():
+            where = f"{file}, images[{number}]"
+            key = value_of(image, "id", (int, str), where)
+            name = value_of(image, "file_name", str, where)
+            if key in entries:
+                raise UserError(f"data: {where}: the id {key} is also the id of another image")
+            entries[key] = Entry(str(folder / name), [], str(key), where)
     for number, annotation in enumerate(items_of(plain, "annotations", str(file))):
-        where = f"{file}, annotations[{number}]"
-        key = value_of(annotation, "image_id", (int, str), where)
-        caption = value_of(annotation, "caption", str, where)
-        if key not in entries:
-            raise UserError(f"data: {where}: no image has the id {key}")
-        if caption.strip():
+        with found.noting():
+            where = f"{file}, annotations[{number}]"
+            key = value_of(annotation, "image_id", (int, str), where)
+            if key not in entries:
+                raise UserError(f"data: {where}: no image has the id {key}")
+            caption = value_of(annotation, "caption", str, where)
+            if not caption.strip():
+                raise UserError(f"data: {where}: an empty caption of image {key}")
             entries[key].captions.append(caption)
-        else:
-            found.problems.append(f"{where}: an empty caption of image {key}")
     for entry in entries.values():
         found.add(split, entry)

@@ -39,8 +39,8 @@ class CaptionDataModule(SplitImages):
     reads its own part: training images are repeated to make the parts equal, others never are.
 
     Args:
-        max_words: length of `words`, start and end included; longer captions lose their end. None:
-            the longest training caption, but 32 at most.
+        max_words: length of `words`, start and end included; longer captions lose their end, which
+            the summary says. None: the longest training caption, but 32 at most.
         min_count: how often a word must occur in the training captions to get a number.
         tokenizer: "words", or "bpe", which needs the extra `bpe`.
         bpe_size: with "bpe", how many numbers; None: 8,000.
@@ -101,9 +101,7 @@ class CaptionDataModule(SplitImages):
             self._tokenizer = self._learned_tokenizer(self.sets["train"])
         self.max_words = getattr(module, "max_words", None) or self.max_words
         if self.max_words is None:
-            captions = chain.from_iterable(self.sets["train"].captions)
-            longest = max(len(self.tokenizer.encode(caption)) for caption in captions)
-            self.max_words = min(MAX_DEFAULT_WORDS, 2 + longest)
+            self.max_words = min(MAX_DEFAULT_WORDS, max(self._lengths()))
         for images in self.sets.values():
             images.tokenizer, images.max_words = self._tokenizer, self.max_words
             images.seed = self.seed
@@ -141,8 +139,24 @@ class CaptionDataModule(SplitImages):
             split_line("images", counts),
             f"  captions: {found}; {len(self.tokenizer):,} words and signs, of at most "
             f"{self.max_words} a caption",
+            *self._cut(),
+            *["  val is one image: of one image CIDEr is always 0"][: counts.get("val") == 1],
             *image_lines(self.sets["train"].images, self),
         ]
+
+    def _lengths(self) -> list[int]:
+        """How many words each training caption has, start and end included."""
+        captions = chain.from_iterable(self.sets["train"].captions)
+        return [2 + len(self.tokenizer.encode(caption)) for caption in captions]
+
+    def _cut(self) -> list[str]:
+        """A line about the training captions that are longer than `max_words`, if there are any."""
+        lengths = self._lengths()
+        longer = sum(length > (self.max_words or 0) for length in lengths)
+        return [
+            f"  {longer:,} of {len(lengths):,} training captions are longer and lose their end; "
+            f"the longest has {max(lengths):,}: data.max_words={max(lengths)} keeps all"
+        ][: bool(longer)]
 
     def test_dataloader(self) -> EVAL_DATALOADERS:
         loaders = {split: self.loader(split) for split in self.test_splits}

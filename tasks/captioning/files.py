@@ -3,7 +3,8 @@
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,24 @@ class Entry:
 
 @dataclass
 class Entries:
-    """What a reader found: entries by split, and problems, a line each."""
+    """What a reader found: entries by split, and problems, a line each.
+
+    A few rows of a table may be broken, one or 1 %, as a few files of train may be: public tables
+    have such rows.
+    """
 
     splits: dict[str, list[Entry]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    rows: int = 0
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """What is wrong with an item is noted as a problem, and the item left out."""
+        try:
+            yield
+        except UserError as error:
+            self.problems.append(str(error).removeprefix("data: "))
 
     def add(self, split: str, entry: Entry) -> None:
         """Add an entry. A missing file and an empty or missing caption are noted as problems."""
@@ -59,9 +74,11 @@ class CaptionFilesData(CaptionDataModule):
     str: the file, and its name in the list.
 
     Args:
-        skip_corrupt: leave out what is wrong: images that are missing or cannot be decoded, and
-            empty captions; the first of them are named. Else a missing image or an empty caption
-            is an error, as are files that cannot be decoded if they are more than 1 % of train.
+        skip_corrupt: leave out what is wrong: rows or items of the list that cannot be read, images
+            that are missing or cannot be decoded, and empty captions; the first of them are named,
+            with their line or place. Else each is an error, but for a few, which are named all the
+            same: rows with too few or too many columns, if they are one or at most 1 % of a table,
+            and files that cannot be decoded, if they are at most 1 % of train.
         memory_gb: gigabytes (10⁹ bytes) of pixels that this process may hold; None: half of what is
             available, shared between the processes of this machine.
         **options: the arguments of `CaptionDataModule`.
@@ -85,7 +102,9 @@ class CaptionFilesData(CaptionDataModule):
 
     def load(self) -> Mapping[str, CaptionSet]:
         found = self.entries()
-        self._report(found.problems)
+        self._report(found)
+        if not found.splits:
+            raise UserError("data: the list has no image with a caption")
         splits = found.splits if self.testing else with_train(found.splits)
         files = {
             split: Files([entry.path for entry in entries], [0] * len(entries))
@@ -98,15 +117,15 @@ class CaptionFilesData(CaptionDataModule):
             sets[split] = CaptionSet(images, captions, others).select(good)
         return sets
 
-    def _report(self, problems: list[str]) -> None:
-        """Print the problems if they may be left out, else raise the first."""
-        if not problems:
-            return
-        if not self.skip_corrupt:
+    def _report(self, found: Entries) -> None:
+        """Print what may be left out, else raise the first problem."""
+        few = len(found.broken) <= max(1, found.rows // 100)
+        problems = found.problems if few else [*found.broken, *found.problems]
+        if problems and not self.skip_corrupt:
             more = f"\nand {len(problems) - 1} more; " if len(problems) > 1 else "\n"
             raise UserError(f"data: {problems[0]}{more}data.skip_corrupt=true leaves them out")
-        for line in shortened(problems, MAX_NAMED):
-            say_once(f"left out: {line}")
+        for line in shortened([*found.broken, *found.problems], MAX_NAMED):
+            say_once(f"left out: {line.splitlines()[0]}")
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -129,26 +148,27 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return found
 
 
-def items_of(found: Any, key: str, where: str) -> list[dict[str, Any]]:
-    """`found[key]`, which must be a list of objects."""
-    items = found.get(key)
+def items_of(found: Any, key: str, where: str) -> list[Any]:
+    """`found[key]`, which must be a list."""
+    items = _object(found, where).get(key)
     if not isinstance(items, list):
         raise UserError(f"data: {where}: expected a list {key!r}, got {_shown(items)}")
-    for number, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise UserError(
-                f"data: {where}, {key}[{number}]: expected an object, got {_shown(item)}"
-            )
     return items
 
 
-def value_of(item: Mapping[str, Any], key: str, kinds: Any, where: str) -> Any:
+def value_of(item: Any, key: str, kinds: Any, where: str) -> Any:
     """`item[key]`, which must be text (`str`) or a number or text (`(int, str)`)."""
-    value = item.get(key)
+    value = _object(item, where).get(key)
     if not isinstance(value, kinds) or isinstance(value, bool):
         expected = "text" if kinds is str else "a number or text"
         raise UserError(f"data: {where}: expected {key!r}, {expected}, got {_shown(value)}")
     return value
+
+
+def _object(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise UserError(f"data: {where}: expected an object, got {_shown(item)}")
+    return item
 
 
 def _shown(value: Any) -> str:

@@ -48,25 +48,27 @@ class KarpathyData(CaptionFilesData):
         found = Entries()
         plain = read_json(self.file, _EXPECTED)
         for number, image in enumerate(items_of(plain, "images", str(self.file))):
-            where = f"{self.file}, images[{number}]"
-            name = value_of(image, "filename", str, where)
-            split = value_of(image, "split", str, where)
-            if split not in _SPLITS:
-                raise UserError(
-                    f"data: {where} ({name}): expected a split of {', '.join(_SPLITS)}, "
-                    f"got {split!r}"
-                )
-            path = self.folder / str(image.get("filepath") or "") / name
-            captions = [
-                _text(sentence, f"{where}, sentences[{place}]")
-                for place, sentence in enumerate(items_of(image, "sentences", where))
-            ]
-            found.add(_SPLITS[split], Entry(str(path), captions, name, where))
+            with found.noting():
+                where = f"{self.file}, images[{number}]"
+                name = value_of(image, "filename", str, where)
+                split = value_of(image, "split", str, where)
+                if split not in _SPLITS:
+                    raise UserError(
+                        f"data: {where} ({name}): expected a split of {', '.join(_SPLITS)}, "
+                        f"got {split!r}"
+                    )
+                path = self.folder / str(image.get("filepath") or "") / name
+                captions = []
+                for place, sentence in enumerate(items_of(image, "sentences", where)):
+                    with found.noting():
+                        captions.append(_text(sentence, f"{where}, sentences[{place}]"))
+                found.add(_SPLITS[split], Entry(str(path), captions, name, where))
         return found
 
 
-def _text(sentence: dict[str, Any], where: str) -> str:
-    tokens = sentence.get("tokens")
-    if "raw" not in sentence and isinstance(tokens, list):
-        return " ".join(map(str, tokens))
+def _text(sentence: Any, where: str) -> str:
+    if isinstance(sentence, dict) and "raw" not in sentence:
+        tokens = sentence.get("tokens")
+        if isinstance(tokens, list):
+            return " ".join(map(str, tokens))
     return value_of(sentence, "raw", str, where)

@@ -13,7 +13,11 @@ from attnkit.lightning import TaskModule
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import mean_of_losses
-from attnkit.lightning.modules.monitors import check_monitors, validates_as_known
+from attnkit.lightning.modules.monitors import (
+    check_directions,
+    check_monitors,
+    validates_as_known,
+)
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioning.captioner import Captioner
 from attnkit.models.captioning.generate import Sentences, checked_options
@@ -218,9 +222,14 @@ class ImageCaptioning(NormalizesImages, TaskModule):
                 self.test_metrics[split] = nn.ModuleDict(self.metrics()).to(self.device)
 
     def on_fit_start(self) -> None:
-        """UserError if a callback or the schedule follows a metric that is never logged."""
+        """UserError if a callback or the schedule follows a metric that is never logged, or takes
+        its worst value for the best."""
+        validation: dict[str, object] = {"val/loss": self.val_loss}
+        validation |= {f"val/{name}": metric for name, metric in self.val_metrics.items()}
         if validates_as_known(type(self)):  # a class of the user's may log more
-            check_monitors(self.trainer, ["val/loss", *(f"val/{n}" for n in self.val_metrics)])
+            check_monitors(self.trainer, validation)
+        else:
+            check_directions(self.trainer, validation)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         terms = self.model.loss(self.normalized(batch["image"]), batch["words"])

@@ -1,7 +1,6 @@
 """Captions to numbers and back: whole words, as in the papers, or byte-pair encoding."""
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,16 +8,10 @@ from typing import Any
 
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError
+from attnkit.metrics.tokenizers import text_of, words_of
 from attnkit.models.captioning.word_decoder import END, PAD, START, UNKNOWN
 
 SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")
-
-_WORD = re.compile(r"\w+(?:['’-]\w+)*")
-
-
-def words_of(text: str) -> list[str]:
-    """The words of a caption in lower case, without punctuation; "dog's" and "t-shirt" are one."""
-    return _WORD.findall(text.lower())
 
 
 class Tokenizer(ABC):
@@ -52,7 +45,7 @@ class Tokenizer(ABC):
 
 
 class WordTokenizer(Tokenizer):
-    """A number for each word: lower case, punctuation off (`words_of`).
+    """A number for each word: lower case, punctuation off, as `words_of` and the metrics have it.
 
     >>> tokenizer = WordTokenizer.build(["A dog runs.", "A dog."])
     >>> tokenizer.decode(tokenizer.encode("a dog sleeps"))
@@ -68,6 +61,8 @@ class WordTokenizer(Tokenizer):
         if len(self._ids) < len(self.words):
             twice = Counter(self.words).most_common(1)[0][0]
             raise ValueError(f"words: expected different words, got {twice!r} twice")
+        # until 0.2 a vocabulary could hold the typographic apostrophe
+        self._ids = {word.replace("’", "'"): n for word, n in self._ids.items()} | self._ids
 
     @classmethod
     def build(cls, captions: Iterable[str], min_count: int = 1) -> "WordTokenizer":
@@ -88,7 +83,7 @@ class WordTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         names = (*SPECIALS, *self.words)
-        return " ".join(names[number] for number in _said(ids))
+        return text_of(names[number] for number in _said(ids))
 
 
 class BPETokenizer(Tokenizer):

@@ -169,6 +169,8 @@ class ImageDataModule(SplitImages):
         return TrainingImages(self.sets[split], crop, self.seed)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if isinstance(batch, Tensor):  # the module's example, of Lightning's summary
+            return batch
         images, *rest = batch
         training = self.trainer is not None and self.trainer.training
         cropped = training and self.crop_min_area is not None

@@ -107,6 +107,12 @@ def test_they_stand_in_two_files():
         (ModelCheckpoint(), "_last_checkpoint_saved"),
         (ModelCheckpoint(), "_save_checkpoint"),  # which BestCheckpoint overrides
         (ModelCheckpoint(), "_monitor_candidates"),  # the same
+        (ModelCheckpoint(), "_save_monitor_checkpoint"),  # the same
+        (ModelCheckpoint(), "_get_metric_interpolated_filepath_name"),  # which it calls
+        (ModelCheckpoint(), "_should_remove_checkpoint"),
+        (ModelCheckpoint(), "_remove_checkpoint"),
+        (ModelCheckpoint(), "_save_topk_checkpoint"),  # which LastCheckpoint calls
+        (ModelCheckpoint(), "_should_skip_saving_checkpoint"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -121,9 +127,11 @@ def test_it_is_there(owner, name):
         "_logger_connector._current_fx",
         "_signal_connector.register_signal_handlers",
         "_checkpoint_connector.dump_checkpoint",
+        "fit_loop._can_stop_early",
         "fit_loop._data_fetcher",
         "fit_loop._combined_loader",
         "fit_loop.epoch_loop._results",
+        "fit_loop.epoch_loop.val_loop._results",
         "fit_loop.epoch_loop._should_accumulate",
         "fit_loop.epoch_loop._num_ready_batches_reached",
         "fit_loop.epoch_loop._should_check_val_fx",

@@ -5,7 +5,7 @@ import pytest
 from attnkit.metrics import BLEU, ROUGEL, CIDErD
 
 TEXT = "A man’s DOG--it's 'big'!\tDon't, “café”: rock'n'roll… (black-and-white) 3.5 -- %日本。"
-WORDS = "a man's dog it's big don't café rock'n'roll black-and-white 3 5 日本"
+WORDS = "a man's dog it's big don't café rock'n'roll black-and-white 3 5 日 本"
 
 
 @pytest.mark.parametrize(

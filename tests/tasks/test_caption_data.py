@@ -255,12 +255,9 @@ def test_what_is_wrong_with_karpathys(root, path, value, message):
     [
         (0, "image,text", "captions.csv has no column 'caption', only image, text"),
         (5, "00.png,", "line 6: an empty caption of 00.png"),
-        (5, "00.png", "line 6: expected 2 columns, got 1"),
-        (
-            5,
-            "00.png,a dog, a cat",
-            "line 6: expected 2 columns, got 3; a caption that holds a comma",
-        ),
+        (5, '00.png,"a dog', "line 6: a quote opens that does not close in this line"),
+        (5, '00.png,"a dog\nruns"', "line 6: a quote opens that does not close in this line"),
+        (5, '"00.png,a dog', "line 6: a quote opens"),
         (5, ",a dog", "line 6: no image"),
         (5, "x.png,a dog", "line 6: no such image: .*images/x.png"),
         (5, "00.png,a \udcff", "is not a CSV file in UTF-8"),
@@ -271,6 +268,90 @@ def test_what_is_wrong_with_a_table(root, line, content, message):
     lines[line] = content
     with pytest.raises(UserError, match=message):
         ready(make_csv(root, lines))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("00.png", "expected 2 columns, got 1"),
+        ("00.png,a dog, a cat", "expected 2 columns, got 3; a caption that holds ',' belongs in"),
+    ],
+)
+def test_a_broken_row_is_named_and_several_are_refused(root, row, message, capfd):
+    """One is left out, as of a public table that has one; it takes no other row with it."""
+    lines = csv_lines()
+    whole = captions_in(ready(make_csv(root, lines)))
+    lines[5] = row
+    assert len(captions_in(ready(make_csv(root, lines)))) == len(whole) - 1
+    assert f"captions.csv, line 6: {message}" in capfd.readouterr().err
+    lines[8] = row
+    with pytest.raises(UserError, match=rf"line 6: {message}.*\nand 1 more; data.skip_corrupt"):
+        ready(make_csv(root, lines))
+    assert len(captions_in(ready(make_csv(root, lines, skip_corrupt=True)))) == len(whole) - 2
+
+
+def captions_in(data):
+    return [c for images in data.sets.values() for each in images.captions for c in each]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *("00.png", "00.png,a,b", ",a dog", "00.png,", "x.png,a dog", '00.png,"a dog', '"'),
+        '00.png,"a dog\nruns\nfast"',
+    ],
+)
+def test_what_is_wrong_with_a_row_can_be_left_out(root, row):
+    """With the row alone: the lines after an open quote are read."""
+    lines = csv_lines()
+    whole = captions_in(ready(make_csv(root, lines)))
+    data = ready(make_csv(root, [*lines[:5], row, *lines[5:]], skip_corrupt=True))
+    assert captions_in(data) == whole
+
+
+@pytest.mark.parametrize(
+    ("form", "path", "value"),
+    [
+        ("coco", ["annotations", 4, "caption"], 3),
+        ("coco", ["annotations", 4, "caption"], None),
+        ("coco", ["annotations", 4], 7),
+        ("coco", ["images", 3, "id"], 101),
+        ("coco", ["images", 3], []),
+        ("karpathy", ["images", 3, "split"], "dev"),
+        ("karpathy", ["images", 3, "sentences", 1], {}),
+        ("karpathy", ["images", 3, "sentences", 1], 4),
+        ("karpathy", ["images", 3], "03.png"),
+    ],
+)
+def test_what_is_wrong_with_an_item_can_be_left_out(root, form, path, value):
+    forms = {"coco": (make_coco, coco), "karpathy": (make_karpathy, karpathy)}
+    make, plain = forms[form]
+    whole = captions_in(ready(make(root, plain())))
+    left = captions_in(ready(make(root, changed(plain(), path, value), skip_corrupt=True)))
+    assert len(left) < len(whole)
+    assert set(left) <= set(whole)
+
+
+def test_names_of_columns_may_have_spaces_around_them(root):
+    lines = ["name| number| comment", *(f"{name_of(n)}| 0| A dog" for n in range(COUNT))]
+    for column in ("comment", " comment"):
+        options = {"image_column": "name", "caption_column": column, "delimiter": "|"}
+        assert len(captions_in(ready(make_csv(root, lines, **options)))) == COUNT
+    twice = ["image,caption,caption ", *(f"{name_of(n)},A dog,b" for n in range(COUNT))]
+    assert captions_in(ready(make_csv(root, twice)))[0] == "A dog"
+    with pytest.raises(UserError, match="several columns ' caption'"):
+        ready(make_csv(root, twice, caption_column=" caption"))
+
+
+def test_captions_that_are_cut_are_said(root):
+    data = ready(make_csv(root, csv_lines(), max_words=5))
+    assert any(re.search(r"^  \d+ of \d+ training captions are longer and lose", line)
+               for line in data.summary())  # fmt: skip
+    data = ready(make_csv(root, csv_lines(), val_fraction=0.2))
+    assert not any("lose their end" in line for line in data.summary())
+    assert not any("val is one image" in line for line in data.summary())
+    data = ready(make_csv(root, csv_lines(), val_fraction=0.05))
+    assert "  val is one image: of one image CIDEr is always 0" in data.summary()
 
 
 @pytest.mark.parametrize(

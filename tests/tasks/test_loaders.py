@@ -5,8 +5,16 @@ import pytest
 import torch
 from lightning import Trainer
 from PIL import Image
+from torch.utils.data import SequentialSampler
 
 from attnkit.lightning import UserError
+from attnkit.lightning.resume.sampler import (
+    EpochSampler,
+    PlacedSampler,
+    ResumableSampler,
+    UnpaddedSampler,
+    in_one_order,
+)
 from attnkit.tasks.captioning import ScenesData
 from attnkit.tasks.image_classification import DigitsData, PredictData
 from attnkit.tasks.node_classification import DictionaryLookupData, DigitsGraphData
@@ -61,3 +69,17 @@ def test_training_is_shuffled_by_the_seed_and_padded():
     assert orders[0] != orders[1]
     generator = torch.Generator().manual_seed(3)  # as torch's DistributedSampler draws it
     assert orders[0] == torch.randperm(count, generator=generator).tolist()[::2]
+
+
+@pytest.mark.parametrize("kind", [ResumableSampler, EpochSampler, PlacedSampler, UnpaddedSampler])
+def test_overfitting_has_one_order(kind):
+    """That of the first epoch of the sampler itself, and Lightning leaves it where it is."""
+    items = list(range(23))
+    sampler, plain = in_one_order(kind)(items, 2, 1), kind(items, 2, 1)
+    assert isinstance(sampler, SequentialSampler)
+    first = list(plain)
+    for epoch in (0, 3):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == first
+    plain.set_epoch(3)
+    assert (list(plain) != first) == (kind is not UnpaddedSampler)

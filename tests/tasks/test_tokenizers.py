@@ -2,12 +2,21 @@
 
 import json
 import sys
+import unicodedata
 
 import pytest
 import torch
 
 from attnkit.lightning import UserError
-from attnkit.tasks.captioning import BPETokenizer, WordTokenizer, load_tokenizer, words_of
+from attnkit.metrics import CIDEr, CIDErD
+from attnkit.metrics.tokenizers import text_of
+from attnkit.tasks.captioning import (
+    BPETokenizer,
+    ImageCaptioning,
+    WordTokenizer,
+    load_tokenizer,
+    words_of,
+)
 
 CAPTIONS = ["A dog runs; a cat sleeps.", "The dog's ball – red!", "a dog"]
 
@@ -23,6 +32,57 @@ def test_words_are_lower_case_without_punctuation():
         "5",
     ]
     assert words_of(" . ") == []
+
+
+SENTENCES = {
+    "English": "The dog’s ball, a T-shirt: it's red!",
+    "Hindi": "एक लाल गेंद हरी घास पर पड़ी है।",
+    "Tamil": "ஒரு சிவப்பு பந்து புல் மீது உள்ளது.",
+    "Bengali": "একটি লাল বল সবুজ ঘাসের উপর।",
+    "Thai": "สุนัขสีน้ำตาลกำลังวิ่งอยู่บนสนามหญ้า",
+    "Lao": "ໝາສີນ້ຳຕານກຳລັງແລ່ນ",
+    "Khmer": "ឆ្កែពណ៌ត្នោតកំពុងរត់លើស្មៅ",
+    "Burmese": "ခွေးညိုတစ်ကောင် မြက်ခင်းပေါ်မှာ ပြေးနေသည်။",
+    "Hebrew": "כֶּלֶב חוּם רָץ עַל הַדֶּשֶׁא.",
+    "Arabic": "كَلْبٌ بُنِّيٌّ يَجْرِي عَلَى العُشْبِ",
+    "Persian": "یک سگ قهوه\u200cای روی چمن می\u200cدود.",
+    "Vietnamese": "Một con chó màu nâu đang chạy trên cỏ.",
+    "Korean": "갈색 개가 잔디 위를 달리고 있다.",
+    "Chinese": "白色的地面上有一个红色的方块。",
+    "Japanese": "茶色の犬がiPhoneで芝生の上を走っている。",
+    "Greek": "Ένας καφέ σκύλος τρέχει στο γρασίδι.",
+    "Russian": "Коричневая собака бежит по траве.",
+}
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("build", [WordTokenizer.build, BPETokenizer.build])
+def test_a_perfect_captioner_scores_1_in_every_script(build, form):
+    """What is decoded of a caption's numbers, by the metrics of a run, against the caption."""
+    texts = {name: unicodedata.normalize(form, text) for name, text in SENTENCES.items()}
+    tokenizer = build(texts.values(), min_count=1)
+    said = {name: tokenizer.decode(tokenizer.encode(text)) for name, text in texts.items()}
+    for name, text in texts.items():
+        metrics = {n: m for n, m in ImageCaptioning.metrics(None).items() if "cider" not in n}
+        for metric in metrics.values():
+            metric.update([said[name]], [[text]])
+            assert float(metric.compute()) == pytest.approx(1, abs=1e-8), (name, said[name])
+    for cider in (CIDEr(tokenizer="words"), CIDErD(tokenizer="words")):  # of a corpus
+        cider.update(list(said.values()), [[text] for text in texts.values()])
+        assert float(cider.compute()) == pytest.approx(10, abs=1e-8)
+
+
+def test_words_of_scripts_without_spaces_are_joined_again():
+    assert words_of("白色的iPhone") == ["白", "色", "的", "iphone"]
+    assert text_of(words_of("白色的 iPhone 手机")) == "白色的 iphone 手机"
+    assert text_of(words_of("สุนัขวิ่ง")) == "สุนัขวิ่ง"
+    assert text_of(["a", "dog"]) == "a dog"
+    assert text_of([]) == ""
+
+
+def test_the_apostrophe_of_an_older_vocabulary():
+    tokenizer = WordTokenizer(["dog’s", "cat's", "cat’s"])
+    assert tokenizer.encode("A dog's, a dog’s, a cat’s") == [3, 4, 3, 4, 3, 5]
 
 
 def test_numbers_of_words():

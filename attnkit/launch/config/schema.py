@@ -136,6 +136,12 @@ ELSEWHERE = {
     "enable_checkpointing": "callbacks.checkpoint",
 }
 
+# Those that would do nothing here, or take away what a run is.
+UNUSED = {
+    "model_registry": "it uploads checkpoints to a platform; a run keeps them in run_dir",
+    "barebones": "it leaves out callbacks and checkpoints; to measure a step: run=bench",
+}
+
 # Numbers that lightning.Trainer takes without a look, and fails on later or ignores.
 AT_LEAST = {
     "accumulate_grad_batches": 1,
@@ -145,7 +151,7 @@ AT_LEAST = {
 }
 
 # The same of those that must be above 0.
-ABOVE_ZERO = ("limit_batches", "timeout_seconds")
+ABOVE_ZERO = ("limit_batches", "limit_train_batches", "timeout_seconds")
 
 # Nodes in which a null is filled in from what the data module says of itself.
 FILLED = ("model", "module", "encoder", "decoder")

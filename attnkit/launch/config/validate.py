@@ -14,6 +14,7 @@ from attnkit.launch.command import nearest
 from attnkit.launch.config import annotations, schema, signatures
 from attnkit.launch.config.signatures import Signature
 from attnkit.launch.config.sources import Origins
+from attnkit.lightning.best import contradiction, mode_of
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
@@ -25,6 +26,7 @@ _DIRECTIVES = {"_target_", "_partial_", "_args_"}
 def validate(config: dict[str, Any], origins: Origins) -> None:
     """Check the whole configuration, in place making relative paths absolute."""
     check_arguments("", config, signatures.known(schema.TARGET), origins, what="attnkit")
+    _settle_modes(config, origins)
     for key in schema.OBJECTS:
         node = config.get(key)
         if node:
@@ -52,6 +54,32 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
             raise _problem(origins, key, "missing: the task names no class for it", at="task")
     _check_values(config, origins)
     _check_parts(config, origins)
+
+
+def _settle_modes(config: dict[str, Any], origins: Origins) -> None:
+    """Give what follows a metric the metric's direction, where it was given none.
+
+    One that is given must be the metric's; where nothing is trained, nothing is followed.
+    """
+    trains = config.get("run") in ("train", "check")
+    followers = {f"callbacks.{k}": node for k, node in (config.get("callbacks") or {}).items()}
+    for key, node in {**followers, "scheduler": config.get("scheduler")}.items():
+        monitor = node.get("monitor") if isinstance(node, dict) else None
+        if not isinstance(monitor, str) or not _has_mode(node):
+            continue
+        right = mode_of(monitor)
+        mode = node.get("mode") or right or (None if trains else "min")
+        if mode is None:
+            message = f"expected min or max: whether less or more of {monitor!r} is better is not "
+            raise _problem(origins, f"{key}.mode", f"{message}known by its name", at=key)
+        if trains and (wrong := contradiction(monitor, mode, right)):
+            raise _problem(origins, f"{key}.mode", wrong, at=key)
+        node["mode"] = mode
+
+
+def _has_mode(node: Mapping[str, Any]) -> bool:
+    signature = signatures.signature_of(str(node.get("_target_")))
+    return "mode" in node or (signature is not None and "mode" in signature.parameters)
 
 
 def _check_values(config: dict[str, Any], origins: Origins) -> None:
@@ -102,6 +130,13 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
         if key in schema.ELSEWHERE:
             message = f"set elsewhere: {schema.ELSEWHERE[key]}"
             raise _problem(origins, f"trainer.{key}", message)
+        if key in schema.UNUSED and node[key]:
+            raise _problem(origins, f"trainer.{key}", f"not used here: {schema.UNUSED[key]}")
+    if node.get("overfit_batches"):
+        for key in ("limit_batches", "limit_train_batches", "limit_val_batches"):
+            if node.get(key) is not None:
+                message = f"not together with {key}: it is the limit of train and val itself"
+                raise _problem(origins, "trainer.overfit_batches", message)
     for key, least in schema.AT_LEAST.items():
         if isinstance(node.get(key), int | float) and node[key] < least:
             message = f"expected at least {least}, got {node[key]}"
@@ -109,9 +144,10 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
     for key in schema.ABOVE_ZERO:
         if isinstance(node.get(key), int | float) and not node[key] > 0:
             raise _problem(origins, f"trainer.{key}", f"expected more than 0, got {node[key]}")
-    if node.get("max_epochs") == 0:
-        message = "expected at least 1, or -1 for no end, got 0"
-        raise _problem(origins, "trainer.max_epochs", message)
+    for key in ("max_epochs", "max_steps"):
+        if node.get(key) == 0:
+            message = "expected at least 1, or -1 for no end, got 0"
+            raise _problem(origins, f"trainer.{key}", message)
     parameters = {
         **signatures.known(TRAINER).parameters,
         **signatures.known(schema.TRAINER_EXTRAS).parameters,

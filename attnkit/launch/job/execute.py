@@ -211,6 +211,9 @@ def _is_over(config: dict[str, Any], changes: Sequence[str]) -> bool:
     state, trainer = folders.load_state(folder), config.get("trainer") or {}
     if state.get("ended_by") == "callback":  # which may want more once it is changed
         return not any(change.lstrip("+~").startswith("callbacks") for change in changes)
+    if state.get("ended_by") == "max_time":  # within an epoch, as a rule
+        before = folders.load_config(folder).get("trainer") or {}
+        return trainer.get("max_time") == before.get("max_time")
     for limit, done in (("max_steps", "steps"), ("max_epochs", "epochs")):
         asked = trainer.get(limit)
         if asked is not None and 0 < asked <= state.get(done, asked):
@@ -223,8 +226,13 @@ def _say_finished(job: Job) -> None:
     tested = [k for k in results if k.startswith("test/") and not k.endswith("_std")]
     figures = ", ".join(f"{k} {results[k]:.4g}" for k in tested)
     print(f"finished already: {job.folder}\n  {figures}")
-    if any(folders.load_state(Path(c["run_dir"])).get("ended_by") == "callback" for c in job.runs):
+    ends = {folders.load_state(Path(c["run_dir"])).get("ended_by") for c in job.runs}
+    if "callback" in ends:
         print("  a callback ended it; to train longer, change that: callbacks.…")
+    elif "max_time" in ends:
+        print(
+            "  trainer.max_time ended it; to train longer: trainer.max_time=null, or a longer one"
+        )
     else:
         print("  to train longer: trainer.max_epochs=N with a larger N")
 

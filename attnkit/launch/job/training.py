@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from attnkit.launch.errors import is_out_of_memory, of_allocator
 from attnkit.launch.job import out_of_memory
 from attnkit.launch.job.one_run import Session
 from attnkit.lightning.loggers.tensorboard import TensorBoard
+from attnkit.lightning.resume.best_checkpoint import BestCheckpoint
 from attnkit.lightning.telling.epochs import EpochLines
 
 
@@ -30,8 +33,6 @@ def train(session: Session) -> dict[str, float] | None:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.monitor:
             best = callback.best_model_path or None
-            if callback.best_model_score is not None:
-                figures[f"{callback.monitor}_best"] = float(callback.best_model_score)
     if _has_test(module, data):
         session.loaded(trainer.test, ckpt_path=best, verbose=False)
         figures |= session.metrics()
@@ -46,11 +47,18 @@ def _log_run(session: Session, figures: dict[str, float]) -> None:
 
 
 def _of_epochs(trainer: Trainer, figures: dict[str, float]) -> dict[str, float]:
-    """The figures with those of validation told apart: of the last epoch, and of the best."""
+    """The figures with those of validation told apart: of the last epoch, and of the best, which
+    is the one that the checkpoint holds."""
     last = {f"{name}_last": v for name, v in figures.items() if name.startswith("val/")}
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    best = next((c.best for c in callbacks if isinstance(c, EpochLines)), {})
-    of_best = {f"{name}_best": v for name, v in best.items() if name.startswith("val/")}
+    found = [c.best for kind in (BestCheckpoint, EpochLines) for c in callbacks
+             if isinstance(c, kind) and c.best]  # fmt: skip
+    best = found[0] if found else {}
+    of_best = {
+        f"{name}_best": value
+        for name, value in best.items()
+        if name not in ("epoch", "step") and math.isfinite(value)
+    }
     epoch = {"best_epoch": best["epoch"]} if best else {}
     return figures | last | of_best | epoch
 
@@ -61,6 +69,9 @@ def ended_by(trainer: Trainer) -> str:
         return "max_steps"
     if 0 < (trainer.max_epochs or -1) <= trainer.current_epoch:
         return "max_epochs"
+    timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
+    if any((timer.time_remaining() or 0) < 0 for timer in timers):
+        return "max_time"
     return "callback"
 
 

@@ -22,7 +22,11 @@ from attnkit.lightning.arguments import at_least
 from attnkit.lightning.callbacks.class_report import ClassScore, class_scores, show_class_scores
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule
-from attnkit.lightning.modules.monitors import check_monitors, validates_as_known
+from attnkit.lightning.modules.monitors import (
+    check_directions,
+    check_monitors,
+    validates_as_known,
+)
 
 ClassWeights = Literal["balanced"] | Sequence[float] | Mapping[str, float]
 MAX_CONFUSION_CLASSES = 1000
@@ -156,9 +160,13 @@ class ClassificationModule(TaskModule):
             )
 
     def on_fit_start(self) -> None:
-        """UserError if a callback or the schedule follows a metric that is never logged."""
+        """UserError if a callback or the schedule follows a metric that is never logged, or takes
+        its worst value for the best."""
+        validation = {f"val/{name}": metric for name, metric in self.val_metrics.items()}
         if validates_as_known(type(self)):  # a class of the user's may log more
-            check_monitors(self.trainer, [f"val/{name}" for name in self.val_metrics])
+            check_monitors(self.trainer, validation)
+        else:
+            check_directions(self.trainer, validation)
 
     def on_train_start(self) -> None:
         if not self.is_balanced:
@@ -188,6 +196,8 @@ class ClassificationModule(TaskModule):
 
 class BalancedAccuracy(MulticlassStatScores):
     """The mean recall of the classes that there are samples of, as scikit-learn's."""
+
+    higher_is_better = True
 
     def compute(self) -> Tensor:
         hits, _, _, _, support = super().compute().unbind(dim=-1)

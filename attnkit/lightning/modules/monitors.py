@@ -1,11 +1,14 @@
-"""Metrics that callbacks and the schedule follow: refused where nothing logs them."""
+"""Metrics that callbacks and the schedule follow: refused where nothing logs them, or where they
+would be followed the wrong way."""
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 from lightning import Callback, LightningModule, Trainer
+from torchmetrics import Metric
 
+from attnkit.lightning import _private as private
+from attnkit.lightning.best import Mode, contradiction, mode_of
 from attnkit.lightning.errors import UserError
 
 _KNOWN = {"attnkit", "lightning", "pytorch_lightning"}  # packages
@@ -21,21 +24,41 @@ _LIGHTNINGS = (
 )
 
 
-def check_monitors(trainer: Trainer, validation: Iterable[str]) -> None:
+def check_monitors(trainer: Trainer, validation: Mapping[str, object]) -> None:
     """UserError if something follows a metric that is not logged; for `on_fit_start`.
 
-    Names of training, `train…`, are not looked at: callbacks log some. Nor is anything where a
-    callback of the user's may log more.
+    Or if it takes the worst for the best. Names of training, `train…`, are not looked at: callbacks
+    log some. Nor are others where a callback of the user's may log more.
 
     Args:
         trainer: its callbacks and schedules are looked at.
-        validation: all that the module logs of validation.
+        validation: all that the module logs of validation, by name.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if all(_package(callback) in _KNOWN for callback in callbacks):
-        for name, monitor in _followed(trainer):
-            if not monitor.startswith("train") and monitor not in validation:
-                raise _unlogged(name, monitor, "of validation there are", validation)
+    all_known = all(_package(callback) in _KNOWN for callback in callbacks)
+    for name, monitor, _ in _followed(trainer) if all_known else ():
+        if not monitor.startswith("train") and monitor not in validation:
+            raise _unlogged(name, monitor, "of validation there are", validation)
+    check_directions(trainer, validation)
+
+
+def check_directions(trainer: Trainer, metrics: Mapping[str, object]) -> None:
+    """UserError if something follows one of these metrics the wrong way.
+
+    Args:
+        trainer: its callbacks and schedules are looked at.
+        metrics: by the name they are logged by. Of torchmetrics' the direction is known.
+    """
+    for name, monitor, mode in _followed(trainer):
+        right = direction(monitor, metrics[monitor]) if monitor in metrics else None
+        if mode is not None and (wrong := contradiction(monitor, mode, right)):
+            raise UserError(f"{name}: mode: {wrong}")
+
+
+def direction(monitor: str, metric: object) -> Mode | None:
+    """Whether less or more of a metric is better: as torchmetrics says, else by its name."""
+    more = metric.higher_is_better if isinstance(metric, Metric) else None
+    return mode_of(monitor) if more is None else "max" if more else "min"
 
 
 def validates_as_known(module: type[LightningModule]) -> bool:
@@ -46,11 +69,17 @@ def validates_as_known(module: type[LightningModule]) -> bool:
 
 class MonitorsInSanityCheck(Callback):
     """Ends a run in the sanity check that validates but does not log a metric of validation which
-    something follows, instead of after the first epoch. It needs `num_sanity_val_steps`."""
+    something follows, instead of after the first epoch. It needs `num_sanity_val_steps`.
+
+    A run whose checkpoint would take the worst for the best ends there or in the first validation.
+    """
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        check_directions(trainer, private.logged_metrics(trainer))
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         logged = trainer.callback_metrics
-        for name, monitor in _followed(trainer) if logged else ():
+        for name, monitor, _ in _followed(trainer) if logged else ():
             if monitor.startswith("val") and monitor not in logged:
                 said = "in the sanity check (trainer.num_sanity_val_steps) there were"
                 raise _unlogged(name, monitor, said, logged)
@@ -66,16 +95,15 @@ def unlogged(error: Exception) -> UserError | None:
     return None
 
 
-def _followed(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    """What follows a metric, and which."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    followers: list[tuple[str, Any]] = [(f"callbacks: {type(c).__name__}", c) for c in callbacks]
-    followers += [("scheduler", config) for config in trainer.lr_scheduler_configs]
-    for name, follower in followers:
-        is_followed = getattr(follower, "reduce_on_plateau", True)  # others have a default
-        monitor = getattr(follower, "monitor", None)
-        if isinstance(monitor, str) and is_followed:
-            yield name, monitor
+def _followed(trainer: Trainer) -> Iterator[tuple[str, str, str | None]]:
+    """What follows a metric, which, and in which direction."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(monitor := getattr(callback, "monitor", None), str):
+            name = f"callbacks: {type(callback).__name__}"
+            yield name, monitor, getattr(callback, "mode", None)
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau:  # others have a default
+            yield "scheduler", str(config.monitor), getattr(config.scheduler, "mode", None)
 
 
 def _unlogged(name: str, monitor: str, said: str, names: Iterable[str]) -> UserError:

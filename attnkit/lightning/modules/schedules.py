@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from attnkit.lightning.arguments import at_least, shares, shares_below_1
+from attnkit.lightning.best import Mode, mode_for
 
 
 def warmup_cosine(
@@ -126,7 +127,7 @@ class Plateau(ReduceLROnPlateau):
     Args:
         optimizer: whose learning rates are lowered.
         monitor: the name of the metric, as it is logged.
-        mode: whether less of it is better, "min", or more, "max".
+        mode: whether less of it is better, "min", or more, "max"; None: as is known by its name.
         factor: of the learning rate, when the metric has not improved for `patience` epochs.
         **options: the others of torch's.
     """
@@ -135,11 +136,12 @@ class Plateau(ReduceLROnPlateau):
         self,
         optimizer: Optimizer,
         monitor: str = "val/loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Mode | None = None,
         factor: float = 0.1,
         patience: int = 10,
         **options: Any,
     ) -> None:
+        mode = mode_for(monitor, mode)
         super().__init__(optimizer, mode=mode, factor=factor, patience=patience, **options)
         self.monitor = monitor
 

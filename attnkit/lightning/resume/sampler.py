@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, SequentialSampler
 
 
 class ResumableSampler(DistributedSampler):
@@ -82,6 +82,16 @@ class BalancedSampler(PlacedSampler):
         numbers = torch.cat(rows)
         shuffled = numbers[torch.randperm(len(numbers), generator=generator)][: self.total_size]
         return iter(shuffled[self.rank :: self.num_replicas].tolist())
+
+
+def in_one_order(sampler: type[DistributedSampler]) -> type[DistributedSampler]:
+    """A kind of sampler that gives in every epoch what it gives in the first, for overfitting.
+
+    It is a `SequentialSampler`: Lightning puts one of those in the place of others where
+    `overfit_batches` is set, and they know neither epochs nor places.
+    """
+    fixed = {"set_epoch": lambda self, epoch: None, "__module__": __name__}
+    return type(f"{sampler.__name__}InOneOrder", (sampler, SequentialSampler), fixed)
 
 
 class UnpaddedSampler(DistributedSampler):

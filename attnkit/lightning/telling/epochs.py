@@ -1,12 +1,12 @@
 """One line for each epoch, and without a terminal, one every ten seconds."""
 
-import math
 import time
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from attnkit.lightning.best import rank, validation
 from attnkit.lightning.telling.numbers import seconds, three_digits
 from attnkit.lightning.telling.say import on_terminal, say
 from attnkit.lightning.telling.steps import StepMetrics
@@ -21,7 +21,8 @@ class EpochLines(Callback):
 
     That is the training loss; of validation, the loss, the metric that the checkpoint follows, and
     what is logged with `prog_bar=True`; the learning rate at the end, the seconds with validation,
-    and whether it is the best epoch so far (`best: 2` if not), by the metric of the checkpoint.
+    and whether it is the best epoch so far (`best: 2` if not), by the metric of the checkpoint; of
+    equal epochs the one with the smaller `val/loss`.
     Runs of more than 100 epochs get at most one line a second.
 
     Where the output is not a terminal, it also says every few seconds how far it is.
@@ -45,7 +46,7 @@ class EpochLines(Callback):
         self._began = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        monitored, is_best = self._judge(trainer)
+        monitored = self._judge(trainer)
         now = time.monotonic()
         last = trainer.max_epochs or -1
         is_last = trainer.current_epoch + 1 == last
@@ -57,29 +58,27 @@ class EpochLines(Callback):
         if rates:
             parts.append(f"lr {steps.get('lr', max(rates)):.2g}")
         parts.append(seconds(now - self._began))
-        if is_best:
+        if self.best.get("epoch") == trainer.current_epoch + 1:
             parts.append("best")
         elif self.best:
             parts.append(f"best: {self.best['epoch']:.0f}")
         self._say(trainer, "  ".join(parts))
 
-    def _judge(self, trainer: Trainer) -> tuple[str, bool]:
-        """The metric that the checkpoint follows, and whether it is better than ever."""
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._judge(trainer)
+
+    def _judge(self, trainer: Trainer) -> str:
+        """Note the validation if it is the best so far; the metric that the checkpoint follows."""
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.monitor:
-                value = trainer.callback_metrics.get(callback.monitor)
-                if value is None:
-                    return callback.monitor, False
-                sign = 1 if callback.mode == "min" else -1
-                former = self.best.get(callback.monitor, sign * math.inf)
-                better = sign * float(value) < sign * former
-                if better:
-                    metrics = trainer.callback_metrics.items()
-                    self.best = {name: float(v) for name, v in metrics if name.startswith("val/")}
-                    self.best[callback.monitor] = float(value)
-                    self.best["epoch"] = trainer.current_epoch + 1
-                return callback.monitor, better
-        return "", False
+                monitor, mode = callback.monitor, callback.mode
+                if monitor in trainer.callback_metrics:
+                    found = validation(trainer.callback_metrics, monitor)
+                    if not self.best or rank(found, monitor, mode) < rank(self.best, monitor, mode):
+                        self.best = {**found, "epoch": trainer.current_epoch + 1}
+                return monitor
+        return ""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -106,7 +106,9 @@ def test_values_come_back_exactly(composer):
         ("hydra.sweeper.pruner=medain", "did you mean median?"),
         ("hydra.sweeper.sampler_options.n_startup=3", "did you mean n_startup_trials?"),
         ("hydra.sweeper.pruner=percentile", "pruner_options.percentile: missing"),
-        ("hydra.sweeper.metric=test/loss", "give both or neither"),
+        ("hydra.sweeper.metric=test/loss", "a study must not choose by the test"),
+        ("hydra.sweeper.metric=val/score", "whether less or more of 'val/score' is better"),
+        ("hydra.sweeper.direction=minimize", "direction: needs hydra.sweeper.metric"),
         ("hydra.sweeper.n_jobs=2", "hydra/launcher=basic runs one at a time"),
         ("hydra.sweeper.storage=nosuch://x/y", "Optuna can't use the storage nosuch://x/y"),
         ("hydra.sweeper.storage=nowhere/x", "nowhere/x: [Errno 2] No such file or directory"),
@@ -130,9 +132,9 @@ def test_what_needs_the_study(mine):
     assert "nothing to search" in mine("-m", OPTUNA).err
     assert "optuna: a study" in mine("-m", "seed=1,2", "hydra.sweeper.n_trials=3").err
     done = mine(
-        "-m", OPTUNA, RATE, "hydra.sweeper.metric=test/loss", "hydra.sweeper.direction=minimize"
+        "-m", OPTUNA, RATE, "hydra.sweeper.metric=val/loss", "hydra.sweeper.direction=maximize"
     )
-    assert "a study must not choose by the test" in done.err
+    assert "got max, but less of 'val/loss' is better" in done.err
     done = mine("-m", OPTUNA, RATE, "seeds=2", "hydra.sweeper.pruner=median")
     assert "leave out seeds and splits" in done.err
 
@@ -194,7 +196,7 @@ def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     """Two sweep folders, one database; a third with another search is refused."""
     search = ("-m", OPTUNA, *LEAN, "callbacks.progress=null", "trainer.max_epochs=1",
               "hydra.sweeper.storage=sqlite:///shared.db", "hydra.sweeper.n_trials=1")  # fmt: skip
-    better = ("hydra.sweeper.metric=val/loss", "hydra.sweeper.direction=maximize")
+    better = ("hydra.sweeper.metric=val/loss",)
     assert mine(*search, RATE, *better, "run_dir=one").code == 0
     joined = mine(*search, RATE, *better, "hydra.sweeper.n_trials=2", "run_dir=two")
     assert joined.code == 0, joined.err
@@ -202,7 +204,7 @@ def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     assert found.states("two") == ["done"]
     study = study_of("sqlite:///shared.db")
     assert [t.user_attrs["sweep"].rpartition("/")[2] for t in study.trials] == ["one", "two"]
-    assert study.direction == optuna.study.StudyDirection.MAXIMIZE
+    assert study.direction == optuna.study.StudyDirection.MINIMIZE
     again = attnkit("-m", "resume=one", "--config-dir", hers)
     assert again.code == 0
     best = Path("two/best.txt").read_text().strip()

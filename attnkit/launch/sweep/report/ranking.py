@@ -8,6 +8,7 @@ from typing import Any
 
 from attnkit.launch.command import key_of
 from attnkit.launch.sweep.record import Trial
+from attnkit.lightning.best import mode_of
 from attnkit.lightning.files import write_csv
 from attnkit.lightning.telling.text import in_line
 
@@ -32,8 +33,8 @@ class Metric:
     def of(cls, config: Mapping[str, Any]) -> "Metric":
         """The metric of a trial with this configuration."""
         checkpoint = (config.get("callbacks") or {}).get("checkpoint") or {}
-        monitor = checkpoint.get("monitor") or cls.monitor
-        return cls(str(monitor), checkpoint.get("mode") == "max")
+        monitor = str(checkpoint.get("monitor") or cls.monitor)
+        return cls(monitor, (checkpoint.get("mode") or mode_of(monitor)) == "max")
 
     @property
     def name(self) -> str:

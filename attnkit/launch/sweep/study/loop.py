@@ -73,7 +73,8 @@ class _Plan:
         self.allow = [o for o in fixed if key_of(o) == "allow"]
         self.fixed = [o for o in fixed if o not in self.allow]
         if self.settings.metric is not None:  # so that table, checkpoint and study agree
-            mode = "min" if self.settings.direction == "minimize" else "max"
+            modes = {"minimize": "min", "maximize": "max", None: "null"}
+            mode = modes[self.settings.direction]
             self.fixed.append(f"{_CHECKPOINT}.monitor={self.settings.metric}")
             self.fixed.append(f"{_CHECKPOINT}.mode={mode}")
 

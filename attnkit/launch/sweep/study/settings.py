@@ -39,6 +39,7 @@ class Settings:
     metric: str | None = None
     """Of validation; default: what callbacks.checkpoint monitors."""
     direction: Literal["minimize", "maximize"] | None = None
+    """Of the metric; default: as is known of it by its name."""
     sampler: Literal["tpe", "random", "gp", "cmaes", "qmc"] = "tpe"
     sampler_options: dict[str, Any] | None = None
     """Arguments of Optuna's class."""
@@ -75,8 +76,8 @@ class Settings:
                 raise UserError(
                     f"{PREFIX}{name}: expected at least {least}, got {getattr(self, name)}"
                 )
-        if (self.metric is None) != (self.direction is None):
-            raise UserError(f"{PREFIX}metric and {PREFIX}direction: give both or neither")
+        if self.metric is None and self.direction is not None:
+            raise UserError(f"{PREFIX}direction: needs {PREFIX}metric, whose direction it is")
         if self.metric is not None and re.match(r"test\b", self.metric):
             raise UserError(f"{PREFIX}metric={self.metric}: a study must not choose by the test")
         if not self.study_name:

@@ -1,0 +1,332 @@
+"""The checkpoint of the best validation, which is what a run is tested and used with."""
+
+import copy
+import math
+import os
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+from attnkit.lightning import _private as private
+from attnkit.lightning.best import LOSS, Mode, mode_for, rank, validation
+from attnkit.lightning.files import replacing
+from attnkit.lightning.resume.checkpoints import CheckpointError, load
+from attnkit.lightning.resume.paced_checkpoints import checked_seconds
+
+HELD = 2**26  # bytes of a checkpoint that are held in memory at most
+PLAIN = {str, int, float, bool, type(None)}
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """`ModelCheckpoint` of the best validation, whose file always holds the best epoch.
+
+    The best is that of the best `monitor`; of epochs that are equal in it, that of the smallest
+    `val/loss`, else the first. NaN is worse than any number. A metric that was the same in every
+    epoch, or NaN, is said at the end.
+
+    With `save_top_k` other than 1, a `filename` without `{…}`, such as "best", is that of the best
+    alone; the others are called `best-epoch=3-step=120`, with epochs counted from 1. A folder that
+    was moved or copied keeps its best: files are known by their names, and a file that does not
+    hold the step that was noted of it counts no more.
+
+    A checkpoint that would replace one of less than `every_seconds` ago is held in memory, and
+    written when that has passed, before any other checkpoint, and when training ends, also by an
+    error. What is on the disk is thus never behind what another checkpoint says is the best. Large
+    checkpoints, those of several processes, and several files are written at once.
+
+    Args:
+        every_seconds: 0 writes every improvement.
+        mode: "min" or "max"; None: as is known of the metric by its name (`val/loss`,
+            `val/accuracy`, …).
+        kwargs: Lightning's.
+
+    Raises:
+        ValueError: nothing is known of the metric, and no mode was given.
+    """
+
+    def __init__(
+        self, every_seconds: float = 5.0, *, mode: Mode | None = None, **kwargs: Any
+    ) -> None:
+        monitor = kwargs.get("monitor")
+        super().__init__(mode=mode_for(monitor, mode) if monitor else mode or "min", **kwargs)
+        self.every_seconds = checked_seconds(every_seconds)
+        self.kept: dict[str, dict[str, float]] = {}
+        """Of each file the validation that it is of: `epoch`, from 1, `step`, and its metrics."""
+        self._seen: list[float] = []
+        """Of the metric the least and the largest value, and how many there were, also with NaN."""
+        self._held: tuple[dict[str, Any], str] | None = None
+        self._written = "", -float("inf")
+        self._is_small: bool | None = None
+
+    @property
+    def best(self) -> dict[str, float]:
+        """Of the best validation so far: `epoch`, counted from 1, `step`, and its metrics."""
+        return self.kept.get(self.best_model_path, {})
+
+    # --- which ones are kept ---
+
+    def _save_monitor_checkpoint(
+        self, trainer: Trainer, monitor_candidates: dict[str, torch.Tensor]
+    ) -> None:
+        monitor = str(self.monitor)
+        if monitor not in monitor_candidates:
+            return
+        figures = validation(trainer.callback_metrics, monitor)
+        figures |= {"epoch": trainer.current_epoch + 1, "step": trainer.global_step}
+        if trainer.world_size > 1:
+            figures = trainer.strategy.broadcast(figures)
+        self._look(figures[monitor])
+        dropped = ""
+        if 0 < self.save_top_k <= len(self.kept):
+            dropped = max(self.kept, key=lambda path: (self._rank(path), self.kept[path]["step"]))
+            if rank(figures, monitor, self.mode) >= self._rank(dropped):
+                return
+        is_best = not self.kept or rank(figures, monitor, self.mode) < self._rank(self._first())
+        replaced = self.best_model_path if self._is_name else dropped
+        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, replaced)
+        if dropped:
+            del self.kept[dropped]
+        if self._is_name and is_best and path in self.kept:
+            self._move_aside(trainer, path)
+        elif path in self.kept or (self._is_name and not is_best):
+            path = self._beside(path, figures)
+        self.kept[path] = figures
+        self._tell_lightning(path)
+        if self.verbose:
+            rank_zero_info(f"{monitor} {figures[monitor]:.5g}: saving {path}")
+        self._save_checkpoint(trainer, path)
+        if dropped and self._should_remove_checkpoint(trainer, dropped, path):
+            self._remove_checkpoint(trainer, dropped)
+
+    @property
+    def _is_name(self) -> bool:
+        """Whether every epoch would have the same name."""
+        return self.filename is not None and "{" not in self.filename
+
+    def _rank(self, path: str) -> tuple[float, float]:
+        return rank(self.kept[path], str(self.monitor), self.mode)
+
+    def _first(self) -> str:
+        """The best file; of equal ones the earliest."""
+        return min(self.kept, key=lambda path: (self._rank(path), self.kept[path]["step"]))
+
+    def _beside(self, path: str, figures: Mapping[str, float]) -> str:
+        """The name of a file that is not the best."""
+        stem, _, ending = path.rpartition(".")
+        return f"{stem}-epoch={figures['epoch']:.0f}-step={figures['step']:.0f}.{ending}"
+
+    def _move_aside(self, trainer: Trainer, path: str) -> None:
+        """Give the best so far a name of its own. Its file stays until the new one replaces it."""
+        figures = self.kept.pop(path)
+        aside = self._beside(path, figures)
+        self.kept[aside] = figures
+        if trainer.is_global_zero:
+            if os.path.isdir(path):  # of shards
+                os.replace(path, aside)
+            else:
+                with open(path, "rb") as old, replacing(aside) as new:
+                    shutil.copyfileobj(old, new)
+        trainer.strategy.barrier()
+
+    def _tell_lightning(self, path: str = "") -> None:
+        """What the attributes of `ModelCheckpoint` say, of what is kept."""
+        scores = {p: torch.tensor(f[str(self.monitor)]) for p, f in self.kept.items()}
+        worst = max(self.kept, key=self._rank, default="")
+        self.best_k_models = scores
+        self.kth_best_model_path, self.kth_value = worst, scores.get(worst, self.kth_value)
+        self.best_model_path = self._first() if self.kept else ""
+        self.best_model_score = scores.get(self.best_model_path)
+        self.current_score = scores.get(path)
+
+    # --- what a metric that says nothing was ---
+
+    def _look(self, value: float) -> None:
+        least, most, numbers, count = self._seen or (math.inf, -math.inf, 0, 0)
+        if not math.isnan(value):
+            least, most, numbers = min(least, value), max(most, value), numbers + 1
+        self._seen = [least, most, numbers, count + 1]
+
+    def _say_if_it_told_nothing(self, trainer: Trainer) -> None:
+        is_trial: Any = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if not self._seen and self.monitor and self.save_top_k and not is_trial:
+            rank_zero_warn(
+                f"callbacks: {type(self).__name__}: {self.monitor} was never there: no epoch is "
+                "the best, and no checkpoint of it was written"
+            )
+        least, most, numbers, count = self._seen or (0, 0, 0, 0)
+        if count > 1 and (numbers == 0 or (numbers == count and least == most)):
+            how = f"by {LOSS}" if LOSS in self.best and self.monitor != LOSS else "as the first"
+            rank_zero_warn(
+                f"callbacks: {type(self).__name__}: {self.monitor} was "
+                f"{f'{least:g}' if numbers else 'NaN'} in all {count} validations, so that it "
+                f"can't tell which is the best; chosen {how}: epoch "
+                f"{self.best.get('epoch', math.nan):.0f}"
+            )
+
+    # --- going on ---
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = {os.path.basename(path): figures for path, figures in self.kept.items()}
+        return {**super().state_dict(), "kept": kept, "seen": list(self._seen)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        kept = state_dict.get("kept")
+        if kept is None:  # of a former version
+            scores = state_dict.get("best_k_models", {})
+            kept = {path: {str(self.monitor): float(score)} for path, score in scores.items()}
+        self.kept = {self._here(path): {"step": -1, **kept[path]} for path in kept}
+        self._seen = list(state_dict.get("seen", []))
+        self.last_model_path = self._here(state_dict.get("last_model_path", ""))
+        if self.monitor is None:
+            self.best_model_path = self._here(state_dict["best_model_path"])
+        else:
+            self._tell_lightning()
+
+    def _here(self, path: str) -> str:
+        """The file of this name in the folder of now."""
+        return os.path.join(self.dirpath or "", os.path.basename(path)) if path else ""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What was kept must be there still, where a training goes on."""
+        if not self.kept:
+            return
+        best, found = self.best_model_path, self.kept
+        if trainer.is_global_zero:
+            held = {path: _held_by(path, f, self.state_key) for path, f in found.items()}
+            found = {path: figures for path, figures in held.items() if figures is not None}
+        self.kept = trainer.strategy.broadcast(found)
+        if best not in self.kept:
+            rank_zero_warn(
+                f"{best}: not there as it was noted, so that the best of the epochs before is not "
+                "known any more"
+            )
+            if self.kept and self._is_name:
+                self._move_up(trainer, best)
+        self._tell_lightning()
+
+    def _move_up(self, trainer: Trainer, path: str) -> None:
+        """Give the best of those that are left the name of the best."""
+        first = self._first()
+        self.kept[path] = self.kept.pop(first)
+        if trainer.is_global_zero:
+            os.replace(first, path)
+        trainer.strategy.barrier()
+
+    # --- when it is written ---
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if not self._is_recent():
+            self._write(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer)
+        self._say_if_it_told_nothing(trainer)
+        super().on_train_end(trainer, pl_module)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._write(trainer)
+        super().on_exception(trainer, pl_module, exception)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if filepath == self._written[0]:
+            self._held = None  # what is held is replaced
+        if filepath == self._written[0] and self._is_recent() and self._may_hold(trainer):
+            checkpoint = private.dump(trainer, bool(self.save_weights_only))
+            self._held = _copied(checkpoint), filepath
+            private.note_saved(self, trainer.global_step, filepath)
+        else:
+            super()._save_checkpoint(trainer, filepath)
+            self._written = filepath, time.monotonic()
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+        """Lightning's, whose `deepcopy` takes ten times as long."""
+        found = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in trainer.callback_metrics.items()
+        }
+        for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+            logged = found.get(name)
+            found[name] = logged.int() if isinstance(logged, torch.Tensor) else torch.tensor(count)
+        return found
+
+    def _may_hold(self, trainer: Trainer) -> bool:
+        if self.save_top_k != 1:  # what is replaced here goes on under another name
+            return False
+        if self._is_small is None:
+            module = trainer.lightning_module
+            size = sum(p.numel() * p.element_size() for p in module.parameters())
+            self._is_small = 4 * size < HELD  # optimizers keep up to three times as much
+        return self._is_small and trainer.world_size == 1
+
+    def _is_recent(self) -> bool:
+        return time.monotonic() - self._written[1] < self.every_seconds
+
+    def _write(self, trainer: Trainer) -> None:
+        if self._held is not None:
+            (checkpoint, filepath), self._held = self._held, None
+            trainer.strategy.save_checkpoint(checkpoint, filepath)
+            self._written = filepath, time.monotonic()
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
+
+
+def _held_by(path: str, noted: dict[str, float], key: str) -> dict[str, float] | None:
+    """The figures of what a file holds, which may be of a later epoch than was noted of it.
+
+    None: it is gone, or nothing is known of what it holds. Of a former version's, the step and the
+    epoch are read from the file.
+
+    Args:
+        key: of the callback's state in the file.
+    """
+    if os.path.isdir(path):  # of shards
+        return noted
+    try:
+        checkpoint = load(path, mmap=True)
+    except CheckpointError:
+        return None
+    step = checkpoint.get("global_step", -1)
+    own = checkpoint.get("callbacks", {}).get(key, {}).get("kept", {}).values()
+    if found := next((figures for figures in own if figures["step"] == step), None):
+        return dict(found)
+    epoch = checkpoint.get("epoch", -1) + 1
+    return {**noted, "epoch": epoch, "step": step} if noted["step"] in (-1, step) else None
+
+
+def _copied(value: Any) -> Any:
+    """With tensors and containers of its own, in a fifth of the time of `copy.deepcopy`."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return (value.detach() if value.requires_grad else value).clone()
+    if kind is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if kind is list:
+        return [_copied(item) for item in value]
+    if kind in (tuple, OrderedDict):
+        return kind(_copied(item) for item in (value.items() if kind is OrderedDict else value))
+    return copy.deepcopy(value)

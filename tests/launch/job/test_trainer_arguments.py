@@ -1,0 +1,128 @@
+"""Every argument of Trainer, once: it works, or one line says why not."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import Trainer
+
+WORKS = 0
+# Of each argument a value, and the line of its refusal. Those that work and change nothing of what
+# attnkit does are slow.
+QUICK = [
+    ("overfit_batches=2", WORKS),
+    ("max_time={microseconds: 1}", WORKS),
+    ("enable_model_summary=true", WORKS),
+    ("fast_dev_run=true", WORKS),
+    ("max_steps=3", WORKS),
+    ("limit_val_batches=0", WORKS),
+    ("max_time=1h", "Expected a string in the format DD:HH:MM:SS"),
+    ("max_steps=0", "trainer.max_steps: expected at least 1, or -1 for no end, got 0"),
+    ("limit_train_batches=0", "trainer.limit_train_batches: expected more than 0, got 0"),
+    ("precision=16", "set elsewhere: precision"),
+    ("logger=false", "set elsewhere: logger.<name>"),
+    ("callbacks=null", "set elsewhere: callbacks.<name>"),
+    ("default_root_dir=x", "set elsewhere: run_dir"),
+    ("enable_checkpointing=false", "set elsewhere: callbacks.checkpoint"),
+    ("limit_predict_batches=1", "has no effect in run=train"),
+    ("barebones=true", "trainer.barebones: not used here: it leaves out callbacks"),
+    ("model_registry=x", "trainer.model_registry: not used here: it uploads"),
+    ("plugins=x", "trainer.plugins: expected"),
+    ("profiler=nosuch", "can only be one of"),
+    ("gradient_clip_algorithm=x", "`gradient_clip_algorithm` x is invalid"),
+    ("strategy=nosuch", "invalid strategy name"),
+    ("accelerator=nosuch", "invalid accelerator name"),
+    ("num_nodes=2", "nothing has started the processes"),
+]
+SLOW = [
+    *("accelerator=cpu", "strategy=single_device", "devices=1", "devices=2", "num_nodes=1"),
+    *("max_epochs=1", "min_epochs=2", "min_steps=3", "max_time=00:01:00:00", "overfit_batches=0.4"),
+    *("limit_train_batches=0.5", "limit_val_batches=1", "limit_test_batches=1"),
+    *("val_check_interval=0.5", "check_val_every_n_epoch=2", "num_sanity_val_steps=2"),
+    *("log_every_n_steps=1", "enable_progress_bar=true", "accumulate_grad_batches=2"),
+    *("gradient_clip_val=0.5", "gradient_clip_algorithm=value", "deterministic=true"),
+    *("benchmark=true", "inference_mode=false", "use_distributed_sampler=false"),
+    *("profiler=simple", "detect_anomaly=true", "sync_batchnorm=true", "fast_dev_run=2"),
+    *("reload_dataloaders_every_n_epochs=1", "enable_autolog_hparams=false"),
+]
+
+
+def test_none_is_left_out():
+    tried = {text.partition("=")[0] for text in [*(text for text, _ in QUICK), *SLOW]}
+    assert tried == set(inspect.signature(Trainer).parameters)
+
+
+@pytest.mark.parametrize(("text", "answer"), QUICK)
+def test_every_argument(mine, text, answer):
+    done = mine("run_dir=run", "callbacks.cost=null", f"trainer.{text}")
+    if answer != WORKS:
+        assert done.code == 2, done.out
+        assert answer in done.err
+        assert done.err.count("\n") <= 3
+        assert not Path("run").exists()
+        return
+    assert done.code == 0, done.err
+    results = json.loads(Path("run/results.json").read_text())
+    assert results["steps"] > 0
+    assert results["test/loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", SLOW)
+def test_every_other_argument(mine, text):
+    test_every_argument(mine, text, WORKS)
+
+
+VIT = (
+    "task=vit", "model.depth=1", "model.dim=16", "model.num_heads=2", "data.num_workers=0",
+    "trainer=cpu", "callbacks.curves=null", "callbacks.cost=null", "callbacks.classes=null",
+    "logger.tensorboard=null", "data.batch_size=32", "trainer.max_epochs=2",
+)  # fmt: skip
+CAPTIONING = (
+    "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.stages=[[8],[8],[16]]",
+    "decoder.dim=16", "decoder.num_heads=2", "data.num_train=24", "data.num_val=6",
+    "data.num_test=6", "data.image_size=24", "data.batch_size=5", "callbacks.curves=null",
+    "callbacks.cost=null", "logger.tensorboard=null", "trainer.max_epochs=2",
+)  # fmt: skip
+GRAPH = ("task=graph", "trainer=cpu", "callbacks.nodes=null", "callbacks.curves=null",
+         "logger.tensorboard=null", "trainer.max_epochs=2")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "task",
+    [VIT, CAPTIONING, GRAPH, pytest.param((*GRAPH, "data.batch_size=64"), marks=pytest.mark.slow)],
+)
+def test_overfitting(attnkit, task):
+    """Of every task, whatever its batches are made of."""
+    done = attnkit(*task, "trainer.overfit_batches=1", "run_dir=run")
+    assert done.code == 0, done.err
+    results = json.loads(Path("run/results.json").read_text())
+    assert (results["epochs"], results["steps"]) == (2, 2)
+
+
+def test_overfitting_is_a_limit_itself(attnkit):
+    done = attnkit(*VIT, "trainer.overfit_batches=1", "trainer.limit_batches=3", "run_dir=run")
+    assert done.code == 2
+    assert "trainer.overfit_batches: not together with limit_batches" in done.err
+
+
+def test_a_run_that_max_time_ended_can_go_on(mine, attnkit, hers):
+    """It is finished until max_time changes; then it ends as if there had been none."""
+    weights = []
+    assert mine("run_dir=whole").code == 0
+    assert mine("run_dir=run", "trainer.max_time={microseconds: 1}").code == 0
+    state = json.loads(Path("run/state.json").read_text())
+    assert (state["ended_by"], state["steps"]) == ("max_time", 1)
+    done = attnkit("--config-dir", hers, "resume=run")
+    assert done.code == 0
+    assert "trainer.max_time ended it; to train longer: trainer.max_time=null" in done.out
+    done = attnkit("--config-dir", hers, "resume=run", "trainer.max_time=null")
+    assert done.code == 0, done.err
+    for folder in ("whole", "run"):
+        state = json.loads(Path(folder, "state.json").read_text())
+        assert (state["ended_by"], state["epochs"], state["steps"]) == ("max_epochs", 2, 10)
+        checkpoint = torch.load(Path(folder, "checkpoints/last.ckpt"), weights_only=True)
+        weights.append(checkpoint["state_dict"])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
