@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -113,10 +112,9 @@ def _loop_options(conv: Any) -> dict[str, Any]:
 
 def _from_transformer(conv: TransformerConv) -> tuple[GraphAttention, State]:
     linears = {"query": conv.lin_query, "key": conv.lin_key, "value": conv.lin_value}
-    sizes = conv.lin_key.in_channels, conv.lin_query.in_channels
     bias = conv.lin_key.bias is not None
     layer = GraphAttention(
-        sizes,
+        (conv.lin_key.in_channels, conv.lin_query.in_channels),
         **_options(conv),
         residual=conv.root_weight,
         gate=conv.beta,
@@ -124,14 +122,8 @@ def _from_transformer(conv: TransformerConv) -> tuple[GraphAttention, State]:
         out_bias=bias and conv.root_weight,
     )
     state: State = {}
-    for kind in ("weight", "bias") if bias else ("weight",):
-        parts = {name: getattr(linear, kind) for name, linear in linears.items()}
-        if sizes[0] == sizes[1]:
-            state[f"projections.node_proj.in_proj.{kind}"] = torch.cat([*parts.values()])
-        else:
-            state |= {
-                f"projections.node_proj.{name}_proj.{kind}": part for name, part in parts.items()
-            }
+    for name, linear in linears.items():
+        state |= linear.state_dict(prefix=f"projections.node_proj.{name}_proj.")
     if conv.root_weight:
         state |= conv.lin_skip.state_dict(prefix="residual_proj.")
     if conv.beta:

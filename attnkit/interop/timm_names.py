@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from attnkit.interop.carry import State, renamed
@@ -48,6 +47,7 @@ def named_as_ours(theirs: Mapping[str, Tensor], *, prefix_has_positions: bool) -
         state["position_table"] = positions
     if "pool.query" in state:
         for kind in ("weight", "bias"):
-            parts = [state.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv")]
-            state[f"pool.attention.in_proj.{kind}"] = torch.cat(parts)
+            query, memory = (state.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv"))
+            parts = zip(("query", "key", "value"), (query, *memory.chunk(2)), strict=True)
+            state |= {f"pool.attention.{name}_proj.{kind}": part for name, part in parts}
     return state

@@ -12,10 +12,10 @@ from attnkit.core.arguments import at_least, choice, divides, pair, share
 from attnkit.core.former import rename
 from attnkit.core.inputs import Normalizer
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.operators.linear import reset_linear
 from attnkit.core.positions.learned import FactorizedPositions2d, resize_positions
 from attnkit.core.positions.rotary import Rotary2d, Rotation
 from attnkit.core.positions.sinusoidal import sincos_2d
+from attnkit.core.projections import reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.tokens.block import Activation, TransformerBlock

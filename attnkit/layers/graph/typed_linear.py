@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from attnkit.core.arguments import at_least
-from attnkit.core.operators.linear import reset_linear, run_linear
+from attnkit.core.operators.sparse import products_of
+from attnkit.core.projections import reset_linear
 
 
 def channels_by_type(in_channels: int | Mapping[str, int], node_types: list[str]) -> dict[str, int]:
@@ -63,5 +64,6 @@ class TypedLinear(nn.Module):
                     f"x_dict: expected [nodes, {layer.in_features}] of {name!r}, "
                     f"got {list(x_dict[name].shape)}"
                 )
-            outputs[name] = run_linear(layer, x_dict[name])
+            with products_of(x_dict[name]):
+                outputs[name] = layer(x_dict[name])
         return outputs

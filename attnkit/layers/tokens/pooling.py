@@ -67,6 +67,7 @@ class AttentionPool(nn.Module):
         self.attention = MultiHeadAttention(
             dim,
             num_heads,
+            key_dim=dim,
             bias=qkv_bias,
             score=score,
             dropout_p=dropout_p,

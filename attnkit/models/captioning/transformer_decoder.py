@@ -4,12 +4,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.masks.sequences import Padding
-from attnkit.core.operators.linear import run_linear
 from attnkit.core.positions.biases import ALiBi, RelativeBias1d
 from attnkit.core.positions.learned import LearnedPositions1d
 from attnkit.core.positions.rotary import Rotary1d, Rotation
@@ -121,7 +119,7 @@ class TransformerDecoder(WordDecoder):
         tokens = self._embed(words, 0)
         for block in self.blocks:
             tokens = block(tokens, memory, bias=bias, positions=self.rotary, memory_mask=mask)
-        return run_linear(self.head, self.norm(tokens))
+        return self.head(self.norm(tokens))
 
     def start(
         self,
@@ -162,7 +160,7 @@ class TransformerDecoder(WordDecoder):
                 positions=rotation,
                 memory_bias=state.memory_bias,
             )
-        return run_linear(self.head, self.norm(tokens)).flatten(0, 1)
+        return self.head(self.norm(tokens)).flatten(0, 1)
 
     def word_weights(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Tensor:
         with capture_attention(self, layers="blocks.*.cross_attention") as captured:
@@ -180,7 +178,7 @@ class TransformerDecoder(WordDecoder):
         return self.embedding.embedding_dim
 
     def _embed(self, words: Tensor, start: int) -> Tensor:
-        tokens = F.embedding(words, self.embedding.weight)
+        tokens = self.embedding(words)
         if self.position_table is not None:
             tokens = self.position_table(tokens, start=start)
         elif self.fixed_positions is not None:
