@@ -61,6 +61,15 @@ class LoRALinear(nn.Linear):
         adapted.lora_scale, adapted.lora_dropout, adapted.lora_rows = scale, dropout, rows
         return adapted
 
+    def reset_parameters(self) -> None:
+        """W, b and A as the layers of torch begin, B zero."""
+        for matrix in (self.frozen_weight, self.lora_A):
+            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = self.in_features**-0.5
+            nn.init.uniform_(self.bias, -bound, bound)
+        nn.init.zeros_(self.lora_B)
+
     @property
     def weight(self) -> Any:
         """W + scale · B·A."""

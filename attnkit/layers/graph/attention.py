@@ -156,7 +156,8 @@ class GraphAttention(EdgeModule):
         self.backend = backend
         self.fill_value: FillValue
         if isinstance(fill_value, Tensor):
-            self.register_buffer("fill_value", fill_value.detach().clone(), persistent=False)
+            self._given_fill_value = fill_value.detach().clone()  # which no `to_empty` empties
+            self.register_buffer("fill_value", self._given_fill_value.clone(), persistent=False)
         else:
             self.fill_value = fill_value
         self.projections: GraphHeads
@@ -191,6 +192,8 @@ class GraphAttention(EdgeModule):
 
     def reset_parameters(self) -> None:
         """Xavier-uniform matrices, biases 0; with the first input where `in_channels` is −1."""
+        if isinstance(self.fill_value, Tensor):
+            self.fill_value.copy_(self._given_fill_value)
         if -1 in self.in_channels:
             return
         self.projections.reset_parameters()

@@ -25,9 +25,14 @@ class GraphConvolution(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, backend: str = "auto") -> None:
         super().__init__()
         self.proj = nn.Linear(in_channels, out_channels, bias=False)
-        self.bias = nn.Parameter(torch.zeros(out_channels))
+        self.bias = nn.Parameter(torch.empty(out_channels))
         self.backend = backend
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform matrix, bias 0."""
         reset_linear(self.proj)
+        nn.init.zeros_(self.bias)
 
     def forward(
         self, x: Annotated[Tensor, "nodes in_channels"], edges: Edges

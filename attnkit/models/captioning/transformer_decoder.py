@@ -78,7 +78,7 @@ class TransformerDecoder(WordDecoder):
         self.embedding = nn.Embedding(vocabulary_size, dim)
         self.position_table = LearnedPositions1d(max_words, dim) if positions == "learned" else None
         self.fixed_positions: Tensor | None
-        fixed = sincos_1d(max_words, dim) if positions == "sincos" else None
+        fixed = torch.empty(max_words, dim) if positions == "sincos" else None
         self.register_buffer("fixed_positions", fixed, persistent=False)
         self.rotary = Rotary1d(dim // num_heads, max_words) if positions == "rotary" else None
         self.distance_bias: ALiBi | RelativeBias1d | None = None
@@ -106,11 +106,19 @@ class TransformerDecoder(WordDecoder):
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, vocabulary_size, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
         if tie_embeddings:
             self.head.weight = self.embedding.weight
-        else:
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Embedding and output layer normal, the positions that are not learned."""
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        if self.head.weight is not self.embedding.weight:
             nn.init.normal_(self.head.weight, std=0.02)
+        if self.fixed_positions is not None:
+            with torch.device("cpu"):
+                table = sincos_1d(*self.fixed_positions.shape)
+            self.fixed_positions.copy_(table)
 
     def forward(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Logits:
         self.check(memory, words, memory_mask)
