@@ -273,9 +273,8 @@ class GraphAttention(EdgeModule):
                 own = self.projections.own(target)
             output = torch.cat([self._merged(own), output], dim=-1)
         if self.residual_proj is not None:
-            if target.shape[-1] == 0:
-                bias = self.residual_proj.bias
-                return output if bias is None else output + bias
+            if target.shape[-1] == 0:  # as if they were 0
+                return output + self.residual_proj(output.new_zeros(1, self.in_channels[1]))
             with products_of(target):
                 root = self.residual_proj(target)
             if self.gate_proj is None:
