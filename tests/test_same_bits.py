@@ -1,7 +1,8 @@
 """The same values give the same bits on a CPU, forward and backward: at other addresses, and in a
 process that has computed other things before as in one that begins with them.
 
-A job that was stopped goes on in a new process, and must end as if it had not been stopped.
+A job that was stopped goes on in a new process, whose first batch is recorded, and must end as if it
+had not been stopped.
 """
 
 import hashlib
@@ -107,6 +108,9 @@ CASES = {
     "graph, scaled_dot": graph_layer("scaled_dot", edge_dim=3),
     "graph, gat": graph_layer("gat"),
     "graph, gatv2": graph_layer("gatv2", edge_dim=3),
+    "graph, dropout": lambda size: (
+        OfGraph(attnkit.GAT(40, 16, 5, heads=2, score="gatv2"), graph(size)), [(601, 40)]
+    ),
     "graph, sparse features": graph_layer("gatv2", is_sparse=True),
 }  # fmt: skip
 SIZE = 5
@@ -168,9 +172,11 @@ def with_a_past(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_at_other_addresses_and_after_other_work(name):
+def test_at_other_addresses_after_other_work_and_recorded(name):
     first = bits(name)
-    assert with_a_past(name) == first
+    assert with_a_past(name) == first, "after other work"
+    with attnkit.record_backends():  # as the first batch of a training is
+        assert bits(name) == first, "recorded"
     for offset in OFFSETS:
         assert bits(name, offset=offset) == first, f"at an offset of {4 * offset} bytes"
 
