@@ -1,8 +1,8 @@
 """The same values give the same bits on a CPU, forward and backward: at other addresses, and in a
 process that has computed other things before as in one that begins with them.
 
-A job that was stopped goes on in a new process, whose first batch is recorded, and must end as if it
-had not been stopped.
+A job that was stopped goes on in a new process, whose first batch is recorded, and must end as if
+it had not been stopped.
 """
 
 import hashlib
