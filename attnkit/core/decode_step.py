@@ -11,7 +11,7 @@ from attnkit.core.kernels.record import note_kernel
 from attnkit.core.listeners import LISTENERS, Seen, tell, unheard
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers.kinds import Softmax
-from attnkit.core.operators.linear import run_linear
+from attnkit.core.running import others_follow
 from attnkit.core.scores.kinds import ScaledDot
 
 
@@ -27,8 +27,9 @@ def attention_step(
 
     At the sizes of a step, checking arguments and choosing a kernel take as long as computing. A
     plain block (softmax of scaled dot products) is computed directly, as two products with a
-    softmax between them; every other goes through its `forward`, and so does a block with hooks.
-    Through `forward` a decoder of 6 layers takes 8 % longer for 32 items, said greedily.
+    softmax between them; every other goes through its `forward`, and so does a block with hooks or
+    a `forward` of its own. Through `forward` a decoder of 6 layers takes 8 % longer for 32 items,
+    said greedily.
 
     Args:
         tokens: [batch, tokens, dim], the new ones.
@@ -37,7 +38,7 @@ def attention_step(
     """
     if not (_is_plain(block, tokens) and block.is_fused):
         return block(tokens, cache=cache, bias=bias, positions=positions)
-    projected = run_linear(block.in_proj, tokens)
+    projected = block.in_proj(tokens)
     query, key, value = projected.unflatten(-1, (3, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
     if positions is not None:
         query, key = positions(query, key)
@@ -65,7 +66,9 @@ def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
         and type(block.query_norm) is nn.Identity
         and block.backend == "auto"
         and not (block.training and block.dropout_p)
-        and not (block._forward_hooks or block._forward_pre_hooks)
+        and not (block._forward_hooks or block._forward_pre_hooks or others_follow())
+        and type(block).forward is MultiHeadAttention.forward
+        and "forward" not in vars(block)  # as accelerate puts there
         and tokens.dtype in (torch.float32, torch.float64)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(tokens.device.type)
@@ -83,7 +86,7 @@ def _attended(
             tell(listeners, Seen("attend", inputs, output, module=block))
     else:
         output = _averaged(block, query, kept, bias)
-    return run_linear(block.out_proj, output.transpose(1, 2).flatten(2))
+    return block.out_proj(output.transpose(1, 2).flatten(2))
 
 
 def _averaged(

@@ -13,7 +13,6 @@ from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.masks.base import Mask
 from attnkit.core.normalizers.learned import learned_normalizer
-from attnkit.core.operators.linear import run_linear
 from attnkit.core.projections import Projections
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import learned_score
@@ -30,11 +29,13 @@ class MultiHeadAttention(Projections):
 
         output = [head_1 … head_H] W_out,   head_h = attend(x W_q,h, y W_k,h, z W_v,h)
 
-    Self-attention is `block(x)`, cross-attention `block(x, y)`. One fused projection gives
-    queries, keys and values where they have one input. With fewer key/value heads than heads it is
-    grouped-query attention (Ainslie et al. 2023), with `qk_norm` queries and keys are
-    layer-normalized per head before the product (Dehghani et al. 2023), with `gate` each head is
-    multiplied by sigmoid(x W_g) before W_out (Qiu et al., Gated Attention, 2025).
+    Self-attention is `block(x)`, cross-attention `block(x, y)`. One fused projection gives queries,
+    keys and values; `block(x, y)` computes all three of x and of y. A block that is made for
+    cross-attention is given `key_dim`, has a projection for each and computes what it needs. With
+    fewer key/value heads than heads it is grouped-query attention (Ainslie et al. 2023), with
+    `qk_norm` queries and keys are layer-normalized per head before the product (Dehghani et al.
+    2023), with `gate` each head is multiplied by sigmoid(x W_g) before W_out (Qiu et al., Gated
+    Attention, 2025).
 
     Decoding step by step gives the same output as all tokens at once:
 
@@ -54,8 +55,9 @@ class MultiHeadAttention(Projections):
         num_kv_heads: key/value heads, a divisor of `num_heads`; None: as many as `num_heads`.
         head_dim: channels of a head; None: dim / num_heads.
         value_head_dim: channels of a head's values; None: as many as `head_dim`.
-        key_dim: channels of the keys' input; None: `dim`.
-        value_dim: channels of the values' input; None: `key_dim`.
+        key_dim: channels of the keys' input, with a projection apart for queries, keys and values;
+            None: `dim`, with one for all.
+        value_dim: channels of the values' input, likewise; None: `key_dim`.
         bias: whether the input projections add a bias.
         out_bias: whether the output projection adds a bias.
         qk_norm: whether to normalize queries and keys.
@@ -156,7 +158,7 @@ class MultiHeadAttention(Projections):
         output = output.transpose(1, 2)
         if self.gate_proj is not None:
             output = output * self.gate_proj(query).sigmoid().unflatten(-1, (self.num_heads, -1))
-        return run_linear(self.out_proj, output.flatten(2))
+        return self.out_proj(output.flatten(2))
 
     def attention_weights(
         self,
@@ -191,7 +193,9 @@ class MultiHeadAttention(Projections):
     ) -> KeyValueCache:
         """An empty cache for `forward(…, cache=)`, by default with the dtype and device of
         the parameters, or the dtype of autocast."""
-        weight = self.out_proj.weight
+        # a quantized layer has no parameters, or integers, and computes in torch's default
+        floats = (p for p in self.out_proj.parameters() if p.is_floating_point())
+        weight = next(floats, torch.empty(0))
         device = weight.device if device is None else torch.device(device)
         if dtype is None:
             autocast = torch.is_autocast_enabled(device.type)

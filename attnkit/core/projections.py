@@ -3,10 +3,32 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, divides
-from attnkit.core.operators.linear import run_linear
+from attnkit.core.former import split
+from attnkit.core.precision import no_autocast
+
+_PARTS = ("query_proj", "key_proj", "value_proj")
+
+
+def reset_linear(layer: nn.Linear) -> None:
+    """Xavier-uniform matrix, bias 0."""
+    nn.init.xavier_uniform_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def matrix_of(layer: nn.Module, rows: Tensor) -> Tensor:
+    """The matrix [in, out] by which a layer without bias multiplies such rows [rows, in].
+
+    It is what the layer makes of the unit vectors, and not its weight, beside which a hook, an
+    adapter or another layer in its place may compute; these must be linear too.
+    """
+    dtype = next(layer.parameters(), rows).dtype
+    with no_autocast(rows):
+        return layer(torch.eye(rows.shape[-1], dtype=dtype, device=rows.device))
 
 
 class Projections(nn.Module):
@@ -15,9 +37,11 @@ class Projections(nn.Module):
 
     Tokens may lack the batch, as the nodes of a graph do; then the heads lack it too.
 
-    One fused matrix, `in_proj`, where queries, keys and values have as many input channels, else
-    `query_proj`, `key_proj` and `value_proj`; with `qk_norm` queries and keys are layer-normalized
-    per head. The base of `MultiHeadAttention`, which documents the arguments.
+    Of self-attention one fused layer, `in_proj`; with `key_dim` or `value_dim`, for keys and values
+    of other tokens, `query_proj`, `key_proj` and `value_proj`. With `qk_norm` queries and keys are
+    layer-normalized per head. Layers are only ever called, and called whole: what is attached to
+    them, or put in their place, sees all that they compute. The base of `MultiHeadAttention`, which
+    documents the arguments.
     """
 
     def __init__(
@@ -52,7 +76,7 @@ class Projections(nn.Module):
         self.key_dim = dim if key_dim is None else key_dim
         self.value_dim = self.key_dim if value_dim is None else value_dim
         self.sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * value_head_dim]
-        self.is_fused = dim == self.key_dim == self.value_dim
+        self.is_fused = key_dim is None and value_dim is None
         if self.is_fused:
             self.in_proj = nn.Linear(dim, sum(self.sizes), bias=bias)
         else:
@@ -75,60 +99,44 @@ class Projections(nn.Module):
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as heads."""
-        q, k, v = self._heads((query, key, value))
-        return self.query_norm(q), self.key_norm(k), v
+        if not (self.is_fused and query is key is value):
+            return self.project_query(query), *self.project_memory(key, value)
+        q, k, v = self._parts(query)
+        return self._query_heads(q), self._key_heads(k), self._split(v, self.num_kv_heads)
 
     def project_query(self, query: Tensor) -> Tensor:
         """Queries alone."""
-        if self.is_fused:
-            query = run_linear(self.in_proj, query, slice(self.sizes[0]))
-        else:
-            query = run_linear(self.query_proj, query)
-        return self.query_norm(query.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2))
+        return self._query_heads(self._parts(query)[0] if self.is_fused else self.query_proj(query))
 
     def project_memory(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values alone."""
-        _, k, v = self._heads((None, key, value))
-        return self.key_norm(k), v
+        if self.is_fused:
+            _, k, v = self._parts(key)
+            v = v if value is key else self._parts(value)[2]
+        else:
+            k, v = self.key_proj(key), self.value_proj(value)
+        return self._key_heads(k), self._split(v, self.num_kv_heads)
 
-    def _heads(self, inputs: Sequence[Tensor | None]) -> list[Any]:
-        """The projections of the inputs in turn, None of None."""
-        num_heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        return [
-            None if tokens is None else tokens.unflatten(-1, (heads, -1)).transpose(-3, -2)
-            for tokens, heads in zip(self._projected(inputs), num_heads, strict=True)
-        ]
+    def _parts(self, tokens: Tensor) -> Sequence[Tensor]:
+        """What the fused layer makes of tokens: the channels of queries, keys and values.
 
-    def _projected(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        They are split on the last dimension: the backward of that is one concatenation, in the
+        layout the product wants.
+        """
+        return self.in_proj(tokens).split(self.sizes, dim=-1)
+
+    def _query_heads(self, q: Tensor) -> Tensor:
+        return self.query_norm(self._split(q, self.num_heads))
+
+    def _key_heads(self, k: Tensor) -> Tensor:
+        return self.key_norm(self._split(k, self.num_kv_heads))
+
+    def _split(self, projected: Tensor, heads: int) -> Tensor:
+        """[tokens, heads · channels] as [heads, tokens, channels]."""
+        return projected.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        # cross-attention of equal channels had one matrix in version 0.1
         if not self.is_fused:
-            projections = (self.query_proj, self.key_proj, self.value_proj)
-            return [
-                None if tokens is None else run_linear(projection, tokens)
-                for projection, tokens in zip(projections, inputs, strict=True)
-            ]
-        query, key, value = inputs
-        if query is not None and query is key is value:
-            return list(self._split(run_linear(self.in_proj, query)))
-        # One product for neighbours that read the same tokens. They are split on the last
-        # dimension: the backward of that is one concatenation, in the layout the product wants.
-        runs: list[list[int]] = [[0]]
-        for i in (1, 2):
-            if inputs[i] is inputs[i - 1]:
-                runs[-1].append(i)
-            else:
-                runs.append([i])
-        projected: list[Tensor | None] = []
-        start = 0
-        for run in runs:
-            sizes = [self.sizes[i] for i in run]
-            rows = slice(start, start := start + sum(sizes))
-            tokens = inputs[run[0]]
-            if tokens is None:
-                projected += [None] * len(run)
-            else:
-                projected += run_linear(self.in_proj, tokens, rows).split(sizes, dim=-1)
-        return projected
-
-    def _split(self, projected: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values of what the fused matrix made."""
-        return projected.split(self.sizes, dim=-1)
+            split(state, f"{prefix}in_proj.", [f"{prefix}{name}." for name in _PARTS], self.sizes)
+        super()._load_from_state_dict(state, prefix, *args)

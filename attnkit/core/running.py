@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
@@ -13,6 +16,12 @@ from torch.nn.modules.module import (
 def module_name(name: str) -> str:
     """A name of `named_modules()` as it was before torch.compile wrapped the model."""
     return name.removeprefix("_orig_mod").removeprefix(".")
+
+
+def others_follow() -> bool:
+    """Whether hooks of all modules are registered that are not those of `RunningModules`."""
+    hooks: tuple[Any, ...] = *_global_forward_hooks.values(), *_global_forward_pre_hooks.values()
+    return any(not isinstance(getattr(h, "__self__", None), RunningModules) for h in hooks)
 
 
 class RunningModules:

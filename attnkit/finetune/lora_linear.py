@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from attnkit.core.operators.linear import EVERY_ROW, linear
+from attnkit.core.operators.sparse import linear
 
 
 class LoRALinear(nn.Linear):
@@ -61,6 +61,15 @@ class LoRALinear(nn.Linear):
         adapted.lora_scale, adapted.lora_dropout, adapted.lora_rows = scale, dropout, rows
         return adapted
 
+    def reset_parameters(self) -> None:
+        """W, b and A as the layers of torch begin, B zero."""
+        for matrix in (self.frozen_weight, self.lora_A):
+            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = self.in_features**-0.5
+            nn.init.uniform_(self.bias, -bound, bound)
+        nn.init.zeros_(self.lora_B)
+
     @property
     def weight(self) -> Any:
         """W + scale · B·A."""
@@ -80,26 +89,17 @@ class LoRALinear(nn.Linear):
         return base
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.run_rows(input)
-
-    def run_rows(self, tokens: Tensor, rows: slice = EVERY_ROW) -> Tensor:
-        """Some channels of the output, `self(tokens)[..., rows]`."""
+        if input.layout != torch.strided:
+            return linear(input, self.weight, self.bias)
         base, full_b = self.frozen_weight, self._full_b()
-        bias: Tensor | None = self.bias
-        if rows != EVERY_ROW:
-            base, full_b = base[rows], full_b[rows]
-            bias = None if bias is None else bias[rows]
-        down = self.lora_A
-        if tokens.layout != torch.strided:
-            return linear(tokens, _merged(base, down, full_b, self.lora_scale), bias)
         drops = self.training and self.lora_dropout > 0
-        if not drops and _is_one_product(tokens, base):
+        if not drops and _is_one_product(input, base):
             if not torch.is_grad_enabled():
-                return linear(tokens, _merged(base, down, full_b, self.lora_scale), bias)
-            return _LowRank.apply(tokens, base, bias, down, full_b, self.lora_scale)
-        low = F.dropout(tokens, self.lora_dropout) if drops else tokens
-        change = F.linear(F.linear(low, down), full_b)
-        return linear(tokens, base, bias) + self.lora_scale * change
+                return F.linear(input, self.weight, self.bias)
+            return _LowRank.apply(input, base, self.bias, self.lora_A, full_b, self.lora_scale)
+        low = F.dropout(input, self.lora_dropout) if drops else input
+        change = F.linear(F.linear(low, self.lora_A), full_b)
+        return F.linear(input, base, self.bias) + self.lora_scale * change
 
     def merge(self) -> None:
         """Become the plain layer of the same outputs; `unmerge` brings back what was."""
@@ -173,7 +173,7 @@ class _LowRank(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(tokens, base, down, up)
         ctx.scale = scale
-        return linear(tokens, _merged(base, down, up, scale), bias)
+        return F.linear(tokens, _merged(base, down, up, scale), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -183,7 +183,7 @@ class _LowRank(torch.autograd.Function):
         inputs = tokens.reshape(len(rows), -1)
         of_tokens = of_bias = of_down = of_up = None
         if needs_tokens:
-            of_tokens = linear(gradient, _merged(base, down, up, ctx.scale).mT, None)
+            of_tokens = gradient @ _merged(base, down, up, ctx.scale)
         if needs_bias:
             of_bias = rows.sum(dim=0)
         if needs_down:

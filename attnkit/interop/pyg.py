@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from attnkit.interop.carry import State, has_hooks, joined, loaded, refuse, state_of
+from attnkit.interop.carry import State, has_hooks, loaded, refuse, state_of
 from attnkit.interop.pyg_typed import from_han, from_hgt, from_rgat
 from attnkit.layers.graph.attention import GraphAttention
 
@@ -115,10 +115,9 @@ def _loop_options(conv: Any) -> dict[str, Any]:
 
 def _from_transformer(conv: TransformerConv) -> tuple[GraphAttention, State]:
     linears = {"query": conv.lin_query, "key": conv.lin_key, "value": conv.lin_value}
-    sizes = conv.lin_key.in_channels, conv.lin_query.in_channels
     bias = conv.lin_key.bias is not None
     layer = GraphAttention(
-        sizes,
+        (conv.lin_key.in_channels, conv.lin_query.in_channels),
         **_options(conv),
         residual=conv.root_weight,
         gate=conv.beta,
@@ -126,14 +125,8 @@ def _from_transformer(conv: TransformerConv) -> tuple[GraphAttention, State]:
         out_bias=bias and conv.root_weight,
     )
     state: State = {}
-    for kind in ("weight", "bias") if bias else ("weight",):
-        parts = {name: getattr(linear, kind) for name, linear in linears.items()}
-        if sizes[0] == sizes[1]:
-            state[f"projections.node_proj.in_proj.{kind}"] = joined(*parts.values())
-        else:
-            state |= {
-                f"projections.node_proj.{name}_proj.{kind}": part for name, part in parts.items()
-            }
+    for name, linear in linears.items():
+        state |= state_of(linear, f"projections.node_proj.{name}_proj.")
     if conv.root_weight:
         state |= state_of(conv.lin_skip, "residual_proj.")
     if conv.beta:

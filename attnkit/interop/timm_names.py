@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from attnkit.interop.carry import State, joined, renamed
+from attnkit.interop.carry import State, renamed
 
 _FROM_TIMM = {
     "patch_embed.proj.": "patch_embed.",
@@ -47,6 +47,7 @@ def named_as_ours(theirs: Mapping[str, Tensor], *, prefix_has_positions: bool) -
         state["position_table"] = positions
     if "pool.query" in state:
         for kind in ("weight", "bias"):
-            parts = [state.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv")]
-            state[f"pool.attention.in_proj.{kind}"] = joined(*parts)
+            query, memory = (state.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv"))
+            parts = zip(("query", "key", "value"), (query, *memory.chunk(2)), strict=True)
+            state |= {f"pool.attention.{name}_proj.{kind}": part for name, part in parts}
     return state

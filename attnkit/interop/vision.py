@@ -62,21 +62,22 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
             "hooks": has_hooks(module) or has_hooks(module.out_proj),
         },
     )
+    is_fused = module.in_proj_weight is not None  # of equal channels, in cross-attention too
     block = MultiHeadAttention(
         module.embed_dim,
         module.num_heads,
-        key_dim=module.kdim,
-        value_dim=module.vdim,
+        key_dim=None if is_fused else module.kdim,
+        value_dim=None if is_fused else module.vdim,
         bias=module.in_proj_bias is not None,
         out_bias=module.out_proj.bias is not None,
         dropout_p=module.dropout,
     )
     names = {"in_proj_": "in_proj."}
-    if not block.is_fused:
+    if not is_fused:
         letters = {"q": "query", "k": "key", "v": "value"}
         names = {f"{letter}_proj_": f"{name}_proj." for letter, name in letters.items()}
     state = renamed(state_of(module), names)
-    if not block.is_fused and "in_proj_bias" in state:
+    if not is_fused and "in_proj_bias" in state:
         parts = ("query_proj.bias", "key_proj.bias", "value_proj.bias")
         state.update(zip(parts, state.pop("in_proj_bias").chunk(3), strict=True))
     return loaded(block, state, module)

@@ -127,7 +127,8 @@ class GraphTransformer(EdgeModule):
         self.expander_seed = expander_seed
         self._joined: tuple[Edges, Edges, Tensor] | None = None
         if num_virtual_nodes:
-            self.virtual_nodes = nn.Parameter(torch.randn(num_virtual_nodes, hidden_channels))
+            self.virtual_nodes = nn.Parameter(torch.empty(num_virtual_nodes, hidden_channels))
+            self.reset_parameters()
         num_types = 0 if not self.joins else 4 if num_virtual_nodes else 2
         features = (edge_dim or 0) + num_types
         self.position_embed = None
@@ -154,6 +155,11 @@ class GraphTransformer(EdgeModule):
         if readout == "graph":
             self.pool = GraphPool(hidden_channels, heads, backend=backend)
         self.head = nn.Linear(hidden_channels * (1 + (readout == "edge")), num_classes)
+
+    def reset_parameters(self) -> None:
+        """The virtual nodes standard normal."""
+        if self.num_virtual_nodes:
+            nn.init.normal_(self.virtual_nodes)
 
     def forward(
         self,

@@ -154,7 +154,12 @@ class Polynormer(EdgeModule):
         )
         self.local_head = nn.Linear(dim, num_classes) if local_steps else None
         self.head = nn.Linear(dim, num_classes)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("steps", torch.empty((), dtype=torch.long))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """No steps."""
+        self.steps.zero_()
 
     def forward(
         self,

@@ -12,10 +12,10 @@ from attnkit.core.arguments import at_least, choice, divides, pair, share
 from attnkit.core.former import rename
 from attnkit.core.inputs import Normalizer
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.operators.linear import reset_linear
 from attnkit.core.positions.learned import FactorizedPositions2d, resize_positions
 from attnkit.core.positions.rotary import Rotary2d, Rotation
 from attnkit.core.positions.sinusoidal import sincos_2d
+from attnkit.core.projections import reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.tokens.block import Activation, TransformerBlock
@@ -156,7 +156,8 @@ class ViT(nn.Module):
         if positions == "learned":
             self.position_table = nn.Parameter(torch.empty(1, grid[0] * grid[1], dim))
         else:
-            table = sincos_2d(grid, dim)[None] if positions == "sincos2d" else None
+            size = 1, grid[0] * grid[1], dim
+            table = torch.empty(size) if positions == "sincos2d" else None
             self.register_buffer("position_table", table, persistent=False)
         self.factorized_positions: FactorizedPositions2d | None = None
         if positions == "factorized2d":
@@ -216,6 +217,12 @@ class ViT(nn.Module):
                 module.reset_parameters()  # per projection, where several are fused
         if isinstance(self.position_table, nn.Parameter):
             trunc_normal_(self.position_table, std=self.position_std)
+        elif self.position_table is not None:
+            with torch.device("cpu"):
+                table = sincos_2d(
+                    self._grid(self.image_size, self.patch_embed.patch_size), self.dim
+                )
+            self.position_table.copy_(table[None])
         if self.factorized_positions is not None:
             self.factorized_positions.reset_parameters()
         for token in (self.class_token, self.registers):

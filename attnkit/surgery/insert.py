@@ -36,7 +36,12 @@ class IdentityStart(nn.Module):
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         self.attention = attention
-        self.gamma = nn.Parameter(torch.zeros(1))  # of one dimension: FSDP shards no numbers
+        self.gamma = nn.Parameter(torch.empty(1))  # of one dimension: FSDP shards no numbers
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """γ = 0."""
+        nn.init.zeros_(self.gamma)
 
     def forward(self, maps: Tensor) -> Tensor:
         """Maps [batch, channels, height, width] in and out."""

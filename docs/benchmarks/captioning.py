@@ -17,7 +17,6 @@ from measure import alternate, machine, table
 from torch.utils.benchmark import Timer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from attnkit.core.operators.linear import linear
 from attnkit.core.watch.multiply_adds import count_multiply_adds
 from attnkit.models.captioning.generate import generate
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
@@ -79,11 +78,12 @@ def with_weights_of(theirs: GPT2LMHeadModel) -> TransformerDecoder:
             # their projections are stored as [in, out]
             state[f"{here}{ours_name}.weight"] = weight.T if weight.ndim == 2 else weight
             state[f"{here}{ours_name}.bias"] = their[f"{there}{theirs_name}.bias"]
-        query, key_value = (f"{there}crossattention.{name}." for name in ("q_attn", "c_attn"))
-        weights = [their[f"{name}weight"].T for name in (query, key_value)]
-        biases = [their[f"{name}bias"] for name in (query, key_value)]
-        state[f"{here}cross_attention.in_proj.weight"] = torch.cat(weights)
-        state[f"{here}cross_attention.in_proj.bias"] = torch.cat(biases)
+        for kind in ("weight", "bias"):
+            query, memory = (
+                their[f"{there}crossattention.{n}.{kind}"] for n in ("q_attn", "c_attn")
+            )
+            parts = zip(("query", "key", "value"), (query, *memory.chunk(2, dim=-1)), strict=True)
+            state |= {f"{here}cross_attention.{n}_proj.{kind}": part.T for n, part in parts}
     ours.load_state_dict(state)
     return ours.eval()
 
@@ -126,16 +126,10 @@ def never_ending(model: TransformerDecoder) -> None:
 
 
 def peak_multiply_adds(size: int = 1536) -> float:
-    """Multiply-adds per second of the best of some products of square matrices, in float32: by
-    torch's `@`, or by the library that attnkit's layers take in prediction."""
-    names = {"a": torch.randn(size, size), "b": torch.randn(size, size), "linear": linear}
-    threads = torch.get_num_threads()
-    with torch.no_grad():
-        timers = [
-            Timer(product, globals=names, num_threads=threads)
-            for product in ("a @ b", "linear(a, b, None)")
-        ]
-        return size**3 / min(timer.timeit(1).median for timer in 3 * timers)
+    """Multiply-adds per second of the best of some products of square matrices, in float32."""
+    names = {"a": torch.randn(size, size), "b": torch.randn(size, size)}
+    timer = Timer("a @ b", globals=names, num_threads=torch.get_num_threads())
+    return size**3 / min(timer.timeit(1).median for _ in range(3))
 
 
 def floor_seconds(model: TransformerDecoder, memory, num_words: int, num_beams: int) -> float:

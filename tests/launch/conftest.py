@@ -99,6 +99,17 @@ class StopAt(Callback):
             os.kill(os.getpid(), self.signum)
 
 
+class KillAt(Callback):
+    # nothing is left to say goodbye
+
+    def __init__(self, epoch: int):
+        self.epoch = epoch
+
+    def on_train_epoch_start(self, trainer, *args):
+        if trainer.current_epoch == self.epoch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Seen(Callback):
     # which devices this process may use; training waits until so many others are at it, too
 
@@ -266,8 +277,8 @@ class Command:
         self.process.send_signal(signum)
         return self
 
-    def done(self) -> Done:
-        out, _ = self.process.communicate(timeout=120)
+    def done(self, timeout: float = 120) -> Done:
+        out, _ = self.process.communicate(timeout=timeout)
         return Done(self.process.returncode, out, out)
 
 

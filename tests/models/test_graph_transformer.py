@@ -199,10 +199,9 @@ def test_exphormer_attends_along_all_edges_with_their_types():
     model = model.double().eval()
     layer = model.blocks[0].local
     theirs = TransformerConv(HIDDEN, HIDDEN // 3, 3, edge_dim=4, root_weight=False).double()
-    weights = layer.projections.node_proj.in_proj.weight.chunk(3)
-    biases = layer.projections.node_proj.in_proj.bias.chunk(3)
-    for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
-        getattr(theirs, f"lin_{name}").load_state_dict({"weight": weight, "bias": bias})
+    for name in ("query", "key", "value"):
+        ours = getattr(layer.projections.node_proj, f"{name}_proj")
+        getattr(theirs, f"lin_{name}").load_state_dict(ours.state_dict())
     theirs.lin_edge.load_state_dict({"weight": layer.projections.edge_proj.weight})
 
     far = expander_edges(torch.tensor([nodes]), 4, 5)

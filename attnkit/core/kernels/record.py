@@ -83,7 +83,6 @@ def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(recorder.running.followed())
         stack.enter_context(_CallMode(recorder))
-        stack.enter_context(_OperatorMode(recorder))
         yield record
 
 
@@ -138,7 +137,10 @@ class _CallMode(TorchFunctionMode):
         self.recorder.seen = None
         self.recorder.paused += 1  # it is counted once, also where a tap looks into it
         try:
-            output = func(*args, **(kwargs or {}))
+            # in this call alone: what else is computed must not depend on whether it is recorded,
+            # and what is replaced by quicker operators is not, where operators are observed
+            with _OperatorMode(self.recorder):
+                output = func(*args, **(kwargs or {}))
         finally:
             self.recorder.paused -= 1
         # the math kernel is a composition of ordinary operators and has no operator of its own

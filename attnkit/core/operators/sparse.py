@@ -2,19 +2,25 @@
 
 torch transposes the matrix anew in every backward and multiplies by MKL, a third as fast as bags of
 rows are. Here the order of the columns is found once for a matrix and kept as long as it is.
+
+A layer that reads node features is called as any module is, within `products_of`.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnkit.core.kernels.edges.scores import sum_edges, sum_edges_by_source
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.operators.plain import is_plain
+from attnkit.core.precision import no_autocast
 
 _PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -88,6 +94,33 @@ def first_rows(x: Tensor, count: int) -> Tensor:
     )
     _PATTERNS[rows] = pattern
     return rows
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, also of sparse CSR `x` under autocast.
+
+    torch multiplies a sparse matrix in full precision only.
+    """
+    if x.layout is torch.strided:
+        return F.linear(x, weight, bias)
+    with no_autocast(x):
+        weight = weight.to(x.dtype)
+        if not serves(x, weight):
+            return F.linear(x, weight, bias)
+        output = product(x, weight.T)
+        return output if bias is None else output + bias
+
+
+def products_of(*nodes: Tensor) -> AbstractContextManager:
+    """A context in which `torch.nn.Linear`, and whatever else calls `F.linear`, reads these nodes
+    by `linear`, if some of them are sparse."""
+    is_dense = all(x.layout is torch.strided for x in nodes)
+    return nullcontext() if is_dense or torch.compiler.is_compiling() else _SparseProducts()
+
+
+class _SparseProducts(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 def serves(x: Tensor, table: Tensor) -> bool:

@@ -29,9 +29,15 @@ class ALiBi(nn.Module):
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         at_least(1, num_heads=num_heads)
+        self.register_buffer("slopes", torch.empty(num_heads), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The slopes; nothing is learned."""
+        num_heads = len(self.slopes)
         closest = 2 ** int(math.log2(num_heads))
         slopes = _geometric(closest) + _geometric(2 * closest)[::2][: num_heads - closest]
-        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
+        self.slopes.copy_(torch.tensor(slopes, device="cpu"))
 
     def forward(
         self, num_queries: int, num_keys: int | None = None, *, offset: int = 0
@@ -59,6 +65,10 @@ class RelativeBias1d(nn.Module):
         at_least(1, num_heads=num_heads, max_distance=max_distance)
         self.max_distance = max_distance
         self.table = nn.Parameter(torch.empty(2 * max_distance + 1, num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Truncated normal."""
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def forward(
@@ -94,12 +104,18 @@ class RelativeBias2d(nn.Module):
         at_least(0, num_prefix_tokens=num_prefix_tokens)
         self.height, self.width, self.num_prefix_tokens = height, width, num_prefix_tokens
         self.table = nn.Parameter(torch.empty((2 * height - 1) * (2 * width - 1), num_heads))
+        rows = torch.empty(height * width, height * width, dtype=torch.long)
+        self.register_buffer("rows", rows, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The table truncated normal; the rows of it that tokens read."""
         nn.init.trunc_normal_(self.table, std=0.02)
-        y = torch.arange(height).repeat_interleave(width)
-        x = torch.arange(width).repeat(height)
-        down = y[:, None] - y + height - 1
-        right = x[:, None] - x + width - 1
-        self.register_buffer("rows", down * (2 * width - 1) + right, persistent=False)
+        y = torch.arange(self.height, device="cpu").repeat_interleave(self.width)
+        x = torch.arange(self.width, device="cpu").repeat(self.height)
+        down = y[:, None] - y + self.height - 1
+        right = x[:, None] - x + self.width - 1
+        self.rows.copy_(down * (2 * self.width - 1) + right)
 
     def forward(self) -> Annotated[Tensor, "1 heads tokens tokens"]:
         """The bias of all tokens, prefix and grid."""

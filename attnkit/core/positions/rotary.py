@@ -5,6 +5,8 @@ pair with channel i + head_dim / 2, as in GPT-NeoX and Llama; RoFormer pairs nei
 fixed permutation of channels.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -57,11 +59,20 @@ class _Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, angles: Tensor, dtype: torch.dtype | None) -> None:
+    def __init__(self, angles: Callable[[], Tensor], dtype: torch.dtype | None) -> None:
         super().__init__()
-        dtype = dtype or torch.get_default_dtype()
-        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
-        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+        self._angles = angles
+        table = angles().to(dtype or torch.get_default_dtype())
+        self.register_buffer("cos", torch.empty_like(table), persistent=False)
+        self.register_buffer("sin", torch.empty_like(table), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The tables; nothing is learned."""
+        with torch.device("cpu"):
+            angles = self._angles()
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
 
     def _of(self, rows: Tensor) -> Rotation:
         """The rotation of the tokens in some rows of the table, integers `[batch, tokens]`."""
@@ -105,7 +116,7 @@ class Rotary1d(_Rotary):
             raise ValueError(
                 f"head_dim: {head_dim} is not a multiple of 2, as rotary positions need"
             )
-        super().__init__(band_angles(torch.arange(max_tokens), head_dim // 2, temperature), dtype)
+        super().__init__(partial(_on_a_line, max_tokens, head_dim, temperature), dtype)
         self.max_tokens = max_tokens
 
     def forward(self, query: Query, key: Key) -> tuple[Query, Key]:
@@ -175,9 +186,7 @@ class Rotary2d(_Rotary):
                 f"head_dim: {head_dim} is not a multiple of 4, as 2-D rotary positions need"
             )
         at_least(0, num_prefix_tokens=num_prefix_tokens)
-        y, x = band_angles(grid_points(grid), head_dim // 4, temperature)
-        # a prefix token turns by 0: cos 1, sin 0, which multiplies out to the same bits
-        super().__init__(F.pad(torch.cat([y, x], dim=-1), (0, 0, num_prefix_tokens, 0)), dtype)
+        super().__init__(partial(_on_a_grid, grid, num_prefix_tokens, head_dim, temperature), dtype)
         self.num_prefix_tokens = num_prefix_tokens
 
     def forward(self, query: Query, key: Key) -> tuple[Query, Key]:
@@ -191,6 +200,18 @@ class Rotary2d(_Rotary):
         prefix = torch.arange(self.num_prefix_tokens, device=kept.device)
         prefix = prefix.expand(kept.shape[0], -1)
         return self._of(torch.cat([prefix, kept + self.num_prefix_tokens], dim=1))
+
+
+def _on_a_line(max_tokens: int, head_dim: int, temperature: float) -> Tensor:
+    return band_angles(torch.arange(max_tokens), head_dim // 2, temperature)
+
+
+def _on_a_grid(
+    grid: tuple[int, int], num_prefix_tokens: int, head_dim: int, temperature: float
+) -> Tensor:
+    y, x = band_angles(grid_points(grid), head_dim // 4, temperature)
+    # a prefix token turns by 0: cos 1, sin 0, which multiplies out to the same bits
+    return F.pad(torch.cat([y, x], dim=-1), (0, 0, num_prefix_tokens, 0))
 
 
 def _rotate(name: str, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

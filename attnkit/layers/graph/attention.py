@@ -13,8 +13,8 @@ from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
 from attnkit.core.operators.dropout import dropout as drop
-from attnkit.core.operators.linear import is_linear, reset_linear, run_linear
-from attnkit.core.operators.plain import is_plain
+from attnkit.core.operators.sparse import products_of
+from attnkit.core.projections import reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.weights import Indices, of_edges
@@ -156,7 +156,8 @@ class GraphAttention(EdgeModule):
         self.backend = backend
         self.fill_value: FillValue
         if isinstance(fill_value, Tensor):
-            self.register_buffer("fill_value", fill_value.detach().clone(), persistent=False)
+            self._given_fill_value = fill_value.detach().clone()  # which no `to_empty` empties
+            self.register_buffer("fill_value", self._given_fill_value.clone(), persistent=False)
         else:
             self.fill_value = fill_value
         self.projections: GraphHeads
@@ -191,6 +192,8 @@ class GraphAttention(EdgeModule):
 
     def reset_parameters(self) -> None:
         """Xavier-uniform matrices, biases 0; with the first input where `in_channels` is −1."""
+        if isinstance(self.fill_value, Tensor):
+            self.fill_value.copy_(self._given_fill_value)
         if -1 in self.in_channels:
             return
         self.projections.reset_parameters()
@@ -240,9 +243,9 @@ class GraphAttention(EdgeModule):
             ValueError, TypeError, IndexError: features or edges of another shape or type.
         """
         source, target, edges, features = self._read(x, edge_index, edge_attr, size)
-        nodes = self.projections(source, target)
+        nodes = self._heads(x, source, target)
         bias = None if edge_bias is None else check_bias(edge_bias, edges, self.heads)
-        output = self._output(nodes, source, target, edges, features, bias)
+        output = self._output(nodes, x, target, edges, features, bias)
         if not return_attention_weights:
             return output
         used, carried = self._graph(edges, features, bias)
@@ -256,7 +259,7 @@ class GraphAttention(EdgeModule):
     def _output(
         self,
         nodes: NodeHeads,
-        source: Tensor,
+        x: Nodes,
         target: Tensor,
         edges: Edges,
         features: Tensor | None,
@@ -264,16 +267,18 @@ class GraphAttention(EdgeModule):
     ) -> Tensor:
         output = self._merged(self._attend(nodes, edges, features, bias))
         if self.separate_self:
-            own = nodes.value if target is source else self.projections.own(target)
+            if isinstance(x, Tensor):  # the targets are the first of the sources
+                own = nodes.value[..., : target.shape[-2], :]
+            else:
+                own = self.projections.own(target)
             output = torch.cat([self._merged(own), output], dim=-1)
         if self.residual_proj is not None:
-            if target.shape[-1] == 0:
-                bias = self.residual_proj.bias
-                return output if bias is None else output + bias
-            root = run_linear(self.residual_proj, target)
+            if target.shape[-1] == 0:  # as if they were 0
+                return output + self.residual_proj(output.new_zeros(1, self.in_channels[1]))
+            with products_of(target):
+                root = self.residual_proj(target)
             if self.gate_proj is None:
-                is_ours = is_linear(self.residual_proj) and root.dtype == output.dtype
-                return root.add_(output) if is_ours and is_plain(root) else output + root
+                return output + root
             beta = self.gate_proj(torch.cat([output, root, output - root], dim=-1)).sigmoid()
             return torch.lerp(output, root, beta)
         return output if self.out_bias is None else output + self.out_bias
@@ -354,9 +359,13 @@ class GraphAttention(EdgeModule):
         source, target, edges, features = self._read(x, edge_index, edge_attr)
         bias = None if edge_bias is None else check_bias(edge_bias, edges, self.heads)
         used, carried = self._graph(edges, features, bias)
-        weights = self._weights(self.projections(source, target), used, carried)
+        weights = self._weights(self._heads(x, source, target), used, carried)
         weights = in_callers_order(weights, edges) if self.add_self_loops else weights
         return _batch_first(of_edges(weights, rows, heads))
+
+    def _heads(self, x: Nodes, source: Tensor, target: Tensor) -> NodeHeads:
+        with products_of(source, target):
+            return self.projections(source, target, is_one=isinstance(x, Tensor))
 
     def _weights(self, nodes: NodeHeads, edges: Edges, carried: EdgeFeatures | None) -> Tensor:
         """[edges, heads], and a batch's dimension behind."""

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import choice
 from attnkit.core.masks.edges import Edges
-from attnkit.core.operators.elu import elu
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.inputs import EdgeModule, targets_among
 from attnkit.layers.graph.sparse import SparseDropout
@@ -15,17 +14,10 @@ GraphActivation = Literal["elu", "relu", "gelu"]
 Norm = Literal["layer", "batch"]
 
 
-class ELU(nn.ELU):
-    """`torch.nn.ELU`, quicker on a CPU."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return elu(input)
-
-
 def make_activation(name: GraphActivation) -> nn.Module:
     """The activation of that name."""
     choice(get_args(GraphActivation), activation=name)
-    return {"elu": ELU, "relu": nn.ReLU, "gelu": nn.GELU}[name]()
+    return {"elu": nn.ELU, "relu": nn.ReLU, "gelu": nn.GELU}[name]()
 
 
 def make_norm(name: Norm | None, channels: int) -> nn.Module:

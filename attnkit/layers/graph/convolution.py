@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
-from attnkit.core.operators.linear import linear, reset_linear
+from attnkit.core.projections import reset_linear
 
 
 class GraphConvolution(nn.Module):
@@ -25,9 +25,14 @@ class GraphConvolution(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, backend: str = "auto") -> None:
         super().__init__()
         self.proj = nn.Linear(in_channels, out_channels, bias=False)
-        self.bias = nn.Parameter(torch.zeros(out_channels))
+        self.bias = nn.Parameter(torch.empty(out_channels))
         self.backend = backend
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform matrix, bias 0."""
         reset_linear(self.proj)
+        nn.init.zeros_(self.bias)
 
     def forward(
         self, x: Annotated[Tensor, "nodes in_channels"], edges: Edges
@@ -36,7 +41,7 @@ class GraphConvolution(nn.Module):
         target = looped.edge_index[1]
         ones = x.new_ones(target.shape[0])  # bincount cannot be exported
         root = x.new_zeros(x.shape[0]).index_add(0, target, ones).sqrt()[:, None]
-        value = linear(x, self.proj.weight, None) / root
+        value = self.proj(x) / root
         equal = value.new_zeros(1, x.shape[0], 1)
         mean = attend(equal, equal, value[None], mask=looped, backend=self.backend)
         return mean[0] * root + self.bias

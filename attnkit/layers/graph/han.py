@@ -10,7 +10,7 @@ from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
-from attnkit.core.operators.linear import linear, reset_linear, run_linear
+from attnkit.core.projections import reset_linear
 from attnkit.core.scores.kinds import Additive
 from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.typed_edges import (
@@ -147,7 +147,7 @@ class HANAttention(nn.Module):
         stacked = torch.stack(of_types)
         if stacked.shape[1] == 0:
             return stacked[0], None
-        scores = run_linear(self.type_proj, stacked).tanh().mean(dim=1) @ self.type_query
+        scores = self.type_proj(stacked).tanh().mean(dim=1) @ self.type_query
         weights = scores.softmax(dim=0)
         return torch.tensordot(weights, stacked, dims=1), weights
 
@@ -187,7 +187,7 @@ class HANAttention(nn.Module):
         vectors = torch.stack([self.query_vector[types], self.key_vector[types]])
         eye = torch.eye(self.heads, dtype=vectors.dtype, device=vectors.device)
         matrix = torch.einsum("erhd,hk->erkhd", vectors, eye).flatten(3).flatten(0, 2)
-        scores = linear(nodes, matrix, None).view(-1, self.heads)
+        scores = (nodes @ matrix.mT).view(-1, self.heads)
         places = [
             (2 * pairs.node + end) * len(types) + pairs.type
             for end, pairs in enumerate((edges.targets, edges.sources))

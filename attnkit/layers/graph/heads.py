@@ -4,16 +4,13 @@
 values. In `GATHeads` queries and keys are one number each, since GAT's score is a sum of two.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnkit.core.masks.edges import EdgeFeatures
-from attnkit.core.operators.linear import linear, reset_linear, run_linear
-from attnkit.core.operators.split import split_channels
-from attnkit.core.projections import Projections
+from attnkit.core.projections import Projections, matrix_of, reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.kinds import Additive
 from attnkit.core.scores.learned import AdditiveScore, learned_score
@@ -40,11 +37,15 @@ class GraphHeads(nn.Module):
     ) -> None:
         super().__init__()
         self.heads = heads
-        size = heads * out_channels
-        self.edge_proj = None if edge_dim is None else nn.Linear(edge_dim, size, bias=False)
+        self.edge_proj = None
+        if edge_dim is not None:
+            self.edge_proj = nn.Linear(edge_dim, heads * out_channels, bias=False)
 
-    def forward(self, source: Tensor, target: Tensor) -> NodeHeads:
-        """The heads of nodes [nodes, channels]; `target` may be `source` itself."""
+    def forward(self, source: Tensor, target: Tensor, *, is_one: bool = False) -> NodeHeads:
+        """The heads of nodes [nodes, channels].
+
+        is_one: the targets are the first of the sources, or all.
+        """
         raise NotImplementedError
 
     def own(self, nodes: Tensor) -> Tensor:
@@ -75,17 +76,11 @@ class GraphHeads(nn.Module):
         """[nodes, heads · channels] as [heads, nodes, channels]."""
         return projected.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
-    def _edge_weight(self) -> Tensor:
-        """The projection of the edges by heads, [heads, out_channels, edge_dim]."""
+    def _edge_weight(self, features: Tensor) -> Tensor:
+        """The projection of the edges by heads, [heads, out_channels, edge_dim], by which kernels
+        multiply edge by edge."""
         assert self.edge_proj is not None
-        return self.edge_proj.weight.unflatten(0, (self.heads, -1))
-
-
-class NodeProjections(Projections):
-    """Projections whose gradients, which kernels of edges leave side by side, are not copied."""
-
-    def _split(self, projected: Tensor) -> Sequence[Tensor]:
-        return split_channels(projected, self.sizes)
+        return self._split(matrix_of(self.edge_proj, features)).mT
 
 
 class QueryKeyValueHeads(GraphHeads):
@@ -105,22 +100,24 @@ class QueryKeyValueHeads(GraphHeads):
         bias: bool = True,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, edge_dim)
-        self.node_proj = NodeProjections(
-            in_channels[1], heads, head_dim=out_channels, key_dim=in_channels[0], bias=bias
+        self.node_proj = Projections(
+            in_channels[1],
+            heads,
+            head_dim=out_channels,
+            key_dim=in_channels[0],
+            bias=bias,
         )
         self.score = learned_score(score, heads, out_channels)
         self.reset_parameters()
 
-    def forward(self, source: Tensor, target: Tensor) -> NodeHeads:
+    def forward(self, source: Tensor, target: Tensor, *, is_one: bool = False) -> NodeHeads:
         return NodeHeads(*self.node_proj.project(target, source, source))
 
     def own(self, nodes: Tensor) -> Tensor:
-        return self.node_proj.project_memory(nodes, nodes)[1]
+        return self._split(self.node_proj.value_proj(nodes))
 
     def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
         proj = self.node_proj
-        if proj.is_fused:
-            return [(proj.in_proj, sources)]
         memory = (proj.key_proj, sources), (proj.value_proj, sources)
         return [(proj.query_proj, targets), *memory]
 
@@ -128,7 +125,7 @@ class QueryKeyValueHeads(GraphHeads):
         return self.score() if isinstance(self.score, nn.Module) else self.score
 
     def edge_features(self, features: Tensor) -> EdgeFeatures:
-        weight = self._edge_weight()
+        weight = self._edge_weight(features)
         return EdgeFeatures(features, key_weight=weight, value_weight=weight)
 
 
@@ -158,16 +155,16 @@ class GATv2Heads(GraphHeads):
         )
         self.reset_parameters()
 
-    def forward(self, source: Tensor, target: Tensor) -> NodeHeads:
-        key = self._split(run_linear(self.key_proj, source))
+    def forward(self, source: Tensor, target: Tensor, *, is_one: bool = False) -> NodeHeads:
+        key = self.own(source)
         if self.query_proj is not None:
-            query = self._split(run_linear(self.query_proj, target))
+            query = self._split(self.query_proj(target))
         else:
-            query = key if target is source else self.own(target)
+            query = key[..., : target.shape[-2], :] if is_one else self.own(target)
         return NodeHeads(query, key, key)
 
     def own(self, nodes: Tensor) -> Tensor:
-        return self._split(run_linear(self.key_proj, nodes))
+        return self._split(self.key_proj(nodes))
 
     def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
         own = [] if self.query_proj is None else [(self.query_proj, targets)]
@@ -177,7 +174,7 @@ class GATv2Heads(GraphHeads):
         return self.score()
 
     def edge_features(self, features: Tensor) -> EdgeFeatures:
-        return EdgeFeatures(features, key_weight=self._edge_weight())
+        return EdgeFeatures(features, key_weight=self._edge_weight(features))
 
 
 class GATHeads(GraphHeads):
@@ -219,37 +216,21 @@ class GATHeads(GraphHeads):
             if vector is not None:
                 nn.init.uniform_(vector, -bound, bound)
 
-    def forward(self, source: Tensor, target: Tensor) -> NodeHeads:
-        # a·W x is (a W)·x: a few more rows of W, rather than a product with all values
-        values = self.value_proj.weight, self.value_proj.bias
-        keys = self._folded(self.key_vector, self.value_proj)
-        queries = self._folded(self.query_vector, self.target_proj or self.value_proj)
-        if target is source and self.target_proj is None:
-            value, key, query = self._heads(source, values, keys, queries)
-        else:
-            value, key = self._heads(source, values, keys)
-            if target.shape[-1]:
-                (query,) = self._heads(target, queries)
-            else:  # they add nothing to the scores
-                query = key.new_zeros(*key.shape[:-2], target.shape[-2], 1)
-        return NodeHeads(query, key, value)
-
-    def _folded(self, vector: Tensor, proj: nn.Linear) -> tuple[Tensor, Tensor | None]:
-        """Weight [heads, in_channels] and bias of a·(W x + b)."""
-        weight = vector[:, None] @ proj.weight.unflatten(0, (self.heads, -1))
-        if proj.bias is None:
-            return weight.squeeze(1), None
-        return weight.squeeze(1), (vector * proj.bias.unflatten(0, (self.heads, -1))).sum(dim=1)
-
-    def _heads(self, nodes: Tensor, *rows: tuple[Tensor, Tensor | None]) -> list[Tensor]:
-        """What each weight and bias make of the nodes, in one product, as heads."""
-        weights, biases = zip(*rows, strict=True)
-        bias = None if biases[0] is None else torch.cat(biases)
-        projected = linear(nodes, torch.cat(weights), bias)
-        return [self._split(part) for part in projected.split([len(w) for w in weights], dim=-1)]
+    def forward(self, source: Tensor, target: Tensor, *, is_one: bool = False) -> NodeHeads:
+        value = self.own(source)
+        key = value @ self.key_vector[..., None]
+        if self.target_proj is not None and target.shape[-1]:
+            own = self._split(self.target_proj(target))
+        elif is_one:
+            own = value[..., : target.shape[-2], :]
+        elif target.shape[-1]:
+            own = self.own(target)
+        else:  # they add nothing to the scores
+            return NodeHeads(key.new_zeros(*key.shape[:-2], target.shape[-2], 1), key, value)
+        return NodeHeads(own @ self.query_vector[..., None], key, value)
 
     def own(self, nodes: Tensor) -> Tensor:
-        return self._split(run_linear(self.value_proj, nodes))
+        return self._split(self.value_proj(nodes))
 
     def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
         own = [] if self.target_proj is None else [(self.target_proj, targets)]
@@ -261,4 +242,5 @@ class GATHeads(GraphHeads):
 
     def edge_features(self, features: Tensor) -> EdgeFeatures:
         assert self.edge_vector is not None
-        return EdgeFeatures(features, self.edge_vector[:, None] @ self._edge_weight())
+        weight = self.edge_vector[:, None] @ self._edge_weight(features)
+        return EdgeFeatures(features, weight)

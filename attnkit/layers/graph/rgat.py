@@ -11,6 +11,7 @@ from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.projections import matrix_of
 from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.typed_edges import (
     AttentionMechanism,
@@ -281,7 +282,7 @@ class RGATAttention(nn.Module):
                 f"edge_attr: expected [edges, edge_dim] = {[edges.num_edges, self.edge_dim]}, "
                 f"got {list(edge_attr.shape)}"
             )
-        return edge_attr @ (self.edge_proj.weight.T @ self.edge_weight)
+        return edge_attr @ (matrix_of(self.edge_proj, edge_attr) @ self.edge_weight)
 
     def __repr__(self) -> str:
         return (

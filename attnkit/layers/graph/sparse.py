@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.operators.dropout import dropout
-from attnkit.core.operators.linear import linear
-from attnkit.core.operators.sparse import with_values
+from attnkit.core.operators.sparse import linear, with_values
 
 
 class SparseDropout(nn.Dropout):

@@ -9,7 +9,6 @@ from torch import Tensor
 from attnkit.core.arguments import choice
 from attnkit.core.cached import cached
 from attnkit.core.masks.edges import Edges
-from attnkit.core.operators.linear import linear
 
 EdgeType = tuple[str, str, str]
 """Source node type, relation and target node type, as in PyG."""
@@ -264,8 +263,8 @@ def grouped(
     weight: Annotated[Tensor, "_ in_channels out_channels"],
 ) -> Annotated[Tensor, "rows out_channels"]:
     """Rows of one type after the other, so many of each, times the matrix of their type."""
-    parts = zip(rows.split(counts), weight.mT, strict=True)
-    return torch.cat([linear(part, matrix, None) for part, matrix in parts])
+    parts = zip(rows.split(counts), weight, strict=True)
+    return torch.cat([part @ matrix for part, matrix in parts])
 
 
 def split_heads(rows: Tensor, heads: int) -> Tensor:

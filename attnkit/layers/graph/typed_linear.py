@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from attnkit.core.arguments import at_least
-from attnkit.core.operators.linear import reset_linear, run_linear
+from attnkit.core.operators.sparse import products_of
+from attnkit.core.projections import reset_linear
 
 
 def channels_by_type(in_channels: int | Mapping[str, int], node_types: list[str]) -> dict[str, int]:
@@ -42,26 +43,26 @@ class TypedLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Xavier-uniform matrices, biases 0."""
         for layer in self.layers:
-            assert isinstance(layer, nn.Linear)
-            if not is_lazy(layer.weight):
+            if isinstance(layer, nn.Linear) and not is_lazy(layer.weight):
                 reset_linear(layer)
 
     def forward(self, x_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Nodes [nodes, channels] by type; types may lack."""
         outputs = {}
         for name, layer in zip(self.types, self.layers, strict=True):
-            assert isinstance(layer, nn.Linear)
             if name not in x_dict:
                 continue
             channels = x_dict[name].shape[1]
-            if is_lazy(layer.weight):
+            if isinstance(layer, nn.Linear) and is_lazy(layer.weight):
                 layer.weight.materialize((layer.out_features, channels))
                 layer.in_features = channels
                 reset_linear(layer)
-            if channels != layer.in_features:
+            expected = getattr(layer, "in_features", channels)  # what wraps a layer may not say it
+            if channels != expected:
                 raise ValueError(
-                    f"x_dict: expected [nodes, {layer.in_features}] of {name!r}, "
+                    f"x_dict: expected [nodes, {expected}] of {name!r}, "
                     f"got {list(x_dict[name].shape)}"
                 )
-            outputs[name] = run_linear(layer, x_dict[name])
+            with products_of(x_dict[name]):
+                outputs[name] = layer(x_dict[name])
         return outputs

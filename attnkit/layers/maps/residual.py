@@ -43,7 +43,13 @@ class Residual(nn.Module):
         super().__init__()
         choice((*get_args(ResidualKind), None), residual=kind)
         self.kind = kind
-        self.gamma = nn.Parameter(torch.zeros(1)) if kind == "gamma" else None
+        self.gamma = nn.Parameter(torch.empty(1)) if kind == "gamma" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """γ = 0."""
+        if self.gamma is not None:
+            nn.init.zeros_(self.gamma)
 
     def forward(self, features: Tensor, update: Tensor) -> Tensor:
         if self.kind is None:

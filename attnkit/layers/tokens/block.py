@@ -4,25 +4,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
-from timm.layers import DropPath, LayerScale
-from timm.layers import Mlp as TimmMlp
+from timm.layers import DropPath, LayerScale, Mlp
 from torch import Tensor, nn
 
 from attnkit.core.arguments import choice
 from attnkit.core.inputs import Normalizer
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.operators.linear import run_linear
 from attnkit.core.scores.base import Score
 
 Activation = Literal["gelu", "gelu_tanh"]
-
-
-class Mlp(TimmMlp):
-    """timm's, its matrix products by `attnkit.core.operators.linear`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop1(self.act(run_linear(self.fc1, x)))
-        return self.drop2(run_linear(self.fc2, self.norm(hidden)))
 
 
 def make_mlp(

@@ -59,7 +59,7 @@ class DecoderBlock(nn.Module):
                 dropout_p=attention_dropout_p,
                 backend=backend,
             )
-            for key_dim in (None, memory_dim)
+            for key_dim in (None, dim if memory_dim is None else memory_dim)
         )
         self.dropout = nn.Dropout(dropout_p)
         self.mlp: Any = make_mlp(dim, mlp_ratio, activation=activation, dropout_p=dropout_p)

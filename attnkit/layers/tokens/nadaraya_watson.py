@@ -37,8 +37,14 @@ class NadarayaWatson(nn.Module):
         super().__init__()
         positive(bandwidth=bandwidth)
         named_backend(backend)
-        self.log_bandwidth = nn.Parameter(torch.tensor(log(bandwidth)), requires_grad=learnable)
+        self.initial_bandwidth = bandwidth
+        self.log_bandwidth = nn.Parameter(torch.empty(()), requires_grad=learnable)
         self.backend = backend
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The bandwidth that was given."""
+        nn.init.constant_(self.log_bandwidth, log(self.initial_bandwidth))
 
     @property
     def bandwidth(self) -> Annotated[Tensor, ""]:

@@ -67,6 +67,7 @@ class AttentionPool(nn.Module):
         self.attention = MultiHeadAttention(
             dim,
             num_heads,
+            key_dim=dim,
             bias=qkv_bias,
             score=score,
             dropout_p=dropout_p,
@@ -83,7 +84,11 @@ class AttentionPool(nn.Module):
                     raise ValueError(
                         f"{name}: only the MLP has one, got {given!r} without mlp_ratio"
                     )
-        trunc_normal_tf_(self.query, std=dim**-0.5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The queries truncated normal."""
+        trunc_normal_tf_(self.query, std=self.query.shape[2] ** -0.5)
 
     def forward(
         self,

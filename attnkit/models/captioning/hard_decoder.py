@@ -74,7 +74,12 @@ class HardRecurrentDecoder(RecurrentDecoder):
         )
         self.entropy = entropy
         self.baseline_decay = baseline_decay
-        self.register_buffer("baseline", torch.tensor(log(vocabulary_size)))
+        self.register_buffer("baseline", torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The baseline: the loss of words that are all as likely."""
+        self.baseline.fill_(log(self.vocabulary_size))
 
     def normalizer(self) -> str | Normalizer:
         return Hard("score_function")

@@ -104,8 +104,15 @@ class CNNEncoder(ImageEncoder):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         self.proj = nn.Linear(channels, dim)
         self.norm = nn.LayerNorm(dim)
-        table = position_scale * sincos_2d(self.grid, dim)
-        self.register_buffer("positions", table, persistent=False)
+        self.position_scale = position_scale
+        self.register_buffer("positions", torch.empty(height * width, dim), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The positions; they are not learned."""
+        with torch.device("cpu"):
+            table = sincos_2d(self.grid, self.dim)
+        self.positions.copy_(self.position_scale * table)
 
     def forward(self, images: Images) -> Annotated[Tensor, "batch positions dim"]:
         self.check(images)

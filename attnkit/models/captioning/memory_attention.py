@@ -69,6 +69,11 @@ class MemoryAttention(nn.Module):
         self.weight: nn.Parameter | None = None
         if score == "general":
             self.weight = nn.Parameter(torch.empty(state_dim, memory_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The matrix of "general" Xavier-uniform."""
+        if self.weight is not None:
             nn.init.xavier_uniform_(self.weight)
 
     def remember(self, memory: Tensor) -> KeyValueCache:

@@ -4,12 +4,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.masks.sequences import Padding
-from attnkit.core.operators.linear import run_linear
 from attnkit.core.positions.biases import ALiBi, RelativeBias1d
 from attnkit.core.positions.learned import LearnedPositions1d
 from attnkit.core.positions.rotary import Rotary1d, Rotation
@@ -80,7 +78,7 @@ class TransformerDecoder(WordDecoder):
         self.embedding = nn.Embedding(vocabulary_size, dim)
         self.position_table = LearnedPositions1d(max_words, dim) if positions == "learned" else None
         self.fixed_positions: Tensor | None
-        fixed = sincos_1d(max_words, dim) if positions == "sincos" else None
+        fixed = torch.empty(max_words, dim) if positions == "sincos" else None
         self.register_buffer("fixed_positions", fixed, persistent=False)
         self.rotary = Rotary1d(dim // num_heads, max_words) if positions == "rotary" else None
         self.distance_bias: ALiBi | RelativeBias1d | None = None
@@ -108,11 +106,19 @@ class TransformerDecoder(WordDecoder):
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, vocabulary_size, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
         if tie_embeddings:
             self.head.weight = self.embedding.weight
-        else:
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Embedding and output layer normal, the positions that are not learned."""
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        if self.head.weight is not self.embedding.weight:
             nn.init.normal_(self.head.weight, std=0.02)
+        if self.fixed_positions is not None:
+            with torch.device("cpu"):
+                table = sincos_1d(*self.fixed_positions.shape)
+            self.fixed_positions.copy_(table)
 
     def forward(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Logits:
         self.check(memory, words, memory_mask)
@@ -121,7 +127,7 @@ class TransformerDecoder(WordDecoder):
         tokens = self._embed(words, 0)
         for block in self.blocks:
             tokens = block(tokens, memory, bias=bias, positions=self.rotary, memory_mask=mask)
-        return run_linear(self.head, self.norm(tokens))
+        return self.head(self.norm(tokens))
 
     def start(
         self,
@@ -162,7 +168,7 @@ class TransformerDecoder(WordDecoder):
                 positions=rotation,
                 memory_bias=state.memory_bias,
             )
-        return run_linear(self.head, self.norm(tokens)).flatten(0, 1)
+        return self.head(self.norm(tokens)).flatten(0, 1)
 
     def word_weights(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Tensor:
         with capture_attention(self, layers="blocks.*.cross_attention") as captured:
@@ -180,7 +186,7 @@ class TransformerDecoder(WordDecoder):
         return self.embedding.embedding_dim
 
     def _embed(self, words: Tensor, start: int) -> Tensor:
-        tokens = F.embedding(words, self.embedding.weight)
+        tokens = self.embedding(words)
         if self.position_table is not None:
             tokens = self.position_table(tokens, start=start)
         elif self.fixed_positions is not None:

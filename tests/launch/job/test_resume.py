@@ -1,6 +1,7 @@
 """Shipped tasks, stopped at a step and resumed from the command line."""
 
 import csv
+import signal
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,35 @@ def _check_resumed(attnkit, hers, job, more, stop, reference):
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert rows("here") == rows(reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "epochs"), [("vit", 3), ("spatial", 3), ("captioning", 2), ("graph", 9)]
+)
+def test_the_default_job_killed_after_its_first_epoch_ends_as_if_it_were_not(
+    start, hers, task, epochs
+):
+    """Nothing is smaller than it is shipped but the number of epochs; each part in a process of its
+    own, since the computing of one may depend on what was computed in it before."""
+    job = [f"task={task}", f"trainer.max_epochs={epochs}"]
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    killer = ["+callbacks.killer._target_=mine_of_the_tests.KillAt", "+callbacks.killer.epoch=1"]
+    whole = start(*job, "run_dir=whole", **no_gpu).done(900)
+    assert whole.code == 0, whole.err
+    killed = start("--config-dir", hers, *job, *killer, "run_dir=here", **no_gpu).done(900)
+    assert killed.code == -signal.SIGKILL, killed.err
+    assert load(Path("here/checkpoints/last.ckpt"))["epoch"] == 0
+    resumed = start("resume=here", "callbacks.killer=null", **no_gpu).done(900)
+    assert resumed.code == 0, resumed.err
+    expected, found = (load(Path(run, "checkpoints", "last.ckpt")) for run in ("whole", "here"))
+    assert expected["global_step"] == found["global_step"]
+    pairs = expected["state_dict"], found["state_dict"]
+    assert pairs[0].keys() == pairs[1].keys()
+    assert [
+        name for name, tensor in pairs[0].items() if not torch.equal(tensor, pairs[1][name])
+    ] == []
+    assert rows("whole") == rows("here")
 
 
 def test_a_broken_newest_checkpoint_is_named_and_the_one_before_used(attnkit, hers):

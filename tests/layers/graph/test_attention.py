@@ -40,8 +40,9 @@ def test_on_the_complete_graph_it_is_dense_attention(score, backend):
     layer = make(score, out_bias=False, backend=backend)
     dense = MultiHeadAttention(CHANNELS, HEADS, head_dim=4, score=score).double()
     state = layer.state_dict()
-    dense.in_proj.load_state_dict({k: state[f"projections.node_proj.in_proj.{k}"] for k in
-                                   ("weight", "bias")})  # fmt: skip
+    for kind in ("weight", "bias"):
+        parts = [state[f"projections.node_proj.{n}_proj.{kind}"] for n in ("query", "key", "value")]
+        getattr(dense.in_proj, kind).data = torch.cat(parts)
     if isinstance(dense.score, nn.Module):
         dense.score.load_state_dict(layer.projections.score.state_dict())
     dense.out_proj = nn.Identity()
@@ -51,9 +52,16 @@ def test_on_the_complete_graph_it_is_dense_attention(score, backend):
     expected, actual = dense(x[None])[0], layer(x, shuffled)
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
     towards = torch.randn_like(expected)
-    theirs = torch.autograd.grad(expected, [x, *dense.parameters()], towards)
-    ours = torch.autograd.grad(actual, [x, *layer.parameters()], towards)
-    assert len(ours) == len(theirs)
+    dense_in, proj = dense.in_proj, layer.projections.node_proj
+    in_parts = (proj.query_proj, proj.key_proj, proj.value_proj)
+    theirs = torch.autograd.grad(expected, [x, dense_in.weight, dense_in.bias], towards, True)
+    layers = [*(part.weight for part in in_parts), *(part.bias for part in in_parts)]
+    of_x, *ours = torch.autograd.grad(actual, [x, *layers], towards, True)
+    ours = [of_x, torch.cat(ours[:3]), torch.cat(ours[3:])]
+    if isinstance(dense.score, nn.Module):
+        theirs += torch.autograd.grad(expected, [*dense.score.parameters()], towards)
+        score = layer.projections.score
+        ours += torch.autograd.grad(actual, [*score.parameters()], towards)
     for mine, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, their, atol=1e-6, rtol=1e-6)
     weights = torch.empty(NODES, NODES, HEADS, dtype=torch.float64)

@@ -6,8 +6,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from attnkit.core.masks.adjacency import Adjacency
-from attnkit.core.operators.linear import linear
-from attnkit.core.operators.sparse import first_rows, ranges, sparse_rows
+from attnkit.core.operators.sparse import first_rows, linear, ranges, sparse_rows
 from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
 
 

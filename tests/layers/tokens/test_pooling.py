@@ -36,9 +36,9 @@ def test_equals_timm(num_queries, qkv_bias):
     state = theirs.state_dict()
     state["query"] = state.pop("latent")
     for kind in ("weight", "bias") if qkv_bias else ("weight",):
-        state[f"attention.in_proj.{kind}"] = torch.cat(
-            [state.pop(f"{part}.{kind}") for part in ("q", "kv")]
-        )
+        state[f"attention.query_proj.{kind}"] = state.pop(f"q.{kind}")
+        key, value = state.pop(f"kv.{kind}").chunk(2)
+        state[f"attention.key_proj.{kind}"], state[f"attention.value_proj.{kind}"] = key, value
     for kind in ("weight", "bias"):
         state[f"attention.out_proj.{kind}"] = state.pop(f"proj.{kind}")
     ours.load_state_dict(state)
@@ -78,7 +78,7 @@ def test_equals_torchs_attention_of_learned_queries(num_queries):
 @pytest.mark.parametrize("score", SCORE_NAMES)
 def test_score_is_that_of_the_attention(score):
     pool = randomised(AttentionPool(DIM, HEADS, num_queries=3, score=score))
-    attention = attnkit.MultiHeadAttention(DIM, HEADS, score=score).double()
+    attention = attnkit.MultiHeadAttention(DIM, HEADS, key_dim=DIM, score=score).double()
     attention.load_state_dict(pool.attention.state_dict())
     tokens = some()
     assert torch.equal(pool(tokens), attention(pool.query.expand(BATCH, -1, -1), tokens))

@@ -65,6 +65,7 @@ def test_equals_torch(masked):
             wanted[f"blocks.{number}.{name}.in_proj.weight"] = attention.in_proj_weight
             wanted[f"blocks.{number}.{name}.in_proj.bias"] = attention.in_proj_bias
     table = ours.embedding.weight.detach()
+    # cross-attention has its own layer for each of the three, as which it loads one for all
     ours.load_state_dict({**wanted, "embedding.weight": table, "head.weight": table})
     memory, words = a_memory(requires_grad=True), some_words()
     hidden = nn.Transformer.generate_square_subsequent_mask(WORDS).double()
@@ -78,11 +79,15 @@ def test_equals_torch(masked):
     logits = ours(memory, words, a_mask() if masked else None)
     torch.testing.assert_close(logits, expected)
     named = dict(ours.named_parameters())
-    for our, their in zip(
-        torch.autograd.grad(logits.square().sum(), [memory, *(named[name] for name in wanted)]),
-        torch.autograd.grad(expected.square().sum(), [memory, *wanted.values()]),
-        strict=True,
-    ):
+    parts = {
+        name: [named[name]] if name in named else
+        [named[name.replace("in_proj", f"{part}_proj")] for part in ("query", "key", "value")]
+        for name in wanted
+    }  # fmt: skip
+    logits.square().sum().backward()
+    theirs_of = torch.autograd.grad(expected.square().sum(), [memory, *wanted.values()])
+    ours_of = [torch.cat([part.grad for part in parts[name]]) for name in wanted]
+    for our, their in zip([memory.grad, *ours_of], theirs_of, strict=True):
         torch.testing.assert_close(our, their)
 
 

@@ -343,3 +343,16 @@ def test_programs_are_kept_where_a_folder_can_be_written_to(tmp_path):
     nowhere = "import numba.core.caching as c\nc.FunctionCache._impl_class._locator_classes = []\n"
     done = run(nowhere + tell)
     assert done.stdout == "NullCache\n", done.stderr
+
+
+def test_fewer_queries_than_keys_of_one_projection():
+    """Their gradients have no common rows, though they begin side by side."""
+    edges = attnkit.Edges(torch.randint(5, (2, 90), generator=torch.manual_seed(0)), (30, 5))
+    results = []
+    for backend in ("edges_numba", "reference"):
+        packed = torch.randn(30, 48, generator=torch.manual_seed(1), requires_grad=True)
+        parts = (part.unflatten(1, (2, 8)) for part in packed.split(16, dim=1))
+        query, key, value = (part.transpose(0, 1)[None] for part in parts)
+        output = attnkit.attend(query[:, :, :5], key, value, mask=edges, backend=backend)
+        results.append(torch.autograd.grad(output.square().sum(), packed)[0])
+    torch.testing.assert_close(*results)
