@@ -75,7 +75,7 @@ def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
 def _attended(
     block: MultiHeadAttention, query: Tensor, kept: KeyValueCache, bias: Tensor | None
 ) -> Tensor:
-    if not torch.compiler.is_compiling() and LISTENERS:
+    if not torch.compiler.is_compiling() and LISTENERS.get():
         with unheard() as listeners:
             output = _averaged(block, query, kept, bias)
             score: Any = block.score

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attnkit.core.cached import cached
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.base import Mask
+from attnkit.core.masks.kept import cached
 from attnkit.core.scores.base import moved
 
 

@@ -1,7 +1,7 @@
-"""What kernels make of a mask, made once for all the layers that are given the same mask object."""
+"""What is made once: of a mask, for all the layers that are given it; of any object, a property."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -67,3 +67,29 @@ def _versions(mask: Mask) -> tuple[int, ...] | None:
     if any(isinstance(leaf, Mask) for leaf in leaves) or any(t.is_inference() for t in tensors):
         return None
     return tuple(tensor._version for tensor in tensors)
+
+
+class cached(Generic[Made]):
+    """`functools.cached_property` that torch.compile can trace: there it is computed each time,
+    unless it was kept before."""
+
+    def __init__(self, function: Callable[[Any], Made]) -> None:
+        self.func, self.__doc__ = function, function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "cached[Made]": ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Made: ...
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        """Called unless the instance has an attribute of this name: the value that was kept."""
+        if instance is None:
+            return self
+        value = self.func(instance)
+        if not torch.compiler.is_compiling():
+            vars(instance)[self.name] = value
+        return value

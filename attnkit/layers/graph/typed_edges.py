@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attnkit.core.arguments import choice
-from attnkit.core.cached import cached
 from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.kept import cached
 from attnkit.core.operators.linear import linear
 
 EdgeType = tuple[str, str, str]

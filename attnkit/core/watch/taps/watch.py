@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import nn
 
+from attnkit.core.contexts import functions_handled, uncompiled
 from attnkit.core.listeners import LISTENERS, Seen
 from attnkit.core.running import RunningModules
 from attnkit.core.watch.taps.call import AttentionCall
@@ -49,8 +49,8 @@ def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Ca
 @contextmanager
 def told_of_attention(
     model: nn.Module, chosen: ChosenCalls[Call], served: Mapping[nn.Module, bool] | None = None
-) -> Iterator[None]:
-    """In the block the calls of the model go to `chosen` as they run.
+) -> Iterator[RunningModules]:
+    """In the block the calls of the model go to `chosen` as they run; gives the modules that do.
 
     Args:
         served: modules whose attention others serve; with whether it is told nevertheless, where it
@@ -61,13 +61,12 @@ def told_of_attention(
     """
     running = RunningModules(model)
     listener = _Listener(running, chosen, served or {})
-    LISTENERS.append(listener)
     with ExitStack() as stack:
-        stack.callback(LISTENERS.remove, listener)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(LISTENERS.opened(listener))
+        stack.enter_context(uncompiled())
         stack.enter_context(running.followed())
         stack.callback(model.register_forward_hook(listener.has_run).remove)
-        stack.enter_context(FunctionTap())
+        stack.enter_context(functions_handled(FunctionTap()))
         stack.enter_context(watch_interface())
         convolutions = {
             name: module
@@ -76,7 +75,7 @@ def told_of_attention(
         }
         if convolutions:
             stack.enter_context(watch_convolutions(convolutions, chosen.add))
-        yield
+        yield running
         listener.settle()
         chosen.choice.check()
 
@@ -124,7 +123,8 @@ class _Listener:
         return self.running.innermost_of_model()
 
     def has_run(self, model: nn.Module, args: object, output: object) -> None:
-        self.settle()
+        if self.running.is_followed:
+            self.settle()
 
     def settle(self) -> None:
         """The model has run: ValueError where what was asked for is not seen."""
