@@ -1,8 +1,10 @@
 """Which modules of a model are running."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -20,9 +22,15 @@ def module_name(name: str) -> str:
 
 class RunningModules:
     """The modules whose forward is running, outermost first, named as in `named_modules()` of the
-    model; of the outermost that was called, if there is none."""
+    model; of the outermost that was called, if there is none.
+
+    Attributes:
+        records: lists and dicts, in which nothing of an outermost module that raised is left.
+    """
 
     def __init__(self, model: nn.Module | None) -> None:
+        self.records: list[Any] = []
+        self._take_back: list[Callable[[], None]] = []
         self.model = model
         self.names: dict[nn.Module, str] = {}
         self._num_around = 0
@@ -63,6 +71,13 @@ class RunningModules:
         """A module begins to run."""
         if not self.modules:
             self._name_modules_of(module if self.model is None else self.model)
+            self._take_back = [_taking_back(record) for record in self.records]
+
+    def leave(self, *, has_raised: bool) -> None:
+        """It has ended."""
+        if has_raised and not self.modules:
+            for take_back in self._take_back:
+                take_back()
 
     def _name_modules_of(self, model: nn.Module) -> None:
         self.names = {child: module_name(name) for name, child in model.named_modules()}
@@ -95,3 +110,42 @@ def _leave(module: nn.Module, args: object, output: object) -> None:
     stack = _stack.get()
     if stack and stack[-1] is module:
         _stack.set(stack[:-1])
+        has_raised = output is None and sys.exc_info()[1] is not None
+        for running in _FOLLOWING.get():
+            running.leave(has_raised=has_raised)
+
+
+@contextmanager
+def undone_on_error(*objects: object) -> Iterator[None]:
+    """In the block; if it raises, the attributes of these objects are as they were before, and
+    nothing of it is left in the records of those that follow modules."""
+    before = [dict(vars(each)) for each in objects]
+    records = [record for running in _FOLLOWING.get() for record in running.records]
+    take_back = [_taking_back(record) for record in records]
+    try:
+        yield
+    except BaseException:
+        for each, attributes in zip(objects, before, strict=True):
+            vars(each).update(attributes)
+        for take in take_back:
+            take()
+        raise
+
+
+def _taking_back(record: Any) -> Callable[[], None]:
+    """A function that takes back what was added to lists, and in dicts to lists and numbers."""
+    if isinstance(record, list):
+        items = list(record)
+        return lambda: record.__setitem__(slice(None), items)
+    inner = {k: _taking_back(v) for k, v in record.items() if isinstance(v, list | dict)}
+    others = {key: value for key, value in record.items() if key not in inner}
+
+    def take_back() -> None:
+        for key in [*record]:
+            if key not in inner and key not in others:
+                del record[key]
+        record.update(others)
+        for take in inner.values():
+            take()
+
+    return take_back

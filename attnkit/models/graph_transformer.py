@@ -115,6 +115,7 @@ class GraphTransformer(EdgeModule):
             )
         self.in_channels = in_channels
         self.num_classes = num_classes
+        self.edge_dim = edge_dim
         self.position_dim = position_dim
         self.readout = readout
         is_local = global_attention is None and readout == "node" and not self.joins
@@ -175,9 +176,10 @@ class GraphTransformer(EdgeModule):
             num_graphs: how many there are, where the last of them have no nodes.
             pairs: of the readout "edge": the two nodes of each pair.
         """
-        if (positions is None) != (self.position_embed is None):
-            wanted = "none" if self.position_embed is None else "[nodes, position_dim]"
-            given = None if positions is None else list(positions.shape)
+        expected = None if self.position_dim is None else [x.shape[0], self.position_dim]
+        given = None if positions is None else list(positions.shape)
+        if given != expected:
+            wanted = "none" if expected is None else f"[nodes, position_dim] = {expected}"
             raise ValueError(f"positions: expected {wanted}, got {given}")
         if (pairs is None) != (self.readout != "edge"):
             given = None if pairs is None else list(pairs.shape)
@@ -187,7 +189,7 @@ class GraphTransformer(EdgeModule):
                 "edge_index: with expander edges or virtual nodes every output depends on all "
                 "nodes, expected no receptive field"
             )
-        hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.blocks))
+        hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.blocks), self.edge_dim)
         lengths = torch.tensor([x.shape[0]], device=x.device)
         if batch is not None:
             lengths = graph_lengths(batch, num_graphs)

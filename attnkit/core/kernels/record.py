@@ -107,6 +107,7 @@ class _Recorder:
     def __init__(self, record: KernelCounts, model: nn.Module | None) -> None:
         self.record = record
         self.running = RunningModules(model)
+        self.running.records.append(record.counts)
 
     def add(self, kernel: str) -> None:
         if not any(self in paused for paused in _PAUSED.get()):

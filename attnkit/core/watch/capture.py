@@ -84,6 +84,7 @@ def capture_attention(
     served = {module: _is_told(module) for module in found.values()}
     with ExitStack() as stack:
         running = stack.enter_context(told_of_attention(model, ChosenCalls(choice, keep), served))
+        running.records.append(captured)
         for name, module in found.items():
             if served[module] or not choice.has(name):
                 continue

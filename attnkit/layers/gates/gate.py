@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
 from attnkit.core.contexts import Opened, shared, uncompiled
-from attnkit.core.running import module_name
+from attnkit.core.running import RunningModules, module_name
 from attnkit.layers.maps.residual import check_features
 
 
@@ -85,6 +85,8 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         raise ValueError(f"model: {type(model).__name__} has no gates")
     captured: dict[str, list[Tensor]] = {}
     names = {module: name for name, module in gates.items()}
+    running = RunningModules(model)
+    running.records.append(captured)
 
     def note(module: nn.Module, map_: Tensor) -> None:
         if module in names:
@@ -92,6 +94,7 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
+        stack.enter_context(running.followed())
         stack.enter_context(_CAPTURES.opened(note))
         for module in gates.values():
             stack.enter_context(shared(("gate", module), partial(_told, module)))

@@ -42,7 +42,8 @@ def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Ca
     """
     calls: list[Call] = []
     chosen = ChosenCalls(LayerChoice(layers), calls.append)
-    with told_of_attention(model, chosen):
+    with told_of_attention(model, chosen) as running:
+        running.records.append(calls)
         yield calls
 
 
@@ -61,6 +62,7 @@ def told_of_attention(
     """
     running = RunningModules(model)
     listener = _Listener(running, chosen, served or {})
+    running.records += [chosen.choice.ran, chosen.choice.names, chosen.waiting, listener.missed]
     with ExitStack() as stack:
         stack.enter_context(LISTENERS.opened(listener))
         stack.enter_context(uncompiled())
