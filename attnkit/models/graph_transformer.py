@@ -1,5 +1,6 @@
 """A graph transformer: local attention along edges and global attention in each graph."""
 
+from functools import partial
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.kept import kept
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
 from attnkit.layers.graph.far.expander import joined_edges
@@ -125,7 +127,6 @@ class GraphTransformer(EdgeModule):
         self.expander_degree = expander_degree
         self.num_virtual_nodes = num_virtual_nodes
         self.expander_seed = expander_seed
-        self._joined: tuple[Edges, Edges, Tensor] | None = None
         if num_virtual_nodes:
             self.virtual_nodes = nn.Parameter(torch.randn(num_virtual_nodes, hidden_channels))
         num_types = 0 if not self.joins else 4 if num_virtual_nodes else 2
@@ -221,16 +222,15 @@ class GraphTransformer(EdgeModule):
         """All edges as one set, kept while the graph is the same, and their features."""
         if self.expander_degree is not None and torch.compiler.is_exporting():
             raise ValueError("expander edges depend on the number of nodes, not exported")
-        if self._joined is None or self._joined[0] is not edges or len(lengths) > 1:
-            joined, types = joined_edges(
-                edges,
-                lengths,
-                degree=self.expander_degree,
-                num_virtual=self.num_virtual_nodes,
-                seed=self.expander_seed,
-            )
-            self._joined = edges, joined, types
-        _, joined, types = self._joined
+        degree, num_virtual, seed = self.expander_degree, self.num_virtual_nodes, self.expander_seed
+        make = partial(
+            joined_edges, edges, lengths, degree=degree, num_virtual=num_virtual, seed=seed
+        )
+        if len(lengths) > 1:
+            joined, types = make()
+        else:
+            key, device = (degree, num_virtual, seed), edges.edge_index.device
+            joined, types = kept(edges, "_joined", key, device, make, in_programs=True)
         features = F.one_hot(types, 4 if self.num_virtual_nodes else 2).to(dtype)
         if edge_attr is not None:  # of the graph's own edges, which come first
             edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr

@@ -42,10 +42,9 @@ class Adjacency:
         if torch.compiler.is_compiling():
             offsets, target, source, order = _sort_edges(edge_index, num_targets, num_sources)
             return cls(offsets, target, source, order, num_sources)
-        source, target = edge_index
         largest = max(num_targets + num_sources, 2 * edge_index.shape[1])
         dtype = torch.int32 if largest < 2**31 else torch.int64
-        source, target = source.to(dtype), target.to(dtype)
+        source, target = edge_index.to(dtype, copy=True)  # which nobody else writes to
         order = None
         if len(target) > 1 and not bool((target[1:] >= target[:-1]).all()):
             order = _ascending(target, num_targets)
