@@ -223,10 +223,8 @@ def _blocks(vit):
 @pytest.mark.parametrize(
     ("name", "frozen"),
     [
-        ("from_pyg, TransformerConv", "lin_key.weight"),
         ("from_pyg, HGTConv", "p_rel.paper__cites__paper"),
         ("from_pyg, HANConv", "lin_src.paper__cites__paper"),
-        ("from_timm, pooled by attention", "attn_pool.kv.weight"),
         ("replace_attention, projections apart", "blocks.0.attn.k_proj.weight"),
         ("replace_attention, BEiT", "blocks.0.attn.v_bias"),
     ],

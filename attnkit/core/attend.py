@@ -11,6 +11,7 @@ from attnkit.core.hidden import HIDING, attend_without_hidden
 from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.base import name_what_has_a_second_derivative
 from attnkit.core.kernels.choose import choose_backend
+from attnkit.core.kernels.recompute import nothing_drawn_on_error
 from attnkit.core.kernels.sdpa import is_torchs_own
 from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
@@ -75,8 +76,8 @@ def attend(
         ValueError, TypeError: an argument has a wrong value, shape or type, or is not served.
         UnsupportedError: the backend that was forced cannot serve this; every reason is given.
     """
-    if not torch.compiler.is_compiling() and (HIDING or LISTENERS):
-        return (attend_without_hidden if HIDING else watched)(attend, locals())
+    if not torch.compiler.is_compiling() and (HIDING.get() or LISTENERS.get()):
+        return (attend_without_hidden if HIDING.get() else watched)(attend, locals())
     if (
         mask is None
         and bias is None
@@ -106,5 +107,10 @@ def attend(
         scale=scale,
         dropout_p=dropout_p,
     )
-    output = choose_backend(inputs, backend)(inputs)
+    kernel = choose_backend(inputs, backend)
+    if torch.compiler.is_compiling() or not (inputs.dropout_p or inputs.normalizer.draws):
+        output = kernel(inputs)
+    else:
+        with nothing_drawn_on_error(inputs):
+            output = kernel(inputs)
     return output if is_batched else output[0]

@@ -75,6 +75,23 @@ class KeyValueCache:
         Raises:
             ValueError: they do not fit, or autograd would have to follow.
         """
+        self.write(key, value)
+        self.num_tokens += key.shape[2]
+
+    def write(
+        self,
+        key: Annotated[Tensor, "batch kv_heads new head_dim"],
+        value: Annotated[Tensor, "batch kv_heads new value_dim"],
+    ) -> tuple[
+        Annotated[Tensor, "batch kv_heads tokens head_dim"],
+        Annotated[Tensor, "batch kv_heads tokens value_dim"],
+    ]:
+        """Like `append`, without counting the tokens: whoever computes with them adds them to
+        `num_tokens` at last, so that a call that raises leaves the cache as it was.
+
+        Returns:
+            The keys and values so far and these.
+        """
         num_new = key.shape[2]
         if self.num_tokens + num_new > self.max_tokens:
             raise ValueError(
@@ -94,7 +111,8 @@ class KeyValueCache:
                     f"got {list(new.shape)} of {new.dtype}"
                 )
             kept[:, :, self.num_tokens : self.num_tokens + num_new] = new
-        self.num_tokens += num_new
+        num_tokens = self.num_tokens + num_new
+        return self._key[:, :, :num_tokens], self._value[:, :, :num_tokens]
 
     def select(self, items: Annotated[Tensor, "items", int]) -> "KeyValueCache":
         """The cache of some batch items, in the order given, each as often as it is named: what

@@ -42,8 +42,9 @@ def attention_step(
     query, key, value = projected.unflatten(-1, (3, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
     if positions is not None:
         query, key = positions(query, key)
-    cache.append(key, value)
-    return _attended(block, query, cache, bias)
+    output = _attended(block, query, *cache.write(key, value), bias)
+    cache.num_tokens += tokens.shape[1]
+    return output
 
 
 def memory_step(
@@ -52,7 +53,7 @@ def memory_step(
     """`block(tokens, memory, bias=bias)` of a memory that `block.remember` made, likewise."""
     if not _is_plain(block, tokens):
         return block(tokens, memory, bias=bias)
-    return _attended(block, block.project_query(tokens), memory, bias)
+    return _attended(block, block.project_query(tokens), memory.key, memory.value, bias)
 
 
 def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
@@ -76,34 +77,34 @@ def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
 
 
 def _attended(
-    block: MultiHeadAttention, query: Tensor, kept: KeyValueCache, bias: Tensor | None
+    block: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> Tensor:
-    if not torch.compiler.is_compiling() and LISTENERS:
+    if not torch.compiler.is_compiling() and LISTENERS.get():
         with unheard() as listeners:
-            output = _averaged(block, query, kept, bias)
+            output = _averaged(block, query, key, value, bias)
             score: Any = block.score
-            inputs = check_inputs(query, kept.key, kept.value, score=score, bias=bias)
+            inputs = check_inputs(query, key, value, score=score, bias=bias)
             tell(listeners, Seen("attend", inputs, output, module=block))
     else:
-        output = _averaged(block, query, kept, bias)
+        output = _averaged(block, query, key, value, bias)
     return block.out_proj(output.transpose(1, 2).flatten(2))
 
 
 def _averaged(
-    block: MultiHeadAttention, query: Tensor, kept: KeyValueCache, bias: Tensor | None
+    block: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> Tensor:
     """[batch, heads, tokens, head_dim]."""
-    note_kernel("step")
     assert isinstance(block.score, ScaledDot)
     batch, num_heads, num_queries, head_dim = query.shape
     scores = torch.baddbmm(
         query.new_empty(1, 1, 1),
         query.reshape(-1, num_queries, head_dim),
-        kept.key.flatten(0, 1).mT,
+        key.flatten(0, 1).mT,
         beta=0,
         alpha=block.score.factor(head_dim),
     )
     if bias is not None:
         scores.view(batch, num_heads, num_queries, scores.shape[2]).add_(bias)
-    output = scores.softmax(dim=-1) @ kept.value.flatten(0, 1)
+    output = scores.softmax(dim=-1) @ value.flatten(0, 1)
+    note_kernel("step")
     return output.view(batch, num_heads, num_queries, head_dim)

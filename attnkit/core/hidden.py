@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
-from torch.overrides import TorchFunctionMode
 
+from attnkit.core.contexts import Opened, functions_handled, uncompiled
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Padding
 
@@ -52,7 +52,7 @@ class HiddenKeys:
         return Padding(kept) if mask is None else as_mask(mask) & Padding(kept)
 
 
-HIDING: list[HiddenKeys] = []
+HIDING: Opened[HiddenKeys] = Opened("hidden keys")
 
 
 @contextmanager
@@ -83,33 +83,24 @@ def hide_keys(
     if hidden.ndim != 2:
         raise ValueError(f"hidden: expected [batch, tokens], got {list(hidden.shape)}")
     hiding = HiddenKeys(hidden, num_prefix_tokens)
-    HIDING.append(hiding)
-    try:
-        with torch.compiler.set_stance("force_eager"), _HidingMode(hiding):
-            yield hiding
-    finally:
-        HIDING.remove(hiding)
+    with HIDING.opened(hiding), uncompiled(), functions_handled(_Hiding(hiding)):
+        yield hiding
 
 
 def attend_without_hidden(attend: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
     """`attend(**given)` that does not look at the keys hidden last."""
-    hiding = HIDING.pop()  # so that what a kernel calls is not masked again
-    try:
+    with HIDING.limited(-1) as (*_, hiding):  # what a kernel calls is not masked again
         return attend(**given | {"mask": hiding.mask(given["mask"], given["query"], given["key"])})
-    finally:
-        HIDING.append(hiding)
 
 
-class _HidingMode(TorchFunctionMode):
+class _Hiding:
     """Hides keys of torch's attention, whoever calls it."""
 
     def __init__(self, hiding: HiddenKeys) -> None:
-        super().__init__()
         self.hiding = hiding
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self.hiding in HIDING:
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.hiding in HIDING.get():
             if func is F.scaled_dot_product_attention:
                 kwargs, args = self._of_product(*args, **kwargs), ()
             elif func is F.multi_head_attention_forward:

@@ -1,7 +1,7 @@
 """Listeners of attention, and how `attend` notifies them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.check import check_inputs
+from attnkit.core.contexts import Opened
 from attnkit.core.inputs import Inputs
 
 
@@ -34,18 +35,13 @@ class Listener(Protocol):
         """Attention ran that cannot be observed: which one it is, and what helps."""
 
 
-LISTENERS: list[Listener] = []
+LISTENERS: Opened[Listener] = Opened("listeners")
 
 
-@contextmanager
-def unheard() -> Iterator[list[Listener]]:
-    """In the block listeners are not notified, because they are notified of the whole."""
-    listeners = list(LISTENERS)
-    LISTENERS.clear()
-    try:
-        yield listeners
-    finally:
-        LISTENERS[:] = listeners
+def unheard() -> AbstractContextManager[tuple[Listener, ...]]:
+    """In the block listeners are not notified, because they are notified of the whole; gives
+    them."""
+    return LISTENERS.limited(0)
 
 
 def is_recomputed() -> bool:
@@ -54,7 +50,7 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def tell_missed(listeners: list[Listener], *, is_nested: bool = False) -> None:
+def tell_missed(listeners: Sequence[Listener], *, is_nested: bool = False) -> None:
     """Attention ran that cannot be seen: on nested tensors, or by the model's own functions."""
     for listener in listeners:
         if is_nested:
@@ -63,7 +59,7 @@ def tell_missed(listeners: list[Listener], *, is_nested: bool = False) -> None:
             listener.miss("by functions of its own", "attnkit.replace_attention(model) first")
 
 
-def tell(listeners: list[Listener], seen: Seen) -> None:
+def tell(listeners: Sequence[Listener], seen: Seen) -> None:
     for listener in listeners:
         listener.see(seen)
 

@@ -158,7 +158,10 @@ class MultiHeadAttention(Projections):
         output = output.transpose(1, 2)
         if self.gate_proj is not None:
             output = output * self.gate_proj(query).sigmoid().unflatten(-1, (self.num_heads, -1))
-        return self.out_proj(output.flatten(2))
+        output = self.out_proj(output.flatten(2))
+        if cache is not None:
+            cache.num_tokens += query.shape[1]
+        return output
 
     def attention_weights(
         self,
@@ -251,8 +254,9 @@ class MultiHeadAttention(Projections):
                 # under autocast a norm or positions may have given float32
                 autocast = torch.is_autocast_enabled(query.device.type)
                 kept = (t.to(cache.key.dtype) if autocast else t for t in heads[1:])
-                cache.append(*kept)
-            heads = heads[0], cache.key, cache.value
+                heads = heads[0], *cache.write(*kept)  # counted once all is computed
+            else:
+                heads = heads[0], cache.key, cache.value
         tokens = None if cache is not None or isinstance(key, KeyValueCache) else key
         score = self.score() if isinstance(self.score, nn.Module) else self.score
         return heads, {"score": score, "normalizer": self._normalizer_now(tokens)}

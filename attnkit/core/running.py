@@ -1,7 +1,9 @@
 """Which modules of a model are running."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from attnkit.core.contexts import Opened, shared
+
 
 def module_name(name: str) -> str:
     """A name of `named_modules()` as it was before torch.compile wrapped the model."""
@@ -20,49 +24,136 @@ def module_name(name: str) -> str:
 
 def others_follow() -> bool:
     """Whether hooks of all modules are registered that are not those of `RunningModules`."""
-    hooks: tuple[Any, ...] = *_global_forward_hooks.values(), *_global_forward_pre_hooks.values()
-    return any(not isinstance(getattr(h, "__self__", None), RunningModules) for h in hooks)
+    hooks = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
+    return any(hook not in (_enter, _leave) for hook in hooks)
 
 
 class RunningModules:
     """The modules whose forward is running, outermost first, named as in `named_modules()` of the
-    model; of the outermost that was called, if there is none."""
+    model; of the outermost that was called, if there is none.
+
+    Attributes:
+        records: lists and dicts, in which nothing of an outermost module that raised is left.
+    """
 
     def __init__(self, model: nn.Module | None) -> None:
+        self.records: list[Any] = []
+        self._take_back: list[Callable[[], None]] = []
         self.model = model
-        self.modules: list[nn.Module] = []
         self.names: dict[nn.Module, str] = {}
+        self._num_around = 0
         if model is not None:
             self._name_modules_of(model)
 
     @contextmanager
     def followed(self) -> Iterator[None]:
         """In the block modules are seen to enter and leave."""
-        with ExitStack() as stack:
-            for hook in (
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(hook.remove)
-            yield
+        self._num_around = len(_stack.get())
+        with _FOLLOWING.opened(self), shared("hooks of all modules", _hooks):
+            try:
+                yield
+            finally:
+                _stack.set(_stack.get()[: self._num_around])
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether what runs now runs inside the block."""
+        return self in _FOLLOWING.get()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return _stack.get()[self._num_around :]
 
     def innermost(self) -> str:
         """The name of the innermost; "" where none runs, or it has none."""
-        return self.names.get(self.modules[-1], "") if self.modules else ""
+        modules = self.modules
+        return self.names.get(modules[-1], "") if modules else ""
 
     def innermost_of_model(self) -> str | None:
         """The name of the innermost that has one; "" where none runs; None where only others do."""
-        named = (self.names[module] for module in reversed(self.modules) if module in self.names)
-        return next(named, None if self.modules else "")
+        modules = self.modules
+        named = (self.names[module] for module in reversed(modules) if module in self.names)
+        return next(named, None if modules else "")
+
+    def enter(self, module: nn.Module) -> None:
+        """A module begins to run."""
+        if not self.modules:
+            self._name_modules_of(module if self.model is None else self.model)
+            self._take_back = [_taking_back(record) for record in self.records]
+
+    def leave(self, *, has_raised: bool) -> None:
+        """It has ended."""
+        if has_raised and not self.modules:
+            for take_back in self._take_back:
+                take_back()
 
     def _name_modules_of(self, model: nn.Module) -> None:
         self.names = {child: module_name(name) for name, child in model.named_modules()}
 
-    def _enter(self, module: nn.Module, args: object) -> None:
-        if not self.modules:
-            self._name_modules_of(module if self.model is None else self.model)
-        self.modules.append(module)
 
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        if self.modules and self.modules[-1] is module:
-            self.modules.pop()
+_FOLLOWING: Opened[RunningModules] = Opened("running modules")
+_stack: ContextVar[tuple[nn.Module, ...]] = ContextVar("stack of modules", default=())
+
+
+@contextmanager
+def _hooks() -> Iterator[None]:
+    with ExitStack() as stack:
+        for hook in (
+            register_module_forward_pre_hook(_enter),
+            register_module_forward_hook(_leave, always_call=True),
+        ):
+            stack.callback(hook.remove)
+        yield
+
+
+def _enter(module: nn.Module, args: object) -> None:
+    following = _FOLLOWING.get()
+    for running in following:
+        running.enter(module)
+    if following:
+        _stack.set((*_stack.get(), module))
+
+
+def _leave(module: nn.Module, args: object, output: object) -> None:
+    stack = _stack.get()
+    if stack and stack[-1] is module:
+        _stack.set(stack[:-1])
+        has_raised = output is None and sys.exc_info()[1] is not None
+        for running in _FOLLOWING.get():
+            running.leave(has_raised=has_raised)
+
+
+@contextmanager
+def undone_on_error(*objects: object) -> Iterator[None]:
+    """In the block; if it raises, the attributes of these objects are as they were before, and
+    nothing of it is left in the records of those that follow modules."""
+    before = [dict(vars(each)) for each in objects]
+    records = [record for running in _FOLLOWING.get() for record in running.records]
+    take_back = [_taking_back(record) for record in records]
+    try:
+        yield
+    except BaseException:
+        for each, attributes in zip(objects, before, strict=True):
+            vars(each).update(attributes)
+        for take in take_back:
+            take()
+        raise
+
+
+def _taking_back(record: Any) -> Callable[[], None]:
+    """A function that takes back what was added to lists, and in dicts to lists and numbers."""
+    if isinstance(record, list):
+        items = list(record)
+        return lambda: record.__setitem__(slice(None), items)
+    inner = {k: _taking_back(v) for k, v in record.items() if isinstance(v, list | dict)}
+    others = {key: value for key, value in record.items() if key not in inner}
+
+    def take_back() -> None:
+        for key in [*record]:
+            if key not in inner and key not in others:
+                del record[key]
+        record.update(others)
+        for take in inner.values():
+            take()
+
+    return take_back

@@ -182,7 +182,7 @@ class GAT(EdgeModule):
             edge_index: as in `GraphAttention`; given as a tensor it is sorted once for all layers,
                 at every call; given as `attnkit.Edges`, never again.
         """
-        hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.layers))
+        hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.layers), self.edge_dim)
         x = self.stem(x)
         for layer, (edges, features) in zip(self.layers, hops, strict=True):
             x = layer(x, edges, features)

@@ -1,5 +1,6 @@
 """A graph transformer: local attention along edges and global attention in each graph."""
 
+from functools import partial
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.kept import kept
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
 from attnkit.layers.graph.far.expander import joined_edges
@@ -115,8 +117,8 @@ class GraphTransformer(EdgeModule):
             )
         self.in_channels = in_channels
         self.num_classes = num_classes
-        self.position_dim = position_dim
         self.edge_dim = edge_dim
+        self.position_dim = position_dim
         self.readout = readout
         is_local = global_attention is None and readout == "node" and not self.joins
         self.num_hops = num_layers if is_local else None
@@ -125,7 +127,6 @@ class GraphTransformer(EdgeModule):
         self.expander_degree = expander_degree
         self.num_virtual_nodes = num_virtual_nodes
         self.expander_seed = expander_seed
-        self._joined: tuple[Edges, Edges, Tensor] | None = None
         if num_virtual_nodes:
             self.virtual_nodes = nn.Parameter(torch.empty(num_virtual_nodes, hidden_channels))
             self.reset_parameters()
@@ -187,9 +188,10 @@ class GraphTransformer(EdgeModule):
             ValueError, TypeError, IndexError: an argument of another shape or type, or that names
                 nodes which are not there.
         """
-        if (positions is None) != (self.position_embed is None):
-            wanted = "none" if self.position_embed is None else "[nodes, position_dim]"
-            given = None if positions is None else list(positions.shape)
+        expected = None if self.position_dim is None else [x.shape[0], self.position_dim]
+        given = None if positions is None else list(positions.shape)
+        if given != expected:
+            wanted = "none" if expected is None else f"[nodes, position_dim] = {expected}"
             raise ValueError(f"positions: expected {wanted}, got {given}")
         if (pairs is None) != (self.readout != "edge"):
             given = None if pairs is None else list(pairs.shape)
@@ -201,7 +203,7 @@ class GraphTransformer(EdgeModule):
                 "edge_index: with expander edges or virtual nodes every output depends on all "
                 "nodes, expected no receptive field"
             )
-        hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.blocks))
+        hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.blocks), self.edge_dim)
         lengths = torch.tensor([x.shape[0]], device=x.device)
         if batch is not None:
             lengths = graph_lengths(batch, num_graphs, num_nodes=x.shape[0])
@@ -233,18 +235,15 @@ class GraphTransformer(EdgeModule):
         """All edges as one set, of one graph kept while it is the same, and their features."""
         if self.expander_degree is not None and torch.compiler.is_exporting():
             raise ValueError("expander edges depend on the number of nodes, not exported")
-        kept = self._joined if len(lengths) == 1 else None
-        if kept is None or kept[0] is not edges:
-            joined, types = joined_edges(
-                edges,
-                lengths,
-                degree=self.expander_degree,
-                num_virtual=self.num_virtual_nodes,
-                seed=self.expander_seed,
-            )
-            kept = edges, joined, types
-        self._joined = kept if len(lengths) == 1 else None
-        _, joined, types = kept
+        degree, num_virtual, seed = self.expander_degree, self.num_virtual_nodes, self.expander_seed
+        make = partial(
+            joined_edges, edges, lengths, degree=degree, num_virtual=num_virtual, seed=seed
+        )
+        if len(lengths) > 1:
+            joined, types = make()
+        else:
+            key, device = (degree, num_virtual, seed), edges.edge_index.device
+            joined, types = kept(edges, "_joined", key, device, make, in_programs=True)
         features = F.one_hot(types, 4 if self.num_virtual_nodes else 2).to(dtype)
         if edge_attr is not None:  # of the graph's own edges, which come first
             edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr

@@ -177,16 +177,18 @@ class Polynormer(EdgeModule):
         edges = as_edges(edge_index, x.shape[0])
         mask = None if batch is None else Packed(graph_lengths(batch, num_nodes=x.shape[0]))
         is_local = self.local_head is not None and int(self.steps) < self.local_steps
-        if self.training:
-            self.steps += 1
         x = self.dropout(self.embed(x))
         total = torch.zeros_like(x)
         for layer in self.local_layers:
             x = layer(x, edges)
             total = total + x
         if is_local and self.local_head is not None:
-            return self.local_head(total)
-        x = self.norm(total)
-        for layer in self.global_layers:
-            x = layer(x, mask)
-        return self.head(x)
+            logits = self.local_head(total)
+        else:
+            x = self.norm(total)
+            for layer in self.global_layers:
+                x = layer(x, mask)
+            logits = self.head(x)
+        if self.training:
+            self.steps += 1
+        return logits

@@ -7,8 +7,9 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -21,6 +22,8 @@ from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from attnkit.core.contexts import shared
 
 HUB = "hf-hub:"
 _PREFIX = "model."  # of the network in a checkpoint of a LightningModule
@@ -179,16 +182,20 @@ def misfits(error: RuntimeError, *, shown: int = 3) -> str | None:
     return "; ".join(found[:shown]) + rest
 
 
-@contextmanager
-def asking_hub() -> Iterator[None]:
+def asking_hub() -> AbstractContextManager[None]:
     """Without the lines of its retries; and without those where the hub cannot be reached at all.
 
     Then what is in its cache is found at once, and what is not there is an error at once.
     """
+    return shared("hub", partial(_asking_hub, hub.HF_HUB_OFFLINE or not _reachable()))
+
+
+@contextmanager
+def _asking_hub(is_offline: bool) -> Iterator[None]:
     log = logging.getLogger("huggingface_hub")
     level, offline = log.level, hub.HF_HUB_OFFLINE
     log.setLevel(logging.ERROR)
-    hub.HF_HUB_OFFLINE = offline or not _reachable()
+    hub.HF_HUB_OFFLINE = is_offline
     try:
         yield
     finally:

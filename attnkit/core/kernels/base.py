@@ -67,8 +67,9 @@ class Backend:
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """`compute`, noted for `record_backends`."""
+        output = self.compute(inputs)
         note_kernel(self.name)
-        return self.compute(inputs)
+        return output
 
 
 def device_reasons(inputs: Inputs, *device_types: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnkit.core.contexts import Opened
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
 from attnkit.core.kernels.recompute import in_blocks
@@ -31,7 +32,7 @@ class Draw:
     entropy: Annotated[Tensor, "batch heads queries"]
 
 
-_OPEN: list[list[Draw]] = []
+_OPEN: Opened[list[Draw]] = Opened("records of draws")
 
 
 @contextmanager
@@ -46,14 +47,12 @@ def record_draws() -> Iterator[list[Draw]]:
 
     The second term is the score-function estimator (REINFORCE, Williams 1992): its gradient is, on
     average, that of the expected reward; a baseline that does not depend on the draw, such as a
-    moving average of rewards, lowers its variance and leaves that average as it is.
+    moving average of rewards, lowers its variance and leaves that average as it is. What other
+    threads and asyncio tasks draw is not collected.
     """
     draws: list[Draw] = []
-    _OPEN.append(draws)
-    try:
+    with _OPEN.opened(draws):
         yield draws
-    finally:
-        _OPEN[:] = [others for others in _OPEN if others is not draws]
 
 
 class HardKernel(Backend):
@@ -68,7 +67,7 @@ class HardKernel(Backend):
     def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Hard)
         by_score_function = inputs.normalizer.estimator == "score_function"
-        recorded = by_score_function and bool(_OPEN)
+        recorded = by_score_function and bool(_OPEN.get())
         if by_score_function and not recorded and _are_trained(inputs):
             raise RuntimeError(
                 "normalizer: Hard('score_function') needs the probabilities of its draws to "
@@ -79,7 +78,7 @@ class HardKernel(Backend):
             inputs = _with_a_hidden_key(inputs)
         output, *draw = in_blocks(inputs, partial(_pick, recorded=recorded))
         if recorded:
-            for draws in _OPEN:
+            for draws in _OPEN.get():
                 draws.append(Draw(*draw))
         return output.to(inputs.query.dtype)
 

@@ -199,6 +199,22 @@ def _random_state(inputs: Inputs) -> tuple[Any, ...] | None:
 
 
 @contextmanager
+def nothing_drawn_on_error(inputs: Inputs) -> Iterator[None]:
+    """In the block random numbers may be drawn; if it raises, their state is as it was before."""
+    device = inputs.query.device
+    is_fixed = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    state = None if is_fixed else _random_state(inputs)
+    try:
+        yield
+    except BaseException:
+        if state is not None:
+            device_type, of_cpu, devices, of_devices = state
+            torch.set_rng_state(of_cpu)
+            set_device_states(devices, of_devices, device_type=device_type)
+        raise
+
+
+@contextmanager
 def _replayed(state: tuple[Any, ...] | None) -> Iterator[None]:
     """In the block random numbers are those that were drawn from this state on."""
     if state is None:

@@ -1,15 +1,16 @@
 """Which kernel really ran, per module, read from the operator that torch dispatched."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnkit.core.contexts import Opened, dispatch_flags_kept, functions_handled, uncompiled
 from attnkit.core.running import RunningModules
 
 KERNEL_OF_OPERATOR = {
@@ -69,7 +70,7 @@ def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
     one. `torch.nn.MultiheadAttention` does not use its fast path for evaluation, a single operator,
     while it is watched. Modules compiled with torch.compile run uncompiled inside the block, since
     torch cannot observe operators in compiled code; the choice of kernel is the same Python either
-    way.
+    way. What other threads and asyncio tasks run is not counted.
 
     Args:
         model: the names of modules come from its `named_modules()`; None: the outermost module that
@@ -77,12 +78,11 @@ def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
     """
     record = KernelCounts()
     recorder = _Recorder(record, model)
-    _RECORDERS.append(recorder)
     with ExitStack() as stack:
-        stack.callback(_RECORDERS.remove, recorder)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_RECORDERS.opened(recorder))
+        stack.enter_context(uncompiled())
         stack.enter_context(recorder.running.followed())
-        stack.enter_context(_CallMode(recorder))
+        stack.enter_context(functions_handled(recorder.call))
         yield record
 
 
@@ -90,72 +90,57 @@ def note_kernel(kernel: str) -> None:
     """Report to open records that a kernel of attnkit runs, which is no operator of torch."""
     # while a graph is traced nothing runs, and reading the list would make the graph depend on it
     if not torch.compiler.is_compiling():
-        for recorder in _RECORDERS:
+        for recorder in _RECORDERS.get():
             recorder.add(kernel)
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
+def unrecorded() -> AbstractContextManager[object]:
     """In the block no open record counts: of a pass that is made only to look at a model."""
-    recorders = list(_RECORDERS)
-    for recorder in recorders:
-        recorder.paused += 1
-    try:
-        yield
-    finally:
-        for recorder in recorders:
-            recorder.paused -= 1
-
-
-_RECORDERS: "list[_Recorder]" = []
+    return _PAUSED.opened(_RECORDERS.get())
 
 
 class _Recorder:
-    """Where we are: the modules that run, and the fused kernel seen in the current SDPA call."""
+    """Counts where the modules that run are."""
 
     def __init__(self, record: KernelCounts, model: nn.Module | None) -> None:
         self.record = record
         self.running = RunningModules(model)
-        self.seen: str | None = None
-        self.paused = 0
+        self.running.records.append(record.counts)
 
     def add(self, kernel: str) -> None:
-        if not self.paused:
+        if not any(self in paused for paused in _PAUSED.get()):
             self.record.add(self.running.innermost(), kernel)
 
-
-class _CallMode(TorchFunctionMode):
-    """Sees where a call of torch's attention begins and ends."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A function of torch; its attention is counted."""
         if func not in ATTENTION_FUNCTIONS:
-            return func(*args, **(kwargs or {}))
-        self.recorder.seen = None
-        self.recorder.paused += 1  # it is counted once, also where a tap looks into it
-        try:
-            # in this call alone: what else is computed must not depend on whether it is recorded,
-            # and what is replaced by quicker operators is not, where operators are observed
-            with _OperatorMode(self.recorder):
-                output = func(*args, **(kwargs or {}))
-        finally:
-            self.recorder.paused -= 1
+            return func(*args, **kwargs)
+        operators: list[str] = []
+        # It is counted once, also where a tap looks into it. Operators are observed in this call
+        # alone: what else is computed must not depend on whether it is recorded, and what quicker
+        # operators replace is not replaced where operators are observed.
+        with (
+            _PAUSED.opened((self,)),
+            _OPERATORS.opened(operators),
+            dispatch_flags_kept(),
+            _OperatorMode(),
+        ):
+            output = func(*args, **kwargs)
         # the math kernel is a composition of ordinary operators and has no operator of its own
-        self.recorder.add(self.recorder.seen or "math")
+        self.add(operators[-1] if operators else "math")
         return output
 
 
+_RECORDERS: Opened[_Recorder] = Opened("records of kernels")
+_PAUSED: Opened[tuple[_Recorder, ...]] = Opened("paused records")
+_OPERATORS: Opened[list[str]] = Opened("operators of calls")
+"""Of the calls of torch's attention that are running, which kernels they were dispatched to."""
+
+
 class _OperatorMode(TorchDispatchMode):
-    """Sees which operator the call was dispatched to."""
+    """Sees which operator a call was dispatched to. It holds nothing, as `_FunctionMode`."""
 
     supports_higher_order_operators = True  # such as flex_attention, which are let through
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -163,5 +148,7 @@ class _OperatorMode(TorchDispatchMode):
             # in inference mode the call arrives whole: take it apart where we can see
             with self:
                 return func.decompose(*args, **kwargs)
-        self.recorder.seen = KERNEL_OF_OPERATOR.get(func.name(), self.recorder.seen)
+        if func.name() in KERNEL_OF_OPERATOR:
+            for operators in _OPERATORS.get():
+                operators.append(KERNEL_OF_OPERATOR[func.name()])
         return func(*args, **kwargs)

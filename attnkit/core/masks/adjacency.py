@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from attnkit.core.cached import cached
+from attnkit.core.contexts import shared
+from attnkit.core.masks.kept import cached
 from attnkit.core.operators.plain import is_plain
 
 
@@ -39,10 +42,9 @@ class Adjacency:
         if torch.compiler.is_compiling():
             offsets, target, source, order = _sort_edges(edge_index, num_targets, num_sources)
             return cls(offsets, target, source, order, num_sources)
-        source, target = edge_index
         largest = max(num_targets + num_sources, 2 * edge_index.shape[1])
         dtype = torch.int32 if largest < 2**31 else torch.int64
-        source, target = source.to(dtype), target.to(dtype)
+        source, target = edge_index.to(dtype, copy=True)  # which nobody else writes to
         order = None
         if len(target) > 1 and not bool((target[1:] >= target[:-1]).all()):
             order = _ascending(target, num_targets)
@@ -221,11 +223,17 @@ def _offsets(nodes: Tensor, num_nodes: int) -> Tensor:
 
 
 def _sparse(offsets: Tensor, columns: Tensor, values: Tensor, num_columns: int) -> Tensor:
-    with warnings.catch_warnings():  # that sparse matrices may still change in torch
-        warnings.simplefilter("ignore", UserWarning)
+    with shared("warnings of sparse matrices", _not_warned):
         return torch.sparse_csr_tensor(
             offsets, columns, values, (len(offsets) - 1, num_columns), check_invariants=False
         )
+
+
+@contextmanager
+def _not_warned() -> Iterator[None]:
+    with warnings.catch_warnings():  # that sparse matrices may still change in torch
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 class Chunks(NamedTuple):

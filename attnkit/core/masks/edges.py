@@ -1,5 +1,6 @@
 """The edges of a graph as a mask, and what edges may carry."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -7,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attnkit.core.cached import cached
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.base import Mask
+from attnkit.core.masks.kept import Made, kept
 from attnkit.core.scores.base import moved
 
 
@@ -21,7 +22,8 @@ class Edges(Mask):
     `&`, `|` and `~` masks are boolean, and it counts once.
 
     Sorting the edges takes longer than attending once, so reuse the object for all layers, heads
-    and epochs. It keeps the sorted edges; do not change the tensor afterwards.
+    and epochs. It keeps the sorted edges and sorts them again where the tensor was written to; on
+    a GPU only where an operator of torch wrote it.
 
     edge_index: integers [2, edges], source (key) in row 0, target (query) in row 1; PyG's
         `EdgeIndex` is one; or a sparse matrix [targets, sources] (PyG's `adj_t`), of which the
@@ -43,6 +45,8 @@ class Edges(Mask):
     """Of the edges that another's `with_loops` are, that other."""
     proper: ClassVar[Annotated[Tensor, "_", int] | None] = None
     """Of the same, the other's `without_loops`, whose edges come first."""
+    never_repeats: ClassVar[bool] = False
+    """Whether it is known without looking that no edge is given more than once."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.edge_index, Tensor):
@@ -112,38 +116,47 @@ class Edges(Mask):
     def num_edges(self) -> int:
         return self.edge_index.shape[1]
 
-    @cached
+    @property
     def adjacency(self) -> Adjacency:
         """The edges as kernels read them."""
-        with torch.inference_mode(False):  # kept, and so for training too
-            return Adjacency.of(self.edge_index, *self.sizes)
+        return self._kept("_adjacency", lambda: Adjacency.of(self.edge_index, *self.sizes))
 
-    @cached
+    @property
     def has_repeated(self) -> bool:
         """Whether an edge is given more than once."""
+        return not self.never_repeats and self._kept("_has_repeated", self._find_repeated)
+
+    def _find_repeated(self) -> bool:
         source, target = self.edge_index.long()
         return len((target * self.sizes[1] + source).unique()) < self.num_edges
 
-    @cached
+    @property
     def without_loops(self) -> Annotated[Tensor, "_", int]:
         """The places of the edges that are not self-loops."""
-        with torch.inference_mode(False):
-            if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-                return _without_loops(self.edge_index)  # of a size that it need not know
-            return _proper(self.edge_index)
+        return self._kept("_without_loops", self._find_proper)
 
-    @cached
+    def _find_proper(self) -> Tensor:
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return _without_loops(self.edge_index)  # of a size that it need not know
+        return _proper(self.edge_index)
+
+    @property
     def with_loops(self) -> "Edges":
         """The proper edges in their order, then one self-loop for each node that is both source
         and target; made once and kept, as the sorted edges are."""
-        with torch.inference_mode(False):
-            loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
-            places = self.without_loops
-            proper = self.edge_index[:, places]
-            looped = Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
-            object.__setattr__(looped, "looped_from", self)
-            object.__setattr__(looped, "proper", places)
-            return looped
+        return self._kept("_with_loops", self._add_loops)
+
+    def _add_loops(self) -> "Edges":
+        loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
+        places = self.without_loops
+        proper = self.edge_index[:, places]
+        looped = Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
+        object.__setattr__(looped, "looped_from", self)
+        object.__setattr__(looped, "proper", places)
+        return looped
+
+    def _kept(self, name: str, make: Callable[[], Made]) -> Made:
+        return kept(self, name, (), self.edge_index.device, make, in_programs=True)
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if (num_queries, num_keys) != self.sizes:

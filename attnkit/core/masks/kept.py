@@ -1,10 +1,11 @@
-"""What kernels make of a mask, made once for all the layers that are given the same mask object."""
+"""What is made once: of a mask, for all the layers that are given it; of any object, a property."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from attnkit.core.masks.base import Mask
@@ -12,25 +13,88 @@ from attnkit.core.masks.base import Mask
 Made = TypeVar("Made")
 
 
-def kept(mask: Mask, name: str, key: tuple, device: torch.device, make: Callable[[], Made]) -> Made:
+@dataclass(frozen=True, eq=False)
+class _Kept(Generic[Made]):
+    """What was made, and of what: the key, and the mask's tensors as they were."""
+
+    key: tuple
+    tensors: tuple[Tensor | tuple, ...]
+    value: Made
+    written: Tensor
+    """Nothing; see `_check_unchanged`."""
+
+    def is_of(self, key: tuple, tensors: list[Tensor]) -> bool:
+        """Whether the same would be made again."""
+        return (
+            self.key == key
+            and len(self.tensors) == len(tensors)
+            and all(map(_is_as_it_was, tensors, self.tensors))
+        )
+
+    def __reduce__(self) -> tuple:
+        return tuple, ()  # in a copy of the mask there is nothing in its place
+
+
+def kept(
+    mask: Mask,
+    name: str,
+    key: tuple,
+    device: torch.device,
+    make: Callable[[], Made],
+    *,
+    in_programs: bool = False,
+) -> Made:
     """What `make()` gives, on this device.
 
-    The last one of each name is kept with the mask object, and goes when that does. It is made
-    again for another key, and where an operator of torch wrote into a tensor of the mask in
-    between.
+    The last one of each name is kept with the mask object, and goes when that does; copies keep
+    nothing. It is made again for another key, and where a tensor of the mask is no longer what it
+    was. On the CPU its numbers are compared with a copy, so that it does not matter who wrote them:
+    torch, NumPy or another process. Of a million edges that takes 1.5 ms, where they are sorted in
+    60. A GPU would have to be waited for, and only what torch counts is compared: what operators
+    write is seen there, what is written through `.data` or by another library is not.
+
+    Args:
+        in_programs: whether a compiled, traced or captured program reads what was kept when it was
+            made. On the CPU compiled code raises RuntimeError where the numbers are others then.
     """
-    versions = _versions(mask) if _may_keep(device) else None
-    if versions is None:
+    there = vars(mask).get(name)
+    found: _Kept[Made] | None = there if isinstance(there, _Kept) else None
+    if not _may_keep(device):
+        if not in_programs or found is None or found.key != (*key, device):
+            return make()
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            for tensor, then in zip(pytree.tree_leaves(mask), found.tensors, strict=False):
+                if isinstance(tensor, Tensor) and isinstance(then, Tensor):
+                    _check_unchanged(tensor, then, found.written)
+        return found.value
+    tensors = _tensors(mask)
+    if tensors is None:
         return make()
-    key = *key, device, versions
-    found = vars(mask).get(name)
-    if found is None or found[0] != key:
+    key = *key, device
+    if found is None or not found.is_of(key, tensors):
         with torch.inference_mode(False):  # for training too
-            found = key, make()
-        tensors = (leaf for leaf in pytree.tree_leaves(found[1]) if isinstance(leaf, Tensor))
-        if all(type(tensor) is Tensor for tensor in tensors):  # no fake ones
+            as_they_are = tuple(map(_as_it_is, tensors))
+            found = _Kept(key, as_they_are, make(), torch.empty(0))
+        leaves = (leaf for leaf in pytree.tree_leaves(found.value) if isinstance(leaf, Tensor))
+        if all(type(leaf) is Tensor for leaf in leaves):  # no fake ones
             vars(mask)[name] = found
-    return found[1]
+    return found.value
+
+
+@torch.library.custom_op("attnkit::check_unchanged", mutates_args=("written",))
+def _check_unchanged(tensor: Tensor, then: Tensor, written: Tensor) -> None:
+    """RuntimeError unless the numbers are what they were. It is said to write, so that a compiled
+    program does not leave it out."""
+    if not torch.equal(tensor, then):
+        raise RuntimeError(
+            "mask: its numbers were written to after it was first used, and compiled code reads "
+            "what was made of them then; build another mask, or call once uncompiled"
+        )
+
+
+@_check_unchanged.register_fake
+def _(tensor, then, written):
+    return None
 
 
 def kept_mask(
@@ -55,15 +119,59 @@ def _may_keep(device: torch.device) -> bool:
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     )
 
 
-def _versions(mask: Mask) -> tuple[int, ...] | None:
-    """How often the mask's tensors were written to; None where that is not known."""
+def _tensors(mask: Mask) -> list[Tensor] | None:
+    """The mask's tensors; None where it is not known what it is made of."""
     leaves = pytree.tree_leaves(mask)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # a mask of the user's may hold anything, and inference tensors do not count
-    if any(isinstance(leaf, Mask) for leaf in leaves) or any(t.is_inference() for t in tensors):
+    # a mask of the user's may hold anything; other kinds of tensors may have no numbers
+    if any(isinstance(leaf, Mask) for leaf in leaves):
         return None
-    return tuple(tensor._version for tensor in tensors)
+    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors):
+        return None
+    if any(not tensor.is_cpu and tensor.is_inference() for tensor in tensors):
+        return None  # which do not count what is written
+    return tensors
+
+
+def _as_it_is(tensor: Tensor) -> Tensor | tuple:
+    """What tells later whether a tensor is as it is now."""
+    if tensor.is_cpu:
+        return tensor.detach().clone()
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_as_it_was(tensor: Tensor, then: Tensor | tuple) -> bool:
+    if isinstance(then, Tensor):
+        return tensor.is_cpu and tensor.dtype == then.dtype and torch.equal(tensor, then)
+    return not tensor.is_cpu and _as_it_is(tensor) == then
+
+
+class cached(Generic[Made]):
+    """`functools.cached_property` that torch.compile can trace: there it is computed each time,
+    unless it was kept before."""
+
+    def __init__(self, function: Callable[[Any], Made]) -> None:
+        self.func, self.__doc__ = function, function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "cached[Made]": ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Made: ...
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        """Called unless the instance has an attribute of this name: the value that was kept."""
+        if instance is None:
+            return self
+        value = self.func(instance)
+        if not torch.compiler.is_compiling():
+            vars(instance)[self.name] = value
+        return value

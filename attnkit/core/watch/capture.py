@@ -50,7 +50,8 @@ def capture_attention(
     `scaled_dot_product_attention` (such as timm), and models of transformers, including its eager
     and flex interfaces. For a graph the weights are [edges, heads], in the caller's order. A layer
     that runs again in the backward pass (activation checkpointing) does not count as another call.
-    Compiled modules run uncompiled inside the block, because compiled code cannot be observed.
+    Compiled modules run uncompiled inside the block, because compiled code cannot be observed. What
+    other threads and asyncio tasks run is not collected.
 
     Args:
         model: any module. If your own module has a method
@@ -82,13 +83,14 @@ def capture_attention(
 
     served = {module: _is_told(module) for module in found.values()}
     with ExitStack() as stack:
-        stack.enter_context(told_of_attention(model, ChosenCalls(choice, keep), served))
+        running = stack.enter_context(told_of_attention(model, ChosenCalls(choice, keep), served))
+        running.records.append(captured)
         for name, module in found.items():
             if served[module] or not choice.has(name):
                 continue
 
             def hook(module, args, kwargs, output, name=name):
-                if is_recomputed():
+                if is_recomputed() or not running.is_followed:
                     return
                 choice.note(name)
                 try:

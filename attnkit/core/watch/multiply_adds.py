@@ -1,7 +1,7 @@
 """How much a module computes, in multiply-adds."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit.core.scores.additive_operator  # noqa: F401  registers its operator
+from attnkit.core.contexts import dispatch_flags_kept, shared, uncompiled
 from attnkit.core.kernels.edges.edges import by_operators
 from attnkit.core.watch.undisturbed import undisturbed
 
@@ -42,14 +43,24 @@ def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any
         if isinstance(module, nn.Module):
             stack.enter_context(undisturbed(module))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         stack.enter_context(by_operators())
-        mha = torch.backends.mha
-        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-        mha.set_fastpath_enabled(False)
+        stack.enter_context(shared("torch's fast path", _without_fast_path))
+        stack.enter_context(dispatch_flags_kept())
         counter = stack.enter_context(FlopCounterMode(display=False, custom_mapping=_formulas()))
         module(*inputs, **options)
     return counter.get_total_flops() // 2
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    mha = torch.backends.mha
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(before)
 
 
 def _formulas() -> dict[Any, Any]:

@@ -1,13 +1,16 @@
 """A gate over a feature map, and how gate maps are looked at."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.core.running import module_name
+from attnkit.core.contexts import Opened, shared, uncompiled
+from attnkit.core.running import RunningModules, module_name
 from attnkit.layers.maps.residual import check_features
 
 
@@ -63,7 +66,7 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     The maps of each gate are stored, detached, under its name in `named_modules()`, in the order of
     its calls. They are the maps that scaled the features, not computed a second time, so running
     statistics of batch norms change as they do without the capture. Compiled modules run uncompiled
-    inside the block.
+    inside the block. What other threads and asyncio tasks run is not collected.
 
     Args:
         model: any module that contains gates of attnkit, or modules of yours with a method `gate`
@@ -81,29 +84,33 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     if not gates:
         raise ValueError(f"model: {type(model).__name__} has no gates")
     captured: dict[str, list[Tensor]] = {}
+    names = {module: name for name, module in gates.items()}
+    running = RunningModules(model)
+    running.records.append(captured)
+
+    def note(module: nn.Module, map_: Tensor) -> None:
+        if module in names:
+            captured.setdefault(names[module], []).append(map_)
+
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in gates.items():
-            stack.enter_context(_recorded(module, name, captured))
+        stack.enter_context(uncompiled())
+        stack.enter_context(running.followed())
+        stack.enter_context(_CAPTURES.opened(note))
+        for module in gates.values():
+            stack.enter_context(shared(("gate", module), partial(_told, module)))
         yield captured
 
 
-@contextmanager
-def _recorded(module: nn.Module, name: str, captured: dict[str, list[Tensor]]) -> Iterator[None]:
-    attributes = vars(module)
-    outer = attributes.get("gate")  # that of a capture around this one
-    gate = outer or getattr(module, "gate")  # noqa: B009  mypy takes module.gate for a child
+_CAPTURES: Opened[Callable[[nn.Module, Tensor], None]] = Opened("captures of gates")
 
-    def recorded(*args: object, **kwargs: object) -> Tensor:
+
+def _told(module: nn.Module) -> AbstractContextManager[Any]:
+    gate = getattr(module, "gate")  # noqa: B009  mypy takes module.gate for a child
+
+    def told(*args: object, **kwargs: object) -> Tensor:
         map_ = gate(*args, **kwargs)
-        captured.setdefault(name, []).append(map_.detach())
+        for note in _CAPTURES.get():
+            note(module, map_.detach())
         return map_
 
-    attributes["gate"] = recorded
-    try:
-        yield
-    finally:
-        if outer is None:
-            del attributes["gate"]
-        else:
-            attributes["gate"] = outer
+    return patch.object(module, "gate", told)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from attnkit.core.arguments import at_least, share
@@ -282,6 +282,16 @@ class GraphAttention(EdgeModule):
             beta = self.gate_proj(torch.cat([output, root, output - root], dim=-1)).sigmoid()
             return torch.lerp(output, root, beta)
         return output if self.out_bias is None else output + self.out_bias
+
+    def check(
+        self,
+        x: Nodes,
+        edge_index: Annotated[Tensor, "2 edges", int] | Edges,
+        edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
+    ) -> None:
+        """Raise what `forward` would raise for these arguments."""
+        if not isinstance(x, fx.Proxy):
+            self._read(x, edge_index, edge_attr)
 
     def _read(
         self,

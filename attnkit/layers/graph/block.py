@@ -40,6 +40,7 @@ class GraphLayer(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, edges: Edges, edge_attr: Tensor | None = None) -> Tensor:
+        self.attention.check(x, edges, edge_attr)  # before anything is drawn
         return self.activation(self.norm(self.attention(self.dropout(x), edges, edge_attr)))
 
 
@@ -83,5 +84,6 @@ class GraphBlock(EdgeModule):
         edges: Edges,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
     ) -> Annotated[Tensor, "nodes channels"]:
+        self.attention.check(x, edges, edge_attr)  # before a batch norm counts
         gathered = self.mlp(self.attention(self.norm(x), edges, edge_attr))
         return targets_among(x, edges) + gathered

@@ -95,10 +95,20 @@ def check_graph(
     edges = as_edges(edge_index, target.shape[-2], source.shape[-2])
     if edges.edge_index.device != source.device:
         raise ValueError(f"edge_index: is on {edges.edge_index.device}, x is on {source.device}")
+    return edges, check_features(edge_attr, edges, edge_dim)
+
+
+def check_features(
+    edge_attr: Tensor | None, edges: Edges, edge_dim: int | None
+) -> Annotated[Tensor, "edges edge_dim"] | None:
+    """[edges, edge_dim], or None where there are to be none; ValueError or TypeError name what is
+    wrong."""
+    if isinstance(edges, fx.Proxy):
+        return edge_attr
     if edge_dim is None:
         if edge_attr is not None:
             raise ValueError("edge_attr: given, but edge_dim is None: the layer reads none")
-        return edges, None
+        return None
     if edge_attr is None:
         raise ValueError(f"edge_attr: expected [edges, {edge_dim}], got None")
     if edge_attr.ndim == 1:
@@ -110,7 +120,7 @@ def check_graph(
         )
     if not edge_attr.is_floating_point():
         raise TypeError(f"edge_attr: expected a floating-point tensor, got {edge_attr.dtype}")
-    return edges, edge_attr
+    return edge_attr
 
 
 def check_bias(bias: Tensor, edges: Edges, heads: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.sparse import chosen_rows
-from attnkit.layers.graph.inputs import as_edges
+from attnkit.layers.graph.inputs import as_edges, check_features
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +88,17 @@ def edges_of_layers(
     edge_attr: Tensor | None,
     num_nodes: int,
     num_layers: int,
+    edge_dim: int | None,
 ) -> Sequence[tuple[Edges, Tensor | None]]:
     """The edges of each layer, and what they carry.
 
     Raises:
-        ValueError: a receptive field of another number of nodes or layers.
+        ValueError, TypeError: a receptive field of another number of nodes or layers, edges or what
+            they carry of another shape or type; before anything is computed or drawn.
     """
     if not isinstance(edge_index, ReceptiveField):
-        return [(as_edges(edge_index, num_nodes), edge_attr)] * num_layers
+        edges = as_edges(edge_index, num_nodes)
+        return [(edges, check_features(edge_attr, edges, edge_dim))] * num_layers
     given = len(edge_index.nodes), len(edge_index.edges)
     if given != (num_nodes, num_layers):
         raise ValueError(
@@ -103,4 +106,5 @@ def edges_of_layers(
             f"expected {num_nodes}, as x has, and {num_layers}"
         )
     attributes = [edge_attr if edge_attr is None else edge_attr[kept] for kept in edge_index.kept]
-    return list(zip(edge_index.edges, attributes, strict=True))
+    hops = zip(edge_index.edges, attributes, strict=True)
+    return [(edges, check_features(given, edges, edge_dim)) for edges, given in hops]

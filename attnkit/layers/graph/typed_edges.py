@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attnkit.core.arguments import choice
-from attnkit.core.cached import cached
 from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.kept import cached
 
 EdgeType = tuple[str, str, str]
 """Source node type, relation and target node type, as in PyG."""
@@ -73,7 +73,8 @@ class TypedEdges:
 
     One softmax over edges of several types is attention over one set of edges. Its targets are the
     nodes of all types, one type after the other; its sources are pairs of an edge type and a node,
-    since keys and values depend on both. Only pairs that occur are counted.
+    since keys and values depend on both. Only pairs that occur are counted. What is given is
+    copied: what is written to it afterwards changes nothing.
 
     Args:
         edge_index: by edge type, each as in `Edges`; or integers [2, edges] between nodes of one
@@ -143,7 +144,7 @@ class TypedEdges:
         self, edge_index: Tensor, num_nodes: int, edge_type: Tensor | None, num_types: int | None
     ) -> None:
         self.nodes, self.num_nodes = {}, num_nodes
-        self.edge_index = Edges(edge_index, num_nodes).edge_index.long()
+        self.edge_index = Edges(edge_index, num_nodes).edge_index.to(torch.int64, copy=True)
         if edge_type is None or num_types is None:
             raise ValueError("edge_type and num_types: expected a type for each edge, got None")
         self.edge_types = [*range(num_types)]
@@ -158,7 +159,7 @@ class TypedEdges:
                 f"edge_type: goes from {int(edge_type.min())} to {int(edge_type.max())}, "
                 f"expected 0 to {num_types - 1}"
             )
-        self.edge_type = edge_type.long()
+        self.edge_type = edge_type.to(torch.int64, copy=True)
         self.counts = torch.bincount(self.edge_type, minlength=num_types).tolist()
 
     @property

@@ -193,7 +193,7 @@ def _kept_edges(height: int, width: int, device: torch.device) -> Edges:
         source = torch.cat([in_row, in_column], dim=2)
         edge_index = torch.stack([source, target.expand_as(source)]).flatten(1)
         edges = Edges(edge_index, height * width)
-        vars(edges)["has_repeated"] = False  # known here, so that nobody sorts them to find out
+        object.__setattr__(edges, "never_repeats", True)  # so that nobody sorts them to find out
         return edges
 
 

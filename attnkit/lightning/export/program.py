@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from attnkit.core.contexts import shared
 from attnkit.lightning.errors import UserError
 
 ONNX_EXTRA = ("onnx", "onnxscript", "onnxruntime")
@@ -158,9 +159,13 @@ class _Positional(nn.Module):
         return self.network(*inputs)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> contextlib.AbstractContextManager[None]:
     """Exporters print their steps and log their insides; what fails raises anyway."""
+    return shared("exporters", _muted)
+
+
+@contextlib.contextmanager
+def _muted() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -40,7 +40,7 @@ class BeamCache:
     def advance(self) -> Tensor | None:
         """One more column for each hypothesis; returns the bias, None where nothing is hidden."""
         begin, end = self.num_columns, self.num_columns + self.num_beams
-        self.places += [self.num_words] * self.num_beams
+        self.places = self.places + [self.num_words] * self.num_beams
         self.num_words += 1
         self.num_columns = end
         if self._bias is None:

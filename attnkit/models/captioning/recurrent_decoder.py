@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least
 from attnkit.core.inputs import Normalizer
 from attnkit.core.masks.sequences import Padding
+from attnkit.core.running import undone_on_error
 from attnkit.models.captioning.memory_attention import MemoryAttention, MemoryScore
 from attnkit.models.captioning.word_decoder import (
     PAD,
@@ -136,9 +137,10 @@ class RecurrentDecoder(WordDecoder):
         return RecurrentState(self, memory, memory_mask)
 
     def step(self, words: Tensor, state: RecurrentState) -> Tensor:
-        embedded = self.embedding(words)
-        context, _ = self._advance(embedded, state, with_weights=False)
-        return self._logits(embedded, state.hidden, context)
+        with undone_on_error(state):
+            embedded = self.embedding(words)
+            context, _ = self._advance(embedded, state, with_weights=False)
+            return self._logits(embedded, state.hidden, context)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters an optimiser should not shrink."""

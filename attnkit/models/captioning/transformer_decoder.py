@@ -12,6 +12,7 @@ from attnkit.core.positions.biases import ALiBi, RelativeBias1d
 from attnkit.core.positions.learned import LearnedPositions1d
 from attnkit.core.positions.rotary import Rotary1d, Rotation
 from attnkit.core.positions.sinusoidal import sincos_1d
+from attnkit.core.running import undone_on_error
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.watch.capture import capture_attention
 from attnkit.layers.tokens.block import Activation
@@ -144,6 +145,10 @@ class TransformerDecoder(WordDecoder):
         return TransformerState(self, memory, memory_mask, max_words, num_beams)
 
     def step(self, words: Tensor, state: "TransformerState") -> Tensor:
+        with undone_on_error(state, *state.caches):
+            return self._step(words, state)
+
+    def _step(self, words: Tensor, state: "TransformerState") -> Tensor:
         num_before = state.num_words
         bias = state.advance()
         if self.distance_bias is not None:

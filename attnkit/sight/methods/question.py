@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import in_a_line
+from attnkit.core.contexts import uncompiled
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name
 from attnkit.core.watch.undisturbed import undisturbed
@@ -154,7 +155,7 @@ def looking(model: nn.Module) -> Iterator[None]:
         )
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         stack.enter_context(undisturbed(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(unrecorded())

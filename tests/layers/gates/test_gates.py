@@ -402,7 +402,7 @@ def test_capture_leaves_nothing_behind():
     network.fails = True
     with pytest.raises(RuntimeError, match="as asked"), attnkit.capture_gates(network) as maps:
         network(x)
-    assert len(maps["stages.1.spatial"]) == 1
+    assert maps == {}
     for module in network.modules():
         assert not module._forward_hooks
         assert not isinstance(module, Gate) or "gate" not in vars(module)

@@ -90,7 +90,7 @@ class ChosenCalls(Generic[NamedCall]):
             self.keep(call)
         else:
             self.waiting.append(call)
-            self.waiting = [call for call in self.waiting if self.choice.may_have(call.layer)]
+            self.waiting[:] = [call for call in self.waiting if self.choice.may_have(call.layer)]
 
     def settle(self) -> None:
         """The model has run."""

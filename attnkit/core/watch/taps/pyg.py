@@ -6,8 +6,9 @@ module, once their edges are fixed: with self-loops replaced, or all edge types 
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial, wraps
 from inspect import signature, unwrap
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.contexts import Opened, shared
 from attnkit.core.watch.taps.edge_call import EdgeCall
 
 EDGE_ARGUMENTS = ("edge_index", "edge_index_dict", "hyperedge_index")
@@ -37,12 +39,29 @@ def softmax_replaced(
     convolutions: list[nn.Module], make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 ) -> Iterator[None]:
     """In the block the convolutions call `make(softmax)`."""
+    homes = {home for module in convolutions for home in _homes(module)}
     with ExitStack() as stack:
-        for home in {home for module in convolutions for home in _homes(module)}:
-            original = sys.modules[home].softmax
-            made = wraps(original)(make(original))
-            stack.enter_context(patch.object(sys.modules[home], "softmax", made))
+        for home in homes:
+            stack.enter_context(shared(sys.modules[home], partial(_softmax_patched, home)))
+        stack.enter_context(_REPLACED.opened((homes, make)))
         yield
+
+
+_REPLACED: Opened[tuple[set[str], Callable]] = Opened("softmax of torch_geometric")
+
+
+def _softmax_patched(home: str) -> AbstractContextManager[Any]:
+    original = sys.modules[home].softmax
+
+    @wraps(original)
+    def softmax(*args: Any, **kwargs: Any) -> Tensor:
+        function = original
+        for homes, make in _REPLACED.get():
+            if home in homes:
+                function = make(function)
+        return function(*args, **kwargs)
+
+    return patch.object(sys.modules[home], "softmax", softmax)
 
 
 @contextmanager
@@ -54,26 +73,33 @@ def watch_convolutions(
     Their output is not changed. `EdgeCall.seen_in` is what the softmax gave, in the caller's order,
     through which the output is computed.
     """
-    running: list[_Run] = []
+
+    def innermost() -> _Run | None:
+        """Of this watch, where it is open."""
+        return next((run for run in reversed(_runs.get()) if run.watch is watched), None)
 
     def enter(module: nn.Module, args: tuple, kwargs: dict, *, name: str) -> None:
-        bound = signature(module.forward).bind(*args, **kwargs).arguments
-        running.append(_Run(name, module, bound))
+        if any(make is watched for _, make in _REPLACED.get()):
+            bound = signature(module.forward).bind(*args, **kwargs).arguments
+            _runs.set((*_runs.get(), _Run(watched, name, module, bound)))
 
     def leave(module: nn.Module, args: tuple, output: object) -> None:
-        if running and running[-1].module is module:
-            running.pop()
+        run = innermost()
+        if run is not None and run.module is module:
+            _runs.set(tuple(other for other in _runs.get() if other is not run))
 
     def edges_seen(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if running and running[-1].module is module:
-            running[-1].edges_seen(inputs[0])
+        run = innermost()
+        if run is not None and run.module is module:
+            run.edges_seen(inputs[0])
 
     def watched(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             weights = softmax(src, *args, **kwargs)
-            if not running:
+            run = innermost()
+            if run is None:
                 return weights
-            calls, weights = running[-1].calls_of(weights)
+            calls, weights = run.calls_of(weights)
             for edge_call in calls:
                 note(edge_call)
             return weights
@@ -101,7 +127,10 @@ def watch_convolutions(
 class _Run:
     """One forward of one convolution: the edges it was given, and those it goes along."""
 
-    def __init__(self, name: str, module: nn.Module, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, watch: object, name: str, module: nn.Module, arguments: dict[str, Any]
+    ) -> None:
+        self.watch = watch
         self.name = name
         self.module = module
         self.nodes = arguments.get("x_dict", arguments.get("x"))
@@ -182,6 +211,9 @@ class _Run:
             return known[0], known[1]
         reached = [int(row.max()) + 1 if row.numel() else 0 for row in edge_index]
         return (known or reached)[0], reached[1]
+
+
+_runs: ContextVar[tuple[_Run, ...]] = ContextVar("runs of convolutions", default=())
 
 
 def callers_places(used: Tensor, given: Tensor) -> tuple[Tensor, Tensor | None]:

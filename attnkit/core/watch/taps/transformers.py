@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from attnkit.core.check import check_inputs
+from attnkit.core.contexts import shared
 from attnkit.core.inputs import Inputs
 from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, tell_missed, unheard
 from attnkit.core.masks.base import Mask
@@ -39,7 +40,7 @@ def watch_interface() -> Iterator[None]:
     def get_interface(self: Any, name: str, default: Callable) -> Callable:
         return partial(_told, name, chosen(self, name, default))
 
-    with patch.object(interface, "get_interface", get_interface):
+    with shared(interface, lambda: patch.object(interface, "get_interface", get_interface)):
         yield
 
 
@@ -59,7 +60,7 @@ def _told(
     is_packed = query.shape[2] == 1 and query.shape[1] != key.shape[1]
     # with one query "sdpa" may give torch the heads as queries
     is_torchs = name in ("sdpa", None) and not (is_packed and attention_mask is not None)
-    if is_torchs or not LISTENERS or is_recomputed():
+    if is_torchs or not LISTENERS.get() or is_recomputed():
         return function(*given, **options)
     with unheard() as listeners:
         output, *rest = function(*given, **options)

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import nn
 
+from attnkit.core.contexts import functions_handled, uncompiled
 from attnkit.core.listeners import LISTENERS, Seen
 from attnkit.core.running import RunningModules
 from attnkit.core.watch.taps.call import AttentionCall
@@ -42,15 +42,16 @@ def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Ca
     """
     calls: list[Call] = []
     chosen = ChosenCalls(LayerChoice(layers), calls.append)
-    with told_of_attention(model, chosen):
+    with told_of_attention(model, chosen) as running:
+        running.records.append(calls)
         yield calls
 
 
 @contextmanager
 def told_of_attention(
     model: nn.Module, chosen: ChosenCalls[Call], served: Mapping[nn.Module, bool] | None = None
-) -> Iterator[None]:
-    """In the block the calls of the model go to `chosen` as they run.
+) -> Iterator[RunningModules]:
+    """In the block the calls of the model go to `chosen` as they run; gives the modules that do.
 
     Args:
         served: modules whose attention others serve; with whether it is told nevertheless, where it
@@ -61,13 +62,13 @@ def told_of_attention(
     """
     running = RunningModules(model)
     listener = _Listener(running, chosen, served or {})
-    LISTENERS.append(listener)
+    running.records += [chosen.choice.ran, chosen.choice.names, chosen.waiting, listener.missed]
     with ExitStack() as stack:
-        stack.callback(LISTENERS.remove, listener)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(LISTENERS.opened(listener))
+        stack.enter_context(uncompiled())
         stack.enter_context(running.followed())
         stack.callback(model.register_forward_hook(listener.has_run).remove)
-        stack.enter_context(FunctionTap())
+        stack.enter_context(functions_handled(FunctionTap()))
         stack.enter_context(watch_interface())
         convolutions = {
             name: module
@@ -76,7 +77,7 @@ def told_of_attention(
         }
         if convolutions:
             stack.enter_context(watch_convolutions(convolutions, chosen.add))
-        yield
+        yield running
         listener.settle()
         chosen.choice.check()
 
@@ -124,7 +125,8 @@ class _Listener:
         return self.running.innermost_of_model()
 
     def has_run(self, model: nn.Module, args: object, output: object) -> None:
-        self.settle()
+        if self.running.is_followed:
+            self.settle()
 
     def settle(self) -> None:
         """The model has run: ValueError where what was asked for is not seen."""

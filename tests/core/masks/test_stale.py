@@ -1,0 +1,175 @@
+"""What is kept of a mask is made again where its memory is written to; copies keep nothing."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import attnkit
+from attnkit import Blocks, Causal, Dense, Edges, Packed, Padding, attend
+from attnkit.core.masks.kept import kept_mask
+from attnkit.layers.graph.typed_edges import TypedEdges
+
+TOKENS = 8
+LENGTHS = torch.tensor([8]), torch.tensor([3])
+PLACES = torch.arange(TOKENS)
+EDGES = torch.stack([PLACES, PLACES.roll(1)]), torch.stack([PLACES, PLACES.roll(3)])
+
+# of each mask: how it is made of a tensor, that tensor, and another in its place
+MASKS = {
+    "dense": (Dense, torch.ones(8, 8, dtype=torch.bool), PLACES[:, None] > PLACES - 3),
+    "lengths": (Padding, *LENGTHS),
+    "real": (Padding, torch.ones(1, 8, dtype=torch.bool), PLACES[None] < 3),
+    "packed": (Packed, torch.tensor([3, 5]), torch.tensor([6, 2])),
+    "packed keys": (
+        lambda keys: Packed(torch.tensor([3, 5]), keys),
+        torch.tensor([3, 5]),
+        torch.tensor([6, 2]),
+    ),
+    "blocks": (
+        lambda grid: Blocks(grid, 2),
+        torch.ones(4, 4, dtype=torch.bool),
+        torch.eye(4, dtype=torch.bool),
+    ),
+    "edges": (lambda edges: Edges(edges, TOKENS), *EDGES),
+    "shuffled edges": (lambda edges: Edges(edges, TOKENS), EDGES[1], EDGES[1].flip(0)),
+    "and": (lambda lengths: Causal() & Padding(lengths), *LENGTHS),
+    "or": (lambda lengths: Padding(lengths) | Dense(torch.eye(8, dtype=torch.bool)), *LENGTHS),
+    "not": (lambda lengths: ~Padding(lengths), torch.tensor([2]), torch.tensor([5])),
+    "packed and causal": (
+        lambda lengths: Packed(lengths) & Causal(),
+        torch.tensor([3, 5]),
+        torch.tensor([6, 2]),
+    ),
+}
+BACKENDS = {
+    name: ("auto", "edges", "edges_numba", "math", "flash")
+    if "edges" in name
+    else ("auto", "packed", "math", "flash")
+    if name.startswith("packed")
+    else ("auto", "math", "flash")
+    for name in MASKS
+}
+WRITES = {
+    "in place": lambda tensor, new: tensor.copy_(new),
+    "data": lambda tensor, new: tensor.data.copy_(new),
+    "data replaced": lambda tensor, new: setattr(tensor, "data", new.clone()),
+    "numpy": lambda tensor, new: tensor.numpy().__setitem__(..., new.numpy()),
+    "set": lambda tensor, new: tensor.set_(new.clone()),
+    "resize": lambda tensor, new: tensor.resize_(0).resize_(new.shape).copy_(new),
+    "inference": torch.inference_mode()(lambda tensor, new: tensor.copy_(new)),
+}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
+    "copy": copy.copy,
+    "to": lambda mask: mask.to("cpu"),
+}
+
+
+def tensors():
+    return torch.randn(3, 1, 2, TOKENS, 8, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+def of(mask, tensor_of):
+    """The tensor of a copied mask that stands where `tensor_of` stood."""
+    leaves = reversed(pytree.tree_leaves(mask))
+    return next(leaf for leaf in leaves if getattr(leaf, "shape", None) == tensor_of.shape)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", MASKS)
+def test_memory_that_is_written_to(name, write):
+    make, first, second = MASKS[name]
+    for backend in BACKENDS[name]:
+        memory = first.clone()
+        mask, run = make(memory), partial(attend, *tensors(), backend=backend)
+        for content in (first, second, first):
+            WRITES[write](memory, content)
+            for _ in range(2):  # made, and kept
+                output = run(mask=mask)
+            assert torch.equal(output, run(mask=make(content.clone()))), backend
+
+
+@pytest.mark.parametrize("clone", COPIES)
+@pytest.mark.parametrize("name", MASKS)
+def test_copies_keep_nothing(name, clone):
+    make, first, second = MASKS[name]
+    for backend in BACKENDS[name]:
+        mask = make(first.clone())
+        attend(*tensors(), mask=mask, backend=backend)
+        other = COPIES[clone](mask)
+        if clone in ("deepcopy", "pickle"):
+            names = [name for name, part in vars(other).items() if type(part).__name__ == "_Kept"]
+            assert not names
+        memory, mask_version = of(other, first), of(mask, first)._version
+        for _ in range(1 + mask_version):  # at least as often as the mask's own
+            memory.copy_(second)
+        output = attend(*tensors(), mask=other, backend=backend)
+        assert torch.equal(output, attend(*tensors(), mask=make(second.clone()), backend=backend))
+        content = second if clone in ("copy", "to") else first  # which share memory
+        output = attend(*tensors(), mask=mask, backend=backend)
+        assert torch.equal(output, attend(*tensors(), mask=make(content.clone()), backend=backend))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_is_not_written_to_is_kept(name):
+    make, first, _ = MASKS[name]
+    mask = make(first.clone())
+    made = [kept_mask(mask, TOKENS, TOKENS, first.device, torch.float32) for _ in range(2)]
+    assert made[0] is made[1]
+    if name == "edges":
+        for part in ("adjacency", "with_loops", "without_loops"):
+            assert getattr(mask, part) is getattr(mask, part)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_layers_of_a_graph_with_loops_and_far_edges(write):
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, 8)
+    layers = [
+        attnkit.GraphAttention(8, 4, 2),
+        attnkit.GAT(8, 8, 3, num_layers=2, heads=2).eval(),
+        attnkit.GraphTransformer(8, 8, 3, num_layers=1, heads=2, expander_degree=2).eval(),
+    ]
+    for layer in layers:
+        memory = EDGES[0].clone()
+        edges = Edges(memory, TOKENS)
+        for content in (*EDGES, EDGES[0]):
+            WRITES[write](memory, content)
+            for _ in range(2):
+                output = layer(x, edges)
+            fresh = copy.deepcopy(layer)(x, Edges(content.clone(), TOKENS))
+            assert torch.equal(output, fresh)
+
+
+def test_typed_edges_are_a_copy():
+    numbers, types = EDGES[0].clone(), torch.zeros(TOKENS, dtype=torch.long)
+    edges = TypedEdges(numbers, TOKENS, types, 2)
+    before = edges.edge_index.clone(), edges.edge_type.clone()
+    numbers.zero_()
+    types.fill_(1)
+    assert torch.equal(edges.edge_index, before[0])
+    assert torch.equal(edges.edge_type, before[1])
+
+
+def test_what_compiled_code_reads_is_refused_once_written_to():
+    query, key, value = tensors()
+    memory = EDGES[0].clone()
+    edges = Edges(memory, TOKENS)
+    expected = attend(query, key, value, mask=edges, backend="edges")  # sorted now, and kept
+    compiled = torch.compile(
+        lambda query: attend(query, key, value, mask=edges, backend="edges"),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    torch.testing.assert_close(compiled(query), expected)
+    memory.numpy()[...] = EDGES[1].numpy()
+    with pytest.raises(RuntimeError, match="mask: its numbers were written to"):
+        compiled(query)
+    expected = attend(query, key, value, mask=Edges(EDGES[1], TOKENS), backend="edges")
+    assert torch.equal(attend(query, key, value, mask=edges, backend="edges"), expected)
+    torch.testing.assert_close(compiled(query), expected)
