@@ -262,6 +262,7 @@ def attention():
     query = floats("batch heads tokens head_dim")
     yield called(attnkit.delta_rule, query, key, value, *written)
     cache = attnkit.KeyValueCache(2, 3, 16, 22, 13)
+    yield called(cache.write, key, value)
     yield called(cache.append, key, value)
     yield called(cache.select, integers("items", below="batch"))
     yield called(attnkit.KeyValueCache.of, key, value)
@@ -308,7 +309,7 @@ def masks_():
             yield called(each.dense, 5, 7, torch.device("cpu"))
             yield called(each.select, *chosen, 5, 7)
     yield called(attnkit.Packed.both_lengths.fget, packed)
-    yield called(attnkit.Edges.without_loops.func, edges)
+    yield called(attnkit.Edges.without_loops.fget, edges)
     yield called(masks.as_mask, trues("batch heads queries keys"))
 
 
@@ -409,6 +410,7 @@ def graphs():
     yield called(attnkit.GraphAttention, 18, 13, **options)
     layer = attnkit.GraphAttention(18, 13, 6, edge_dim=17)
     yield called(layer.forward, x, *graph)
+    yield called(layer.check, x, *graph)
     yield called(layer.attention_weights, x, *graph, **CHOSEN)
     batch = floats("batch nodes channels")
     yield called(layer.forward, batch, *graph)

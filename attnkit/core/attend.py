@@ -76,8 +76,11 @@ def attend(
         ValueError, TypeError: an argument has a wrong value, shape or type, or is not served.
         UnsupportedError: the backend that was forced cannot serve this; every reason is given.
     """
-    if not torch.compiler.is_compiling() and (HIDING.get() or LISTENERS.get()):
-        return (attend_without_hidden if HIDING.get() else watched)(attend, locals())
+    if not torch.compiler.is_compiling() and (HIDING.variable.get() or LISTENERS.variable.get()):
+        if HIDING.get():
+            return attend_without_hidden(attend, locals())
+        if LISTENERS.get():
+            return watched(attend, locals())
     if (
         mask is None
         and bias is None

@@ -80,8 +80,8 @@ class KeyValueCache:
 
     def write(
         self,
-        key: Annotated[Tensor, "batch kv_heads new head_dim"],
-        value: Annotated[Tensor, "batch kv_heads new value_dim"],
+        key: Annotated[Tensor, "batch kv_heads _ head_dim"],
+        value: Annotated[Tensor, "batch kv_heads _ value_dim"],
     ) -> tuple[
         Annotated[Tensor, "batch kv_heads tokens head_dim"],
         Annotated[Tensor, "batch kv_heads tokens value_dim"],

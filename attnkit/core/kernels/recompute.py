@@ -201,9 +201,12 @@ def _random_state(inputs: Inputs) -> tuple[Any, ...] | None:
 @contextmanager
 def nothing_drawn_on_error(inputs: Inputs) -> Iterator[None]:
     """In the block random numbers may be drawn; if it raises, their state is as it was before."""
-    device = inputs.query.device
-    is_fixed = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    state = None if is_fixed else _random_state(inputs)
+    on_gpu = inputs.query.device.type == "cuda"
+    # the state of a graph that is being captured cannot be read
+    has_state = not on_gpu or (
+        torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    )
+    state = _random_state(inputs) if has_state else None
     try:
         yield
     except BaseException:

@@ -128,10 +128,10 @@ def _tensors(mask: Mask) -> list[Tensor] | None:
     """The mask's tensors; None where it is not known what it is made of."""
     leaves = pytree.tree_leaves(mask)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # a mask of the user's may hold anything; other kinds of tensors may have no numbers
+    # a mask of the user's may hold anything, and so may other kinds of tensors
     if any(isinstance(leaf, Mask) for leaf in leaves):
         return None
-    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors):
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return None
     if any(not tensor.is_cpu and tensor.is_inference() for tensor in tensors):
         return None  # which do not count what is written
