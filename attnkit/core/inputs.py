@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
@@ -134,8 +135,9 @@ class Inputs:
     @property
     def is_causal(self) -> bool:
         """Whether the mask is what kernels call causal: j ≤ i and nothing else."""
-        return (
-            isinstance(self.mask, Causal) and self.mask.offset(self.num_queries, self.num_keys) == 0
+        # of sizes that a program does not know, it may be and need not
+        return isinstance(self.mask, Causal) and statically_known_true(
+            self.mask.offset(self.num_queries, self.num_keys) == 0
         )
 
     @property

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs, Normalizer
@@ -13,6 +14,10 @@ from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers.kinds import Softmax
 from attnkit.core.scores.kinds import ScaledDot
+
+TRACED_PARTS = 16
+"""About how many parts of its work a kernel does one after the other in a program of torch.compile,
+which holds the operators of each part."""
 
 
 class Backend:
@@ -135,6 +140,12 @@ def first_channels(tensor: Tensor, size: int) -> Tensor:
 def multiple_of_8(size: int) -> int:
     """The next one: what fused kernels read at once."""
     return -(-size // 8) * 8
+
+
+def are_known(*sizes: int) -> bool:
+    """Whether these are numbers, and none stands for any number in an exported program, which then
+    must not depend on how large it is."""
+    return not torch.compiler.is_exporting() or all(map(has_static_value, sizes))
 
 
 def name_what_has_a_second_derivative(output: Tensor, backend: str) -> None:

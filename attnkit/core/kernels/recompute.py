@@ -16,6 +16,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.kernels.base import TRACED_PARTS
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive, ScaledDot
 
@@ -35,7 +36,7 @@ def in_blocks(inputs: Inputs, function: BlockFunction) -> tuple[Tensor, ...]:
         key, value = exact.repeated_heads()
         exact = replace(exact, key=key, value=value).as_scaled_dot()
         sizes = _block_sizes(exact) if _can_recompute(exact) else None
-        if sizes is None or sizes == (len(exact.query), exact.num_queries):
+        if sizes is None or sizes == (exact.query.shape[0], exact.num_queries):
             return function(exact, _allowed(exact, (0, 0), exact))
         tensors = _tensors(exact).values()
         if (
@@ -217,7 +218,7 @@ def _allowed(block: Inputs, start: tuple[int, int], whole: Inputs) -> Tensor | N
         return None
     batch, num_heads, num_rows, _ = block.query.shape
     device, sizes = block.query.device, (whole.num_queries, whole.num_keys)
-    if (batch, num_rows) == (len(whole.query), whole.num_queries):
+    if (batch, num_rows) == (whole.query.shape[0], whole.num_queries):
         return whole.mask.dense(*sizes, device)
     item, row = start
     items = torch.arange(item, item + batch, device=device)
@@ -272,6 +273,8 @@ def _block_sizes(inputs: Inputs) -> tuple[int, int]:
     """How many batch items and how many query rows make a block."""
     batch, num_heads, num_queries, _ = inputs.query.shape
     most = BLOCK_SCORES["cpu" if inputs.query.is_cpu else "other"]
+    if torch.compiler.is_compiling():
+        most = max(most, batch * num_heads * num_queries * inputs.num_keys // TRACED_PARTS)
     rows = min(num_queries, max(1, most // (num_heads * inputs.num_keys)))
     items = min(batch, max(1, most // (num_heads * inputs.num_keys * rows)))
     return items, rows

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from torch.backends.cuda import flash_sdp_enabled
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -46,7 +47,8 @@ class Sdpa(Backend):
     kernel: SDPBackend
     device_types: tuple[str, ...] = ("cpu", "cuda")
     serves_grouped = True
-    # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do
+    # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do, and what
+    # ONNX makes of an exported program gives NaN
     guards_dead_rows = False
     needs_positive_scale = True
     needs_unit_stride = True
@@ -94,8 +96,9 @@ class Sdpa(Backend):
             key, value = inputs.repeated_heads()
             grouped = False
         term, alive = inputs.attn_mask(), None
-        if term is not None and self.guards_dead_rows and query.is_cuda:
-            term, alive = _revive(term)
+        is_guarded = torch.compiler.is_exporting() or (self.guards_dead_rows and query.is_cuda)
+        if term is not None and is_guarded:
+            term, alive = revive(term)
         with self.forced(query):
             output = F.scaled_dot_product_attention(
                 self.readable(query, head_dim),
@@ -284,7 +287,7 @@ def capability_reasons(inputs: Inputs) -> Iterator[str]:
 
 
 def _square_reasons(inputs: Inputs) -> Iterator[str]:
-    if inputs.num_queries != inputs.num_keys:
+    if not statically_known_true(inputs.num_queries == inputs.num_keys):
         yield (
             "needs as many queries as keys for Causal on CUDA, "
             f"got {inputs.num_queries} and {inputs.num_keys}"
@@ -296,7 +299,7 @@ def _dot_dim(inputs: Inputs) -> int:
     return inputs.dot_dim
 
 
-def _revive(term: Tensor) -> tuple[Tensor, Tensor]:
+def revive(term: Tensor) -> tuple[Tensor, Tensor]:
     """Let rows that may look nowhere look everywhere, and say which rows are alive."""
     if term.dtype == torch.bool:
         alive = term.any(dim=-1, keepdim=True)

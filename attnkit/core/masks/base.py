@@ -238,7 +238,10 @@ class And(_Several):
         bands = [mask.band(num_queries, num_keys) for mask in self.masks]
         lower = [first for first, _ in bands if first is not None]
         upper = [last for _, last in bands if last is not None]
-        return max(lower, default=None), min(upper, default=None)
+        return (
+            reduce(torch.sym_max, lower) if lower else None,
+            reduce(torch.sym_min, upper) if upper else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,14 @@ class Not(Mask):
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         return ~self.mask.allows(batch, head, query, key, num_queries, num_keys)
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        return ~self.mask.dense(num_queries, num_keys, device)
+
+    def select(
+        self, items: Tensor, heads: Tensor, rows: Tensor, num_queries: int, num_keys: int
+    ) -> Tensor:
+        return ~self.mask.select(items, heads, rows, num_queries, num_keys)
 
 
 def as_mask(mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool]) -> Mask:

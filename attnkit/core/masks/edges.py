@@ -153,12 +153,14 @@ class Edges(Mask):
             )
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        if torch.compiler.is_exporting():  # ONNX has no searchsorted
+            return self.dense(num_queries, num_keys, query.device)[0, 0][query, key]
         source, target = self.edge_index.to(query.device).long()
         pairs = (target * num_keys + source).sort().values
         wanted = query * num_keys + key
-        if len(pairs) == 0:
+        if pairs.shape[0] == 0:
             return wanted < 0
-        return pairs[torch.searchsorted(pairs, wanted).clamp(max=len(pairs) - 1)] == wanted
+        return pairs[torch.searchsorted(pairs, wanted).clamp(max=pairs.shape[0] - 1)] == wanted
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         source, target = self.edge_index.to(device)

@@ -82,7 +82,7 @@ class Padding(Mask):
 
     @property
     def leading(self) -> tuple[int, int]:
-        return len(self.lengths), 1
+        return self.lengths.shape[0], 1
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         lengths = self.lengths.to(key.device)
@@ -254,7 +254,9 @@ class _PackedTables(Mask):
 
 
 def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
-    return torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=len(ends) - 1)
+    if torch.compiler.is_exporting():  # ONNX has no searchsorted
+        return (tokens[..., None] >= ends).sum(dim=-1).clamp(max=ends.shape[0] - 1)
+    return torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=ends.shape[0] - 1)
 
 
 def check_align_name(align: str | None, name: str) -> None:
