@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Annotated, Any
@@ -144,6 +145,12 @@ class Inputs:
     def has_attn_mask(self) -> bool:
         """Whether a kernel has to read a tensor of biases or of permissions."""
         return self.bias is not None or not (self.mask is None or self.is_causal)
+
+    def tensors(self) -> Iterator[object]:
+        """All that a derivative may be asked of, and what else stands beside it."""
+        for owner in (self, self.score, self.normalizer, self.edge_features):
+            if owner is not None:
+                yield from vars(owner).values()
 
     def repeated_heads(self) -> tuple[Tensor, Tensor]:
         """Key and value with as many heads as the query."""

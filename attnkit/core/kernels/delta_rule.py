@@ -78,6 +78,7 @@ class DeltaRuleKernel(Backend):
 
     name = "delta_rule"
     normalizers = (DeltaRule,)
+    has_all_derivatives = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from empty_reasons(inputs)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
 from attnkit.core.kernels.recompute import in_blocks
+from attnkit.core.listeners import is_recomputed
 from attnkit.core.masks.base import Dense
 from attnkit.core.normalizers.kinds import Hard, masked_scores, revived
 
@@ -61,6 +62,7 @@ class HardKernel(Backend):
 
     name = "hard"
     normalizers = (Hard,)
+    has_all_derivatives = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         return iter(())
@@ -68,7 +70,13 @@ class HardKernel(Backend):
     def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Hard)
         by_score_function = inputs.normalizer.estimator == "score_function"
-        recorded = by_score_function and bool(_OPEN)
+        again = by_score_function and is_recomputed()
+        if again and not _is_recomputed_with_its_graph():
+            raise RuntimeError(
+                "normalizer: Hard('score_function') cannot train in a reentrant checkpoint, whose "
+                "draws have no gradient; give checkpoint(..., use_reentrant=False)"
+            )
+        recorded = by_score_function and (bool(_OPEN) or again)
         if by_score_function and not recorded and _are_trained(inputs):
             raise RuntimeError(
                 "normalizer: Hard('score_function') needs the probabilities of its draws to "
@@ -78,10 +86,16 @@ class HardKernel(Backend):
         if inputs.num_keys == 0:
             inputs = _with_a_hidden_key(inputs)
         output, *draw = in_blocks(inputs, partial(_pick, recorded=recorded))
-        if recorded:
+        if recorded and not again:  # activation checkpointing draws the same once more
             for draws in _OPEN:
                 draws.append(Draw(*draw))
         return output.to(inputs.query.dtype)
+
+
+def _is_recomputed_with_its_graph() -> bool:
+    """Whether the backward that runs recomputes for the graph of the forward, as checkpoint does
+    with use_reentrant=False, by hooks on the tensors that are saved."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _with_a_hidden_key(inputs: Inputs) -> Inputs:

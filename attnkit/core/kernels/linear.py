@@ -36,6 +36,7 @@ class LinearKernel(Backend):
 
     name = "linear"
     normalizers = (Linear,)
+    has_all_derivatives = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from empty_reasons(inputs)

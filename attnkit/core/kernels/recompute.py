@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
+from attnkit.core.derivatives import has_tangent
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import TRACED_PARTS
 from attnkit.core.precision import no_autocast
@@ -43,7 +43,7 @@ def in_blocks(inputs: Inputs, function: BlockFunction) -> tuple[Tensor, ...]:
             torch.compiler.is_compiling()
             # of a score of the user's, whose tensors are not known
             or type(exact.score) not in (ScaledDot, Additive)
-            or any(unpack_dual(tensor).tangent is not None for tensor in tensors)
+            or has_tangent(tensors)
         ):
             return _checkpointed(function, exact, sizes)
         return _Recomputed.apply(function, exact, sizes, *tensors)

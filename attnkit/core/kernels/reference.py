@@ -96,6 +96,7 @@ class Reference(Backend):
 
     name = "reference"
     normalizers = (Normalizer,)
+    has_all_derivatives = True
     reads_edges = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnkit.core.derivatives import no_derivatives
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
@@ -173,6 +174,7 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
+        and no_derivatives()
         and (not torch.is_grad_enabled() or 2 * shape[0] * shape[1] > torch.get_num_threads())
         and flash_sdp_enabled()
     )
@@ -230,6 +232,7 @@ class Math(Sdpa):
     name = "math"
     kernel = SDPBackend.MATH
     device_types = ("cpu", "cuda", "mps", "xpu")
+    has_all_derivatives = True
     needs_positive_scale = False
     needs_unit_stride = False
 
