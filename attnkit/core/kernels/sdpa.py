@@ -160,6 +160,8 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
     On the CPU, unless a gradient wants the queries in parts. At the size of a decoding step,
     checking and choosing take as long as computing, and there is nothing more to check.
     """
+    if query.is_nested or key.is_nested or value.is_nested:  # without a shape that all would know
+        return query.layout is key.layout is value.layout is torch.jagged
     shape, size = query.shape, key.shape
     return (
         query.is_cpu

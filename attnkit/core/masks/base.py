@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import as_tensor
+
 Index = int | Tensor
 
 
@@ -123,6 +125,7 @@ class Dense(Mask):
     allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "allowed", as_tensor("mask", self.allowed))
         if isinstance(self.allowed, Tensor):
             _check_boolean(self.allowed)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import as_tensor
 from attnkit.core.cached import cached
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.base import Mask
@@ -45,6 +46,7 @@ class Edges(Mask):
     """Of the same, the other's `without_loops`, whose edges come first."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "edge_index", as_tensor("edge_index", self.edge_index))
         if not isinstance(self.edge_index, Tensor):
             return  # a pytree map rebuilds masks with leaves that are not tensors
         if isinstance(self.num_nodes, tuple | list):

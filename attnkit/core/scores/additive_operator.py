@@ -84,7 +84,7 @@ def _tiles(query: Tensor, key: Tensor) -> Iterator[tuple[Tensor, tuple[slice, sl
 def additive_definition(
     query: Tensor, key: Tensor, vector: Tensor, negative_slope: float | None
 ) -> Tensor:
-    """The scores of query [..., queries, dim], key [..., keys, dim] and vector [..., dim], by a tensor
+    """The scores of query [..., queries, dim], key [..., keys, dim] and vector [..., dim]; holds
     [..., queries, keys, dim]."""
     pairs = query[..., :, None, :] + key[..., None, :, :]
     pairs = pairs.tanh() if negative_slope is None else F.leaky_relu(pairs, negative_slope)
