@@ -228,7 +228,8 @@ class MultiHeadAttention(Projections):
         is_new: bool,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         """Query, key and value as heads, and current score and normalizer."""
-        not_nested(query=query, key=key, value=value)
+        if query.is_nested:
+            not_nested(query=query)
         if key is None and value is not None:
             raise ValueError("value: given without key")
         if cache is not None and key is not None:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn import functional as F
 
-from attnkit.core.derivatives import has_tangent, is_differentiated_twice
 from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers.kinds import Softmax
+from attnkit.core.operators.derivatives import has_tangent, is_differentiated_twice
 from attnkit.core.scores.kinds import ScaledDot
 
 TRACED_PARTS = 16

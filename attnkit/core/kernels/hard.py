@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
 from attnkit.core.kernels.recompute import in_blocks
-from attnkit.core.listeners import is_recomputed
 from attnkit.core.masks.base import Dense
 from attnkit.core.normalizers.kinds import Hard, masked_scores, revived
 
@@ -70,7 +69,8 @@ class HardKernel(Backend):
     def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Hard)
         by_score_function = inputs.normalizer.estimator == "score_function"
-        again = by_score_function and is_recomputed()
+        # a backward pass is running: activation checkpointing runs the forward again
+        again = by_score_function and torch._C._current_graph_task_id() != -1
         if again and not _is_recomputed_with_its_graph():
             raise RuntimeError(
                 "normalizer: Hard('score_function') cannot train in a reentrant checkpoint, whose "
@@ -86,7 +86,7 @@ class HardKernel(Backend):
         if inputs.num_keys == 0:
             inputs = _with_a_hidden_key(inputs)
         output, *draw = in_blocks(inputs, partial(_pick, recorded=recorded))
-        if recorded and not again:  # activation checkpointing draws the same once more
+        if recorded and not again:  # the draws are the same
             for draws in _OPEN:
                 draws.append(Draw(*draw))
         return output.to(inputs.query.dtype)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from attnkit.core.derivatives import has_tangent
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import TRACED_PARTS
+from attnkit.core.operators.derivatives import has_tangent
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive, ScaledDot
 

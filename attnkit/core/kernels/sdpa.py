@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.backends.cuda import flash_sdp_enabled
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnkit.core.derivatives import no_derivatives
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
@@ -176,7 +176,8 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
-        and no_derivatives()
+        and forward_ad._current_level < 0  # outside of forward-mode differentiation
+        and not torch._C._are_functorch_transforms_active()
         and (not torch.is_grad_enabled() or 2 * shape[0] * shape[1] > torch.get_num_threads())
         and flash_sdp_enabled()
     )

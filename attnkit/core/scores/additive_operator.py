@@ -168,7 +168,8 @@ def _setup_context(ctx, inputs, output):
 
 def _derivative(ctx, gradient):
     if torch.is_grad_enabled():  # create_graph: the operator of the backward has no derivative
-        scores = additive_definition(*ctx.saved_tensors, ctx.negative_slope)
+        query, key, vector = ctx.saved_tensors
+        scores = additive_definition(query, key, vector, ctx.negative_slope)
         wanted = [t for t in ctx.saved_tensors if t.requires_grad]
         found = iter(torch.autograd.grad(scores, wanted, gradient, create_graph=True))
         return *(next(found) if t.requires_grad else None for t in ctx.saved_tensors), None

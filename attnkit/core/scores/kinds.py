@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import positive
-from attnkit.core.derivatives import has_tangent
+from attnkit.core.operators.derivatives import has_tangent
 from attnkit.core.precision import wide
 from attnkit.core.scores.additive_operator import additive_definition, additive_scores
 from attnkit.core.scores.base import Score, check_fit, check_number, per_head

@@ -9,6 +9,7 @@ side, which copies each key as often. A grid is cut along its rows, then along i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import first_channels, with_channels
 from attnkit.core.kernels.sdpa import revive
-from attnkit.core.kernels.window_blocks import TILE, Terms, grid_of
+from attnkit.core.kernels.windows.blocks import TILE, Terms, grid_of
 from attnkit.core.masks.base import Mask
 
 LEAST_BLOCK = 64  # queries of a line
@@ -40,7 +41,8 @@ class Axis:
     @property
     def block(self) -> int:
         """Queries of a block: half of what one of them reaches."""
-        return torch.sym_max(self.least, (self.upper - self.lower + 1) // 2)
+        size: Any = torch.sym_max(self.least, (self.upper - self.lower + 1) // 2)
+        return size
 
     @property
     def num_blocks(self) -> int:
@@ -77,7 +79,8 @@ def axes_of(mask: Mask, num_queries: int, num_keys: int) -> list[Axis]:
     lower, upper = mask.band(num_queries, num_keys)
     assert lower is not None
     assert upper is not None
-    return [Axis(num_queries, num_keys, lower, torch.sym_max(lower, upper), LEAST_BLOCK)]
+    last: Any = torch.sym_max(lower, upper)
+    return [Axis(num_queries, num_keys, lower, last, LEAST_BLOCK)]
 
 
 def program_pays(inputs: Inputs) -> bool:

@@ -24,8 +24,3 @@ def is_differentiated_twice() -> bool:
         return False
     kinds = [level.key() for level in get_interpreter_stack() or ()]
     return kinds.count(TransformType.Grad) > 1
-
-
-def no_derivatives() -> bool:
-    """Whether neither forward-mode differentiation nor a transform of torch.func is active."""
-    return forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()

@@ -26,8 +26,8 @@ from attnkit.core.kernels.base import (
     refuse_second_derivative,
 )
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
-from attnkit.core.kernels.window_blocks import Chunk, Part, Terms, grid_of, parts, strips
-from attnkit.core.kernels.window_program import program_pays, window_program
+from attnkit.core.kernels.windows.blocks import Chunk, Part, Terms, grid_of, parts, strips
+from attnkit.core.kernels.windows.program import program_pays, window_program
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.operators.plain import is_plain
