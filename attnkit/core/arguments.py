@@ -1,8 +1,10 @@
 """Checks of arguments. A message names the argument, what was expected and what was given."""
 
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -48,6 +50,43 @@ def choice(choices: Iterable[object], **arguments: object) -> None:
         if value not in (*others, last):
             expected = f"{', '.join(map(repr, others))} or {last!r}"
             raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def whole(size: Any) -> int | None:
+    """An integer of Python, NumPy or torch as Python's; None for what is none."""
+    if isinstance(size, int):
+        return size
+    try:
+        return index(size)
+    except TypeError:
+        return None
+
+
+def as_tensor(name: str, given: Any) -> Any:
+    """A tensor from a list, a tuple or an array; other things, which a pytree map may have put in
+    its place, as they are."""
+    is_text = isinstance(given, str | bytes)
+    if isinstance(given, Tensor) or not (
+        isinstance(given, Sequence) or hasattr(given, "__array__")
+    ):
+        return given
+    try:
+        if not is_text:
+            return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(f"{name}: expected a tensor or a list of numbers, got {in_a_line(given)}")
+
+
+def not_nested(**tensors: object) -> None:
+    """TypeError where a tensor is nested; only attention without any option takes those."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.is_nested:
+            raise TypeError(
+                f"{name}: nested tensors are not supported; pad them and give "
+                "mask=attnkit.Padding(lengths), or concatenate them and give "
+                "mask=attnkit.Packed(lengths)"
+            )
 
 
 def floating(name: str, tensor: object, query: Tensor) -> None:

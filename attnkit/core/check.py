@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from attnkit.core.arguments import floating
+from attnkit.core.arguments import floating, not_nested
 from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.masks.base import Mask, as_4d, as_mask, check_broadcastable
 from attnkit.core.masks.edges import EdgeFeatures, Edges
@@ -37,6 +37,7 @@ def check_inputs(
         normalizer = as_normalizer(normalizer)
     if scale is not None or not isinstance(score, Score):
         score = as_score(score, scale)
+    not_nested(query=query, key=key, value=value, bias=bias)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value)
     score.check(query, key)
@@ -87,7 +88,7 @@ def _with_causal(
 
 
 def _check_layout(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided and not tensor.is_nested:
+    if tensor.layout is not torch.strided:
         raise TypeError(
             f"{name}: expected a dense tensor, got the layout {tensor.layout}; "
             "a sparse pattern is a mask, attnkit.Edges"

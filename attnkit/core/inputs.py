@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
@@ -134,14 +136,21 @@ class Inputs:
     @property
     def is_causal(self) -> bool:
         """Whether the mask is what kernels call causal: j ≤ i and nothing else."""
-        return (
-            isinstance(self.mask, Causal) and self.mask.offset(self.num_queries, self.num_keys) == 0
+        # of sizes that a program does not know, it may be and need not
+        return isinstance(self.mask, Causal) and statically_known_true(
+            self.mask.offset(self.num_queries, self.num_keys) == 0
         )
 
     @property
     def has_attn_mask(self) -> bool:
         """Whether a kernel has to read a tensor of biases or of permissions."""
         return self.bias is not None or not (self.mask is None or self.is_causal)
+
+    def tensors(self) -> Iterator[object]:
+        """All that a derivative may be asked of, and what else stands beside it."""
+        for owner in (self, self.score, self.normalizer, self.edge_features):
+            if owner is not None:
+                yield from vars(owner).values()
 
     def repeated_heads(self) -> tuple[Tensor, Tensor]:
         """Key and value with as many heads as the query."""

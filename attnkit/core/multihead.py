@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.arguments import choice, share
+from attnkit.core.arguments import choice, not_nested, share
 from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.inputs import Normalizer
@@ -235,6 +235,8 @@ class MultiHeadAttention(Projections):
         is_new: bool,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         """Query, key and value as heads, and current score and normalizer."""
+        if query.is_nested:
+            not_nested(query=query)
         if key is None and value is not None:
             raise ValueError("value: given without key")
         if cache is not None and key is not None:

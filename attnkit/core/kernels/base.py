@@ -6,13 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers.kinds import Softmax
+from attnkit.core.operators.derivatives import has_tangent, is_differentiated_twice
 from attnkit.core.scores.kinds import ScaledDot
+
+TRACED_PARTS = 16
+"""About how many parts of its work a kernel does one after the other in a program of torch.compile,
+which holds the operators of each part."""
 
 
 class Backend:
@@ -29,6 +35,8 @@ class Backend:
     """What mask it is for, if it is for one alone; it serves nothing without a mask."""
     reads_edges = False
     """Whether it reads edges one by one, with what they carry, or as a boolean mask."""
+    has_all_derivatives = False
+    """Whether it has derivatives of all orders, also in forward mode, or the gradient alone."""
 
     def unsupported_reasons(self, inputs: Inputs) -> Iterator[str]:
         """Every reason why this kernel cannot serve the inputs; none if it can."""
@@ -48,6 +56,13 @@ class Backend:
                 yield "cannot read edge features"
             elif serves and (torch.compiler.is_compiling() or inputs.mask.has_repeated):
                 yield "reads a boolean mask, which cannot hold duplicate edges"
+        if not self.has_all_derivatives and (
+            has_tangent(inputs.tensors()) or is_differentiated_twice()
+        ):
+            yield (
+                "has the gradient alone, no second derivative and none in forward mode; "
+                "backend='reference' has"
+            )
 
     def serves(self, inputs: Inputs) -> bool:
         """Whether this kernel can serve the inputs."""
@@ -136,6 +151,12 @@ def first_channels(tensor: Tensor, size: int) -> Tensor:
 def multiple_of_8(size: int) -> int:
     """The next one: what fused kernels read at once."""
     return -(-size // 8) * 8
+
+
+def are_known(*sizes: int) -> bool:
+    """Whether these are numbers, and none stands for any number in an exported program, which then
+    must not depend on how large it is."""
+    return not torch.compiler.is_exporting() or all(map(has_static_value, sizes))
 
 
 def name_what_has_a_second_derivative(output: Tensor, backend: str) -> None:

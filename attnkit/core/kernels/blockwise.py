@@ -18,6 +18,7 @@ class Blockwise(Backend):
     """
 
     name = "blockwise"
+    has_all_derivatives = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         return empty_reasons(inputs)

@@ -20,7 +20,7 @@ from attnkit.core.kernels.packed import PackedKernel
 from attnkit.core.kernels.reference import Reference
 from attnkit.core.kernels.sdpa import Cudnn, Efficient, Flash, Math
 from attnkit.core.kernels.varlen import VarlenKernel
-from attnkit.core.kernels.window import WindowKernel
+from attnkit.core.kernels.windows.window import WindowKernel
 
 
 class UnsupportedError(ValueError):

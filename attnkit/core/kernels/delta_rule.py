@@ -16,7 +16,7 @@ from attnkit.core.arguments import at_least, floating
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
-from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size
+from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size, size_of_chunk
 from attnkit.core.masks.sequences import Causal
 from attnkit.core.normalizers.kinds import DeltaRule
 from attnkit.core.precision import no_autocast, wide
@@ -78,6 +78,7 @@ class DeltaRuleKernel(Backend):
 
     name = "delta_rule"
     normalizers = (DeltaRule,)
+    has_all_derivatives = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from empty_reasons(inputs)
@@ -126,7 +127,7 @@ def _step(
     # only a segment's keys and values are ever repeated
     heads = features(q), *(t.repeat_interleave(groups, 1) for t in (features(k), v))
     chunked = (*heads, beta.to(state.dtype)[..., None])
-    q, k, v, b = (in_chunks(tensor, min(chunk_size, tokens)) for tensor in chunked)
+    q, k, v, b = (in_chunks(tensor, size_of_chunk(chunk_size, tokens)) for tensor in chunked)
     # a chunk that meets the memory S writes u_t = β_t (v_t − Sᵀ k_t − Σ_{s<t} u_s (k_s·k_t)):
     # u = own − seen S, whose two parts need no S
     overlap = b * (k @ k.transpose(-2, -1))

@@ -60,6 +60,7 @@ class HardKernel(Backend):
 
     name = "hard"
     normalizers = (Hard,)
+    has_all_derivatives = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         return iter(())
@@ -67,7 +68,14 @@ class HardKernel(Backend):
     def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Hard)
         by_score_function = inputs.normalizer.estimator == "score_function"
-        recorded = by_score_function and bool(_OPEN.get())
+        # a backward pass is running: activation checkpointing runs the forward again
+        again = by_score_function and torch._C._current_graph_task_id() != -1
+        if again and not _is_recomputed_with_its_graph():
+            raise RuntimeError(
+                "normalizer: Hard('score_function') cannot train in a reentrant checkpoint, whose "
+                "draws have no gradient; give checkpoint(..., use_reentrant=False)"
+            )
+        recorded = by_score_function and (bool(_OPEN.get()) or again)
         if by_score_function and not recorded and _are_trained(inputs):
             raise RuntimeError(
                 "normalizer: Hard('score_function') needs the probabilities of its draws to "
@@ -77,10 +85,16 @@ class HardKernel(Backend):
         if inputs.num_keys == 0:
             inputs = _with_a_hidden_key(inputs)
         output, *draw = in_blocks(inputs, partial(_pick, recorded=recorded))
-        if recorded:
+        if recorded and not again:  # the draws are the same
             for draws in _OPEN.get():
                 draws.append(Draw(*draw))
         return output.to(inputs.query.dtype)
+
+
+def _is_recomputed_with_its_graph() -> bool:
+    """Whether the backward that runs recomputes for the graph of the forward, as checkpoint does
+    with use_reentrant=False, by hooks on the tensors that are saved."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _with_a_hidden_key(inputs: Inputs) -> Inputs:

@@ -12,11 +12,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
-from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size
+from attnkit.core.kernels.base import Backend, are_known, dropout_reasons, empty_reasons
+from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size, size_of_chunk
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.normalizers.kinds import Linear
 from attnkit.core.precision import no_autocast, wide
@@ -35,6 +36,7 @@ class LinearKernel(Backend):
 
     name = "linear"
     normalizers = (Linear,)
+    has_all_derivatives = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from empty_reasons(inputs)
@@ -42,6 +44,11 @@ class LinearKernel(Backend):
         for mask in inputs.masks:
             if not isinstance(mask, Causal | Padding):
                 yield f"needs no mask but Causal and Padding, got {type(mask).__name__}"
+        sizes = inputs.num_queries, inputs.num_keys
+        if any(isinstance(mask, Causal) for mask in inputs.masks) and not (
+            are_known(*sizes) or statically_known_true(sizes[0] == sizes[1])
+        ):
+            yield "needs numbers of queries and keys that are known or equal in an exported program"
 
     def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Linear)
@@ -101,7 +108,7 @@ def _read_and_write(
 ) -> tuple[Tensor, Tensor]:
     """Each query reads what was written before its chunk, and within the chunk up to itself."""
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
-    size = min(CHUNK, tokens)
+    size = size_of_chunk(CHUNK, tokens)
     q, k, v = (
         in_chunks(tensor, size)
         for tensor in (

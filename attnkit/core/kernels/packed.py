@@ -44,6 +44,7 @@ class PackedKernel(Backend):
     name = "packed"
     needs_mask = "exactly one Packed mask"
     normalizers = (Softmax, Linear)
+    has_all_derivatives = True
 
     def __init__(self, choose: Callable[[Inputs], Backend]) -> None:
         self.choose = choose

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.kernels.base import TRACED_PARTS
+from attnkit.core.operators.derivatives import has_tangent
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive, ScaledDot
 
@@ -35,14 +36,14 @@ def in_blocks(inputs: Inputs, function: BlockFunction) -> tuple[Tensor, ...]:
         key, value = exact.repeated_heads()
         exact = replace(exact, key=key, value=value).as_scaled_dot()
         sizes = _block_sizes(exact) if _can_recompute(exact) else None
-        if sizes is None or sizes == (len(exact.query), exact.num_queries):
+        if sizes is None or sizes == (exact.query.shape[0], exact.num_queries):
             return function(exact, _allowed(exact, (0, 0), exact))
         tensors = _tensors(exact).values()
         if (
             torch.compiler.is_compiling()
             # of a score of the user's, whose tensors are not known
             or type(exact.score) not in (ScaledDot, Additive)
-            or any(unpack_dual(tensor).tangent is not None for tensor in tensors)
+            or has_tangent(tensors)
         ):
             return _checkpointed(function, exact, sizes)
         return _Recomputed.apply(function, exact, sizes, *tensors)
@@ -236,7 +237,7 @@ def _allowed(block: Inputs, start: tuple[int, int], whole: Inputs) -> Tensor | N
         return None
     batch, num_heads, num_rows, _ = block.query.shape
     device, sizes = block.query.device, (whole.num_queries, whole.num_keys)
-    if (batch, num_rows) == (len(whole.query), whole.num_queries):
+    if (batch, num_rows) == (whole.query.shape[0], whole.num_queries):
         return whole.mask.dense(*sizes, device)
     item, row = start
     items = torch.arange(item, item + batch, device=device)
@@ -291,6 +292,8 @@ def _block_sizes(inputs: Inputs) -> tuple[int, int]:
     """How many batch items and how many query rows make a block."""
     batch, num_heads, num_queries, _ = inputs.query.shape
     most = BLOCK_SCORES["cpu" if inputs.query.is_cpu else "other"]
+    if torch.compiler.is_compiling():
+        most = max(most, batch * num_heads * num_queries * inputs.num_keys // TRACED_PARTS)
     rows = min(num_queries, max(1, most // (num_heads * inputs.num_keys)))
     items = min(batch, max(1, most // (num_heads * inputs.num_keys * rows)))
     return items, rows

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from attnkit.core.kernels.base import TRACED_PARTS, are_known
+
 Step = Callable[..., tuple[Any, Tensor]]
 """(state, a segment of each tensor) to (what the segment gives, the next state)."""
 
@@ -54,9 +56,16 @@ def segment_size(tensor: Tensor, chunk_size: int) -> int:
     """Tokens of a segment of tensors like this one, in whole chunks."""
     if torch.compiler.is_exporting():
         return chunk_size
-    batch, heads, _, dim = tensor.shape
+    batch, heads, tokens, dim = tensor.shape
     most = SEGMENT_ELEMENTS["cpu" if tensor.is_cpu else "other"] // (batch * heads * dim)
+    if torch.compiler.is_compiling():
+        most = max(most, -(-tokens // TRACED_PARTS))
     return max(1, most // chunk_size) * chunk_size
+
+
+def size_of_chunk(most: int, tokens: int) -> int:
+    """Tokens of a chunk; all, where an exported program does not know how many they are."""
+    return min(most, tokens) if are_known(tokens) else tokens
 
 
 def in_chunks(tensor: Tensor, size: int) -> Tensor:
@@ -64,4 +73,4 @@ def in_chunks(tensor: Tensor, size: int) -> Tensor:
     missing = -tensor.shape[2] % size
     if missing:
         tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, missing))
-    return tensor.unflatten(2, (-1, size))
+    return tensor.unflatten(2, (tensor.shape[2] // size, size))

@@ -96,14 +96,21 @@ class Reference(Backend):
 
     name = "reference"
     normalizers = (Normalizer,)
+    has_all_derivatives = True
     reads_edges = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         mask, normalizer = inputs.mask, inputs.normalizer
         if normalizer.draws:
             yield "cannot sample keys"
-        elif isinstance(mask, Edges) and not isinstance(normalizer, Softmax) and mask.has_repeated:
-            yield f"supports duplicate edges in softmax alone, got {normalizer}"
+        elif isinstance(mask, Edges) and not isinstance(normalizer, Softmax):
+            if torch.compiler.is_exporting():
+                yield (
+                    f"cannot tell in an exported program whether Edges has duplicates, which "
+                    f"{normalizer} does not support; use them as Edges(...) & Dense(...)"
+                )
+            elif mask.has_repeated:
+                yield f"supports duplicate edges in softmax alone, got {normalizer}"
 
     def compute(self, inputs: Inputs) -> Tensor:
         return reference_attention(inputs)

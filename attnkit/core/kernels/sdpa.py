@@ -12,7 +12,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.backends.cuda import flash_sdp_enabled
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -46,7 +48,8 @@ class Sdpa(Backend):
     kernel: SDPBackend
     device_types: tuple[str, ...] = ("cpu", "cuda")
     serves_grouped = True
-    # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do
+    # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do, and what
+    # ONNX makes of an exported program gives NaN
     guards_dead_rows = False
     needs_positive_scale = True
     needs_unit_stride = True
@@ -94,8 +97,9 @@ class Sdpa(Backend):
             key, value = inputs.repeated_heads()
             grouped = False
         term, alive = inputs.attn_mask(), None
-        if term is not None and self.guards_dead_rows and query.is_cuda:
-            term, alive = _revive(term)
+        is_guarded = torch.compiler.is_exporting() or (self.guards_dead_rows and query.is_cuda)
+        if term is not None and is_guarded:
+            term, alive = revive(term)
         with self.forced(query):
             output = F.scaled_dot_product_attention(
                 self.readable(query, head_dim),
@@ -156,6 +160,8 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
     On the CPU, unless a gradient wants the queries in parts. At the size of a decoding step,
     checking and choosing take as long as computing, and there is nothing more to check.
     """
+    if query.is_nested or key.is_nested or value.is_nested:  # without a shape that all would know
+        return query.layout is key.layout is value.layout is torch.jagged
     shape, size = query.shape, key.shape
     return (
         query.is_cpu
@@ -170,6 +176,8 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0  # outside of forward-mode differentiation
+        and not torch._C._are_functorch_transforms_active()
         and (not torch.is_grad_enabled() or 2 * shape[0] * shape[1] > torch.get_num_threads())
         and flash_sdp_enabled()
     )
@@ -227,6 +235,7 @@ class Math(Sdpa):
     name = "math"
     kernel = SDPBackend.MATH
     device_types = ("cpu", "cuda", "mps", "xpu")
+    has_all_derivatives = True
     needs_positive_scale = False
     needs_unit_stride = False
 
@@ -284,7 +293,7 @@ def capability_reasons(inputs: Inputs) -> Iterator[str]:
 
 
 def _square_reasons(inputs: Inputs) -> Iterator[str]:
-    if inputs.num_queries != inputs.num_keys:
+    if not statically_known_true(inputs.num_queries == inputs.num_keys):
         yield (
             "needs as many queries as keys for Causal on CUDA, "
             f"got {inputs.num_queries} and {inputs.num_keys}"
@@ -296,7 +305,7 @@ def _dot_dim(inputs: Inputs) -> int:
     return inputs.dot_dim
 
 
-def _revive(term: Tensor) -> tuple[Tensor, Tensor]:
+def revive(term: Tensor) -> tuple[Tensor, Tensor]:
     """Let rows that may look nowhere look everywhere, and say which rows are alive."""
     if term.dtype == torch.bool:
         alive = term.any(dim=-1, keepdim=True)

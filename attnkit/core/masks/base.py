@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import as_tensor
+
 Index = int | Tensor
 
 
@@ -123,6 +125,7 @@ class Dense(Mask):
     allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "allowed", as_tensor("mask", self.allowed))
         if isinstance(self.allowed, Tensor):
             _check_boolean(self.allowed)
 
@@ -238,7 +241,12 @@ class And(_Several):
         bands = [mask.band(num_queries, num_keys) for mask in self.masks]
         lower = [first for first, _ in bands if first is not None]
         upper = [last for _, last in bands if last is not None]
-        return max(lower, default=None), min(upper, default=None)
+        largest: Any = torch.sym_max  # of sizes that a program does not know, too
+        smallest: Any = torch.sym_min
+        return (
+            reduce(largest, lower) if lower else None,
+            reduce(smallest, upper) if upper else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -267,6 +275,14 @@ class Not(Mask):
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         return ~self.mask.allows(batch, head, query, key, num_queries, num_keys)
+
+    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        return ~self.mask.dense(num_queries, num_keys, device)
+
+    def select(
+        self, items: Tensor, heads: Tensor, rows: Tensor, num_queries: int, num_keys: int
+    ) -> Tensor:
+        return ~self.mask.select(items, heads, rows, num_queries, num_keys)
 
 
 def as_mask(mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool]) -> Mask:

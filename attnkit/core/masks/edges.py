@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import as_tensor
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.kept import Made, kept
@@ -49,6 +50,7 @@ class Edges(Mask):
     """Whether it is known without looking that no edge is given more than once."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "edge_index", as_tensor("edge_index", self.edge_index))
         if not isinstance(self.edge_index, Tensor):
             return  # a pytree map rebuilds masks with leaves that are not tensors
         if isinstance(self.num_nodes, tuple | list):
@@ -166,12 +168,14 @@ class Edges(Mask):
             )
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
+        if torch.compiler.is_exporting():  # ONNX has no searchsorted
+            return self.dense(num_queries, num_keys, query.device)[0, 0][query, key]
         source, target = self.edge_index.to(query.device).long()
         pairs = (target * num_keys + source).sort().values
         wanted = query * num_keys + key
-        if len(pairs) == 0:
+        if pairs.shape[0] == 0:
             return wanted < 0
-        return pairs[torch.searchsorted(pairs, wanted).clamp(max=len(pairs) - 1)] == wanted
+        return pairs[torch.searchsorted(pairs, wanted).clamp(max=pairs.shape[0] - 1)] == wanted
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         source, target = self.edge_index.to(device)

@@ -1,12 +1,14 @@
 """Masks over grids: 2-D windows, blocks of queries and keys."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.base import Mask
 
 _MAX_PREFIX_TOKENS = 16  # class and register tokens that an error may think of
@@ -38,8 +40,10 @@ class Window2d(Mask):
             ("num_prefix_tokens", 0),
         ):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < least:
+            number = whole(size)
+            if number is None or number < least:
                 raise ValueError(f"{name}: expected an integer ≥ {least}, got {size!r} (Window2d)")
+            object.__setattr__(self, name, number)
 
     @property
     def num_tokens(self) -> int:
@@ -75,10 +79,16 @@ class Blocks(Mask):
     block_size: int | tuple[int, int]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", as_tensor("grid", self.grid))
         if not isinstance(self.grid, Tensor):
             return
-        if min(self.sizes) < 1:
-            raise ValueError(f"block_size: expected at least 1, got {self.block_size} (Blocks)")
+        given: Any = self.block_size
+        sizes = tuple(map(whole, given)) if isinstance(given, Sequence) else (whole(given),) * 2
+        if len(sizes) != 2 or any(size is None or size < 1 for size in sizes):
+            raise ValueError(
+                f"block_size: expected at least 1, one integer or two, got {given!r} (Blocks)"
+            )
+        object.__setattr__(self, "block_size", sizes)
         if self.grid.dtype != torch.bool:
             raise TypeError(f"grid: expected booleans (True = may look), got {self.grid.dtype}")
         if self.grid.ndim not in (2, 3):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.kept import kept
 
@@ -55,6 +56,7 @@ class Padding(Mask):
     lengths: Annotated[Tensor, "batch", int] | Annotated[Tensor, "batch keys", bool]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", as_tensor("lengths", self.lengths))
         # pytree maps rebuild masks with leaves that are not tensors; only tensors can be checked
         if not isinstance(self.lengths, Tensor):
             return
@@ -82,7 +84,7 @@ class Padding(Mask):
 
     @property
     def leading(self) -> tuple[int, int]:
-        return len(self.lengths), 1
+        return self.lengths.shape[0], 1
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         lengths = self.lengths.to(key.device)
@@ -105,8 +107,10 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
-            if size is not None and (not isinstance(size, int) or size < 0):
+            number = whole(size)
+            if size is not None and (number is None or number < 0):
                 raise ValueError(f"{name}: expected an integer ≥ 0 or None, got {size!r} (Window)")
+            object.__setattr__(self, name, number)
         check_align_name(self.align, "Window")
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
@@ -143,10 +147,8 @@ class Packed(Mask):
 
     def __post_init__(self) -> None:
         for name in ("lengths", "key_lengths"):
-            given = getattr(self, name)
-            if isinstance(given, Sequence):
-                given = torch.tensor(given)
-                object.__setattr__(self, name, given)
+            given = as_tensor(name, getattr(self, name))
+            object.__setattr__(self, name, given)
             # pytree maps rebuild masks with leaves that are not tensors
             if not isinstance(given, Tensor):
                 continue
@@ -254,7 +256,9 @@ class _PackedTables(Mask):
 
 
 def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
-    return torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=len(ends) - 1)
+    if torch.compiler.is_exporting():  # ONNX has no searchsorted
+        return (tokens[..., None] >= ends).sum(dim=-1).clamp(max=ends.shape[0] - 1)
+    return torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=ends.shape[0] - 1)
 
 
 def check_align_name(align: str | None, name: str) -> None:

@@ -81,6 +81,16 @@ def _tiles(query: Tensor, key: Tensor) -> Iterator[tuple[Tensor, tuple[slice, sl
                 yield buffer[:size].view(shape), where
 
 
+def additive_definition(
+    query: Tensor, key: Tensor, vector: Tensor, negative_slope: float | None
+) -> Tensor:
+    """The scores of query [..., queries, dim], key [..., keys, dim] and vector [..., dim]; holds
+    [..., queries, keys, dim]."""
+    pairs = query[..., :, None, :] + key[..., None, :, :]
+    pairs = pairs.tanh() if negative_slope is None else F.leaky_relu(pairs, negative_slope)
+    return (pairs * vector[..., None, None, :]).sum(dim=-1)
+
+
 @torch.library.custom_op("attnkit::additive_scores", mutates_args=())
 def additive_scores(
     query: Tensor, key: Tensor, vector: Tensor, negative_slope: float | None
@@ -157,6 +167,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _derivative(ctx, gradient):
+    if torch.is_grad_enabled():  # create_graph: the operator of the backward has no derivative
+        query, key, vector = ctx.saved_tensors
+        scores = additive_definition(query, key, vector, ctx.negative_slope)
+        wanted = [t for t in ctx.saved_tensors if t.requires_grad]
+        found = iter(torch.autograd.grad(scores, wanted, gradient, create_graph=True))
+        return *(next(found) if t.requires_grad else None for t in ctx.saved_tensors), None
     return *_backward(gradient, *ctx.saved_tensors, ctx.negative_slope), None
 
 

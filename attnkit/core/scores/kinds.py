@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import positive
+from attnkit.core.operators.derivatives import has_tangent
 from attnkit.core.precision import wide
-from attnkit.core.scores.additive_operator import additive_scores
+from attnkit.core.scores.additive_operator import additive_definition, additive_scores
 from attnkit.core.scores.base import Score, check_fit, check_number, per_head
 
 
@@ -153,6 +153,11 @@ class Gaussian(Score):
         check_number("bandwidth", self.bandwidth, query)
 
     def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
+        is_trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+        if is_trained or has_tangent((query, key)):
+            # cdist has no derivative in forward mode, and before torch 2.12 no second one
+            squares = (query[:, :, :, None] - key[:, :, None]).square().sum(dim=-1)
+            return -0.5 * squares / per_head(self.bandwidth) ** 2
         # not by a matrix product: that would cancel where points are close and far from 0
         distance = torch.cdist(query, key, compute_mode="donot_use_mm_for_euclid_dist")
         return -0.5 * (distance / per_head(self.bandwidth)).square()
@@ -242,16 +247,16 @@ class Additive(Score):
         check_fit("vector", self.vector, (query.shape[1], query.shape[3]), query)
 
     def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
-        pairs = query[:, :, :, None] + key[:, :, None]
-        if self.negative_slope is None:
-            pairs = pairs.tanh()
-        else:
-            pairs = F.leaky_relu(pairs, self.negative_slope)
-        return (pairs * self.vector[..., None, None, :]).sum(dim=-1)
+        return additive_definition(query, key, self.vector, self.negative_slope)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        # an exported program does not know our operator, which has no rules for torch.func either
-        if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+        # an exported program does not know our operator, which has no rules for torch.func and for
+        # forward mode either
+        if (
+            torch.compiler.is_exporting()
+            or torch._C._are_functorch_transforms_active()
+            or has_tangent((query, key, self.vector))
+        ):
             return self.definition(query, key)
         vector = self.vector.expand(*query.shape[:2], -1)
         scores = additive_scores(

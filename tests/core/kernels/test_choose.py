@@ -396,3 +396,26 @@ def test_a_row_of_minus_infinity_is_zero_when_compiled(compiler, dtype, backend)
     expected = with_gradients(tensors, attention, bias=bias)
     tolerance = {"atol": 0.05, "rtol": 0} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close([output, *gradients], expected, **tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_served_or_refused_in_one_line():
+    items = [torch.randn(tokens, 2, 4) for tokens in (3, 5)]
+    jagged = torch.nested.nested_tensor(items, layout=torch.jagged).transpose(1, 2)
+    for found, item in zip(attend(jagged, jagged, jagged).unbind(), items, strict=True):
+        alone = item.transpose(0, 1)
+        torch.testing.assert_close(found, attend(alone, alone, alone))
+    strided = torch.nested.nested_tensor([item.transpose(0, 1) for item in items])
+    plain = torch.randn(2, 2, 5, 4)
+    block = attnkit.MultiHeadAttention(4, 2)
+    for name, call in {
+        "query": lambda: attend(strided, strided, strided),
+        "query ": lambda: attend(jagged, jagged, jagged, mask=attnkit.Causal()),
+        "query  ": lambda: attend(jagged, jagged, jagged, backend="reference"),
+        "key": lambda: attend(plain, strided, plain),
+        "bias": lambda: attend(plain, plain, plain, bias=strided),
+        "query   ": lambda: block(strided),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name.strip()}: nested tensors .*Packed") as refused:
+            call()
+        assert "\n" not in str(refused.value)

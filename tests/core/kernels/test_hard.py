@@ -1,8 +1,12 @@
 """Hard attention: one key, its estimators against exact expectations, and what it refuses."""
 
+from contextlib import ExitStack
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import attnkit
 from attnkit import Causal, Hard, Padding, attend
@@ -213,3 +217,39 @@ def test_what_it_refuses():
     assert explained.reasons["flash"] == ["needs the normalizer Softmax, got Hard"]
     assert explained.reasons["reference"] == ["cannot sample keys"]
     assert explained.reasons["hard"] == []
+
+
+@pytest.mark.parametrize("is_open_in_backward", [False, True], ids=["closed", "open"])
+def test_draws_under_checkpointing_are_those_of_the_forward(is_open_in_backward):
+    query = torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+
+    def attention(query):
+        return attend(query, query, query, normalizer=attnkit.Hard("score_function"))
+
+    def gradient(call):
+        torch.manual_seed(0)
+        with ExitStack() as stack:
+            draws = stack.enter_context(attnkit.record_draws())
+            output = call(query)
+            if not is_open_in_backward:
+                stack.close()
+            loss = output.square().sum() + sum(draw.log_probability.sum() for draw in draws)
+            (found,) = torch.autograd.grad(loss, query)
+        assert len(draws) == 1
+        return found
+
+    torch.testing.assert_close(
+        gradient(partial(checkpoint, attention, use_reentrant=False)), gradient(attention)
+    )
+
+
+def test_draws_in_a_reentrant_checkpoint_are_refused():
+    query = torch.randn(1, 2, 5, 4, requires_grad=True)
+    with attnkit.record_draws():
+        output = checkpoint(
+            lambda query: attend(query, query, query, normalizer=attnkit.Hard("score_function")),
+            query,
+            use_reentrant=True,
+        )
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        output.sum().backward()

@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import Causal, Dense, Packed, Padding, Window, Window2d, attend
-from attnkit.core.kernels import packed, window, window_blocks
+from attnkit.core.kernels import packed
 from attnkit.core.kernels.choose import UnsupportedError
+from attnkit.core.kernels.windows import blocks, window
 
 CPU = torch.device("cpu")
 BATCH, HEADS, KV_HEADS = 2, 6, 3
@@ -56,7 +57,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks of several blocks, in threads, at the sizes of tests."""
-    monkeypatch.setattr(window_blocks, "CHUNK_ELEMENTS", 2**12)
+    monkeypatch.setattr(blocks, "CHUNK_ELEMENTS", 2**12)
     monkeypatch.setattr(window, "TASKS_PAY", 0)
     monkeypatch.setattr(packed, "TASKS_PAY", 0)
 

@@ -1,11 +1,14 @@
 """What each mask means, written out; how masks combine, move and are refused."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
 from attnkit.core.masks.base import And, Dense, as_mask
-from attnkit.core.masks.sequences import Causal, Padding
+from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.grids import Blocks, Window2d
+from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
 
 CPU = torch.device("cpu")
 
@@ -73,9 +76,50 @@ def test_masks_are_pytrees_and_move():
     assert moved.masks[1].lengths.device.type == "meta"
 
 
+INTEGERS = [np.int64, np.int32, np.uint8, lambda size: torch.tensor(size)]
+
+
+@pytest.mark.parametrize("integer", INTEGERS)
+def test_integers_of_numpy_and_torch_are_integers(integer):
+    assert Window(integer(1), integer(2)) == Window(1, 2)
+    assert Window(None, integer(2)) == Window(None, 2)
+    sizes = 3, 4, 1, 2, 1
+    assert Window2d(*map(integer, sizes)) == Window2d(*sizes)
+    grid = torch.ones(2, 2).tril().bool()
+    for size in (3, (3, 2)):
+        given = tuple(map(integer, size)) if isinstance(size, tuple) else integer(size)
+        assert Blocks(grid, given).sizes == Blocks(grid, size).sizes
+
+
+@pytest.mark.parametrize("form", [torch.tensor, np.array, list, tuple])
+def test_masks_take_lists_and_arrays(form):
+    edges, grid, allowed = [[0, 1, 2], [2, 0, 1]], [[True, False], [True, True]], [[True, False]]
+    for mask, expected in (
+        (Padding(form([2, 0, 3])), Padding(torch.tensor([2, 0, 3]))),
+        (Padding(form(grid)), Padding(torch.tensor(grid))),
+        (Packed(form([1, 2]), form([2, 1])), Packed(torch.tensor([1, 2]), torch.tensor([2, 1]))),
+        (Blocks(form(grid), 2), Blocks(torch.tensor(grid), 2)),
+        (Edges(form(edges), 3), Edges(torch.tensor(edges), 3)),
+        (Dense(form(allowed)), Dense(torch.tensor(allowed))),
+    ):
+        for found, right in zip(*map(pytree.tree_leaves, (mask, expected)), strict=True):
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(right))
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: Window(1.0, 2), ValueError, "left: expected an integer ≥ 0 or None, got 1.0"),
+        (lambda: Window(1, -1), ValueError, "right: expected an integer ≥ 0 or None, got -1"),
+        (lambda: Window2d("3", 3, 1, 1), ValueError, "height: expected an integer ≥ 1, got '3'"),
+        (
+            lambda: Blocks(torch.ones(1, 1).bool(), 3.0),
+            ValueError,
+            "block_size: expected at least 1, one",
+        ),
+        (lambda: Padding("63"), TypeError, "lengths: expected a tensor or a list of numbers"),
+        (lambda: Padding([1.0]), TypeError, "lengths: expected integers"),
+        (lambda: Packed([[1], [2, 3]]), TypeError, "lengths: expected a tensor or a list"),
         (lambda: Causal("left"), ValueError, "align: expected 'top_left' or 'bottom_right'"),
         (lambda: Padding(torch.tensor([1.0])), TypeError, "lengths: expected integers"),
         (lambda: Padding(torch.ones(2, 3).int()), ValueError, r"expected the shape \[batch\]"),

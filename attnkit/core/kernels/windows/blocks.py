@@ -18,7 +18,6 @@ from attnkit.core.precision import cast_bias
 
 TILE = 8  # rows and columns of a tile of queries
 CHUNK_ELEMENTS = 2**20  # of keys, counted as often as they are read: what stays in the cache
-TRACED_CHUNK_ELEMENTS = 2**24  # torch.compile traces each chunk anew, so fewer of them
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ class Chunk:
     def add_keys(self, total: Tensor, gradient: Tensor, start_of_total: int) -> None:
         """Add gradients of the runs to those of the keys from `start_of_total` on.
 
-        The runs overlap, their pieces of one step do not. Never through an unfolded view: written
-        to, it loses what lies between the pieces when torch.compile functionalizes it.
+        The runs overlap, their pieces of one step do not.
         """
         for start in range(0, self.key_size, self.key_step):
             size = min(self.key_step, self.key_size - start)
@@ -117,8 +115,7 @@ class Strip:
         after_inside = max(
             first_inside, min(last, (self.num_keys - run - self.lower) // self.key_step + 1)
         )
-        elements = TRACED_CHUNK_ELEMENTS if torch.compiler.is_compiling() else CHUNK_ELEMENTS
-        most = max(1, elements // (run * width))
+        most = max(1, CHUNK_ELEMENTS // (run * width))
         for i in range(first_inside, after_inside, most):
             start = i * self.key_step + self.lower
             count = min(most, after_inside - i)
@@ -209,9 +206,9 @@ class Terms:
         is_line = all(isinstance(part, Window | Causal) for part in mask.parts)
         self.is_shared = bias is None and (is_line or isinstance(mask, Window2d))
 
-    def of(self, batch: int, heads: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    def of(self, batch: int | Tensor, heads: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
         """[count, 1 or heads, queries, keys] for token indices [count, queries], [count, keys]."""
-        item = torch.full((1, 1, 1, 1), batch, device=self.device)
+        item = torch.as_tensor(batch, device=self.device)
         head = heads[:, None, None]
         query, key = rows[:, None, :, None], keys[:, None, None, :]
         allowed = self.mask.allows(item, head, query, key, *self.sizes)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
+    are_known,
     bias_gradient_reasons,
     device_reasons,
     dot_product_reasons,
@@ -25,7 +26,8 @@ from attnkit.core.kernels.base import (
     refuse_second_derivative,
 )
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
-from attnkit.core.kernels.window_blocks import Chunk, Part, Terms, grid_of, parts, strips
+from attnkit.core.kernels.windows.blocks import Chunk, Part, Terms, grid_of, parts, strips
+from attnkit.core.kernels.windows.program import program_pays, window_program
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.operators.plain import is_plain
@@ -52,6 +54,8 @@ class WindowKernel(Backend):
         yield from bias_gradient_reasons(inputs)
 
     def pays(self, inputs: Inputs) -> bool:
+        if torch.compiler.is_compiling():
+            return program_pays(inputs)
         width = inputs.key.shape[1] * inputs.query.shape[3]
         sizes = inputs.num_queries, inputs.num_keys
         assert inputs.mask is not None
@@ -64,6 +68,8 @@ class WindowKernel(Backend):
 
     def compute(self, inputs: Inputs) -> Tensor:
         inputs = inputs.as_scaled_dot()
+        if torch.compiler.is_compiling():
+            return window_program(inputs)
         value_dim = inputs.value.shape[3]
         dim = max(inputs.query.shape[3], value_dim)
         query, key, value = (
@@ -83,6 +89,8 @@ def _line_reasons(inputs: Inputs) -> Iterator[str]:
         yield "needs a window, got a mask without one"
     elif lower is None or upper is None:
         yield "needs a window that is limited on both sides"
+    elif not are_known(inputs.num_queries, inputs.num_keys):
+        yield "needs numbers of tokens that are known in an exported program"
     elif any(isinstance(p, Packed) and p.key_lengths is not None for p in inputs.masks):
         yield "needs sequences with as many queries as keys in Packed beside a window"
 

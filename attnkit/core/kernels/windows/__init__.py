@@ -1,0 +1,1 @@
+"""Sliding windows, along a line and on a grid."""

@@ -1,0 +1,26 @@
+"""Which derivatives are asked for while attention runs."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
+
+
+def has_tangent(tensors: Iterable[object]) -> bool:
+    """Whether forward-mode differentiation goes through one of them."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or any(
+        isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    )
+
+
+def is_differentiated_twice() -> bool:
+    """Whether torch.func differentiates in a derivative. Where autograd does, nobody knows yet."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    kinds = [level.key() for level in get_interpreter_stack() or ()]
+    return kinds.count(TransformType.Grad) > 1
