@@ -222,8 +222,9 @@ def test_every_mask_exported_takes_other_batches_and_tokens(mask, option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if "not" not in mask])
 def test_every_mask_exported_strictly(mask):
+    """All but ~mask, made inside the program, which torch 2.11 cannot trace."""
     check_exported(mask, "dot", "batch" if mask in FIXED else "batch and tokens", strict=True)
 
 

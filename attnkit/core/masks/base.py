@@ -241,12 +241,8 @@ class And(_Several):
         bands = [mask.band(num_queries, num_keys) for mask in self.masks]
         lower = [first for first, _ in bands if first is not None]
         upper = [last for _, last in bands if last is not None]
-        largest: Any = torch.sym_max  # of sizes that a program does not know, too
-        smallest: Any = torch.sym_min
-        return (
-            reduce(largest, lower) if lower else None,
-            reduce(smallest, upper) if upper else None,
-        )
+        # not by default=None, with which torch 2.11 cannot compile it
+        return max(lower) if lower else None, min(upper) if upper else None
 
 
 @dataclass(frozen=True)

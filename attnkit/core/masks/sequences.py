@@ -107,8 +107,10 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
+            if size is None:
+                continue
             number = whole(size)
-            if size is not None and (number is None or number < 0):
+            if number is None or number < 0:
                 raise ValueError(f"{name}: expected an integer ≥ 0 or None, got {size!r} (Window)")
             object.__setattr__(self, name, number)
         check_align_name(self.align, "Window")

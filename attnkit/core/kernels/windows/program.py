@@ -9,7 +9,6 @@ side, which copies each key as often. A grid is cut along its rows, then along i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ class Axis:
     @property
     def block(self) -> int:
         """Queries of a block: half of what one of them reaches."""
-        size: Any = torch.sym_max(self.least, (self.upper - self.lower + 1) // 2)
-        return size
+        return max(self.least, (self.upper - self.lower + 1) // 2)
 
     @property
     def num_blocks(self) -> int:
@@ -79,8 +77,7 @@ def axes_of(mask: Mask, num_queries: int, num_keys: int) -> list[Axis]:
     lower, upper = mask.band(num_queries, num_keys)
     assert lower is not None
     assert upper is not None
-    last: Any = torch.sym_max(lower, upper)
-    return [Axis(num_queries, num_keys, lower, last, LEAST_BLOCK)]
+    return [Axis(num_queries, num_keys, lower, max(lower, upper), LEAST_BLOCK)]
 
 
 def program_pays(inputs: Inputs) -> bool:
