@@ -12,7 +12,7 @@ from attnkit.sight.graphs.explain import explain_graph
 from attnkit.sight.graphs.explanation import GraphExplanation
 from attnkit.sight.layer_table import layer_table
 from attnkit.sight.methods.grid import find_grid
-from attnkit.sight.methods.question import Layers, Question, Target, looking
+from attnkit.sight.methods.question import Layers, Question, Target, looking, probabilities
 from attnkit.sight.methods.table import METHODS
 from attnkit.sight.sentences import captioner_of
 
@@ -151,7 +151,7 @@ def explain(
         target=classes,
         predicted=logits.argmax(dim=1),
         logit=logits.gather(1, classes[:, None])[:, 0],
-        probability=logits.softmax(dim=1).gather(1, classes[:, None])[:, 0],
+        probability=probabilities(logits).gather(1, classes[:, None])[:, 0],
         images=question.images.detach(),
         model=model,
         layers=table,

@@ -31,7 +31,8 @@ class Explanation:
         gives the image alone.
     num_prefix_tokens: how many tokens of `tokens` are not patches.
     target: the class that is explained; for a method that knows of none, the predicted class.
-    predicted, logit, probability: the model's own class, and logit and softmax of `target`.
+    predicted, logit, probability: the model's own class, and logit and softmax of `target`,
+        or the sigmoid of a single logit.
     layers: a row for each layer and head of attention that was used; None for a method that does
         not look at attention.
     notes: what was assumed or measured on the way, a sentence each.

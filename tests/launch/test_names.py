@@ -132,7 +132,8 @@ def test_nothing_in_a_name_reaches_a_terminal_or_a_log(tmp_path, monkeypatch):
     monkeypatch.setattr("attnkit.lightning.telling.say.get_console", lambda: Console(file=screen))
     monkeypatch.setattr(sys, "stderr", errors)
     # pytest keeps what is logged, and its workers cannot send names that are not UTF-8
-    monkeypatch.setattr(logging.getLogger("attnkit"), "propagate", False)
+    for name in (None, "attnkit", "attnkit.run"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     table = Table("name")
     with logging_to(tmp_path):
         logging.getLogger("attnkit.run").setLevel(logging.INFO)

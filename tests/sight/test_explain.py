@@ -163,6 +163,19 @@ def test_convolutional_networks():
     assert explain(model, images, method="centre", grid=(2, 3)).map.shape == (2, 2, 3)
 
 
+def test_what_the_error_of_an_unseen_attention_names_works():
+    """`replace_attention` refuses it too."""
+    torch.manual_seed(0)
+    model = timm.create_model("levit_128s", num_classes=1).eval()
+    images = torch.randn(1, 3, 224, 224)
+    with pytest.raises(ValueError, match="another method: grad_cam, input_gradient") as refused:
+        explain(model, images)
+    assert "replace_attention" not in str(refused.value)
+    seen = explain(model, images, method="input_gradient")
+    assert seen.map.any()
+    torch.testing.assert_close(seen.probability, model(images)[:, 0].sigmoid().detach())
+
+
 def test_a_map_or_a_function_of_somebody_else():
     model, images = randomised(ours()), torch.randn(2, 3, 32, 48)
     given = torch.rand(2, 2, 3)

@@ -10,7 +10,7 @@ from attnkit.core.watch.taps.layers import Layers
 from attnkit.sight.graphs.explanation import GraphExplanation
 from attnkit.sight.graphs.methods import EDGE_METHODS, EdgeMap, EdgeMethod
 from attnkit.sight.graphs.question import GraphQuestion
-from attnkit.sight.methods.question import looking
+from attnkit.sight.methods.question import looking, probabilities
 
 
 def explain_graph(
@@ -68,7 +68,7 @@ def explain_graph(
         target=question.target,
         predicted=int(question.logits.argmax()),
         logit=float(question.logits[question.target]),
-        probability=float(question.logits.softmax(dim=0)[question.target]),
+        probability=float(probabilities(question.logits)[question.target]),
         question=question,
         notes=question.notes,
         is_signed=bool((found.edges < 0).any()) or known.is_signed,

@@ -33,7 +33,8 @@ class GraphExplanation:
     share: what the self-loops that layers added took of the sum of sizes; 0 where there are none.
     index: the node; None: the graph.
     target: the class that is explained; for a method that knows of none, the predicted class.
-    predicted, logit, probability: the model's own class, and logit and softmax of `target`.
+    predicted, logit, probability: the model's own class, and logit and softmax of `target`,
+        or the sigmoid of a single logit.
     notes: what was assumed on the way, a sentence each.
     is_signed: whether negative numbers speak against the class.
     """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least
 from attnkit.sight.graphs.question import GraphQuestion
 from attnkit.sight.graphs.scores import characterization, unfaithfulness
-from attnkit.sight.methods.question import looking
+from attnkit.sight.methods.question import looking, probabilities
 
 DEFAULT_KS = (1, 2, 4, 8, 16)
 
@@ -128,7 +128,7 @@ def fidelity_of(
         raise ValueError(
             f"ks: expected 1 to {len(places) - 1}, fewer than reach the node, got {ks}"
         )
-    whole = question.ask().softmax(dim=0)
+    whole = probabilities(question.ask())
     generator = torch.Generator().manual_seed(seed)
     orders = [places[scores[places].argsort(descending=True, stable=True)]]
     for _ in range(num_draws):
@@ -157,7 +157,7 @@ def _without(question: GraphQuestion, edges: Tensor, alone: bool) -> Tensor:
     """Probabilities [classes] without some edges, or with these alone."""
     keep = torch.ones_like(question.candidates)
     keep[edges] = False
-    return question.ask(~keep if alone else keep).softmax(dim=0)
+    return probabilities(question.ask(~keep if alone else keep))
 
 
 def _row(

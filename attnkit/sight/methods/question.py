@@ -139,6 +139,12 @@ class Question:
         )
 
 
+def probabilities(logits: Tensor) -> Tensor:
+    """Of logits [..., classes] by softmax; of a single logit, as of a binary classifier, by the
+    sigmoid."""
+    return logits.sigmoid() if logits.shape[-1] == 1 else logits.softmax(dim=-1)
+
+
 @contextmanager
 def looking(model: nn.Module) -> Iterator[None]:
     """In the block the model is in evaluation, uncompiled, with gradients, and no record counts.

@@ -14,6 +14,7 @@ from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttenti
 from attnkit.sight.methods.flow import Step
 from attnkit.sight.methods.grid import Grid, find_grid
 from attnkit.sight.methods.question import Layers, Question
+from attnkit.surgery.replace import is_served
 
 _OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
 OTHERS = "grad_cam, input_gradient, integrated_gradients or occlusion need no attention"
@@ -79,8 +80,10 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     except ValueError as error:
         if not calls:
             question.ask()  # raises what has nothing to do with attention
-            raise ValueError(f"{error}, or take another method: {OTHERS}") from None
-        raise
+        said = str(error)
+        if not is_served(question.model):
+            said = said.partition("; ")[0]  # replace_attention, which it names, refuses too
+        raise ValueError(f"{said}, or take another method: {OTHERS}") from None
     calls = _without_unread(calls, y, question)
     _check_calls(calls, question, method)
     steps = _steps(calls, question)

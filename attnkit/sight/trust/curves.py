@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.sight.methods.question import Question, Target, looking
+from attnkit.sight.methods.question import Question, Target, looking, probabilities
 from attnkit.sight.progress import shown
 from attnkit.sight.trust.places import Grid, on_grid, removal_grid, removal_ranks
 from attnkit.sight.trust.removal import Answer, removal
@@ -141,10 +141,8 @@ def answers_without(
 
 def target_values(logits: Tensor, target: Tensor) -> Annotated[Tensor, "2 batch"]:
     """Logit and probability of the target; of a single logit, by a sigmoid."""
-    probabilities = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(dim=1)
-    return torch.stack(
-        [values.gather(1, target[:, None])[:, 0] for values in (logits, probabilities)]
-    )
+    both = logits, probabilities(logits)
+    return torch.stack([values.gather(1, target[:, None])[:, 0] for values in both])
 
 
 def check_map(map: Tensor, question: Question, name: str = "map") -> None:

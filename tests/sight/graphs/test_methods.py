@@ -288,6 +288,16 @@ def test_images_have_no_index():
 
 def test_a_model_without_attention_is_occluded(graph):
     model = randomized(pyg.GraphConv(CHANNELS, CLASSES))
-    assert explain(model, graph, INDEX, method="occlusion").edges.any()
     with pytest.raises(ValueError, match="model: GraphConv has no attention"):
         explain(model, graph, INDEX)
+    assert explain(model, graph, INDEX, method="occlusion").edges.any()
+
+
+def test_a_single_logit_has_the_probability_of_a_sigmoid(graph):
+    model = randomized(pyg.GATv2Conv(CHANNELS, 1, HEADS, concat=False))
+    seen = explain(model, graph, INDEX, method="occlusion")
+    p = float(model(*graph)[INDEX, 0].sigmoid())
+    assert p < 0.999
+    assert seen.probability == pytest.approx(p)
+    assert seen.trust().probability == pytest.approx(p)
+    assert any(row["plus"] for row in seen.trust().rows)
