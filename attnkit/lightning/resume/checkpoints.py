@@ -117,19 +117,21 @@ class Newest(NamedTuple):
 def newest_intact(folder: str | os.PathLike[str]) -> Newest:
     """The intact `*.ckpt` of a folder that was saved after the most steps.
 
-    The files' times say nothing in a copy of the folder, nor after a clock was set back. They
-    decide between checkpoints that were saved at the same point of the training.
+    The files' times say nothing in a copy of the folder, nor after a clock was set back. Of equal
+    steps it is `last.ckpt`, from which a training goes on exactly where it stopped; one of the best
+    validation takes its epoch for finished.
     """
     broken: list[CheckpointError] = []
-    progress = {path: _progress(path) for path in Path(folder).glob("*.ckpt")}
-    for path in sorted(progress, key=lambda p: (progress[p], p.stat().st_mtime_ns), reverse=True):
+    steps = {path: _step(path) for path in Path(folder).glob("*.ckpt")}
+    order = {path: (steps[path], path.stem == "last", path.stat().st_mtime_ns) for path in steps}
+    for path in sorted(order, key=order.__getitem__, reverse=True):
         try:
             load(path, mmap=True)
         except CheckpointError as error:
             broken.append(error)
             continue
-        many = f", the furthest of {len(progress)} checkpoints" if len(progress) > 1 else ""
-        return Newest(path, f"step {progress[path][0]}{many}", broken)
+        many = f", the furthest of {len(steps)} checkpoints" if len(steps) > 1 else ""
+        return Newest(path, f"step {steps[path]}{many}", broken)
     return Newest(None, "", broken)
 
 
@@ -190,20 +192,13 @@ class SafeCheckpoints(Callback):
                     states[callback.state_key] = moved
 
 
-def _progress(path: Path) -> tuple[float, float]:
-    """The steps before a checkpoint, then all that Lightning has counted; inf if unreadable."""
-
-    def total(counts: Any) -> int:
-        if not isinstance(counts, dict):
-            return 0
-        own = sum(counts["total"].values()) if isinstance(counts.get("total"), dict) else 0
-        return own + sum(map(total, counts.values()))
-
+def _step(path: Path) -> float:
+    """The steps before a checkpoint; inf if it is unreadable: `load` says what is wrong with it."""
     try:
         found = dict(torch.load(path, "cpu", weights_only=True, mmap=True))
-        return int(found.get("global_step", -1)), total(found.get("loops"))
-    except Exception:  # `load` says what is wrong with it
-        return math.inf, math.inf
+        return int(found.get("global_step", -1))
+    except Exception:
+        return math.inf
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:
