@@ -117,10 +117,10 @@ def test_balanced_accuracy_is_of_the_classes_that_there_are():
 def test_a_monitor_that_nothing_logs_is_refused_at_once(tmp_path):
     loader = DataLoader(samples(), batch_size=11)
     for monitor in ("val/f2", "val_loss"):
-        stopping = [EarlyStopping(monitor), EarlyStopping("val/f1")]
+        stopping = [EarlyStopping(monitor), EarlyStopping("val/f1", mode="max")]
         with pytest.raises(UserError, match=f"EarlyStopping: nothing logs .*{monitor}.*val/f1,"):
             quiet(tmp_path, max_epochs=1, callbacks=stopping).fit(module(), loader, loader)
-    trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping("val/f1")])
+    trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping("val/f1", mode="max")])
     trainer.fit(module(), loader, loader)
     plateau = {"_target_": "attnkit.lightning.Plateau", "monitor": "val/nothing"}
     with pytest.raises(UserError, match="scheduler: nothing logs its monitor"):
@@ -144,7 +144,7 @@ def test_of_ones_own_class_what_it_logs_is_known_where_it_does_not_validate(tmp_
     def fit(cls, monitor):
         task = module()
         task.__class__ = cls
-        trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping(monitor)])
+        trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping(monitor, mode="max")])
         trainer.fit(task, loader, loader)
         return trainer.current_epoch
 
