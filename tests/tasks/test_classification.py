@@ -122,7 +122,7 @@ def test_a_monitor_that_nothing_logs_is_refused_at_once(tmp_path):
             quiet(tmp_path, max_epochs=1, callbacks=stopping).fit(module(), loader, loader)
     trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping("val/f1", mode="max")])
     trainer.fit(module(), loader, loader)
-    plateau = {"_target_": "attnkit.lightning.Plateau", "monitor": "val/nothing"}
+    plateau = {"_target_": "attnkit.lightning.Plateau", "monitor": "val/nothing", "mode": "max"}
     with pytest.raises(UserError, match="scheduler: nothing logs its monitor"):
         quiet(tmp_path, max_epochs=1).fit(module(scheduler=plateau), loader, loader)
 
