@@ -193,7 +193,7 @@ def test_files_that_are_not_read_are_named(tmp_path, capfd):
     root = tmp_path / "old"
     tree(root, {"train": 9})
     picture = Image.fromarray(noise(1, shape=(SIDE, SIDE, 3)))
-    for name in ("a.avif", "b.jp2", "c.tga"):
+    for name in ("a.pcx", "b.jp2", "c.tga"):
         picture.save(root / "train/ant" / name)
     shutil.copy(root / "train/ant/0.png", root / "train/ant/no_suffix")
     shutil.copy(root / "train/ant/0.png", root / "train/ant/.hidden.png")

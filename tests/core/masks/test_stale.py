@@ -156,7 +156,13 @@ def test_typed_edges_are_a_copy():
     assert torch.equal(edges.edge_type, before[1])
 
 
+def is_exporting(x):
+    return torch.zeros_like(x) + int(torch.compiler.is_exporting())
+
+
 def test_what_compiled_code_reads_is_refused_once_written_to():
+    if torch.compile(is_exporting, backend="eager")(torch.zeros(1)).any():
+        pytest.skip("this torch (2.11) says that it exports while it compiles")
     query, key, value = tensors()
     memory = EDGES[0].clone()
     edges = Edges(memory, TOKENS)
