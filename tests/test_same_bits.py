@@ -171,6 +171,7 @@ def with_a_past(name):
     return bits(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_at_other_addresses_after_other_work_and_recorded(name):
     first = bits(name)

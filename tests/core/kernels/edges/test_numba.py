@@ -334,6 +334,7 @@ def run(script, **environment):
     )
 
 
+@pytest.mark.slow
 def test_programs_are_kept_where_a_folder_can_be_written_to(tmp_path):
     """Else the kernels are compiled for this process alone."""
     tell = SCRIPT + "print(type(kernels(True, 8, 8)[0]._cache).__name__)\n"
