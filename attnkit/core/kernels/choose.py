@@ -8,6 +8,7 @@ from torch import Tensor
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
+from attnkit.core.kernels.block_sparse import BlockSparse
 from attnkit.core.kernels.blockwise import Blockwise
 from attnkit.core.kernels.delta_rule import DeltaRuleKernel
 from attnkit.core.kernels.edges.edges import EdgesKernel
@@ -16,11 +17,9 @@ from attnkit.core.kernels.edges.triton import TritonEdgesKernel
 from attnkit.core.kernels.flex import Flex
 from attnkit.core.kernels.hard import HardKernel
 from attnkit.core.kernels.linear import LinearKernel
-from attnkit.core.kernels.packed import PackedKernel
 from attnkit.core.kernels.reference import Reference
 from attnkit.core.kernels.sdpa import Cudnn, Efficient, Flash, Math
 from attnkit.core.kernels.varlen import VarlenKernel
-from attnkit.core.kernels.windows.window import WindowKernel
 
 
 class UnsupportedError(ValueError):
@@ -32,8 +31,7 @@ BACKENDS: tuple[Backend, ...] = (
     NumbaEdgesKernel(),
     EdgesKernel(),
     VarlenKernel(),
-    PackedKernel(lambda inputs: choose_backend(inputs)),
-    WindowKernel(),
+    BlockSparse(),
     Flex(),
     Cudnn(),
     Flash(),

@@ -8,7 +8,9 @@ kept per chunk of tokens, and what the chunk itself adds is a small matrix of we
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
+from operator import and_
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, are_known, dropout_reasons, empty_reasons
 from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size, size_of_chunk
-from attnkit.core.masks.sequences import Causal, Padding
+from attnkit.core.masks.sequences import Causal, Packed, Padding
 from attnkit.core.normalizers.kinds import Linear
 from attnkit.core.precision import no_autocast, wide
 
@@ -41,9 +43,14 @@ class LinearKernel(Backend):
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from empty_reasons(inputs)
         yield from dropout_reasons(inputs)
+        packed = [mask for mask in inputs.masks if isinstance(mask, Packed)]
         for mask in inputs.masks:
-            if not isinstance(mask, Causal | Padding):
-                yield f"needs no mask but Causal and Padding, got {type(mask).__name__}"
+            if mask not in packed[:1] and not isinstance(mask, Causal | Padding):
+                yield f"needs no mask but Causal, Padding and one Packed, got {type(mask).__name__}"
+            elif packed and isinstance(mask, Padding):
+                yield "needs no Padding beside Packed"
+        if packed and torch.compiler.is_compiling():
+            yield "reads lengths of Packed, which have no values while torch.compile traces"
         sizes = inputs.num_queries, inputs.num_keys
         if any(isinstance(mask, Causal) for mask in inputs.masks) and not (
             are_known(*sizes) or statically_known_true(sizes[0] == sizes[1])
@@ -51,6 +58,26 @@ class LinearKernel(Backend):
             yield "needs numbers of queries and keys that are known or equal in an exported program"
 
     def compute(self, inputs: Inputs) -> Tensor:
+        packed = next((mask for mask in inputs.masks if isinstance(mask, Packed)), None)
+        if packed is None:
+            return self._of_sequence(inputs)
+        inside = [mask for mask in inputs.masks if mask is not packed]
+        mask = reduce(and_, inside) if inside else None
+        lengths, key_lengths = packed.known_lengths
+        # split, whose backward is one concatenation, where each slice would fill a whole gradient
+        pieces = zip(
+            inputs.query.split(lengths, dim=2),
+            inputs.key.split(key_lengths, dim=2),
+            inputs.value.split(key_lengths, dim=2),
+            strict=True,
+        )
+        outputs = [
+            self._of_sequence(replace(inputs, query=query, key=key, value=value, mask=mask))
+            for query, key, value in pieces
+        ]
+        return torch.cat(outputs, dim=2)
+
+    def _of_sequence(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Linear)
         query, key, value = inputs.query, inputs.key, inputs.value
         dtype = wide(query.dtype)

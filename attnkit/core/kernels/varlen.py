@@ -20,12 +20,13 @@ from attnkit.core.kernels.base import (
     multiple_of_8,
     with_channels,
 )
-from attnkit.core.kernels.packed import PackedKernel, packed_reasons, packing_pays, take_apart
 from attnkit.core.kernels.sdpa import capability_reasons, half_precision_reasons
+from attnkit.core.masks.base import Mask
 from attnkit.core.masks.kept import kept
 from attnkit.core.masks.sequences import Packed
 
 LARGEST_DIM = 256
+PAYS = 2**19  # products query · key that a padded kernel computes in the time a sequence costs
 
 
 class VarlenKernel(Backend):
@@ -33,12 +34,15 @@ class VarlenKernel(Backend):
     `torch.nn.attention.varlen`."""
 
     name = "varlen"
-    needs_mask = PackedKernel.needs_mask
+    needs_mask = "exactly one Packed mask"
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from device_reasons(inputs, "cuda")
-        yield from packed_reasons(inputs)
-        packed, inside, _ = take_apart(inputs)
+        packed, inside, others = take_apart(inputs)
+        if inputs.mask is not None and len(packed) != 1:
+            yield f"needs {self.needs_mask}, got {len(packed)}"
+        for mask in others if packed else ():
+            yield f"needs masks that count within sequences beside Packed, got {type(mask).__name__}"
         if len(packed) != 1 or not inputs.query.is_cuda:
             return
         yield from empty_reasons(inputs)
@@ -53,11 +57,16 @@ class VarlenKernel(Backend):
         yield from dropout_reasons(inputs)
         if inside and packed[0].key_lengths is not None:
             yield "aligns Causal and Window at the end of sequences, got key_lengths"
-        if not torch.compiler.is_compiling() and min(packed[0].known_lengths[1], default=1) < 1:
+        if torch.compiler.is_compiling():
+            yield "reads lengths, which have no values while torch.compile traces"
+        elif min(packed[0].known_lengths[1], default=1) < 1:
             yield "does not support sequences without keys, got one"
 
     def pays(self, inputs: Inputs) -> bool:
-        return packing_pays(inputs)
+        (packed,), _, _ = take_apart(inputs)
+        batch, heads, num_queries, dim = inputs.query.shape
+        products = batch * heads * num_queries * inputs.num_keys * dim
+        return products >= PAYS * len(packed.lengths)
 
     def compute(self, inputs: Inputs) -> Tensor:
         from torch.nn.attention import varlen
@@ -91,6 +100,19 @@ class VarlenKernel(Backend):
         )
         output = output.unflatten(0, (batch, num_queries)).transpose(1, 2)
         return first_channels(output, value_dim)
+
+
+def take_apart(inputs: Inputs) -> tuple[list[Packed], list[Mask], list[Mask]]:
+    """The packed masks, those that count within their sequences, and the others."""
+    packed: list[Packed] = []
+    inside: list[Mask] = []
+    others: list[Mask] = []
+    for part in inputs.masks:
+        if isinstance(part, Packed):
+            packed.append(part)
+        else:
+            (inside if part.counts_positions else others).append(part)
+    return packed, inside, others
 
 
 def _ends(packed: Packed, batch: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_tensor
+from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
 Index = int | Tensor
+
+KEY_BLOCK = 64  # keys of a boolean tensor that are looked at together
 
 
 class Mask:
@@ -58,9 +63,14 @@ class Mask:
         """The batch and heads that the mask tells apart; 1 where it is the same for all."""
         return 1, 1
 
-    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+    def band(self, num_queries: Any, num_keys: Any) -> tuple[Any, Any]:
         """(lower, upper): query i sees none but the keys i + lower … i + upper; None: no limit."""
         return None, None
+
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        """Which keys all, some or none of each block of queries sees, without looking at each."""
+        lower, upper = self.band(blocks.num_queries, blocks.num_keys)
+        return Plan.of_band(blocks, lower, upper, SOME)
 
     def dense(
         self, num_queries: int, num_keys: int, device: torch.device
@@ -142,6 +152,23 @@ class Dense(Mask):
         indices = (batch, head, query, key)
         sizes = allowed.shape
         return allowed[tuple(i if n > 1 else i * 0 for i, n in zip(indices, sizes, strict=True))]
+
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        allowed = as_4d(self.allowed).cpu()
+        num_queries, num_keys = allowed.shape[2:]
+        size = min(KEY_BLOCK, num_keys)
+        missing = -num_keys % size
+        counts = F.pad(allowed, (0, missing)).unflatten(3, (-1, size)).sum(4, dtype=torch.int32)
+        widths = np.full(counts.shape[3], size)
+        widths[-1] -= missing
+        numbers, rows = counts.numpy(), np.ones(1, np.int64)
+        if num_queries > 1:
+            numbers = np.add.reduceat(numbers, blocks.start, axis=2)
+            rows = blocks.stop - blocks.start
+        full = numbers == rows[:, None] * widths
+        kinds = np.where(full, ALL, np.where(numbers > 0, SOME, NONE)).astype(np.int8)
+        ends = widths.cumsum() if num_keys > 1 else np.array([blocks.width])
+        return Plan.of_grid(ends, kinds).expanded(*kinds.shape[:2], len(blocks.start))
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         return as_4d(self.allowed).to(device)
@@ -237,7 +264,17 @@ class And(_Several):
         combine = super().select if self.packed is None else partial(Mask.select, self)
         return combine(items, heads, rows, num_queries, num_keys)
 
-    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        if self.packed is None:
+            return reduce(Plan.__and__, [mask.plan(blocks) for mask in self.masks])
+        inside, is_inside = self.packed.blocks_within(blocks)
+        plans = [
+            mask.plan(inside).where(is_inside) if mask.counts_positions else mask.plan(blocks)
+            for mask in self.masks
+        ]
+        return reduce(Plan.__and__, plans)
+
+    def band(self, num_queries: Any, num_keys: Any) -> tuple[Any, Any]:
         bands = [mask.band(num_queries, num_keys) for mask in self.masks]
         lower = [first for first, _ in bands if first is not None]
         upper = [last for _, last in bands if last is not None]
@@ -251,6 +288,9 @@ class Or(_Several):
 
     def fold(self, tensors: Iterable[Tensor]) -> Tensor:
         return reduce(torch.Tensor.__or__, tensors)
+
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        return reduce(Plan.__or__, [mask.plan(blocks) for mask in self.masks])
 
 
 @dataclass(frozen=True)
@@ -268,6 +308,9 @@ class Not(Mask):
 
     def tabulated(self, num_queries: int, num_keys: int) -> Mask:
         return Not(self.mask.tabulated(num_queries, num_keys))
+
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        return ~self.mask.plan(blocks)
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         return ~self.mask.allows(batch, head, query, key, num_queries, num_keys)

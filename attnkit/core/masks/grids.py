@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.base import Mask
+from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
 _MAX_PREFIX_TOKENS = 16  # class and register tokens that an error may think of
 
@@ -67,6 +69,21 @@ class Window2d(Mask):
         near_w = (query % self.width - key % self.width).abs() <= self.radius_w
         return (query < 0) | (key < 0) | near_h & near_w
 
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        before, width = self.num_prefix_tokens, blocks.width
+        first, last = (
+            (blocks.start - before) // self.width,
+            (blocks.stop - 1 - before) // self.width,
+        )
+        top, bottom = (
+            before + self.width * np.clip(row, 0, self.height)
+            for row in (first - self.radius_h, last + self.radius_h + 1)
+        )
+        sees_all = blocks.start < before
+        top, bottom = np.where(sees_all, before, top), np.where(sees_all, width, bottom)
+        ends = np.full_like(top, before), top, bottom, np.full_like(top, width)
+        return Plan.of_rows(width, ends, [ALL, NONE, SOME, NONE])
+
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Mask):
@@ -122,6 +139,19 @@ class Blocks(Mask):
         if self.leading[1] == 1:
             return grid.view(grid.shape[-2:])[query // rows, key // columns]
         return grid[head, query // rows, key // columns]
+
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        rows, columns = self.sizes
+        grid = self.grid.numpy(force=True)
+        grid = grid.reshape(1, -1, *grid.shape[-2:])
+        first, last = blocks.start // rows, (blocks.stop - 1) // rows
+        seen_by_some = seen_by_all = grid[:, :, first]
+        for step in range(1, int((last - first).max(initial=0)) + 1):
+            row = grid[:, :, np.minimum(first + step, last)]
+            seen_by_some, seen_by_all = seen_by_some | row, seen_by_all & row
+        kinds = (seen_by_some.astype(np.int8) * SOME) + seen_by_all.astype(np.int8) * (ALL - SOME)
+        ends = np.minimum(np.arange(1, grid.shape[3] + 1) * columns, blocks.width)
+        return Plan.of_grid(ends, kinds)
 
 
 pytree.register_constant(Window2d)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.kept import kept
+from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,18 @@ class Causal(Mask):
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         check_align(self, num_queries, num_keys)
 
-    def offset(self, num_queries: int, num_keys: int) -> int:
+    def offset(self, num_queries: Any, num_keys: Any) -> Any:
         """Query i sees the keys j ≤ i + offset."""
         return num_keys - num_queries if self.align == "bottom_right" else 0
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         return key <= query + self.offset(num_queries, num_keys)
 
-    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+    def band(self, num_queries: Any, num_keys: Any) -> tuple[Any, Any]:
         return None, self.offset(num_queries, num_keys)
+
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        return Plan.of_band(blocks, *self.band(blocks.num_queries, blocks.num_keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +95,16 @@ class Padding(Mask):
         lengths = self.lengths.to(key.device)
         return lengths[batch, key] if lengths.dtype == torch.bool else key < lengths[batch]
 
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        lengths, width = self.lengths.numpy(force=True)[:, None, None], blocks.width
+        if self.lengths.dtype == torch.bool:
+            kinds = np.where(lengths, ALL, NONE).astype(np.int8)
+            plan = Plan.of_grid(np.arange(1, width + 1), kinds)
+        else:
+            ends = np.clip(lengths, 0, width), np.array(width)
+            plan = Plan.of_rows(width, ends, [ALL, NONE])
+        return plan.expanded(len(lengths), 1, len(blocks.start))
+
 
 @dataclass(frozen=True)
 class Window(Mask):
@@ -125,12 +140,15 @@ class Window(Mask):
         allowed = distance == distance if self.left is None else distance >= -self.left
         return allowed if self.right is None else allowed & (distance <= self.right)
 
-    def band(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+    def band(self, num_queries: Any, num_keys: Any) -> tuple[Any, Any]:
         offset = num_keys - num_queries if self.align == "bottom_right" else 0
         return (
             None if self.left is None else offset - self.left,
             None if self.right is None else offset + self.right,
         )
+
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        return Plan.of_band(blocks, *self.band(blocks.num_queries, blocks.num_keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +235,31 @@ class Packed(Mask):
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         ends, key_ends = (lengths.to(query.device).cumsum(0) for lengths in self.both_lengths)
         return _sequence_of(query, ends) == _sequence_of(key, key_ends)
+
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        first, last, _, keys = self._sequences_of(blocks)
+        start, stop = np.append(0, keys)[first], keys[last]
+        inside = np.where(first == last, ALL, SOME)
+        width = np.full_like(start, blocks.width)
+        return Plan.of_rows(blocks.width, [start, stop, width], [NONE, inside, NONE])
+
+    def blocks_within(self, blocks: QueryBlocks) -> tuple[QueryBlocks, np.ndarray]:
+        """The same blocks, their queries counted from where the keys of their sequence begin, of
+        sequences as long as these; and which blocks lie within one sequence."""
+        first, last, queries, keys = self._sequences_of(blocks)
+        start, key_start = np.append(0, queries)[first], np.append(0, keys)[first]
+        shift = key_start - start
+        lengths = queries[first] - start, keys[first] - key_start
+        inside = QueryBlocks(blocks.start + shift, blocks.stop + shift, *lengths, blocks.width)
+        return inside, first == last
+
+    def _sequences_of(self, blocks: QueryBlocks) -> tuple[np.ndarray, ...]:
+        """The first and the last sequence of each block, and where each sequence ends, in queries
+        and in keys."""
+        queries, keys = (np.cumsum(lengths, dtype=np.int64) for lengths in self.known_lengths)
+        first = np.searchsorted(queries, blocks.start, side="right")
+        last = np.searchsorted(queries, blocks.stop - 1, side="right")
+        return first, last, queries, keys
 
     def tabulated(self, num_queries: int, num_keys: int) -> Mask:
         lengths, key_lengths = self.both_lengths

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import first_channels, with_channels
+from attnkit.core.kernels.block_steps import TILE, grid_of
 from attnkit.core.kernels.sdpa import revive
-from attnkit.core.kernels.windows.blocks import TILE, Terms, grid_of
 from attnkit.core.masks.base import Mask
+from attnkit.core.precision import cast_bias
 
 LEAST_BLOCK = 64  # queries of a line
 
@@ -100,8 +101,8 @@ def window_program(inputs: Inputs) -> Tensor:
     query, key, value = (
         with_channels(tensor, dim) for tensor in (inputs.query, inputs.key, inputs.value)
     )
-    terms = Terms(mask, inputs.bias, query, key)
-    queries, keys = (torch.arange(size, device=query.device) for size in terms.sizes)
+    sizes = inputs.num_queries, inputs.num_keys
+    queries, keys = (torch.arange(size, device=query.device) for size in sizes)
     rows = _laid(queries.view(1, 1, -1, 1), axes, Axis.blocks, prefix, fill=-1)[:, 0, :, 0]
     columns = _laid(keys.view(1, 1, -1, 1), axes, Axis.runs, prefix, fill=-1)[:, 0, :, 0]
     columns = torch.cat([keys[:prefix].expand(columns.shape[0], -1), columns], dim=1)
@@ -112,12 +113,12 @@ def window_program(inputs: Inputs) -> Tensor:
             key=_with_prefix(key, axes, prefix),
             value=_with_prefix(value, axes, prefix),
         ),
-        _term(terms, query, rows, columns),
+        _term(inputs, rows, columns),
     )
     output = _joined(output, query.shape[0], axes)
     if prefix:  # which sees everything
         first = replace(inputs, query=query[:, :, :prefix], key=key, value=value)
-        term = _term(terms, query, queries[None, :prefix], keys[None])
+        term = _term(inputs, queries[None, :prefix], keys[None])
         output = torch.cat([_attended(first, term), output], dim=2)
     return first_channels(output, inputs.value.shape[3])
 
@@ -131,13 +132,25 @@ def _attended(inputs: Inputs, term: Tensor) -> Tensor:
     return output if alive is None else output.masked_fill(~alive, 0.0)
 
 
-def _term(terms: Terms, query: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _term(inputs: Inputs, rows: Tensor, columns: Tensor) -> Tensor:
     """What is added to the scores of the tokens rows [blocks, queries] and columns [blocks, keys],
     of which −1 are none: [batch · blocks, 1 or heads, queries, keys]."""
-    batch, num_heads = query.shape[:2]
-    items = torch.arange(batch, device=query.device).view(-1, 1, 1, 1, 1)
-    heads = torch.arange(num_heads, device=query.device)
-    term = terms.of(items, heads, rows.clamp(min=0), columns.clamp(min=0))
+    mask, bias, device = inputs.mask, inputs.bias, inputs.query.device
+    assert mask is not None
+    batch, num_heads = inputs.query.shape[:2]
+    places = (
+        torch.arange(batch, device=device).view(-1, 1, 1, 1, 1),
+        torch.arange(num_heads, device=device)[:, None, None],
+        rows.clamp(min=0)[:, None, :, None],
+        columns.clamp(min=0)[:, None, None, :],
+    )
+    allowed = mask.allows(*places, inputs.num_queries, inputs.num_keys)
+    term = torch.zeros((), dtype=inputs.query.dtype, device=device)
+    if bias is not None:
+        sizes = bias.shape
+        term = bias[tuple(i if n > 1 else i * 0 for i, n in zip(places, sizes, strict=True))]
+        term = cast_bias(term, inputs.query.dtype)
+    term = torch.where(allowed, term, -torch.inf)
     term = term.masked_fill((columns < 0)[:, None, None], -torch.inf)
     return term.expand(batch, *term.shape[-4:]).flatten(0, 1)
 

@@ -1,0 +1,309 @@
+"""In which steps a mask is computed: blocks of queries, each with the runs of keys that it reads.
+
+Large blocks read each key for many queries, small ones read fewer keys for nothing. A block of 256
+queries reads the long runs of keys that all its queries see; what is left is read by the block, or
+by its parts of 64 queries, whichever costs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnkit.core.masks.base import Mask
+from attnkit.core.masks.grids import Window2d
+from attnkit.core.masks.plan import ALL, SOME, QueryBlocks
+from attnkit.core.masks.sequences import Causal, Packed, Window
+
+LARGE, SMALL = 256, 64  # queries of a block
+LONG = 256  # keys of a run that is read without a mask
+MOST_KEYS = 1024  # of a step: what stays in the cache, and as many rows of gradients to add
+TILE = 8  # rows and columns of a tile of queries on a grid
+STEP = 2**21  # products query · key that take as long as one more step
+PER_KEY = 16  # queries whose products take as long as adding up the gradients of a key
+
+Run = tuple[int, int, int]
+"""A run of keys, start and end, and the plan's answer."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of the kernel: neighbouring queries, and runs of keys side by side."""
+
+    queries: slice
+    keys: tuple[slice, ...]
+    is_masked: bool
+    is_causal: bool = False
+    """Whether what the mask says is that each query sees the keys up to its own place."""
+    likeness: tuple[int, ...] | None = None
+    """Steps with the same have the same mask."""
+
+    @property
+    def num_queries(self) -> int:
+        return self.queries.stop - self.queries.start
+
+    @property
+    def num_keys(self) -> int:
+        return sum(run.stop - run.start for run in self.keys)
+
+
+@dataclass(frozen=True)
+class Task:
+    """All steps of some queries; of tokens that are not neighbours, their indices."""
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    steps: tuple[Step, ...]
+
+    def tokens(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Which tokens the queries and the keys of a step are."""
+        rows = torch.arange(step.queries.start, step.queries.stop)
+        keys = torch.cat([torch.arange(run.start, run.stop) for run in step.keys])
+        tokens = [
+            index + own.start if isinstance(own, slice) else own[index]
+            for own, index in ((self.queries, rows), (self.keys, keys))
+        ]
+        return tokens[0], tokens[1]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The tasks of a batch item and a query head; None: of all."""
+
+    item: int | None
+    head: int | None
+    tasks: tuple[Task, ...]
+
+    def cost(self, width: int) -> int:
+        """In products of numbers; `width` is how many a token has."""
+        return sum(_cost(step, width) for task in self.tasks for step in task.steps)
+
+
+def lanes_of(mask: Mask, num_queries: int, num_keys: int, width: int) -> list[Lane]:
+    """The tasks of all batch items and heads; those that the plan tells apart have their own.
+
+    width: how many numbers a token has in all heads, or in one if these are told apart.
+    """
+    if grid_of(mask) is not None:
+        return [Lane(None, None, tuple(_strips(mask)))]
+    large = _large_blocks(mask, num_queries, num_keys)
+    sizes = -(-(large.stop - large.start) // SMALL)
+    starts = np.concatenate(
+        [np.arange(start, stop, SMALL) for start, stop in zip(large.start, large.stop, strict=True)]
+    )
+    small = large._replace(start=starts, stop=np.append(starts[1:], num_queries))
+    plans = [mask.plan(blocks).simplified() for blocks in (large, small)]
+    items, heads = np.broadcast_shapes(*(plan.shape[:2] for plan in plans))
+    coarse, fine = (plan.expanded(items, heads, plan.shape[2]).rows() for plan in plans)
+    lanes = []
+    for item in range(items):
+        for head in range(heads):
+            builder = _Builder(mask, item, head, num_queries, num_keys, width)
+            tasks = []
+            ends = small.stop.tolist()
+            first = 0
+            for start, stop, size in zip(
+                *(x.tolist() for x in (large.start, large.stop, sizes)), strict=True
+            ):
+                parts = [(end, next(fine)) for end in ends[first : first + size]]
+                tasks.append(builder.task(start, stop, next(coarse), parts))
+                first += size
+            lanes.append(
+                Lane(item if items > 1 else None, head if heads > 1 else None, tuple(tasks))
+            )
+    return lanes
+
+
+def grid_of(mask: Mask | None) -> Window2d | None:
+    """The 2-D window among the masks."""
+    parts = () if mask is None else mask.parts
+    return next((part for part in parts if isinstance(part, Window2d)), None)
+
+
+def _large_blocks(mask: Mask, num_queries: int, num_keys: int) -> QueryBlocks:
+    """Blocks of about LARGE queries; of packed sequences, long ones begin with a block of their
+    own, and short ones share blocks."""
+    packed = next((part for part in mask.parts if isinstance(part, Packed)), None)
+    if packed is None:
+        return QueryBlocks.of_size(LARGE, num_queries, num_keys)
+    starts, start = [0], 0
+    for length in packed.known_lengths[0]:
+        if length >= SMALL or start - starts[-1] >= SMALL:
+            parts = max(1, round(length / LARGE))
+            starts += [start + length * part // parts for part in range(parts)]
+        start += length
+        if length >= SMALL:
+            starts.append(start)
+    cuts = np.unique([cut for cut in starts if cut < num_queries])
+    return QueryBlocks(cuts, np.append(cuts[1:], num_queries), num_queries, num_keys, num_keys)
+
+
+class _Builder:
+    """Makes the tasks of one batch item and head."""
+
+    def __init__(
+        self, mask: Mask, item: int, head: int, num_queries: int, num_keys: int, width: int
+    ):
+        self.mask, self.width = mask, width
+        self.where = torch.tensor(item), torch.tensor(head)
+        self.sizes = num_queries, num_keys
+        self.is_relative = all(isinstance(part, Window | Causal) for part in mask.parts)
+        self._triangles: dict[tuple[int, int], bool] = {}
+
+    def task(
+        self, start: int, stop: int, coarse: list[Run], parts: list[tuple[int, list[Run]]]
+    ) -> Task:
+        """The steps of a block of queries, whose parts end at the queries given."""
+        coarse = _with_diagonals(coarse, stop - start)
+        long = [run for run in coarse if run[2] == ALL and run[1] - run[0] >= LONG]
+        steps = [step for run in long for step in self._steps(start, start, stop, [run])]
+        rest = [run for run in coarse if run not in long]
+        at_once = self._steps(start, start, stop, rest)
+        apart, first = [], start
+        for end, runs in parts:
+            apart += self._steps(start, first, end, _without(runs, long))
+            first = end
+        costs = [sum(_cost(step, self.width) for step in some) for some in (at_once, apart)]
+        steps += at_once if costs[0] <= costs[1] else apart
+        return Task(slice(start, stop), slice(0, self.sizes[1]), tuple(steps))
+
+    def _steps(self, start: int, first: int, stop: int, runs: list[Run]) -> list[Step]:
+        queries = slice(first - start, stop - start)
+        steps = []
+        others = []
+        for run in runs:
+            if self._is_triangle(first, stop, run):
+                steps.append(Step(queries, (slice(*run[:2]),), True, is_causal=True))
+            else:
+                others.append(run)
+        for some in _portions(others):
+            keys = _joined(some)
+            likeness = None
+            if self.is_relative:
+                likeness = (
+                    stop - first,
+                    *(at - first for run in keys for at in (run.start, run.stop)),
+                )
+            steps.append(
+                Step(queries, keys, any(run[2] == SOME for run in some), likeness=likeness)
+            )
+        return steps
+
+    def _is_triangle(self, first: int, stop: int, run: Run) -> bool:
+        """Whether query i sees the keys of the run up to the i-th."""
+        start, end, kind = run
+        size = stop - first
+        if kind == ALL or end - start != size or size < 2:
+            return False
+        key = (start, first) if not self.is_relative else (start - first, size)
+        if key not in self._triangles:
+            rows, keys = torch.arange(first, stop)[:, None], torch.arange(start, end)
+            allowed = self.mask.allows(*self.where, rows, keys, *self.sizes)
+            triangle = torch.ones(size, size, dtype=torch.bool).tril()
+            self._triangles[key] = torch.equal(allowed.expand(size, size), triangle)
+        return self._triangles[key]
+
+
+def _cost(step: Step, width: int) -> int:
+    pairs = step.num_queries * step.num_keys
+    if step.is_causal:
+        pairs //= 2
+    return STEP + width * (pairs + PER_KEY * step.num_keys)
+
+
+def _with_diagonals(runs: list[Run], num_queries: int) -> list[Run]:
+    """The same, the first key of a triangle, which all queries see, as a part of it."""
+    runs = [*runs]
+    for i, ((start, end, kind), (first, last, other)) in enumerate(
+        zip(runs, runs[1:], strict=False)
+    ):
+        if (kind, other) == (ALL, SOME) and end == first and last - first == num_queries - 1:
+            runs[i], runs[i + 1] = (start, end - 1, ALL), (end - 1, last, SOME)
+    return [run for run in runs if run[1] > run[0]]
+
+
+def _without(runs: list[Run], others: list[Run]) -> list[Run]:
+    """What is left of the runs where the others are taken out."""
+    for first, last, _ in others:
+        left = []
+        for start, end, kind in runs:
+            pieces = (start, min(end, first), kind), (max(start, last), end, kind)
+            left += [piece for piece in pieces if piece[1] > piece[0]]
+        runs = left
+    return runs
+
+
+def _portions(runs: list[Run]) -> Iterator[list[Run]]:
+    """The runs in order, of not more than MOST_KEYS keys together."""
+    some: list[Run] = []
+    size = 0
+    for start, end, kind in runs:
+        while start < end:
+            stop = min(end, start + MOST_KEYS - size)
+            some.append((start, stop, kind))
+            size += stop - start
+            start = stop
+            if size == MOST_KEYS:
+                yield some
+                some, size = [], 0
+    if some:
+        yield some
+
+
+def _joined(runs: Sequence[Run]) -> tuple[slice, ...]:
+    """The keys of the runs, neighbours as one."""
+    joined = [[*runs[0][:2]]]
+    for start, end, _ in runs[1:]:
+        if joined[-1][1] == start:
+            joined[-1][1] = end
+        else:
+            joined.append([start, end])
+    return tuple(slice(*run) for run in joined)
+
+
+def _strips(mask: Mask) -> Iterator[Task]:
+    """A grid's tokens in strips of columns, which are lines: a block of queries is a tile, and
+    reaches neighbouring keys of the strip. The tokens before the grid are among the keys of each
+    strip, and have a task of their own."""
+    grid = grid_of(mask)
+    assert grid is not None
+    before, alone = grid.num_prefix_tokens, mask is grid
+    tokens = torch.arange(grid.num_tokens)
+    if before:
+        steps = [
+            Step(slice(0, before), _joined(some), not alone)
+            for some in _portions([(0, grid.num_tokens, ALL)])
+        ]
+        yield Task(slice(0, before), slice(0, grid.num_tokens), tuple(steps))
+    places = tokens[before:].view(grid.height, grid.width)
+    for left in range(0, grid.width, TILE):
+        right = min(grid.width, left + TILE)
+        first, last = max(0, left - grid.radius_w), min(grid.width, right + grid.radius_w)
+        columns = last - first
+        steps = []
+        for top in range(0, grid.height, TILE):
+            bottom = min(grid.height, top + TILE)
+            rows = max(0, top - grid.radius_h), min(grid.height, bottom + grid.radius_h)
+            keys = slice(before + rows[0] * columns, before + rows[1] * columns)
+            runs = [(0, before, ALL)] if before else []
+            likeness = (
+                left - first,
+                columns,
+                right - left,
+                bottom - top,
+                top - rows[0],
+                rows[1] - rows[0],
+            )
+            for number, some in enumerate(_portions([*runs, (keys.start, keys.stop, SOME)])):
+                queries = slice(top * (right - left), bottom * (right - left))
+                like = (*likeness, number) if alone else None
+                steps.append(Step(queries, _joined(some), True, likeness=like))
+        yield Task(
+            places[:, left:right].flatten(),
+            torch.cat([tokens[:before], places[:, first:last].flatten()]),
+            tuple(steps),
+        )

@@ -1,1 +1,0 @@
-"""Sliding windows, along a line and on a grid."""

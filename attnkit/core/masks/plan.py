@@ -1,0 +1,184 @@
+"""The plan of a mask: which keys all, some or none of a block of queries may look at.
+
+A mask answers for rectangles, blocks of queries × runs of keys, and `&`, `|` and `~` combine the
+answers by three-valued logic, so that no mask is evaluated at every query and key:
+
+| answer | meaning                 | `a & b`       | `a \| b`      | `~a`     |
+|--------|-------------------------|---------------|---------------|----------|
+| `NONE` | no query sees any key   | the smaller   | the larger    | `ALL`    |
+| `SOME` | nothing is promised     | of the two    | of the two    | `SOME`   |
+| `ALL`  | each query sees each    |               |               | `NONE`   |
+
+`Mask.plan` gives it. Kernels compute what is `ALL` without a mask, read the mask where it is
+`SOME`, and skip the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+NONE, SOME, ALL = 0, 1, 2
+
+Numbers = int | np.ndarray
+
+
+class QueryBlocks(NamedTuple):
+    """Blocks of neighbouring queries: the queries `start` … `stop` − 1 of each.
+
+    `num_queries` and `num_keys` are those that masks count, one number or one for each block;
+    `width` is how many keys there are.
+    """
+
+    start: np.ndarray
+    stop: np.ndarray
+    num_queries: Numbers
+    num_keys: Numbers
+    width: int
+
+    @classmethod
+    def of_size(cls, size: int, num_queries: int, num_keys: int) -> QueryBlocks:
+        """All queries in blocks of this size; the last may be smaller."""
+        start = np.arange(0, num_queries, size)
+        stop = np.minimum(start + size, num_queries)
+        return cls(start, stop, num_queries, num_keys, num_keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The answers for blocks of queries, of each batch item and head that the mask tells apart.
+
+    All rows of keys, [items, heads, blocks], lie one behind the other on one line, which is
+    divided into runs: run r ends before `ends[r]`, and its answer is `kinds[r]`. No run reaches
+    over the end of a row.
+    """
+
+    shape: tuple[int, int, int]
+    width: int
+    ends: np.ndarray
+    kinds: np.ndarray
+
+    @classmethod
+    def of_rows(cls, width: int, ends: Sequence[Numbers], kinds: Sequence[Numbers]) -> Plan:
+        """Rows with runs of the same answers that end at various keys; both broadcast to [items,
+        heads, blocks]. Ends do not decrease, and the last is `width`."""
+        bounds = np.stack(np.broadcast_arrays(*ends), axis=-1)
+        bounds = bounds.reshape((1,) * (4 - bounds.ndim) + bounds.shape)
+        answers = np.stack(np.broadcast_arrays(*kinds), axis=-1).astype(np.int8)
+        answers = np.broadcast_to(answers, bounds.shape)
+        rows = np.arange(bounds[..., 0].size).reshape(bounds.shape[:3])
+        bounds = bounds + rows[..., None] * width
+        return cls(bounds.shape[:3], width, bounds.reshape(-1), answers.reshape(-1))
+
+    @classmethod
+    def of_grid(cls, ends: np.ndarray, kinds: np.ndarray) -> Plan:
+        """Answers [items, heads, blocks, runs] for runs that end at the same keys [runs]."""
+        width, size = int(ends[-1]), len(ends)
+        is_last = np.ones(kinds.shape, bool)
+        is_last[..., :-1] = kinds[..., 1:] != kinds[..., :-1]
+        row, run = np.divmod(np.flatnonzero(is_last), size)
+        return cls(kinds.shape[:3], width, ends[run] + row * width, kinds[is_last])
+
+    @classmethod
+    def of_band(
+        cls, blocks: QueryBlocks, lower: Numbers | None, upper: Numbers | None, inside: int = ALL
+    ) -> Plan:
+        """Query i sees the keys i + lower … i + upper, or some of these; None: no limit."""
+        width = blocks.width
+
+        def key(offset: Numbers) -> np.ndarray:
+            return np.clip(offset, 0, width)
+
+        first = last = 0 * blocks.start
+        if lower is not None:
+            first, last = key(blocks.start + lower), key(blocks.stop - 1 + lower)
+        after_first = after_last = np.full_like(blocks.start, width)
+        if upper is not None:
+            after_first = key(blocks.start + upper + 1)
+            after_last = np.maximum(key(blocks.stop + upper), first)
+        last = np.where(after_first <= last, after_last, last)
+        after_first = np.maximum(after_first, last)
+        ends = [first, last, after_first, after_last, np.full_like(first, width)]
+        return cls.of_rows(width, ends, [NONE, SOME, inside, SOME, NONE])
+
+    @classmethod
+    def whole(cls, kind: int, blocks: QueryBlocks) -> Plan:
+        """One answer for all queries and keys."""
+        return cls.of_rows(blocks.width, [np.full_like(blocks.start, blocks.width)], [kind])
+
+    def __and__(self, other: Plan) -> Plan:
+        return _combined(self, other, np.minimum)
+
+    def __or__(self, other: Plan) -> Plan:
+        return _combined(self, other, np.maximum)
+
+    def __invert__(self) -> Plan:
+        return replace(self, kinds=(ALL - self.kinds).astype(np.int8))
+
+    def where(self, chosen: np.ndarray) -> Plan:
+        """The same plan for the chosen blocks [blocks]; the others are `SOME` everywhere."""
+        if chosen.all():
+            return self
+        is_known = np.tile(chosen, self.shape[0] * self.shape[1])[self._row_of_runs()]
+        return replace(self, kinds=np.where(is_known, self.kinds, SOME).astype(np.int8))
+
+    def expanded(self, *shape: int) -> Plan:
+        """The plan with rows of its own for [items, heads, blocks], to which its shape
+        broadcasts."""
+        if self.shape == shape:
+            return self
+        first = np.searchsorted(self._row_of_runs(), np.arange(prod(self.shape) + 1))
+        rows = np.arange(prod(self.shape)).reshape(self.shape)
+        rows = np.broadcast_to(rows, shape).reshape(-1)
+        counts = np.diff(first)[rows]
+        starts = counts.cumsum() - counts
+        run = np.arange(counts.sum()) + np.repeat(first[rows] - starts, counts)
+        shift = np.repeat((np.arange(len(rows)) - rows) * self.width, counts)
+        return Plan(shape, self.width, self.ends[run] + shift, self.kinds[run])
+
+    def simplified(self) -> Plan:
+        """The same plan without empty runs, and with neighbours of one answer as one run."""
+        kept = np.diff(self.ends, prepend=0) > 0
+        ends, kinds = self.ends[kept], self.kinds[kept]
+        is_last = ends % max(1, self.width) == 0
+        is_last[:-1] |= kinds[1:] != kinds[:-1]
+        return Plan(self.shape, self.width, ends[is_last], kinds[is_last])
+
+    def rows(self) -> Iterator[list[tuple[int, int, int]]]:
+        """Of each row its runs (start, end, answer) that are not `NONE`, one row after the other;
+        of a simplified plan."""
+        runs: list[tuple[int, int, int]] = []
+        start = offset = 0
+        for end, kind in zip(self.ends.tolist(), self.kinds.tolist(), strict=True):
+            if kind != NONE:
+                runs.append((start - offset, end - offset, kind))
+            start = end
+            if end == offset + self.width:
+                yield runs
+                runs, offset = [], end
+
+    def num_keys(self, kind: int) -> np.ndarray:
+        """How many keys have this answer in each row, [items, heads, blocks]."""
+        sizes = np.diff(self.ends, prepend=0) * (self.kinds == kind)
+        keys = np.bincount(self._row_of_runs(), sizes, minlength=prod(self.shape))
+        return keys.astype(np.int64).reshape(self.shape)
+
+    def _row_of_runs(self) -> np.ndarray:
+        return np.maximum(self.ends - 1, 0) // max(1, self.width)
+
+
+def _combined(a: Plan, b: Plan, operation: Callable[..., np.ndarray]) -> Plan:
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    a, b = a.expanded(*shape), b.expanded(*shape)
+    ends = np.concatenate([a.ends, b.ends])
+    order = np.argsort(ends, kind="stable")  # which merges what is sorted already
+    ends = ends[order]
+    kept = np.flatnonzero(np.diff(ends, prepend=0))  # of equal ends the first
+    is_of_a = order < len(a.ends)
+    runs_of_a = (is_of_a.cumsum() - is_of_a)[kept]  # as many have ended before
+    kinds = operation(a.kinds[runs_of_a], b.kinds[kept - runs_of_a])
+    return Plan(shape, a.width, ends[kept], kinds)
