@@ -11,7 +11,7 @@ In the backward each step is given the output and lse of all, so that its gradie
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from attnkit.core.kernels.base import (
     refuse_second_derivative,
     with_channels,
 )
-from attnkit.core.kernels.block_steps import Lane, Step, Task, grid_of, lanes_of
+from attnkit.core.kernels.block_steps import Lane, Step, Steps, Task, grid_of
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
@@ -95,19 +95,20 @@ def _program_reasons(inputs: Inputs) -> Iterator[str]:
         yield "needs sequences with as many queries as keys in Packed beside a window"
 
 
-def lanes(inputs: Inputs) -> list[Lane]:
+def steps_of(inputs: Inputs) -> Steps:
     """The steps of the inputs' mask, kept with it."""
     mask = inputs.mask
     assert mask is not None
     width = inputs.key.shape[1] * max(inputs.query.shape[3], inputs.value.shape[3])
     sizes = inputs.num_queries, inputs.num_keys, width
-    return kept(mask, "_lanes", sizes, inputs.query.device, partial(lanes_of, mask, *sizes))
+    make = partial(Steps, mask, *sizes)
+    return kept(mask, "_steps", (*sizes, inputs.query.dtype), inputs.query.device, make)
 
 
 def _cost(inputs: Inputs) -> int:
     batch, num_heads, _, dim = inputs.query.shape
     cost = 0
-    for lane in lanes(inputs):
+    for lane in steps_of(inputs).lanes:
         items = batch if lane.item is None else 1
         heads = num_heads if lane.head is None else 1
         cost += items * lane.cost(heads * dim)
@@ -121,232 +122,227 @@ class _Attention(torch.autograd.Function):
         # heads lie beside each other, as the output projection reads them
         output = query.new_zeros(batch, num_queries, num_heads, dim).transpose(1, 2)
         lse = query.new_full((batch, num_heads, num_queries), DEAD, dtype=wide(query.dtype))
-        call = _Call(inputs, lanes(inputs), {}, query, key, value, output, lse)
-        work = [(own, task) for own in call.shares() for task in own.lane.tasks]
-        call.run([partial(call.forward, *each) for each in work])
+        steps = steps_of(inputs)
+        shares = _shares(inputs, steps, _Tensors(query, key, value, output, lse))
+        _run([partial(share.forward, task) for share in shares for task in share.lane.tasks], query)
         ctx.save_for_backward(query, key, value, output, lse)
-        ctx.inputs, ctx.lanes, ctx.terms = inputs, call.lanes, call.terms
+        ctx.inputs, ctx.steps = inputs, steps
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("block_sparse", *gradients, *ctx.saved_tensors)
-        call = _Call(ctx.inputs, ctx.lanes, ctx.terms, *ctx.saved_tensors)
-        call.gradient = _last_contiguous(gradients[0])
-        call.grad_query = torch.zeros_like(call.query)
+        query, key, value, _, lse = ctx.saved_tensors
         # sums of many steps: in float32 where the kernel computes in half precision
-        call.grad_key, call.grad_value = (
-            torch.zeros_like(tensor, dtype=call.lse.dtype) for tensor in (call.key, call.value)
-        )
+        totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
+        tensors = _Tensors(*ctx.saved_tensors, _last_contiguous(gradients[0]), *totals)
         tasks: list[Callable[[], Callable[[], None] | None]] = []
-        for own in call.shares():
-            for task in own.lane.tasks:
+        for share in _shares(ctx.inputs, ctx.steps, tensors):
+            for task in share.lane.tasks:
                 if isinstance(task.keys, slice):
-                    tasks += [partial(call.backward, own, task, step) for step in task.steps]
+                    tasks += [partial(share.backward, task, step) for step in task.steps]
                 else:
-                    tasks.append(partial(call.backward_of_gathered, own, task))
-        call.run(tasks)
-        dtype = call.key.dtype
-        return call.grad_query, call.grad_key.to(dtype), call.grad_value.to(dtype), None
+                    tasks.append(partial(share.backward_of_gathered, task))
+        _run(tasks, query)
+        return *(total.to(query.dtype) for total in totals), None
+
+
+def _run(tasks: list[Callable[[], Callable[[], None] | None]], query: Tensor) -> None:
+    """The tasks, in threads of our own where that pays."""
+    if is_plain(query) and query.numel() * query.shape[2] >= TASKS_PAY:
+        run_tasks(tasks)
+        return
+    for task in tasks:
+        finish = task()
+        if finish is not None:
+            finish()
+
+
+class _Tensors(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    lse: Tensor
+    gradient: Tensor | None = None
+    grad_query: Tensor | None = None
+    grad_key: Tensor | None = None
+    grad_value: Tensor | None = None
+
+    def part(self, items: slice, heads: slice, key_heads: slice) -> "_Tensors":
+        """Of some items, query heads and key heads."""
+        return _Tensors(
+            *(
+                None
+                if tensor is None
+                else tensor[items, key_heads if "key" in name or "value" in name else heads]
+                for name, tensor in zip(self._fields, self, strict=True)
+            )
+        )
+
+
+def _shares(inputs: Inputs, steps: Steps, tensors: _Tensors) -> Iterator["_Share"]:
+    """The whole, in items and query heads that are computed together: as many heads as there are
+    key heads, or one."""
+    batch, num_heads = tensors.query.shape[:2]
+    num_key_heads, _, dim = tensors.key.shape[1:]
+    groups = num_heads // num_key_heads
+    most = max(1, MOST_WIDTH // (num_key_heads * dim))
+    for lane in steps.lanes:
+        starts = range(0, batch, most) if lane.item is None else [lane.item]
+        size = most if lane.item is None else 1
+        heads = [(slice(group, None, groups), slice(None)) for group in range(groups)]
+        if lane.head is not None:
+            key_head = lane.head // groups
+            heads = [(slice(lane.head, lane.head + 1), slice(key_head, key_head + 1))]
+        for start in starts:
+            items = slice(start, start + size)
+            for own in heads:
+                yield _Share(inputs, steps, lane, items, own[0], tensors.part(items, *own))
 
 
 @dataclass(frozen=True, eq=False)
 class _Share:
-    """Items and query heads that are computed together, as many heads as they have key heads."""
+    """Some items and heads: their tensors [items, heads, tokens, …], and what computes a step."""
 
+    inputs: Inputs
+    steps: Steps
     lane: Lane
     items: slice
     heads: slice
-    key_heads: slice
+    tensors: _Tensors
 
-    def of_queries(self, tensor: Tensor, tokens: slice | Tensor) -> Tensor:
-        return _taken(tensor[self.items, self.heads], tokens)
-
-    def of_keys(self, tensor: Tensor, tokens: slice | Tensor) -> Tensor:
-        return _taken(tensor[self.items, self.key_heads], tokens)
-
-
-class _Call:
-    """The tensors of one call of the kernel, forward or backward, and what computes a step."""
-
-    gradient: Tensor
-    grad_query: Tensor
-    grad_key: Tensor
-    grad_value: Tensor
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        lanes: list[Lane],
-        terms: dict[tuple[int, ...], tuple[Tensor, Tensor | None]],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-    ) -> None:
-        assert inputs.mask is not None
-        self.mask, self.bias, self.scale = inputs.mask, inputs.bias, inputs.scale
-        self.lanes, self.terms = lanes, terms
-        self.query, self.key, self.value, self.output, self.lse = query, key, value, output, lse
-        self.sizes = query.shape[2], key.shape[2]
-
-    def shares(self) -> Iterator[_Share]:
-        batch, num_heads = self.query.shape[:2]
-        groups = num_heads // self.key.shape[1]
-        most = max(1, MOST_WIDTH // (self.key.shape[1] * self.key.shape[3]))
-        for lane in self.lanes:
-            starts = range(0, batch, most) if lane.item is None else [lane.item]
-            size = most if lane.item is None else 1
-            for start in starts:
-                items = slice(start, start + size)
-                if lane.head is None:
-                    for group in range(groups):
-                        yield _Share(lane, items, slice(group, None, groups), slice(None))
-                else:
-                    head, key_head = lane.head, lane.head // groups
-                    key_heads = slice(key_head, key_head + 1)
-                    yield _Share(lane, items, slice(head, head + 1), key_heads)
-
-    def run(self, tasks: list[Callable[[], Callable[[], None] | None]]) -> None:
-        """The tasks, in threads of our own where that pays."""
-        batch, num_heads, num_queries, dim = self.query.shape
-        if is_plain(self.output) and self.query.numel() * self.sizes[1] >= TASKS_PAY:
-            run_tasks(tasks)
-            return
-        for task in tasks:
-            finish = task()
-            if finish is not None:
-                finish()
-
-    def term(self, own: _Share, task: Task, step: Step) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to the scores of a step, [items, heads, queries, keys], 0 or −∞ where the
-        mask says so, and the bias; and which rows see nothing. None where there is nothing."""
-        is_masked = step.is_masked and not (step.is_causal and self.bias is None)
-        if not is_masked and self.bias is None:
+    def term(self, task: Task, step: Step) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to the scores of a step, [items, heads, queries, keys]: 0 or −∞ where the
+        mask says so, and the bias. And which rows see nothing. None where there is nothing."""
+        mask, bias = self.inputs.mask, self.inputs.bias
+        if mask is None or not step.is_masked and bias is None:
             return None, None
-        found = None if step.likeness is None else self.terms.get(step.likeness)
-        if found is not None:
-            return found
-        batch, num_heads = self.query.shape[:2]
-        rows, keys = task.tokens(step)
-        items, heads = torch.arange(batch)[own.items], torch.arange(num_heads)[own.heads]
-        term = torch.zeros((), dtype=self.query.dtype)
-        if self.bias is not None:
-            term = self.bias
-            for dim, index in enumerate((items, heads, rows, keys)):
-                if term.shape[dim] > 1:
-                    term = term.index_select(dim, index)
-            term = cast_bias(term, self.query.dtype)
-        if is_masked:
-            where = items[:, None, None, None], heads[:, None, None], rows[:, None], keys
-            term = torch.where(as_4d(self.mask.allows(*where, *self.sizes)), term, -torch.inf)
-        dead = (term == -torch.inf).all(-1)
-        term = term.expand(len(items), len(heads), len(rows), len(keys))
-        found = term, dead if bool(dead.any()) else None
-        if step.likeness is not None and self.bias is None:
-            self.terms[step.likeness] = found
-        return found
+        num_items, num_heads = self.tensors.query.shape[:2]
+        name = step.likeness or (step, self.items.start, self.heads.start)
+        found = None if bias is not None else self.steps.terms.get(name)
+        if found is None:
+            rows, keys = task.tokens(step)
+            items = self.items.start + torch.arange(num_items)
+            heads = torch.arange(self.inputs.query.shape[1])[self.heads]
+            term = self.inputs.query.new_zeros(())
+            if bias is not None:
+                term = bias
+                for dim, index in enumerate((items, heads, rows, keys)):
+                    if term.shape[dim] > 1:
+                        term = term.index_select(dim, index)
+                term = cast_bias(term, self.inputs.query.dtype)
+            if step.is_masked:
+                where = items[:, None, None, None], heads[:, None, None], rows[:, None], keys
+                allowed = mask.allows(*where, self.inputs.num_queries, self.inputs.num_keys)
+                term = torch.where(as_4d(allowed), term, -torch.inf)
+            dead = (term == -torch.inf).all(-1)
+            found = term, dead if bool(dead.any()) else None
+            if bias is None:
+                self.steps.keep(name, *found)
+        term, dead = found
+        return term.expand(num_items, num_heads, step.num_queries, step.num_keys), dead
 
-    def forward(self, own: _Share, task: Task) -> None:
+    def forward(self, task: Task) -> None:
         """Fill output and lse at the queries of a task."""
-        query = own.of_queries(self.query, task.queries)
-        key, value = (own.of_keys(tensor, task.keys) for tensor in (self.key, self.value))
-        places = [own.of_queries(tensor, task.queries) for tensor in (self.output, self.lse)]
-        is_view = isinstance(task.queries, slice)
-        output, lse = places
+        every = self.tensors
+        query, output, lse = (
+            _taken(tensor, task.queries) for tensor in (every.query, every.output, every.lse)
+        )
+        key, value = _taken(every.key, task.keys), _taken(every.value, task.keys)
+        place = output
         if output.dtype != lse.dtype:
             output = output.to(lse.dtype)
-        for number, step in enumerate(task.steps):
-            term, dead = self.term(own, task, step)
+        for step in task.steps:
+            term, dead = self.term(task, step)
+            start, size = step.queries.start, step.num_queries
             o, s = flash_cpu(
-                query[:, :, step.queries],
+                query.narrow(2, start, size),
                 _side_by_side(key, step.keys),
                 _side_by_side(value, step.keys),
                 0.0,
-                step.is_causal and term is None,
+                False,
                 attn_mask=term,
-                scale=self.scale,
+                scale=self.inputs.scale,
             )
             if dead is not None:
                 s = s.masked_fill(dead, DEAD)
-            out, sums = output[:, :, step.queries], lse[:, :, step.queries]
-            if any(_overlap(step, before) for before in task.steps[:number]):
+            out, sums = output.narrow(2, start, size), lse.narrow(2, start, size)
+            if step.joins:
                 out.lerp_(o.to(out.dtype), torch.sigmoid(s - sums).unsqueeze(-1))
                 sums.copy_(torch.logaddexp(sums, s))
             else:
                 out.copy_(o)
                 sums.copy_(s)
         if isinstance(task.queries, Tensor):
-            for whole, part in ((self.output, output), (self.lse, lse)):
-                whole[own.items, own.heads].index_copy_(2, task.queries, part.to(whole.dtype))
-        elif output is not places[0]:
-            places[0].copy_(output)
+            every.output.index_copy_(2, task.queries, output.to(place.dtype))
+            every.lse.index_copy_(2, task.queries, lse)
+        elif output is not place:
+            place.copy_(output)
 
-    def backward(self, own: _Share, task: Task, step: Step) -> Callable[[], None]:
+    def backward(self, task: Task, step: Step) -> Callable[[], None]:
         """Compute the gradients of a step. Returns what adds them to the others."""
-        rows = step.queries.start, step.queries.stop
         assert isinstance(task.queries, slice)
-        queries = slice(task.queries.start + rows[0], task.queries.start + rows[1])
-        key, value = (own.of_keys(tensor, task.keys) for tensor in (self.key, self.value))
-        tensors = (self.gradient, self.query, self.output, self.lse)
-        gradient, query, output, lse = (own.of_queries(tensor, queries) for tensor in tensors)
-        found = self._gradients(own, task, step, gradient, query, key, value, output, lse)
+        start, size = task.queries.start + step.queries.start, step.num_queries
+        found = self._gradients(
+            task, step, self.tensors, start, self.tensors.key, self.tensors.value
+        )
 
         def add() -> None:
-            own.of_queries(self.grad_query, queries).add_(found[0])
-            totals = (own.of_keys(total, task.keys) for total in (self.grad_key, self.grad_value))
-            for total, part in zip(totals, found[1:], strict=True):
-                _add_side_by_side(total, step.keys, part)
+            _, _, _, _, _, _, *totals = self.tensors
+            totals[0].narrow(2, start, size).add_(found[0])
+            _add_side_by_side(totals[1], step.keys, found[1])
+            _add_side_by_side(totals[2], step.keys, found[2])
 
         return add
 
-    def backward_of_gathered(self, own: _Share, task: Task) -> Callable[[], None]:
+    def backward_of_gathered(self, task: Task) -> Callable[[], None]:
         """The same of all steps of a task, whose tokens are gathered once."""
-        tensors = (self.gradient, self.query, self.output, self.lse)
-        of_rows = [own.of_queries(tensor, task.queries) for tensor in tensors]
-        key, value = (own.of_keys(tensor, task.keys) for tensor in (self.key, self.value))
-        sums = [torch.zeros_like(of_rows[1])]
-        sums += [torch.zeros_like(tensor, dtype=self.lse.dtype) for tensor in (key, value)]
+        every = self.tensors
+        tokens = dict.fromkeys(every._fields, task.queries) | dict.fromkeys(
+            ("key", "value", "grad_key", "grad_value"), task.keys
+        )
+        here = _Tensors(
+            *(
+                _taken(tensor, tokens[name])
+                for name, tensor in zip(every._fields, every, strict=True)
+            )
+        )
+        sums = here[-3:]
+        for total in sums:
+            total.zero_()
         for step in task.steps:
-            gradient, query, output, lse = (tensor[:, :, step.queries] for tensor in of_rows)
-            found = self._gradients(own, task, step, gradient, query, key, value, output, lse)
-            sums[0][:, :, step.queries].add_(found[0])
+            start = step.queries.start
+            found = self._gradients(task, step, here, start, here.key, here.value)
+            sums[0].narrow(2, start, step.num_queries).add_(found[0])
             for total, part in zip(sums[1:], found[1:], strict=True):
                 _add_side_by_side(total, step.keys, part)
 
         def add() -> None:
-            own_heads = own.heads, own.key_heads, own.key_heads
-            tokens = task.queries, task.keys, task.keys
-            totals = self.grad_query, self.grad_key, self.grad_value
-            for total, heads, index, part in zip(totals, own_heads, tokens, sums, strict=True):
-                total[own.items, heads].index_add_(2, index, part)
+            for total, index, part in zip(
+                every[-3:], (task.queries, task.keys, task.keys), sums, strict=True
+            ):
+                total.index_add_(2, index, part)
 
         return add
 
     def _gradients(
-        self, own: _Share, task: Task, step: Step, gradient: Tensor, query: Tensor, key: Tensor,
-        value: Tensor, output: Tensor, lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        term, _ = self.term(own, task, step)
+        self, task: Task, step: Step, rows: _Tensors, start: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        term, _ = self.term(task, step)
+        size = step.num_queries
         return flash_cpu_backward(
-            gradient,
-            query,
+            rows.gradient.narrow(2, start, size),
+            rows.query.narrow(2, start, size),
             _side_by_side(key, step.keys),
             _side_by_side(value, step.keys),
-            output,
-            lse,
+            rows.output.narrow(2, start, size),
+            rows.lse.narrow(2, start, size),
             0.0,
-            step.is_causal and term is None,
+            False,
             attn_mask=term,
-            scale=self.scale,
+            scale=self.inputs.scale,
         )
-
-
-def _overlap(step: Step, other: Step) -> bool:
-    """Whether queries are of both."""
-    a, b = step.queries, other.queries
-    return a.start < b.stop and b.start < a.stop
 
 
 def _taken(tensor: Tensor, tokens: slice | Tensor) -> Tensor:
@@ -355,14 +351,19 @@ def _taken(tensor: Tensor, tokens: slice | Tensor) -> Tensor:
 
 def _side_by_side(tensor: Tensor, runs: tuple[slice, ...]) -> Tensor:
     """The runs of [items, heads, tokens, dim]; of one, a view."""
-    parts = [tensor[:, :, run] for run in runs]
+    parts = [tensor.narrow(2, run.start, run.stop - run.start) for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _add_side_by_side(total: Tensor, runs: tuple[slice, ...], parts: Tensor) -> None:
-    sizes = [run.stop - run.start for run in runs]
-    for run, part in zip(runs, parts.split(sizes, dim=2), strict=True):
-        total[:, :, run].add_(part)
+    if len(runs) == 1:
+        total.narrow(2, runs[0].start, parts.shape[2]).add_(parts)
+        return
+    first = 0
+    for run in runs:
+        size = run.stop - run.start
+        total.narrow(2, run.start, size).add_(parts.narrow(2, first, size))
+        first += size
 
 
 def _last_contiguous(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ by its parts of 64 queries, whichever costs less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,22 +23,22 @@ LARGE, SMALL = 256, 64  # queries of a block
 LONG = 256  # keys of a run that is read without a mask
 MOST_KEYS = 1024  # of a step: what stays in the cache, and as many rows of gradients to add
 TILE = 8  # rows and columns of a tile of queries on a grid
-STEP = 2**21  # products query · key that take as long as one more step
+STEP = 2**20  # products query · key that take as long as one more step
 PER_KEY = 16  # queries whose products take as long as adding up the gradients of a key
 
 Run = tuple[int, int, int]
 """A run of keys, start and end, and the plan's answer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One call of the kernel: neighbouring queries, and runs of keys side by side."""
 
     queries: slice
     keys: tuple[slice, ...]
     is_masked: bool
-    is_causal: bool = False
-    """Whether what the mask says is that each query sees the keys up to its own place."""
+    joins: bool = False
+    """Whether steps before it have read keys for some of these queries."""
     likeness: tuple[int, ...] | None = None
     """Steps with the same have the same mask."""
 
@@ -50,14 +50,27 @@ class Step:
     def num_keys(self) -> int:
         return sum(run.stop - run.start for run in self.keys)
 
+    def cost(self, width: int) -> int:
+        """In products of numbers; `width` is how many a token has."""
+        return STEP + width * self.num_keys * (self.num_queries + PER_KEY)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Task:
     """All steps of some queries; of tokens that are not neighbours, their indices."""
 
     queries: slice | Tensor
     keys: slice | Tensor
     steps: tuple[Step, ...]
+
+    @classmethod
+    def of(cls, queries: slice | Tensor, keys: slice | Tensor, steps: list[Step]) -> Task:
+        """The steps, those that join others marked."""
+        for number, step in enumerate(steps):
+            a = step.queries
+            if any(a.start < b.queries.stop and b.queries.start < a.stop for b in steps[:number]):
+                steps[number] = replace(step, joins=True)
+        return cls(queries, keys, tuple(steps))
 
     def tokens(self, step: Step) -> tuple[Tensor, Tensor]:
         """Which tokens the queries and the keys of a step are."""
@@ -70,7 +83,7 @@ class Task:
         return tokens[0], tokens[1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lane:
     """The tasks of a batch item and a query head; None: of all."""
 
@@ -80,7 +93,22 @@ class Lane:
 
     def cost(self, width: int) -> int:
         """In products of numbers; `width` is how many a token has."""
-        return sum(_cost(step, width) for task in self.tasks for step in task.steps)
+        return sum(step.cost(width) for task in self.tasks for step in task.steps)
+
+
+class Steps:
+    """The steps of a mask, and what it says in some of them: no more numbers than all queries
+    have."""
+
+    def __init__(self, mask: Mask, num_queries: int, num_keys: int, width: int) -> None:
+        self.lanes = lanes_of(mask, num_queries, num_keys, width)
+        self.terms: dict[object, tuple[Tensor, Tensor | None]] = {}
+        self._left = num_queries * width
+
+    def keep(self, key: object, term: Tensor, dead: Tensor | None) -> None:
+        if term.numel() <= self._left:
+            self._left -= term.numel()
+            self.terms[key] = term, dead
 
 
 def lanes_of(mask: Mask, num_queries: int, num_keys: int, width: int) -> list[Lane]:
@@ -152,13 +180,11 @@ class _Builder:
         self.where = torch.tensor(item), torch.tensor(head)
         self.sizes = num_queries, num_keys
         self.is_relative = all(isinstance(part, Window | Causal) for part in mask.parts)
-        self._triangles: dict[tuple[int, int], bool] = {}
 
     def task(
         self, start: int, stop: int, coarse: list[Run], parts: list[tuple[int, list[Run]]]
     ) -> Task:
         """The steps of a block of queries, whose parts end at the queries given."""
-        coarse = _with_diagonals(coarse, stop - start)
         long = [run for run in coarse if run[2] == ALL and run[1] - run[0] >= LONG]
         steps = [step for run in long for step in self._steps(start, start, stop, [run])]
         rest = [run for run in coarse if run not in long]
@@ -167,20 +193,14 @@ class _Builder:
         for end, runs in parts:
             apart += self._steps(start, first, end, _without(runs, long))
             first = end
-        costs = [sum(_cost(step, self.width) for step in some) for some in (at_once, apart)]
+        costs = [sum(step.cost(self.width) for step in some) for some in (at_once, apart)]
         steps += at_once if costs[0] <= costs[1] else apart
-        return Task(slice(start, stop), slice(0, self.sizes[1]), tuple(steps))
+        return Task.of(slice(start, stop), slice(0, self.sizes[1]), steps)
 
     def _steps(self, start: int, first: int, stop: int, runs: list[Run]) -> list[Step]:
         queries = slice(first - start, stop - start)
         steps = []
-        others = []
-        for run in runs:
-            if self._is_triangle(first, stop, run):
-                steps.append(Step(queries, (slice(*run[:2]),), True, is_causal=True))
-            else:
-                others.append(run)
-        for some in _portions(others):
+        for some in _portions(runs):
             keys = _joined(some)
             likeness = None
             if self.is_relative:
@@ -192,38 +212,6 @@ class _Builder:
                 Step(queries, keys, any(run[2] == SOME for run in some), likeness=likeness)
             )
         return steps
-
-    def _is_triangle(self, first: int, stop: int, run: Run) -> bool:
-        """Whether query i sees the keys of the run up to the i-th."""
-        start, end, kind = run
-        size = stop - first
-        if kind == ALL or end - start != size or size < 2:
-            return False
-        key = (start, first) if not self.is_relative else (start - first, size)
-        if key not in self._triangles:
-            rows, keys = torch.arange(first, stop)[:, None], torch.arange(start, end)
-            allowed = self.mask.allows(*self.where, rows, keys, *self.sizes)
-            triangle = torch.ones(size, size, dtype=torch.bool).tril()
-            self._triangles[key] = torch.equal(allowed.expand(size, size), triangle)
-        return self._triangles[key]
-
-
-def _cost(step: Step, width: int) -> int:
-    pairs = step.num_queries * step.num_keys
-    if step.is_causal:
-        pairs //= 2
-    return STEP + width * (pairs + PER_KEY * step.num_keys)
-
-
-def _with_diagonals(runs: list[Run], num_queries: int) -> list[Run]:
-    """The same, the first key of a triangle, which all queries see, as a part of it."""
-    runs = [*runs]
-    for i, ((start, end, kind), (first, last, other)) in enumerate(
-        zip(runs, runs[1:], strict=False)
-    ):
-        if (kind, other) == (ALL, SOME) and end == first and last - first == num_queries - 1:
-            runs[i], runs[i + 1] = (start, end - 1, ALL), (end - 1, last, SOME)
-    return [run for run in runs if run[1] > run[0]]
 
 
 def _without(runs: list[Run], others: list[Run]) -> list[Run]:
@@ -278,7 +266,7 @@ def _strips(mask: Mask) -> Iterator[Task]:
             Step(slice(0, before), _joined(some), not alone)
             for some in _portions([(0, grid.num_tokens, ALL)])
         ]
-        yield Task(slice(0, before), slice(0, grid.num_tokens), tuple(steps))
+        yield Task.of(slice(0, before), slice(0, grid.num_tokens), steps)
     places = tokens[before:].view(grid.height, grid.width)
     for left in range(0, grid.width, TILE):
         right = min(grid.width, left + TILE)
@@ -288,7 +276,6 @@ def _strips(mask: Mask) -> Iterator[Task]:
         for top in range(0, grid.height, TILE):
             bottom = min(grid.height, top + TILE)
             rows = max(0, top - grid.radius_h), min(grid.height, bottom + grid.radius_h)
-            keys = slice(before + rows[0] * columns, before + rows[1] * columns)
             runs = [(0, before, ALL)] if before else []
             likeness = (
                 left - first,
@@ -298,12 +285,11 @@ def _strips(mask: Mask) -> Iterator[Task]:
                 top - rows[0],
                 rows[1] - rows[0],
             )
-            for number, some in enumerate(_portions([*runs, (keys.start, keys.stop, SOME)])):
+            for number, some in enumerate(
+                _portions([*runs, (before + rows[0] * columns, before + rows[1] * columns, SOME)])
+            ):
                 queries = slice(top * (right - left), bottom * (right - left))
                 like = (*likeness, number) if alone else None
                 steps.append(Step(queries, _joined(some), True, likeness=like))
-        yield Task(
-            places[:, left:right].flatten(),
-            torch.cat([tokens[:before], places[:, first:last].flatten()]),
-            tuple(steps),
-        )
+        keys = torch.cat([tokens[:before], places[:, first:last].flatten()])
+        yield Task.of(places[:, left:right].flatten(), keys, steps)
