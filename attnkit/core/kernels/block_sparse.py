@@ -102,7 +102,7 @@ def steps_of(inputs: Inputs) -> Steps:
     width = inputs.key.shape[1] * max(inputs.query.shape[3], inputs.value.shape[3])
     sizes = inputs.num_queries, inputs.num_keys, width
     make = partial(Steps, mask, *sizes)
-    return kept(mask, "_steps", (*sizes, inputs.query.dtype), inputs.query.device, make)
+    return kept(mask, "_steps", sizes, inputs.query.device, make)
 
 
 def _cost(inputs: Inputs) -> int:
@@ -215,33 +215,44 @@ class _Share:
     def term(self, task: Task, step: Step) -> tuple[Tensor | None, Tensor | None]:
         """What is added to the scores of a step, [items, heads, queries, keys]: 0 or −∞ where the
         mask says so, and the bias. And which rows see nothing. None where there is nothing."""
-        mask, bias = self.inputs.mask, self.inputs.bias
-        if mask is None or not step.is_masked and bias is None:
-            return None, None
-        num_items, num_heads = self.tensors.query.shape[:2]
-        name = step.likeness or (step, self.items.start, self.heads.start)
-        found = None if bias is not None else self.steps.terms.get(name)
-        if found is None:
-            rows, keys = task.tokens(step)
-            items = self.items.start + torch.arange(num_items)
-            heads = torch.arange(self.inputs.query.shape[1])[self.heads]
-            term = self.inputs.query.new_zeros(())
-            if bias is not None:
-                term = bias
-                for dim, index in enumerate((items, heads, rows, keys)):
-                    if term.shape[dim] > 1:
-                        term = term.index_select(dim, index)
-                term = cast_bias(term, self.inputs.query.dtype)
-            if step.is_masked:
-                where = items[:, None, None, None], heads[:, None, None], rows[:, None], keys
-                allowed = mask.allows(*where, self.inputs.num_queries, self.inputs.num_keys)
-                term = torch.where(as_4d(allowed), term, -torch.inf)
+        bias, query = self.inputs.bias, self.inputs.query
+        allowed, dead = self.allowed(task, step) if step.is_masked else (None, None)
+        if bias is None:
+            if allowed is None:
+                return None, None
+            term = query.new_zeros(()).where(allowed, -torch.inf)
+        else:
+            term = bias
+            for dim, index in enumerate((*self.indices(), *task.tokens(step))):
+                if term.shape[dim] > 1:
+                    term = term.index_select(dim, index)
+            term = cast_bias(term, query.dtype)
+            if allowed is not None:
+                term = term.where(allowed, -torch.inf)
             dead = (term == -torch.inf).all(-1)
-            found = term, dead if bool(dead.any()) else None
-            if bias is None:
-                self.steps.keep(name, *found)
-        term, dead = found
-        return term.expand(num_items, num_heads, step.num_queries, step.num_keys), dead
+        shape = *self.tensors.query.shape[:2], step.num_queries, step.num_keys
+        return term.expand(shape), dead
+
+    def allowed(self, task: Task, step: Step) -> tuple[Tensor, Tensor | None]:
+        """What the mask allows in a step; and which rows see nothing, if there are such."""
+        name = step.likeness or (step, self.items.start, self.heads.start)
+        found = self.steps.allowed.get(name)
+        if found is not None:
+            return found
+        mask, (items, heads), (rows, keys) = self.inputs.mask, self.indices(), task.tokens(step)
+        assert mask is not None
+        places = items[:, None, None, None], heads[:, None, None], rows[:, None], keys
+        allowed = mask.allows(*places, self.inputs.num_queries, self.inputs.num_keys)
+        allowed = as_4d(allowed).expand(-1, -1, step.num_queries, step.num_keys)
+        dead = ~allowed.any(-1)
+        found = allowed, dead if bool(dead.any()) else None
+        self.steps.keep(name, *found)
+        return found
+
+    def indices(self) -> tuple[Tensor, Tensor]:
+        """Which batch items and which query heads it has."""
+        batch, num_heads = self.inputs.query.shape[:2]
+        return torch.arange(batch)[self.items], torch.arange(num_heads)[self.heads]
 
     def forward(self, task: Task) -> None:
         """Fill output and lse at the queries of a task."""

@@ -97,18 +97,19 @@ class Lane:
 
 
 class Steps:
-    """The steps of a mask, and what it says in some of them: no more numbers than all queries
-    have."""
+    """The steps of a mask, and what it allows in them: booleans, of no more bytes than the queries
+    have numbers."""
 
     def __init__(self, mask: Mask, num_queries: int, num_keys: int, width: int) -> None:
         self.lanes = lanes_of(mask, num_queries, num_keys, width)
-        self.terms: dict[object, tuple[Tensor, Tensor | None]] = {}
+        self.allowed: dict[object, tuple[Tensor, Tensor | None]] = {}
         self._left = num_queries * width
 
-    def keep(self, key: object, term: Tensor, dead: Tensor | None) -> None:
-        if term.numel() <= self._left:
-            self._left -= term.numel()
-            self.terms[key] = term, dead
+    def keep(self, name: object, allowed: Tensor, dead: Tensor | None) -> None:
+        """Keep what is allowed and which rows see nothing, if there is room."""
+        if allowed.numel() <= self._left:
+            self._left -= allowed.numel()
+            self.allowed[name] = allowed, dead
 
 
 def lanes_of(mask: Mask, num_queries: int, num_keys: int, width: int) -> list[Lane]:

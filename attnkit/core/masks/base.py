@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_tensor
@@ -154,20 +153,22 @@ class Dense(Mask):
         return allowed[tuple(i if n > 1 else i * 0 for i, n in zip(indices, sizes, strict=True))]
 
     def plan(self, blocks: QueryBlocks) -> Plan:
-        allowed = as_4d(self.allowed).cpu()
-        num_queries, num_keys = allowed.shape[2:]
-        size = min(KEY_BLOCK, num_keys)
-        missing = -num_keys % size
-        counts = F.pad(allowed, (0, missing)).unflatten(3, (-1, size)).sum(4, dtype=torch.int32)
-        widths = np.full(counts.shape[3], size)
-        widths[-1] -= missing
-        numbers, rows = counts.numpy(), np.ones(1, np.int64)
-        if num_queries > 1:
-            numbers = np.add.reduceat(numbers, blocks.start, axis=2)
-            rows = blocks.stop - blocks.start
-        full = numbers == rows[:, None] * widths
-        kinds = np.where(full, ALL, np.where(numbers > 0, SOME, NONE)).astype(np.int8)
-        ends = widths.cumsum() if num_keys > 1 else np.array([blocks.width])
+        allowed = as_4d(self.allowed).numpy(force=True)
+        bits = np.packbits(allowed, axis=3)  # eight keys each, 0 after the last key
+        seen_by_some = seen_by_all = bits
+        if allowed.shape[2] > 1:
+            seen_by_some, seen_by_all = (
+                fold.reduceat(bits, blocks.start, axis=2)
+                for fold in (np.bitwise_or, np.bitwise_and)
+            )
+        num_keys = allowed.shape[3]
+        bounds = np.arange(0, bits.shape[3], KEY_BLOCK // 8)
+        is_full = seen_by_all == np.packbits(np.ones(num_keys, bool))
+        some = np.logical_or.reduceat(seen_by_some > 0, bounds, axis=3)
+        every = np.logical_and.reduceat(is_full, bounds, axis=3)
+        kinds = np.where(every, ALL, np.where(some, SOME, NONE)).astype(np.int8)
+        width = blocks.width
+        ends = np.append(bounds[1:] * 8, num_keys) if num_keys > 1 else np.array([width])
         return Plan.of_grid(ends, kinds).expanded(*kinds.shape[:2], len(blocks.start))
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:

@@ -147,8 +147,17 @@ def _as_it_is(tensor: Tensor) -> Tensor | tuple:
 
 def _is_as_it_was(tensor: Tensor, then: Tensor | tuple) -> bool:
     if isinstance(then, Tensor):
-        return tensor.is_cpu and tensor.dtype == then.dtype and torch.equal(tensor, then)
+        return tensor.is_cpu and tensor.dtype == then.dtype and _equal(tensor, then)
     return not tensor.is_cpu and _as_it_is(tensor) == then
+
+
+def _equal(tensor: Tensor, other: Tensor) -> bool:
+    """`torch.equal`; of booleans, which it compares one by one, eight at a time."""
+    if tensor.dtype == torch.bool and tensor.is_contiguous() and tensor.numel() % 8 == 0:
+        if tensor.shape != other.shape:
+            return False
+        tensor, other = (t.contiguous().view(-1).view(torch.int64) for t in (tensor, other))
+    return torch.equal(tensor, other)
 
 
 class cached(Generic[Made]):
