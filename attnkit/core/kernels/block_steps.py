@@ -98,12 +98,12 @@ class Lane:
 
 class Steps:
     """The steps of a mask, and what it allows in them: booleans, of no more bytes than the queries
-    have numbers."""
+    in float32."""
 
     def __init__(self, mask: Mask, num_queries: int, num_keys: int, width: int) -> None:
         self.lanes = lanes_of(mask, num_queries, num_keys, width)
         self.allowed: dict[object, tuple[Tensor, Tensor | None]] = {}
-        self._left = num_queries * width
+        self._left = 4 * num_queries * width
 
     def keep(self, name: object, allowed: Tensor, dead: Tensor | None) -> None:
         """Keep what is allowed and which rows see nothing, if there is room."""
