@@ -64,7 +64,7 @@ def attend(
         dropout_p: the share of weights zeroed, the rest scaled by 1/(1 − dropout_p). Applied
             whenever it is not 0; modules pass 0 in evaluation.
         backend: "auto" takes the first kernel that can compute this and is worthwhile;
-            "edges_triton", "edges_numba", "edges", "varlen", "packed", "window", "flex", "flash",
+            "edges_triton", "edges_numba", "edges", "varlen", "block_sparse", "flex", "flash",
             "cudnn", "efficient", "linear", "delta_rule", "blockwise", "hard", "math" or
             "reference" forces one. `attnkit.explain_backends` tells which can, and why the others
             cannot.

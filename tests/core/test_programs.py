@@ -268,7 +268,9 @@ def test_windows_do_not_grow_with_batch_and_tokens(name):
         query, key, lengths = drawn(batch, 400 * scale, 400 * scale)
         mask = WINDOWS[name](lengths, scale)
         return num_nodes(
-            lambda query, key: attend(query, key, key, mask=mask, backend="window"), query, key
+            lambda query, key: attend(query, key, key, mask=mask, backend="block_sparse"),
+            query,
+            key,
         )
 
     assert nodes(2, 1) == nodes(5, 3)

@@ -8,10 +8,10 @@ mask where all keys are seen. Steps of the same queries are joined by the logari
 In the backward each step is given the output and lse of all, so that its gradients just add up.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import kept
-from attnkit.core.masks.sequences import Packed
+from attnkit.core.masks.sequences import Packed, Window
 from attnkit.core.operators.plain import is_plain
 from attnkit.core.precision import cast_bias, wide
 from attnkit.core.threads import TASKS_PAY, run_tasks
@@ -49,7 +49,6 @@ class BlockSparse(Backend):
     """Any mask, in time linear in the blocks of queries × keys that it does not leave empty."""
 
     name = "block_sparse"
-    needs_mask = "a mask"
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         if torch.compiler.is_compiling() and grid_of(inputs.mask) is None:
@@ -66,12 +65,16 @@ class BlockSparse(Backend):
             return program_pays(inputs)
         batch, num_heads, num_queries, dim = inputs.query.shape
         full = batch * num_heads * dim * num_queries * inputs.num_keys
-        return not inputs.is_causal and full >= PAYS and _cost(inputs) < full
+        if inputs.mask is None or inputs.is_causal:  # which flash computes as it is
+            return False
+        return full >= PAYS and _cost(inputs) < full
 
     def compute(self, inputs: Inputs) -> Tensor:
         inputs = inputs.as_scaled_dot()
         if torch.compiler.is_compiling():
             return window_program(inputs)
+        if inputs.mask is None:
+            inputs = replace(inputs, mask=Window(None, None, "top_left"))  # everywhere
         value_dim = inputs.value.shape[3]
         dim = max(inputs.query.shape[3], value_dim)
         query, key, value = (
@@ -84,9 +87,9 @@ class BlockSparse(Backend):
 
 def _program_reasons(inputs: Inputs) -> Iterator[str]:
     """Why a program cannot hold the mask, other than a grid's window."""
-    if inputs.mask is None:
-        return
-    lower, upper = inputs.mask.band(inputs.num_queries, inputs.num_keys)
+    lower, upper = None, None
+    if inputs.mask is not None:
+        lower, upper = inputs.mask.band(inputs.num_queries, inputs.num_keys)
     if lower is None or upper is None:
         yield "needs a window that is limited on both sides in a compiled program"
     elif not are_known(inputs.num_queries, inputs.num_keys):
@@ -123,7 +126,7 @@ class _Attention(torch.autograd.Function):
         output = query.new_zeros(batch, num_queries, num_heads, dim).transpose(1, 2)
         lse = query.new_full((batch, num_heads, num_queries), DEAD, dtype=wide(query.dtype))
         steps = steps_of(inputs)
-        shares = _shares(inputs, steps, _Tensors(query, key, value, output, lse))
+        shares = _shares(inputs, steps, (query, output, lse), (key, value))
         _run([partial(share.forward, task) for share in shares for task in share.lane.tasks], query)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.inputs, ctx.steps = inputs, steps
@@ -132,12 +135,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("block_sparse", *gradients, *ctx.saved_tensors)
-        query, key, value, _, lse = ctx.saved_tensors
+        query, key, value, output, lse = ctx.saved_tensors
+        rows = query, output, lse, _last_contiguous(gradients[0])
         # sums of many steps: in float32 where the kernel computes in half precision
         totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
-        tensors = _Tensors(*ctx.saved_tensors, _last_contiguous(gradients[0]), *totals)
-        tasks: list[Callable[[], Callable[[], None] | None]] = []
-        for share in _shares(ctx.inputs, ctx.steps, tensors):
+        tasks: list[_Function] = []
+        shares = _shares(ctx.inputs, ctx.steps, (*rows, totals[0]), (key, value, *totals[1:]))
+        for share in shares:
             for task in share.lane.tasks:
                 if isinstance(task.keys, slice):
                     tasks += [partial(share.backward, task, step) for step in task.steps]
@@ -147,7 +151,10 @@ class _Attention(torch.autograd.Function):
         return *(total.to(query.dtype) for total in totals), None
 
 
-def _run(tasks: list[Callable[[], Callable[[], None] | None]], query: Tensor) -> None:
+_Function = Callable[[], Callable[[], None] | None]
+
+
+def _run(tasks: list[_Function], query: Tensor) -> None:
     """The tasks, in threads of our own where that pays."""
     if is_plain(query) and query.numel() * query.shape[2] >= TASKS_PAY:
         run_tasks(tasks)
@@ -158,59 +165,51 @@ def _run(tasks: list[Callable[[], Callable[[], None] | None]], query: Tensor) ->
             finish()
 
 
-class _Tensors(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
-    lse: Tensor
-    gradient: Tensor | None = None
-    grad_query: Tensor | None = None
-    grad_key: Tensor | None = None
-    grad_value: Tensor | None = None
-
-    def part(self, items: slice, heads: slice, key_heads: slice) -> "_Tensors":
-        """Of some items, query heads and key heads."""
-        return _Tensors(
-            *(
-                None
-                if tensor is None
-                else tensor[items, key_heads if "key" in name or "value" in name else heads]
-                for name, tensor in zip(self._fields, self, strict=True)
-            )
-        )
-
-
-def _shares(inputs: Inputs, steps: Steps, tensors: _Tensors) -> Iterator["_Share"]:
+def _shares(
+    inputs: Inputs, steps: Steps, rows: Sequence[Tensor], keys: Sequence[Tensor]
+) -> Iterator["_Share"]:
     """The whole, in items and query heads that are computed together: as many heads as there are
     key heads, or one."""
-    batch, num_heads = tensors.query.shape[:2]
-    num_key_heads, _, dim = tensors.key.shape[1:]
+    batch, num_heads = rows[0].shape[:2]
+    num_key_heads, _, dim = keys[0].shape[1:]
     groups = num_heads // num_key_heads
     most = max(1, MOST_WIDTH // (num_key_heads * dim))
     for lane in steps.lanes:
         starts = range(0, batch, most) if lane.item is None else [lane.item]
         size = most if lane.item is None else 1
-        heads = [(slice(group, None, groups), slice(None)) for group in range(groups)]
+        pairs = [(slice(group, None, groups), slice(None)) for group in range(groups)]
         if lane.head is not None:
             key_head = lane.head // groups
-            heads = [(slice(lane.head, lane.head + 1), slice(key_head, key_head + 1))]
+            pairs = [(slice(lane.head, lane.head + 1), slice(key_head, key_head + 1))]
         for start in starts:
             items = slice(start, start + size)
-            for own in heads:
-                yield _Share(inputs, steps, lane, items, own[0], tensors.part(items, *own))
+            for heads, key_heads in pairs:
+                yield _Share(
+                    inputs,
+                    steps,
+                    lane,
+                    items,
+                    heads,
+                    tuple(tensor[items, heads] for tensor in rows),
+                    tuple(tensor[items, key_heads] for tensor in keys),
+                )
 
 
 @dataclass(frozen=True, eq=False)
 class _Share:
-    """Some items and heads: their tensors [items, heads, tokens, …], and what computes a step."""
+    """Some items and heads, and what computes a step of theirs.
+
+    rows: query, output, lse, and in the backward the gradients of output and query, each [items,
+    heads, queries, …]; keys: key and value, and in the backward their gradients.
+    """
 
     inputs: Inputs
     steps: Steps
     lane: Lane
     items: slice
     heads: slice
-    tensors: _Tensors
+    rows: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
 
     def term(self, task: Task, step: Step) -> tuple[Tensor | None, Tensor | None]:
         """What is added to the scores of a step, [items, heads, queries, keys]: 0 or −∞ where the
@@ -230,7 +229,7 @@ class _Share:
             if allowed is not None:
                 term = term.where(allowed, -torch.inf)
             dead = (term == -torch.inf).all(-1)
-        shape = *self.tensors.query.shape[:2], step.num_queries, step.num_keys
+        shape = *self.rows[0].shape[:2], step.num_queries, step.num_keys
         return term.expand(shape), dead
 
     def allowed(self, task: Task, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -256,14 +255,9 @@ class _Share:
 
     def forward(self, task: Task) -> None:
         """Fill output and lse at the queries of a task."""
-        every = self.tensors
-        query, output, lse = (
-            _taken(tensor, task.queries) for tensor in (every.query, every.output, every.lse)
-        )
-        key, value = _taken(every.key, task.keys), _taken(every.value, task.keys)
-        place = output
-        if output.dtype != lse.dtype:
-            output = output.to(lse.dtype)
+        query, place, lse = (_taken(tensor, task.queries) for tensor in self.rows)
+        key, value = (_taken(tensor, task.keys) for tensor in self.keys)
+        output = place if place.dtype == lse.dtype else place.to(lse.dtype)
         for step in task.steps:
             term, dead = self.term(task, step)
             start, size = step.queries.start, step.num_queries
@@ -271,8 +265,6 @@ class _Share:
                 query.narrow(2, start, size),
                 _side_by_side(key, step.keys),
                 _side_by_side(value, step.keys),
-                0.0,
-                False,
                 attn_mask=term,
                 scale=self.inputs.scale,
             )
@@ -286,69 +278,60 @@ class _Share:
                 out.copy_(o)
                 sums.copy_(s)
         if isinstance(task.queries, Tensor):
-            every.output.index_copy_(2, task.queries, output.to(place.dtype))
-            every.lse.index_copy_(2, task.queries, lse)
+            self.rows[1].index_copy_(2, task.queries, output.to(place.dtype))
+            self.rows[2].index_copy_(2, task.queries, lse)
         elif output is not place:
             place.copy_(output)
 
     def backward(self, task: Task, step: Step) -> Callable[[], None]:
         """Compute the gradients of a step. Returns what adds them to the others."""
         assert isinstance(task.queries, slice)
-        start, size = task.queries.start + step.queries.start, step.num_queries
-        found = self._gradients(
-            task, step, self.tensors, start, self.tensors.key, self.tensors.value
-        )
+        start = task.queries.start + step.queries.start
+        of_query, of_key, of_value = self._gradients(task, step, self.rows, start, *self.keys[:2])
 
         def add() -> None:
-            _, _, _, _, _, _, *totals = self.tensors
-            totals[0].narrow(2, start, size).add_(found[0])
-            _add_side_by_side(totals[1], step.keys, found[1])
-            _add_side_by_side(totals[2], step.keys, found[2])
+            self.rows[4].narrow(2, start, step.num_queries).add_(of_query)
+            _add_side_by_side(self.keys[2], step.keys, of_key)
+            _add_side_by_side(self.keys[3], step.keys, of_value)
 
         return add
 
     def backward_of_gathered(self, task: Task) -> Callable[[], None]:
         """The same of all steps of a task, whose tokens are gathered once."""
-        every = self.tensors
-        tokens = dict.fromkeys(every._fields, task.queries) | dict.fromkeys(
-            ("key", "value", "grad_key", "grad_value"), task.keys
-        )
-        here = _Tensors(
-            *(
-                _taken(tensor, tokens[name])
-                for name, tensor in zip(every._fields, every, strict=True)
-            )
-        )
-        sums = here[-3:]
-        for total in sums:
-            total.zero_()
+        rows = [_taken(tensor, task.queries) for tensor in self.rows]
+        keys = [_taken(tensor, task.keys) for tensor in self.keys]
+        sums = [total.zero_() for total in (rows[4], keys[2], keys[3])]
         for step in task.steps:
             start = step.queries.start
-            found = self._gradients(task, step, here, start, here.key, here.value)
-            sums[0].narrow(2, start, step.num_queries).add_(found[0])
-            for total, part in zip(sums[1:], found[1:], strict=True):
-                _add_side_by_side(total, step.keys, part)
+            of_query, of_key, of_value = self._gradients(task, step, rows, start, *keys[:2])
+            sums[0].narrow(2, start, step.num_queries).add_(of_query)
+            _add_side_by_side(sums[1], step.keys, of_key)
+            _add_side_by_side(sums[2], step.keys, of_value)
 
         def add() -> None:
-            for total, index, part in zip(
-                every[-3:], (task.queries, task.keys, task.keys), sums, strict=True
-            ):
-                total.index_add_(2, index, part)
+            assert isinstance(task.queries, Tensor)
+            assert isinstance(task.keys, Tensor)
+            self.rows[4].index_add_(2, task.queries, sums[0])
+            self.keys[2].index_add_(2, task.keys, sums[1])
+            self.keys[3].index_add_(2, task.keys, sums[2])
 
         return add
 
     def _gradients(
-        self, task: Task, step: Step, rows: _Tensors, start: int, key: Tensor, value: Tensor
+        self, task: Task, step: Step, rows: Sequence[Tensor], start: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of query, key and value of a step whose first query is `start`."""
+        query, output, lse, gradient = (
+            tensor.narrow(2, start, step.num_queries) for tensor in rows[:4]
+        )
         term, _ = self.term(task, step)
-        size = step.num_queries
         return flash_cpu_backward(
-            rows.gradient.narrow(2, start, size),
-            rows.query.narrow(2, start, size),
+            gradient,
+            query,
             _side_by_side(key, step.keys),
             _side_by_side(value, step.keys),
-            rows.output.narrow(2, start, size),
-            rows.lse.narrow(2, start, size),
+            output,
+            lse,
             0.0,
             False,
             attn_mask=term,

@@ -42,7 +42,8 @@ class VarlenKernel(Backend):
         if inputs.mask is not None and len(packed) != 1:
             yield f"needs {self.needs_mask}, got {len(packed)}"
         for mask in others if packed else ():
-            yield f"needs masks that count within sequences beside Packed, got {type(mask).__name__}"
+            name = type(mask).__name__
+            yield f"needs masks that count within sequences beside Packed, got {name}"
         if len(packed) != 1 or not inputs.query.is_cuda:
             return
         yield from empty_reasons(inputs)

@@ -3,6 +3,7 @@
 from attnkit.core.masks.base import And, Dense, Mask, Not, Or, as_mask
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.masks.grids import Blocks, Window2d
+from attnkit.core.masks.plan import Plan, QueryBlocks
 from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "Or",
     "Packed",
     "Padding",
+    "Plan",
+    "QueryBlocks",
     "Window",
     "Window2d",
     "as_mask",

@@ -169,7 +169,8 @@ class Dense(Mask):
         kinds = np.where(every, ALL, np.where(some, SOME, NONE)).astype(np.int8)
         width = blocks.width
         ends = np.append(bounds[1:] * 8, num_keys) if num_keys > 1 else np.array([width])
-        return Plan.of_grid(ends, kinds).expanded(*kinds.shape[:2], len(blocks.start))
+        items, heads = kinds.shape[:2]
+        return Plan.of_grid(ends, kinds).expanded(items, heads, len(blocks.start))
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         return as_4d(self.allowed).to(device)

@@ -93,7 +93,7 @@ class Plan:
         def key(offset: Numbers) -> np.ndarray:
             return np.clip(offset, 0, width)
 
-        first = last = 0 * blocks.start
+        first, last = 0 * blocks.start, 0 * blocks.start
         if lower is not None:
             first, last = key(blocks.start + lower), key(blocks.stop - 1 + lower)
         after_first = after_last = np.full_like(blocks.start, width)
@@ -126,14 +126,15 @@ class Plan:
         is_known = np.tile(chosen, self.shape[0] * self.shape[1])[self._row_of_runs()]
         return replace(self, kinds=np.where(is_known, self.kinds, SOME).astype(np.int8))
 
-    def expanded(self, *shape: int) -> Plan:
+    def expanded(self, items: int, heads: int, blocks: int) -> Plan:
         """The plan with rows of its own for [items, heads, blocks], to which its shape
         broadcasts."""
+        shape = items, heads, blocks
         if self.shape == shape:
             return self
         first = np.searchsorted(self._row_of_runs(), np.arange(prod(self.shape) + 1))
-        rows = np.arange(prod(self.shape)).reshape(self.shape)
-        rows = np.broadcast_to(rows, shape).reshape(-1)
+        own = np.arange(prod(self.shape)).reshape(self.shape)
+        rows = np.broadcast_to(own, shape).reshape(-1)
         counts = np.diff(first)[rows]
         starts = counts.cumsum() - counts
         run = np.arange(counts.sum()) + np.repeat(first[rows] - starts, counts)
@@ -172,8 +173,8 @@ class Plan:
 
 
 def _combined(a: Plan, b: Plan, operation: Callable[..., np.ndarray]) -> Plan:
-    shape = np.broadcast_shapes(a.shape, b.shape)
-    a, b = a.expanded(*shape), b.expanded(*shape)
+    items, heads, blocks = np.broadcast_shapes(a.shape, b.shape)
+    a, b = a.expanded(items, heads, blocks), b.expanded(items, heads, blocks)
     ends = np.concatenate([a.ends, b.ends])
     order = np.argsort(ends, kind="stable")  # which merges what is sorted already
     ends = ends[order]
@@ -181,4 +182,4 @@ def _combined(a: Plan, b: Plan, operation: Callable[..., np.ndarray]) -> Plan:
     is_of_a = order < len(a.ends)
     runs_of_a = (is_of_a.cumsum() - is_of_a)[kept]  # as many have ended before
     kinds = operation(a.kinds[runs_of_a], b.kinds[kept - runs_of_a])
-    return Plan(shape, a.width, ends[kept], kinds)
+    return replace(a, ends=ends[kept], kinds=kinds)

@@ -251,8 +251,14 @@ def test_what_it_refuses():
     explain = attnkit.explain_backends
     assert explain(*tensors, normalizer="linear", mask=Causal()).chosen == "linear"
     for options, reason in (
-        ({"mask": Window(1, 1) & Causal()}, "needs no mask but Causal and Padding, got W"),
-        ({"mask": Dense(torch.eye(5) > 0)}, "needs no mask but Causal and Padding, got D"),
+        (
+            {"mask": Window(1, 1) & Causal()},
+            "needs no mask but Causal, Padding and one Packed, got W",
+        ),
+        (
+            {"mask": Dense(torch.eye(5) > 0)},
+            "needs no mask but Causal, Padding and one Packed, got D",
+        ),
         ({"dropout_p": 0.5}, "has no dropout, got dropout_p=0.5"),
     ):
         assert explain(*tensors, normalizer="linear", **options).chosen == "reference"
@@ -260,7 +266,3 @@ def test_what_it_refuses():
             attend(*tensors, normalizer="linear", backend="linear", **options)
     with pytest.raises(UnsupportedError, match="needs the normalizer Linear, got Softmax"):
         attend(*tensors, backend="linear")
-    with attnkit.record_backends() as record:
-        lengths = attnkit.Packed(torch.tensor([3, 2]))
-        attend(*tensors, mask=lengths, normalizer="linear", backend="packed")
-    assert record.total() == {"packed": 1, "linear": 2}

@@ -48,9 +48,7 @@ MASKS = {
 BACKENDS = {
     name: ("auto", "edges", "edges_numba", "math", "flash")
     if "edges" in name
-    else ("auto", "packed", "math", "flash")
-    if name.startswith("packed")
-    else ("auto", "math", "flash")
+    else ("auto", "block_sparse", "math", "flash")
     for name in MASKS
 }
 WRITES = {

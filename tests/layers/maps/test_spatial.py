@@ -427,7 +427,7 @@ def test_kernels_are_on_record():
             layer(x)
     assert {name: [*kernels] for name, kernels in record.counts.items()} == {
         "full.attention": ["flash"],
-        "window.attention": ["window"],
+        "window.attention": ["block_sparse"],
         "criss_cross.attention": ["edges_numba"],
     }
 

@@ -1,4 +1,4 @@
-"""Windows and packed sequences: against the definition in float64, linear, and where they run."""
+"""Any mask by its plan: against the definition in float64, linear, and where it is chosen."""
 
 import pytest
 import torch
@@ -6,47 +6,44 @@ from support import TOLERANCES, assert_equal, with_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
-from attnkit import Causal, Dense, Packed, Padding, Window, Window2d, attend
-from attnkit.core.kernels import packed
+from attnkit import Causal, Packed, Padding, Window, Window2d, attend
+from attnkit.core.kernels import block_sparse, block_steps
 from attnkit.core.kernels.choose import UnsupportedError
-from attnkit.core.kernels.windows import blocks, window
 
 CPU = torch.device("cpu")
 BATCH, HEADS, KV_HEADS = 2, 6, 3
 SOME = torch.rand(1, HEADS, 331, 331, generator=torch.Generator().manual_seed(0)) > 0.7
 LENGTHS = [101, 0, 199, 31]
 
-# backend, mask, queries, keys; with blocks of 64 queries and tiles of 8 × 8 these have blocks
+# mask, queries, keys; with blocks of 64 queries and tiles of 8 × 8 these have blocks
 # inside, at both ends and cut short
 CASES = {
-    "line": ("window", Window(11, 7), 331, 331),
-    "own token only": ("window", Window(0, 0), 331, 331),
-    "wider than all": ("window", Window(401, 409), 331, 331),
-    "far": ("window", Window(89, 3), 331, 331),
-    "one-sided, cut": ("window", Window(13, None) & Causal(), 331, 331),
-    "fewer keys": ("window", Window(11, 7, "top_left"), 331, 211),
-    "fewer keys, at the end": ("window", Window(11, 7, "bottom_right"), 331, 211),
-    "more keys": ("window", Window(11, 7, "bottom_right"), 211, 331),
-    "padding": ("window", Window(11, 3) & Padding(torch.tensor([331, 53])), 331, 331),
-    "in sequences": ("window", Window(11, 3) & Packed(LENGTHS), 331, 331),
-    "dense": ("window", Window(5, 3) & SOME, 331, 331),
-    "grid": ("window", Window2d(19, 23, 3, 2), 437, 437),
-    "grid, prefix": ("window", Window2d(23, 11, 1, 2, num_prefix_tokens=3), 256, 256),
-    "small grid": ("window", Window2d(5, 7, 13, 11, num_prefix_tokens=1), 36, 36),
+    "line": (Window(11, 7), 331, 331),
+    "own token only": (Window(0, 0), 331, 331),
+    "wider than all": (Window(401, 409), 331, 331),
+    "far": (Window(89, 3), 331, 331),
+    "one-sided, cut": (Window(13, None) & Causal(), 331, 331),
+    "fewer keys": (Window(11, 7, "top_left"), 331, 211),
+    "fewer keys, at the end": (Window(11, 7, "bottom_right"), 331, 211),
+    "more keys": (Window(11, 7, "bottom_right"), 211, 331),
+    "padding": (Window(11, 3) & Padding(torch.tensor([331, 53])), 331, 331),
+    "in sequences": (Window(11, 3) & Packed(LENGTHS), 331, 331),
+    "dense": (Window(5, 3) & SOME, 331, 331),
+    "grid": (Window2d(19, 23, 3, 2), 437, 437),
+    "grid, prefix": (Window2d(23, 11, 1, 2, num_prefix_tokens=3), 256, 256),
+    "small grid": (Window2d(5, 7, 13, 11, num_prefix_tokens=1), 36, 36),
     "grid & dense": (
-        "window",
         Window2d(19, 17, 2, 1, num_prefix_tokens=8) & SOME & Padding(torch.tensor([331, 2])),
         331,
         331,
     ),
-    "packed": ("packed", Packed(LENGTHS), 331, 331),
-    "packed & causal": ("packed", Packed(LENGTHS) & Causal(), 331, 331),
-    "alike": ("packed", Packed([61, 60, 59, 0, 61, 61, 29]), 331, 331),
-    "alike & causal": ("packed", Packed([61, 60, 59, 0, 61, 61, 29]) & Causal(), 331, 331),
-    "alike, cross": ("packed", Packed([66, 65, 66, 67, 67], [3, 5, 0, 5, 6]), 331, 19),
-    "packed cross": ("packed", Packed(LENGTHS, [3, 5, 0, 11]), 331, 19),
+    "packed": (Packed(LENGTHS), 331, 331),
+    "packed & causal": (Packed(LENGTHS) & Causal(), 331, 331),
+    "alike": (Packed([61, 60, 59, 0, 61, 61, 29]), 331, 331),
+    "alike & causal": (Packed([61, 60, 59, 0, 61, 61, 29]) & Causal(), 331, 331),
+    "alike, cross": (Packed([66, 65, 66, 67, 67], [3, 5, 0, 5, 6]), 331, 19),
+    "packed cross": (Packed(LENGTHS, [3, 5, 0, 11]), 331, 19),
     "packed cross & window": (
-        "packed",
         Packed(LENGTHS, [3, 5, 31, 11]) & Window(7, 5, "bottom_right"),
         331,
         50,
@@ -56,10 +53,12 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Several chunks of several blocks, in threads, at the sizes of tests."""
-    monkeypatch.setattr(blocks, "CHUNK_ELEMENTS", 2**12)
-    monkeypatch.setattr(window, "TASKS_PAY", 0)
-    monkeypatch.setattr(packed, "TASKS_PAY", 0)
+    """Blocks of several sizes, with several runs of keys, in threads, at the sizes of tests."""
+    sizes = {"LARGE": 64, "SMALL": 16, "LONG": 32, "MOST_KEYS": 96, "STEP": 2**10}
+    for name, size in sizes.items():
+        monkeypatch.setattr(block_steps, name, size)
+    monkeypatch.setattr(block_sparse, "TASKS_PAY", 0)
+    monkeypatch.setattr(block_sparse, "MOST_WIDTH", 32)
 
 
 def make(num_queries, num_keys, dtype, head_dim=7, value_dim=5):
@@ -79,7 +78,7 @@ def make(num_queries, num_keys, dtype, head_dim=7, value_dim=5):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_the_reference(name, dtype):
-    backend, mask, num_queries, num_keys = CASES[name]
+    mask, num_queries, num_keys = CASES[name]
     tensors = make(num_queries, num_keys, dtype)
     bias = None
     if name in ("line", "grid, prefix", "packed & causal"):
@@ -89,9 +88,9 @@ def test_kernel_equals_the_reference(name, dtype):
     expected = with_gradients(exact, mask=allowed, bias=bias, backend="reference")
     plain = with_gradients(tensors, mask=allowed, bias=bias, backend="math")
     with attnkit.record_backends() as record:
-        recorded = attend(*tensors, mask=mask, bias=bias, backend=backend)
-    assert record.total()[backend] == 1
-    actual = with_gradients(tensors, mask=mask, bias=bias, backend=backend)
+        recorded = attend(*tensors, mask=mask, bias=bias, backend="block_sparse")
+    assert record.total()["block_sparse"] == 1
+    actual = with_gradients(tensors, mask=mask, bias=bias, backend="block_sparse")
     assert_equal(recorded, expected[0], plain[0])  # which looks into operators, so without threads
     for results in zip(actual, expected, plain, strict=True):
         assert results[0].dtype == dtype
@@ -106,12 +105,12 @@ def test_kernel_equals_the_reference(name, dtype):
     "name", ["line", "far", "fewer keys, at the end", "in sequences", "grid", "alike & causal"]
 )
 def test_threads_change_no_bit(name, dtype):
-    backend, mask, num_queries, num_keys = CASES[name]
+    mask, num_queries, num_keys = CASES[name]
     tensors, results = make(num_queries, num_keys, dtype), []
     before = torch.get_num_threads()
     for count in (1, 3):
         torch.set_num_threads(count)
-        results.append(with_gradients(tensors, mask=mask, backend=backend))
+        results.append(with_gradients(tensors, mask=mask, backend="block_sparse"))
     torch.set_num_threads(before)
     for one, three in zip(*results, strict=True):
         assert torch.equal(one, three)
@@ -119,32 +118,29 @@ def test_threads_change_no_bit(name, dtype):
 
 @pytest.mark.parametrize("name", ["far", "grid, prefix", "padding", "packed", "alike & causal"])
 def test_short_attention_is_computed_without_threads_of_our_own(name, monkeypatch):
-    backend, mask, num_queries, num_keys = CASES[name]
+    mask, num_queries, num_keys = CASES[name]
     tensors, results = make(num_queries, num_keys, torch.float64), []
     for least in (0, 2**62):
-        monkeypatch.setattr(window, "TASKS_PAY", least)
-        monkeypatch.setattr(packed, "TASKS_PAY", least)
-        results.append(with_gradients(tensors, mask=mask, backend=backend))
+        monkeypatch.setattr(block_sparse, "TASKS_PAY", least)
+        results.append(with_gradients(tensors, mask=mask, backend="block_sparse"))
     for threads, one_after_another in zip(*results, strict=True):
         torch.testing.assert_close(threads, one_after_another, rtol=1e-12, atol=1e-12)
 
 
 def test_cases_have_dead_rows():
     dead = {
-        name
-        for name, (_, mask, *sizes) in CASES.items()
-        if not mask.dense(*sizes, CPU).any(-1).all()
+        name for name, (mask, *sizes) in CASES.items() if not mask.dense(*sizes, CPU).any(-1).all()
     }
     assert dead >= {"fewer keys", "padding", "dense", "grid & dense", "packed cross"}
 
 
 @pytest.mark.parametrize("name", ["far", "fewer keys", "grid, prefix", "packed cross & window"])
 def test_gradcheck(name):
-    backend, mask, num_queries, num_keys = CASES[name]
+    mask, num_queries, num_keys = CASES[name]
     query, key, value = (t.detach()[:1, :1] for t in make(num_queries, num_keys, torch.float64))
 
     def function(*tensors):
-        return attend(*tensors, mask=mask, backend=backend)
+        return attend(*tensors, mask=mask, backend="block_sparse")
 
     tensors = [tensor.requires_grad_() for tensor in (query, key, value)]
     assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
@@ -152,31 +148,31 @@ def test_gradcheck(name):
 
 def test_a_second_derivative_is_refused():
     query, key, value = make(331, 331, torch.float64)
-    output = attend(query, key, value, mask=Window(3, 5), backend="window")
-    with pytest.raises(RuntimeError, match=r"'window' has no second derivative"):
+    output = attend(query, key, value, mask=Window(3, 5), backend="block_sparse")
+    with pytest.raises(RuntimeError, match=r"'block_sparse' has no second derivative"):
         torch.autograd.grad(output.square().sum(), query, create_graph=True)
 
 
 def test_window_as_wide_as_the_sequence_is_full_attention():
     tensors = make(331, 331, torch.float64)
     full = with_gradients(tensors, backend="flash")
-    wide = with_gradients(tensors, mask=Window(330, 330), backend="window")
+    wide = with_gradients(tensors, mask=Window(330, 330), backend="block_sparse")
     torch.testing.assert_close(wide, full)
-    grid = with_gradients(tensors, mask=Window2d(1, 331, 0, 330), backend="window")
+    grid = with_gradients(tensors, mask=Window2d(1, 331, 0, 330), backend="block_sparse")
     torch.testing.assert_close(grid, full)
 
 
 def test_a_grid_of_one_row_is_a_line():
     tensors = make(331, 331, torch.float64)
-    line = with_gradients(tensors, mask=Window(7, 7), backend="window")
+    line = with_gradients(tensors, mask=Window(7, 7), backend="block_sparse")
     for grid in (Window2d(1, 331, 0, 7), Window2d(331, 1, 7, 0)):
-        torch.testing.assert_close(with_gradients(tensors, mask=grid, backend="window"), line)
+        torch.testing.assert_close(with_gradients(tensors, mask=grid, backend="block_sparse"), line)
 
 
 def test_grid_is_a_loop_over_its_neighbourhoods():
     height, width = 13, 11
     query, key, value = (t.detach()[:, :1] for t in make(143, 143, torch.float64))
-    output = attend(query, key, value, mask=Window2d(height, width, 2, 3), backend="window")
+    output = attend(query, key, value, mask=Window2d(height, width, 2, 3), backend="block_sparse")
     maps = [t.unflatten(2, (height, width)) for t in (query, key, value, output)]
     for y in range(height):
         for x in range(width):
@@ -191,7 +187,7 @@ def test_grid_is_a_loop_over_its_neighbourhoods():
 def test_packed_equals_one_by_one(inside):
     tensors = make(331, 331, torch.float64)
     mask = Packed(LENGTHS) if inside is None else Packed(LENGTHS) & inside
-    actual = with_gradients(tensors, mask=mask, backend="packed")
+    actual = with_gradients(tensors, mask=mask, backend="block_sparse")
 
     def one_by_one(*tensors):
         pieces = zip(*(tensor.split(LENGTHS, dim=2) for tensor in tensors), strict=True)
@@ -217,13 +213,14 @@ class LargestOutput(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("backend", "mask", "tokens"),
     [
-        ("window", Window(16, 16), 4096),
-        ("window", Window(16, 16) & Padding(torch.tensor([4001])), 4096),
-        ("window", Window2d(64, 64, 2, 2, num_prefix_tokens=1), 4097),
-        ("packed", Packed([61] * 67), 4087),
+        ("block_sparse", Window(16, 16), 4096),
+        ("block_sparse", Window(16, 16) & Padding(torch.tensor([4001])), 4096),
+        ("block_sparse", Window2d(64, 64, 2, 2, num_prefix_tokens=1), 4097),
+        ("block_sparse", Packed([61] * 67), 4087),
+        ("block_sparse", Causal() & ~Window(300, 300) & Packed([512] * 8), 4096),
         ("flash", Window(16, 16), 4096),
     ],
-    ids=["line", "padding", "grid", "packed", "control"],
+    ids=["line", "padding", "grid", "packed", "composition", "control"],
 )
 def test_memory_is_linear(backend, mask, tokens):
     tensors = [torch.randn(1, 2, tokens, 8, requires_grad=True) for _ in range(3)]
@@ -241,15 +238,16 @@ def test_auto_takes_them_where_they_pay():
         tensors = [torch.empty(1, 4, tokens, 64)] * 3
         return attnkit.explain_backends(*tensors, mask=mask, **options).chosen
 
-    assert chosen(4096, Window(64, 64)) == "window"
+    assert chosen(4096, Window(64, 64)) == "block_sparse"
     assert chosen(4096, Window(4000, 4000)) == "flash"
     assert chosen(64, Window(3, 3)) == "flash"
-    assert chosen(4096, Window(64, None)) == "flash"
-    assert chosen(4096, Window(64, None) & Causal()) == "window"
+    assert chosen(4096, Window(64, None)) == "block_sparse"
+    assert chosen(4096, Causal()) == "flash"
+    assert chosen(4096, Window(64, None) & Causal()) == "block_sparse"
     assert chosen(4096, Window(64, 64), dropout_p=0.1) == "blockwise"
-    assert chosen(4096, Window2d(64, 64, 3, 3)) == "window"
+    assert chosen(4096, Window2d(64, 64, 3, 3)) == "block_sparse"
     assert chosen(49, Window2d(7, 7, 1, 1)) == "flash"
-    assert chosen(4096, Packed([2048, 2048])) == "packed"
+    assert chosen(4096, Packed([2048, 2048])) == "block_sparse"
     assert chosen(6, Packed([1, 2, 3])) == "flash"
 
 
@@ -264,27 +262,15 @@ def test_a_window_that_forgot_the_class_token_says_so():
 def test_refusals():
     tensors = make(11, 11, torch.float32)
     learned = torch.zeros(11, 11, requires_grad=True)
-    for backend, options, message in [
-        ("window", {}, "needs a window, got no mask"),
-        ("window", {"mask": Causal()}, "limited on both sides"),
-        ("window", {"mask": Window(1, 1) | Causal()}, "needs a window, got a mask without one"),
-        ("window", {"mask": Window(1, 1), "dropout_p": 0.1}, "no dropout"),
-        ("window", {"mask": Window(1, 1), "bias": learned}, "no gradient for the bias"),
-        ("window", {"mask": Window(1, 1), "scale": -1.0}, "needs a positive scale"),
-        ("packed", {"mask": Window(1, 1)}, "exactly one Packed mask, got 0"),
-        ("packed", {"mask": Packed([5, 6]) & Packed([6, 5])}, "exactly one Packed mask, got 2"),
-        (
-            "packed",
-            {"mask": Packed([5, 6]) & Dense(SOME[0, 0, :11, :11])},
-            "beside Packed, got Dense",
-        ),
-        ("flex", {"mask": Window(1, 1)}, "needs tensors on cuda"),
+    for options, message in [
+        ({"mask": Window(1, 1), "dropout_p": 0.1}, "no dropout"),
+        ({"mask": Window(1, 1), "bias": learned}, "no gradient for the bias"),
+        ({"mask": Window(1, 1), "scale": -1.0}, "needs a positive scale"),
     ]:
         with pytest.raises(UnsupportedError, match=message):
-            attend(*tensors, backend=backend, **options)
-    mask = Window(1, 1, "top_left") & Packed([5, 6], [6, 5])
-    with pytest.raises(UnsupportedError, match="as many queries as keys in Packed"):
-        attend(*tensors, mask=mask, backend="window")
+            attend(*tensors, backend="block_sparse", **options)
+    with pytest.raises(UnsupportedError, match="needs tensors on cuda"):
+        attend(*tensors, backend="flex", mask=Window(1, 1))
 
 
 @pytest.mark.parametrize("mask", [Window(64, 64), Window2d(64, 64, 3, 3)], ids=["line", "grid"])
@@ -294,27 +280,14 @@ def test_under_torch_func_another_kernel_serves(mask):
     def loss(query):
         return attend(query, key, value, mask=mask).square().sum()
 
-    assert attnkit.explain_backends(query, key, value, mask=mask).chosen == "window"
+    assert attnkit.explain_backends(query, key, value, mask=mask).chosen == "block_sparse"
     actual = torch.func.grad(loss)(query)
     query.requires_grad_()
     torch.testing.assert_close(actual, torch.autograd.grad(loss(query), query)[0])
     with pytest.raises(UnsupportedError, match=r"does not support torch\.func"):
-        torch.func.grad(lambda q: attend(q, key, value, mask=mask, backend="window").sum())(query)
-
-
-def test_packed_serves_dropout_and_a_learned_bias():
-    tensors = make(31, 31, torch.float64)
-    bias = torch.randn(1, 1, 31, 31, dtype=torch.float64, requires_grad=True)
-    mask = Packed([13, 18])
-    expected = with_gradients([*tensors, bias], lambda *t: attend(
-        *t[:3], bias=t[3], mask=mask, backend="reference"))  # fmt: skip
-    actual = with_gradients([*tensors, bias], lambda *t: attend(
-        *t[:3], bias=t[3], mask=mask, backend="packed"))  # fmt: skip
-    torch.testing.assert_close(actual, expected)
-    ones = [*tensors[:2], torch.ones_like(tensors[2])]
-    dropped = attend(*ones, mask=mask, dropout_p=0.5, backend="packed")
-    assert 0.8 < dropped.mean() < 1.2
-    assert dropped.std() > 1e-2
+        torch.func.grad(lambda q: attend(q, key, value, mask=mask, backend="block_sparse").sum())(
+            query
+        )
 
 
 @pytest.mark.slow
@@ -331,7 +304,7 @@ def test_packed_serves_dropout_and_a_learned_bias():
 def test_compiled_and_exported_equal_eager(mask):
     torch._dynamo.reset()
     # the lengths of Packed have no values while a graph is traced: another kernel serves them
-    backend = "auto" if "Packed" in str(mask) else "window"
+    backend = "auto" if "Packed" in str(mask) else "block_sparse"
     tensors = [torch.randn(1, 2, 261, 5, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
 
     class Attention(torch.nn.Module):
@@ -348,7 +321,7 @@ def test_compiled_and_exported_equal_eager(mask):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_cuda_equals_the_reference(name):
-    _, mask, num_queries, num_keys = CASES[name]
+    mask, num_queries, num_keys = CASES[name]
     mask = mask.to("cuda")
     for dtype in (torch.float32, torch.bfloat16):
         tensors = [t.detach().cuda().requires_grad_() for t in make(num_queries, num_keys, dtype)]
@@ -358,7 +331,7 @@ def test_cuda_equals_the_reference(name):
         plain = with_gradients(tensors, mask=allowed, backend="math")
         reasons = attnkit.explain_backends(*tensors, mask=mask).reasons
         assert not reasons["flex"]
-        for backend in (name for name in ("flex", "packed") if not reasons[name]):
+        for backend in (name for name in ("flex", "varlen") if not reasons[name]):
             actual = with_gradients(tensors, mask=mask, backend=backend)
             for results in zip(actual, expected, plain, strict=True):
                 assert_equal(*results)
