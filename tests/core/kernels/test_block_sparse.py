@@ -1,7 +1,10 @@
 """Any mask by its plan: against the definition in float64, linear, and where it is chosen."""
 
+from random import Random
+
 import pytest
 import torch
+from random_masks import random_grid, random_mask, random_sizes
 from support import TOLERANCES, assert_equal, with_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,6 +101,52 @@ def test_kernel_equals_the_reference(name, dtype):
     dead = ~allowed.expand(BATCH, HEADS, -1, -1).any(-1)
     assert (actual[0][dead] == 0).all()
     assert (actual[1][dead] == 0).all()
+
+
+def random_attention(draw):
+    """An attention of random sizes, heads, layout, mask and bias, in float64."""
+    batch, num_heads, num_queries, num_keys = sizes = random_sizes(draw)
+    mask = random_mask(draw, 3, sizes)
+    if draw.random() < 0.1:
+        mask = random_grid(draw)
+        num_queries = num_keys = mask.num_tokens
+        if draw.random() < 0.5:
+            mask = mask & Padding(torch.tensor([draw.randint(0, num_keys), 0]))
+    num_key_heads = draw.choice([n for n in (1, 2, 3, 4) if num_heads % n == 0])
+    dim, value_dim = draw.choice([3, 5, 8]), draw.choice([3, 8])
+    shapes = (
+        (batch, num_queries, num_heads, dim),
+        (batch, num_keys, num_key_heads, dim),
+        (batch, num_keys, num_key_heads, value_dim),
+    )
+    generator = torch.Generator().manual_seed(draw.randint(0, 2**31))
+    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tensors = [tensor.transpose(1, 2) for tensor in tensors]
+    if draw.random() < 0.5:
+        tensors = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in tensors]
+    bias = None
+    if draw.random() < 0.3:
+        full = batch, num_heads, num_queries, num_keys
+        some = [draw.choice([1, size]) for size in full]
+        bias = torch.randn(some, generator=generator, dtype=torch.float64)
+    return [tensor.requires_grad_() for tensor in tensors], {"mask": mask, "bias": bias}
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 100))]
+)
+def test_random_compositions_equal_the_reference(seed, monkeypatch):
+    draw = Random(seed)
+    for _ in range(32):
+        tensors, options = random_attention(draw)
+        sizes = draw.choice([(16, 4, 8, 32), (8, 8, 4, 12), (32, 8, 16, 24), (256, 64, 256, 1024)])
+        for name, size in zip(("LARGE", "SMALL", "LONG", "MOST_KEYS"), sizes, strict=True):
+            monkeypatch.setattr(block_steps, name, size)
+        actual, expected = (
+            with_gradients(tensors, **options, backend=backend)
+            for backend in ("block_sparse", "reference")
+        )
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,127 @@
+"""Plans: what masks answer for blocks of queries, against what they say of each query and key."""
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from random_masks import random_grid, random_mask, random_sizes
+
+from attnkit import Blocks, Causal, Dense, Packed, Padding, Window, Window2d
+from attnkit.core.masks import Mask, Plan, QueryBlocks
+
+CPU = torch.device("cpu")
+NONE, SOME, ALL = 0, 1, 2
+
+
+def table(plan: Plan, num_keys: int) -> np.ndarray:
+    """The answers for each key, [items, heads, blocks, keys]."""
+    answers = np.zeros((*plan.shape, num_keys), int)
+    for row, runs in zip(answers.reshape(-1, num_keys), plan.simplified().rows(), strict=True):
+        for start, end, kind in runs:
+            row[start:end] = kind
+    return answers
+
+
+def truth(mask: Mask, blocks: QueryBlocks, num_queries: int, num_keys: int) -> np.ndarray:
+    allowed = mask.dense(num_queries, num_keys, CPU).expand(-1, -1, num_queries, num_keys).numpy()
+    rows = [
+        np.where(part.all(2), ALL, np.where(part.any(2), SOME, NONE))
+        for start, stop in zip(blocks.start, blocks.stop, strict=True)
+        for part in [allowed[:, :, start:stop]]
+    ]
+    return np.stack(rows, axis=2)
+
+
+def of_size(size, num_queries, num_keys):
+    return QueryBlocks.of_size(size, num_queries, num_keys)
+
+
+def agree(mask: Mask, size: int, num_queries: int, num_keys: int) -> np.ndarray:
+    """Assert that what a plan promises is true. For which keys it promises less than it could."""
+    blocks = of_size(size, num_queries, num_keys)
+    answers = table(mask.plan(blocks), num_keys)
+    answers, true = np.broadcast_arrays(answers, truth(mask, blocks, num_queries, num_keys))
+    assert (answers[answers != SOME] == true[answers != SOME]).all()
+    return (answers == SOME) & (true != SOME)
+
+
+def test_what_compositions_promise_is_true():
+    loose = []
+    for seed in range(400):
+        draw = Random(seed)
+        sizes = random_sizes(draw)
+        size = draw.choice([1, 3, 8, 64])
+        loose.append(agree(random_mask(draw, 3, sizes), size, *sizes[2:]).mean())
+        grid = random_grid(draw)
+        agree(grid, size, grid.num_tokens, grid.num_tokens)
+    assert np.mean(loose) < 0.2  # most is promised
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal("top_left"),
+        Causal("bottom_right"),
+        Window(5, 3, "bottom_right"),
+        Window(None, 2, "top_left"),
+        Window(3, None, "bottom_right"),
+        Padding(torch.tensor([0, 7, 31])),
+        Padding(torch.rand(3, 31, generator=torch.manual_seed(0)) > 0.5),
+        Blocks(torch.rand(2, 6, 7, generator=torch.manual_seed(0)) > 0.5, (8, 5)),
+    ],
+    ids=str,
+)
+def test_single_masks_are_known_exactly(mask):
+    assert not agree(mask, 8, 43, 31).any()
+
+
+def test_packed_sequences_are_known_where_a_block_lies_in_one():
+    mask = Packed([16, 0, 8, 24], [5, 3, 0, 2])
+    assert not agree(mask, 8, 48, 10).any()
+    assert not agree(Packed([16, 8, 24]) & Causal(), 8, 48, 48).any()
+
+
+def test_a_dense_mask_is_known_in_blocks_of_64_keys():
+    allowed = torch.zeros(1, 1, 96, 200, dtype=torch.bool)
+    allowed[:, :, :32, :64] = allowed[:, :, 32:64, 128:] = True
+    allowed[:, :, 64:, 130] = True
+    answers = table(Dense(allowed).plan(of_size(32, 96, 200)), 200)[0, 0]
+    assert (answers[0] == [ALL] * 64 + [NONE] * 136).all()
+    assert (answers[1] == [NONE] * 128 + [ALL] * 72).all()
+    assert (answers[2] == [NONE] * 128 + [SOME] * 64 + [NONE] * 8).all()
+
+
+def test_a_mask_of_ones_own_is_read_within_its_band():
+    class Odd(Mask):
+        def allows(self, batch, head, query, key, num_queries, num_keys):
+            return ((query + key) % 2 == 1) & ((query - key).abs() <= 3)
+
+        def band(self, num_queries, num_keys):
+            return -3, 3
+
+    answers = table(Odd().plan(of_size(4, 16, 16)), 16)[0, 0]
+    assert [row.tolist() for row in np.nonzero(answers[1])] == [[*range(1, 11)]]
+    assert answers.max() == SOME
+    agree(Odd() & Causal(), 4, 16, 16)
+    agree(~Odd() | Window(2, 2), 4, 16, 16)
+
+
+def test_a_grid_reads_the_rows_it_may_reach():
+    answers = table(Window2d(8, 8, 1, 1, 1).plan(of_size(8, 65, 65)), 65)[0, 0]
+    assert (answers[0] != NONE).all()  # with the prefix, which sees everything
+    assert np.flatnonzero(answers[3]).tolist() == [0, *range(1 + 8, 1 + 5 * 8)]
+
+
+def test_numbers_of_keys_by_answer():
+    plan = (Causal() & Padding(torch.tensor([16, 5]))).plan(of_size(8, 16, 16))
+    assert plan.num_keys(ALL)[:, 0].tolist() == [[1, 9], [1, 5]]
+    assert plan.num_keys(SOME)[:, 0].tolist() == [[7, 7], [4, 0]]
+
+
+def test_a_million_tokens_take_little_memory():
+    packed = Packed(torch.full((1000,), 1000))
+    blocks = of_size(64, 10**6, 10**6)
+    for mask in (packed & Causal(), packed | Window(9, 9), Causal() & ~Window(100, 100)):
+        plan = mask.plan(blocks).simplified()
+        assert plan.ends.nbytes + plan.kinds.nbytes < 10**6
