@@ -1,13 +1,18 @@
-"""Windows and packed sequences against full and padded attention, forward + backward.
+"""Masks against full and padded attention, forward + backward.
 
-    python docs/benchmarks/masks.py [line] [memory] [grid] [packed] [--busy 1]
+    python docs/benchmarks/masks.py [line] [memory] [grid] [packed] [compositions] [patterns] [plan]
+        [--busy 1]
 
 - line: a window of ±128 at 32,768 tokens, 4 heads × 64, against full flash in the same run, and
   against itself at half the tokens;
 - memory: the peak memory of that beyond its inputs, in a process of its own, against the size of
   query, key and value;
 - grid: a 2-D window of radius 3 on 64 × 64, 4 heads × 32, against flash with the boolean mask;
-- packed: 64 sequences of lengths 16 to 512, 4 heads × 64, against SDPA on the padded batch.
+- packed: 64 sequences of lengths 16 to 512, 4 heads × 64, against SDPA on the padded batch;
+- compositions: thirteen masks at 4,096 and 16,384 tokens, 4 heads × 64, one thread, processor time
+  as a share of flash without a mask, beside the share of 64 × 64 blocks that the mask touches;
+- patterns: Longformer's and BigBird's at 16,384 tokens, against flash without a mask;
+- plan: the plans of masks at a million tokens, time and memory.
 
 Programs alternate; a ratio is the median of the rounds' ratios. On a machine that others use too,
 set OMP_WAIT_POLICY=passive: threads that spin while they wait hold up these short parallel regions.
@@ -17,12 +22,17 @@ import argparse
 import os
 import subprocess
 import sys
+import time
+from statistics import median
 
+import numpy as np
 import torch
 from measure import alternate, busy, machine, peak_memory, table
 from torch.nn import functional as F
 
 import attnkit
+from attnkit import Blocks, Causal, Dense, Packed, Padding, Window
+from attnkit.core.masks.plan import NONE, QueryBlocks
 
 WINDOW = attnkit.Window(128, 128)
 
@@ -110,9 +120,149 @@ def packed(pairs: int) -> None:
     print(table([row(f"{int(lengths.sum()):,} tokens (at best {most:.2f} ×)", times, *programs)]))
 
 
+def packed_lengths(tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """Of sequences of 16 to 512 tokens."""
+    ends = torch.randint(16, 513, (tokens // 16,), generator=generator).cumsum(0)
+    return torch.tensor([0, *ends[ends < tokens].tolist(), tokens]).diff()
+
+
+def masks_of(tokens: int) -> dict[str, attnkit.core.masks.Mask]:
+    generator = torch.Generator().manual_seed(0)
+    blocks = tokens // 64
+    packed = Packed(packed_lengths(tokens, generator))
+    grid = torch.rand(blocks, blocks, generator=generator) < 0.13 * 4096 / tokens
+    is_global = torch.arange(tokens) < 64
+    cross = Dense(is_global) | is_global[:, None]
+    padding = Padding(torch.tensor([tokens * 5 // 8]))
+    far = Window(tokens * 3 // 10, tokens * 3 // 10)
+    return {
+        "Causal & Padding": Causal() & padding,
+        "Blocks": Blocks(grid, 64),
+        "Blocks & Causal": Blocks(grid, 64) & Causal(),
+        "Window | cross": WINDOW | cross,
+        "Causal & ~Window": Causal() & ~far,
+        "Packed | cross": packed | cross,
+        "Padding": padding,
+        "Dense, of blocks": Dense(grid.repeat_interleave(64, 0).repeat_interleave(64, 1)),
+        "Causal & Packed": Causal() & packed,
+        "Window & Padding": WINDOW & padding,
+        "Window & Packed": WINDOW & packed,
+        "Window": WINDOW,
+        "Packed": packed,
+    }
+
+
+def share_of_blocks(mask: attnkit.core.masks.Mask, tokens: int) -> float:
+    """Of 64 × 64 blocks, those that the mask touches."""
+    touched = 0
+    for runs in mask.plan(QueryBlocks.of_size(64, tokens, tokens)).simplified().rows():
+        blocks = {block for start, end, _ in runs for block in range(start // 64, -(-end // 64))}
+        touched += len(blocks)
+    return touched / (-(-tokens // 64)) ** 2
+
+
+def processor_seconds(function) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def compositions(pairs: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for tokens in (4096, 16_384):
+        inputs = tensors(4, tokens, 64)
+        full = step(attention(), inputs)
+        rows = []
+        for name, mask in masks_of(tokens).items():
+            run = step(attention(mask=mask), inputs)
+            run()
+            full()
+            rounds = pairs if tokens == 4096 else max(1, pairs // 2)
+            ratios = [processor_seconds(run) / processor_seconds(full) for _ in range(rounds)]
+            share = share_of_blocks(mask, tokens)
+            rows.append(
+                {
+                    f"{tokens:,} tokens": name,
+                    "share of blocks": f"{share:.3f}",
+                    "share of the time": f"{median(ratios):.3f}",
+                    "range": f"{min(ratios):.3f}–{max(ratios):.3f}",
+                    "asked": f"{1.4 * share + 0.03:.3f}",
+                }
+            )
+        print(table(rows))
+    torch.set_num_threads(threads)
+
+
+def patterns(pairs: int) -> None:
+    tokens, blocks = 16_384, 256
+    generator = torch.Generator().manual_seed(0)
+    is_global = torch.arange(tokens) < 64
+    longformer = Window(256, 256) | is_global | is_global[:, None]
+    drawn = torch.rand(blocks, blocks, generator=generator).topk(3).indices
+    grid = torch.zeros(blocks, blocks, dtype=torch.bool).scatter_(1, drawn, True)
+    bigbird = Window(96, 96) | is_global | is_global[:, None] | Blocks(grid, 64)
+    inputs = tensors(4, tokens, 64)
+    programs = {
+        "Longformer": step(attention(mask=longformer), inputs),
+        "BigBird": step(attention(mask=bigbird), inputs),
+        "full flash": step(attention(), inputs),
+    }
+    times = alternate(programs, pairs, warm_up=1)
+    for name in ("Longformer", "BigBird"):
+        print(table([row(f"{name}, 16,384 tokens", times, name, "full flash")]))
+
+
+def plan(pairs: int) -> None:
+    tokens = 10**6
+    packed, padding = Packed(torch.full((1000,), 1000)), Padding(torch.tensor([700_000]))
+    window = Window(256, 256)
+    masks = {
+        "Causal": Causal(),
+        "Window": window,
+        "Packed": packed,
+        "Padding": padding,
+        "Causal & Packed": Causal() & packed,
+        "Causal & Padding": Causal() & padding,
+        "Window & Packed": window & packed,
+        "Window & Padding": window & padding,
+        "Packed & Padding": packed & padding,
+        "Causal & ~Window": Causal() & ~window,
+        "Causal & Packed & Padding": Causal() & packed & padding,
+    }
+    rows = []
+    for name, mask in masks.items():
+        seconds = []
+        for _ in range(4 * pairs):
+            start = time.perf_counter()
+            found = mask.plan(QueryBlocks.of_size(64, tokens, tokens)).simplified()
+            seconds.append(time.perf_counter() - start)
+        size = found.ends.nbytes + found.kinds.nbytes
+        share = (np.diff(found.ends, prepend=0) * (found.kinds != NONE)).sum()
+        rows.append(
+            {
+                "1,000,000 tokens": name,
+                "time": f"{1e3 * median(seconds):.1f} ms",
+                "memory": f"{size / 1e6:.1f} MB",
+                "keys read": f"{share / found.ends[-1]:.4f}",
+            }
+        )
+    print(table(rows))
+
+
+FIGURES = {
+    "grid": grid,
+    "packed": packed,
+    "line": line,
+    "compositions": compositions,
+    "patterns": patterns,
+    "plan": plan,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("figures", nargs="*", default=["memory", "grid", "packed", "line"])
+    parser.add_argument("figures", nargs="*", default=["memory", *FIGURES])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--busy", type=int, default=0, help="processes that keep a core busy")
     arguments = parser.parse_args()
@@ -125,7 +275,7 @@ def main() -> None:
             if figure == "memory":
                 subprocess.run([sys.executable, __file__, "memory"], check=True)
             else:
-                {"line": line, "grid": grid, "packed": packed}[figure](arguments.pairs)
+                FIGURES[figure](arguments.pairs)
     return None
 
 

@@ -238,8 +238,12 @@ class _Share:
         found = self.steps.allowed.get(name)
         if found is not None:
             return found
-        mask, (items, heads), (rows, keys) = self.inputs.mask, self.indices(), task.tokens(step)
+        mask, (rows, keys) = self.inputs.mask, task.tokens(step)
         assert mask is not None
+        items, heads = (
+            index[:1] if number == 1 else index
+            for index, number in zip(self.indices(), mask.leading, strict=True)
+        )
         places = items[:, None, None, None], heads[:, None, None], rows[:, None], keys
         allowed = mask.allows(*places, self.inputs.num_queries, self.inputs.num_keys)
         allowed = as_4d(allowed).expand(-1, -1, step.num_queries, step.num_keys)

@@ -25,6 +25,7 @@ MOST_KEYS = 1024  # of a step: what stays in the cache, and as many rows of grad
 TILE = 8  # rows and columns of a tile of queries on a grid
 STEP = 2**20  # products query · key that take as long as one more step
 PER_KEY = 16  # queries whose products take as long as adding up the gradients of a key
+GATHER = 8  # and as copying a key beside others
 
 Run = tuple[int, int, int]
 """A run of keys, start and end, and the plan's answer."""
@@ -52,7 +53,8 @@ class Step:
 
     def cost(self, width: int) -> int:
         """In products of numbers; `width` is how many a token has."""
-        return STEP + width * self.num_keys * (self.num_queries + PER_KEY)
+        per_key = self.num_queries + PER_KEY + (GATHER if len(self.keys) > 1 else 0)
+        return STEP + width * self.num_keys * per_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,15 +189,17 @@ class _Builder:
     ) -> Task:
         """The steps of a block of queries, whose parts end at the queries given."""
         long = [run for run in coarse if run[2] == ALL and run[1] - run[0] >= LONG]
-        steps = [step for run in long for step in self._steps(start, start, stop, [run])]
-        rest = [run for run in coarse if run not in long]
-        at_once = self._steps(start, start, stop, rest)
-        apart, first = [], start
-        for end, runs in parts:
-            apart += self._steps(start, first, end, _without(runs, long))
-            first = end
-        costs = [sum(step.cost(self.width) for step in some) for some in (at_once, apart)]
-        steps += at_once if costs[0] <= costs[1] else apart
+        found: list[list[Step]] = []
+        for apart in ([], long) if long else ([],):
+            before = [step for run in apart for step in self._steps(start, start, stop, [run])]
+            rest = [run for run in coarse if run not in apart]
+            found.append(before + self._steps(start, start, stop, rest))
+            pieces, first = [*before], start
+            for end, runs in parts:
+                pieces += self._steps(start, first, end, _without(runs, apart))
+                first = end
+            found.append(pieces)
+        steps = min(found, key=lambda some: sum(step.cost(self.width) for step in some))
         return Task.of(slice(start, stop), slice(0, self.sizes[1]), steps)
 
     def _steps(self, start: int, first: int, stop: int, runs: list[Run]) -> list[Step]:
