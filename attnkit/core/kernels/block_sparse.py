@@ -34,7 +34,7 @@ from attnkit.core.kernels.block_steps import Lane, Step, Steps, Task, grid_of
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
-from attnkit.core.masks.kept import kept
+from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.sequences import Packed, Window
 from attnkit.core.operators.plain import is_plain
 from attnkit.core.precision import cast_bias, wide
@@ -51,8 +51,11 @@ class BlockSparse(Backend):
     name = "block_sparse"
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
-        if torch.compiler.is_compiling() and grid_of(inputs.mask) is None:
-            yield from _program_reasons(inputs)
+        if torch.compiler.is_compiling():
+            if grid_of(inputs.mask) is None:
+                yield from _program_reasons(inputs)
+        elif not has_values(inputs.query.device):
+            yield "reads the mask's tensors, which have no values while a program is traced"
         yield from device_reasons(inputs, "cpu")
         yield from empty_reasons(inputs)
         yield from dot_product_reasons(inputs)

@@ -59,7 +59,7 @@ def kept(
     """
     there = vars(mask).get(name)
     found: _Kept[Made] | None = there if isinstance(there, _Kept) else None
-    if not _may_keep(device):
+    if not has_values(device):
         if not in_programs or found is None or found.key != (*key, device):
             return make()
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
@@ -112,9 +112,9 @@ def kept_mask(
     return kept(mask, "_dense", (num_queries, num_keys, dtype), device, make)
 
 
-def _may_keep(device: torch.device) -> bool:
-    """Whether what is computed now is a tensor like any other, and no part of a program that will
-    run again with other values."""
+def has_values(device: torch.device) -> bool:
+    """Whether tensors have values now that may be read and kept: what is computed is no part of a
+    program that will run again with others."""
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
