@@ -12,7 +12,7 @@ FAILED = 12  # failures that are named
 def rows(device: str, _) -> Iterator[dict]:
     root = Path(__file__).resolve().parents[3]
     options = ["-n", "12", "--maxprocesses", "12", "--dist", "load", "--tb=short"]
-    where = "tests/core" if device == "cuda" else "tests/core/kernels/test_window.py"
+    where = "tests/core" if device == "cuda" else "tests/core/kernels/test_block_sparse.py"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *options, "-p", "no:cacheprovider"]
     done = subprocess.run([*command, where], cwd=root, capture_output=True, text=True, check=False)
     print(done.stdout[-60_000:], done.stderr[-2_000:])

@@ -33,12 +33,13 @@ def test_parts_and_kernels(attnkit):
     assert 5 < images <= 64 * found["batches"]
     compared = {n for n in found if n.startswith("backend/")}
     assert compared == {
-        f"backend/{name}_seconds" for name in ("auto", "flash", "blockwise", "math", "reference")
+        f"backend/{name}_seconds"
+        for name in ("auto", "block_sparse", "flash", "blockwise", "math", "reference")
     }
     table = Path("run/bench.md").read_text()
     for kernel in BACKENDS:
         assert f"| `{kernel.name}` |" in table
-    assert re.search(r"\| `window` \|  \|  \| needs a window, got no mask \|", table)
+    assert re.search(r"\| `varlen` \|  \|  \| needs exactly one Packed mask, got no mask", table)
     assert "train/images_per_second" in done.out
     assert not Path("run/checkpoints").exists()
     assert not Path("run/metrics.csv").exists()
