@@ -65,7 +65,7 @@ def test_each_kernel_really_runs():
     model = Two()
     found = kernels.compare_kernels(model, lambda: model())
     assert {name for name, (seconds, _) in found.items() if seconds} == {
-        "auto", "flash", "blockwise", "math", "reference",
+        "auto", "block_sparse", "flash", "blockwise", "math", "reference",
     }  # fmt: skip
     assert (model.first.backend, model.second.backend) == ("auto", "math")
     ran = [{kernel for count in counts.values() for kernel in count} for counts in model.ran]
