@@ -54,7 +54,7 @@ class BlockSparse(Backend):
         if torch.compiler.is_compiling():
             if grid_of(inputs.mask) is None:
                 yield from _program_reasons(inputs)
-        elif not has_values(inputs.query.device):
+        elif inputs.query.is_cpu and not has_values(inputs.query.device):
             yield "reads the mask's tensors, which have no values while a program is traced"
         yield from device_reasons(inputs, "cpu")
         yield from empty_reasons(inputs)

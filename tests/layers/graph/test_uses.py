@@ -51,7 +51,7 @@ def test_a_layer_leaves_its_tensors_alone(graph, x):
 
 def test_second_derivatives_are_refused_not_lost(graph):
     query, key = (torch.randn(1, 2, NODES, 4, requires_grad=True) for _ in range(2))
-    for backend, mask in (("edges", Edges(graph, NODES)), ("window", attnkit.Window(2, 2))):
+    for backend, mask in (("edges", Edges(graph, NODES)), ("block_sparse", attnkit.Window(2, 2))):
         output = attend(query, key, key, mask=mask, backend=backend)
         with pytest.raises(RuntimeError, match=f"{backend}.* has no second derivative"):
             torch.autograd.grad(output.square().sum(), query, create_graph=True)
