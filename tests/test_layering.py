@@ -73,7 +73,9 @@ def test_only_launch_imports_hydra(trees):
 def test_core_needs_only_torch_and_numpy(trees):
     for path, tree in trees.items():
         if path.parts[0] == "core" and path not in COMPILED:
-            foreign = imports_of(tree) - {"torch", "numpy", "attnkit"} - set(sys.stdlib_module_names)
+            foreign = (
+                imports_of(tree) - {"torch", "numpy", "attnkit"} - set(sys.stdlib_module_names)
+            )
             assert not foreign, f"{path} imports {foreign}"
 
 
@@ -116,7 +118,9 @@ def test_checks_need_only_torch_and_core(trees):
     seen = set()
     for path, tree in trees.items():
         if path.parts[0] == "checks":
-            foreign = imports_of(tree) - {"torch", "numpy", "attnkit"} - set(sys.stdlib_module_names)
+            foreign = (
+                imports_of(tree) - {"torch", "numpy", "attnkit"} - set(sys.stdlib_module_names)
+            )
             assert not foreign, f"{path} imports {foreign}"
             ours = {
                 node.module

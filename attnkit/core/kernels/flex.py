@@ -1,4 +1,4 @@
-"""FlexAttention: block-sparse masks on CUDA, from the masks' own index functions."""
+"""FlexAttention: block-sparse masks on CUDA, from the plans of masks and their index functions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ from attnkit.core.kernels.base import (
 from attnkit.core.masks.base import And, Mask, Not, Or
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Blocks, Window2d
-from attnkit.core.masks.kept import kept
-from attnkit.core.masks.sequences import Packed, Window
+from attnkit.core.masks.kept import has_values, kept
+from attnkit.core.masks.plan import QueryBlocks
+from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
 
 if TYPE_CHECKING:  # importing it takes as long as importing half of torch
     from torch.nn.attention.flex_attention import BlockMask
 
 
 PAYS = 2**24  # queries × keys
+BLOCK = 128  # queries and keys of a block
+BLOCKS_AT_ONCE = 256  # whose 2²² queries and keys are looked at together
+READ = 2**28  # queries × keys, before which looking at all is quicker than waiting for a GPU
 
 
 class Flex(Backend):
@@ -97,12 +101,63 @@ def _kept_block_mask(mask: Mask, sizes: tuple, device: torch.device) -> BlockMas
 
 
 def _new_block_mask(mask: Mask, sizes: tuple, device: torch.device) -> BlockMask:
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention import flex_attention as flex
 
     batch, num_heads, num_queries, num_keys = sizes
-    mask = mask.to(device).tabulated(num_queries, num_keys)
-    function = _function(mask, num_queries, num_keys)
-    return create_block_mask(function, batch, num_heads, num_queries, num_keys, device)
+    moved = mask.to(device).tabulated(num_queries, num_keys)
+    function = _function(moved, num_queries, num_keys)
+    tensors = [leaf for leaf in pytree.tree_leaves(mask) if isinstance(leaf, Tensor)]
+    is_read_quickly = all(tensor.is_cpu for tensor in tensors)
+    if not has_values(device) or not (is_read_quickly or num_queries * num_keys >= READ):
+        return flex.create_block_mask(function, batch, num_heads, num_queries, num_keys, device)
+    # create_block_mask looks at each query and key, and runs out of memory at 96,000 tokens
+    # (attention-gym 149, pytorch 151043); here queries and keys of partial blocks are looked at
+    full, partial = (table.to(device) for table in _tables(mask, *sizes))
+    return flex.BlockMask.from_kv_blocks(
+        *_counted(partial),
+        *_counted(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=function,
+        seq_lengths=(num_queries, num_keys),
+    )
+
+
+def _tables(
+    mask: Mask, batch: int | None, num_heads: int | None, num_queries: int, num_keys: int
+) -> tuple[Tensor, Tensor]:
+    """Which blocks of BLOCK × BLOCK the mask allows all and which some of, each [items, heads,
+    query blocks, key blocks]. A block that is cut by the end of the tokens is not full."""
+    blocks = QueryBlocks.of_size(BLOCK, num_queries, num_keys)
+    plan = mask.plan(blocks).simplified().expanded(batch or 1, num_heads or 1, len(blocks.start))
+    full, seen = (torch.from_numpy(table) for table in plan.tables(BLOCK))
+    if num_queries % BLOCK:
+        full[:, :, -1] = False
+    if num_keys % BLOCK:
+        full[..., -1] = False
+    partial = seen & ~full
+    if isinstance(mask, Causal | Window | Padding | Blocks):
+        return full, partial  # whose plans are exact
+    function = _function(mask.tabulated(num_queries, num_keys), num_queries, num_keys)
+    tensors = (leaf for leaf in pytree.tree_leaves(mask) if isinstance(leaf, Tensor))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    within = torch.arange(BLOCK, device=device)
+    for where in partial.nonzero().split(BLOCKS_AT_ONCE):
+        item, head, row, column = where.to(device)[:, :, None, None].unbind(1)
+        query, key = row * BLOCK + within[:, None], column * BLOCK + within
+        last = num_queries - 1, num_keys - 1
+        allowed = function(item, head, query.clamp(max=last[0]), key.clamp(max=last[1]))
+        allowed = allowed & (query <= last[0]) & (key <= last[1])
+        allowed = allowed.expand(len(where), BLOCK, BLOCK).flatten(1)
+        every, some = allowed.all(1).cpu(), allowed.any(1).cpu()
+        full[where.unbind(1)] = every
+        partial[where.unbind(1)] = some & ~every
+    return full, partial
+
+
+def _counted(table: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are True, and their columns before those of the others."""
+    columns = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return table.sum(-1, dtype=torch.int32), columns.to(torch.int32)
 
 
 def _function(mask: Mask, num_queries: int, num_keys: int) -> Callable[..., Tensor]:

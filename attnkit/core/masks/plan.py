@@ -162,6 +162,26 @@ class Plan:
                 yield runs
                 runs, offset = [], end
 
+    def tables(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which blocks of so many keys are `ALL`, and which are not `NONE`, [items, heads, blocks,
+        key blocks]; of a simplified plan."""
+        row = self._row_of_runs()
+        ends, starts = self.ends - row * self.width, np.append(0, self.ends[:-1]) - row * self.width
+        columns = -(-self.width // size)
+        last = np.where(ends == self.width, columns, ends // size)  # the last block may be cut
+        found = []
+        for chosen, first, after in (
+            (self.kinds == ALL, -(-starts // size), last),
+            (self.kinds != NONE, starts // size, -(-ends // size)),
+        ):
+            chosen = chosen & (first < after)
+            changes = np.zeros((prod(self.shape), columns + 1), np.int16)
+            np.add.at(changes, (row[chosen], first[chosen]), 1)
+            np.add.at(changes, (row[chosen], after[chosen]), -1)
+            inside = changes.cumsum(axis=1, dtype=np.int16)[:, :-1] > 0
+            found.append(inside.reshape(*self.shape, columns))
+        return found[0], found[1]
+
     def num_keys(self, kind: int) -> np.ndarray:
         """How many keys have this answer in each row, [items, heads, blocks]."""
         sizes = np.diff(self.ends, prepend=0) * (self.kinds == kind)

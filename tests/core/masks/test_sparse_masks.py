@@ -1,11 +1,15 @@
 """Every mask against its definition in plain Python, in each form that kernels read."""
 
+from random import Random
+
 import pytest
 import torch
+from random_masks import random_mask
 from torch.utils import _pytree as pytree
 
 import attnkit
 from attnkit import Blocks, Causal, Dense, Edges, Packed, Padding, Window, Window2d
+from attnkit.core.kernels import flex
 from attnkit.core.kernels.flex import block_mask
 
 CPU = torch.device("cpu")
@@ -134,6 +138,53 @@ def test_block_masks_are_the_definition(name):
     output = flex_attention(query, key, value, block_mask=blocks)
     wanted = attnkit.attend(query, key, value, mask=expected, backend="reference")
     torch.testing.assert_close(output, wanted)
+
+
+def as_dense(num_blocks, indices):
+    """Which blocks are named, [items, heads, rows, columns]."""
+    named = torch.arange(indices.shape[-1]) < num_blocks[..., None]
+    return torch.zeros(indices.shape, dtype=torch.bool).scatter_(-1, indices.long(), named)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_block_masks_have_the_blocks_of_torch(seed, monkeypatch):
+    """`create_block_mask` looks at each query and key; the blocks are equal, and so are theirs by
+    keys, which the backward reads."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    monkeypatch.setattr(flex, "BLOCKS_AT_ONCE", 7)
+    draw = Random(seed)
+    for _ in range(3):
+        sizes = 2, 3, draw.randint(100, 700), draw.randint(100, 700)
+        mask = random_mask(draw, draw.randint(0, 3), sizes)
+        if draw.random() < 0.2:
+            mask = Window2d(draw.randint(5, 30), draw.randint(5, 30), 2, 3, draw.choice([0, 2]))
+            sizes = 2, 3, mask.num_tokens, mask.num_tokens
+        actual = block_mask(mask, torch.empty(*sizes[:3], 16), sizes[3])
+
+        def allows(b, h, q, k, mask=mask, sizes=sizes):
+            return mask.allows(b, h, q, k, *sizes[2:])
+
+        told_apart = [n if part > 1 else None for n, part in zip(sizes, mask.leading, strict=False)]
+        expected = create_block_mask(allows, *told_apart, *sizes[2:], device="cpu")
+        for side in ("kv", "full_kv", "q", "full_q"):
+            names = f"{side}_num_blocks", f"{side}_indices"
+            ours, theirs = (
+                as_dense(*(getattr(blocks, name) for name in names))
+                for blocks in (actual, expected)
+            )
+            assert torch.equal(ours, theirs), (side, mask)
+        assert actual.seq_lengths == expected.seq_lengths
+        assert actual.BLOCK_SIZE == expected.BLOCK_SIZE
+
+
+def test_block_masks_are_made_for_many_tokens():
+    """At 100,000 tokens queries × keys are 10 GB of booleans."""
+    tokens = 100_000
+    query = torch.empty(1, 1, tokens, 16)
+    for mask, most in ((Window(300, 300) & Causal(), 4), (Packed([1000] * 100), 17)):
+        blocks = block_mask(mask, query, tokens)
+        assert (blocks.kv_num_blocks + blocks.full_kv_num_blocks).max() <= most
 
 
 def test_block_masks_leave_empty_blocks_out():
