@@ -80,10 +80,14 @@ class Backend:
         """The attention's output, [batch, heads, queries, value_dim]."""
         raise NotImplementedError
 
+    def share(self, inputs: Inputs) -> float | None:
+        """What it computes of queries × keys; None where that is all, or not known."""
+        return None
+
     def __call__(self, inputs: Inputs) -> Tensor:
         """`compute`, noted for `record_backends`."""
         output = self.compute(inputs)
-        note_kernel(self.name)
+        note_kernel(self.name, partial(self.share, inputs))
         return output
 
 

@@ -72,6 +72,18 @@ class BlockSparse(Backend):
             return False
         return full >= PAYS and _cost(inputs) < full
 
+    def share(self, inputs: Inputs) -> float | None:
+        if inputs.mask is None or torch.compiler.is_compiling():
+            return None
+        lanes = steps_of(inputs).lanes
+        pairs = sum(
+            step.num_queries * step.num_keys
+            for lane in lanes
+            for task in lane.tasks
+            for step in task.steps
+        )
+        return pairs / (len(lanes) * inputs.num_queries * inputs.num_keys)
+
     def compute(self, inputs: Inputs) -> Tensor:
         inputs = inputs.as_scaled_dot()
         if torch.compiler.is_compiling():

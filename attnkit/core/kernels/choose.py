@@ -1,6 +1,8 @@
 """The kernels: what each can do, in which order they are preferred, and how they are run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from torch import Tensor
@@ -20,6 +22,11 @@ from attnkit.core.kernels.linear import LinearKernel
 from attnkit.core.kernels.reference import Reference
 from attnkit.core.kernels.sdpa import Cudnn, Efficient, Flash, Math
 from attnkit.core.kernels.varlen import VarlenKernel
+from attnkit.core.masks.base import Mask
+from attnkit.core.masks.kept import has_values
+from attnkit.core.masks.plan import BlockCounts, QueryBlocks
+
+PLANNED = 64  # queries and keys of the blocks that an explanation counts
 
 
 class UnsupportedError(ValueError):
@@ -86,6 +93,14 @@ class Explanation:
     chosen: str | None
     """The backend that `backend="auto"` takes: the first that can and pays at these sizes. None:
     no backend can, and `attend` raises UnsupportedError."""
+    count: Callable[[], BlockCounts] | None = None
+
+    @property
+    def blocks(self) -> BlockCounts | None:
+        """How many blocks of PLANNED queries × PLANNED keys the mask fills, touches and leaves
+        empty, for each batch item and head that it tells apart. It is counted when it is asked, for
+        which a mask on a GPU is read. None without a mask, or where it has no values."""
+        return None if self.count is None else self.count()
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
@@ -93,6 +108,9 @@ class Explanation:
         for name, reasons in self.reasons.items():
             verdict = "; ".join(reasons) or ("chosen" if name == self.chosen else "can")
             lines.append(f"{name:<{width}}  {verdict}")
+        blocks = self.blocks
+        if blocks is not None:
+            lines.append(f"the mask in blocks of {PLANNED} × {PLANNED}: {blocks}")
         return "\n".join(lines)
 
 
@@ -114,4 +132,12 @@ def explain_backends(
         chosen = choose_backend(inputs).name
     except UnsupportedError:
         chosen = None
-    return Explanation(reasons, chosen)
+    count = None
+    if inputs.mask is not None and has_values(inputs.query.device):
+        count = partial(_count, inputs.mask, inputs.num_queries, inputs.num_keys)
+    return Explanation(reasons, chosen, count)
+
+
+def _count(mask: Mask, num_queries: int, num_keys: int) -> BlockCounts:
+    blocks = QueryBlocks.of_size(PLANNED, num_queries, num_keys)
+    return mask.plan(blocks).simplified().count(PLANNED)

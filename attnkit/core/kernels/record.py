@@ -34,9 +34,14 @@ class KernelCounts:
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {}
+        self.shares: dict[str, dict[str, float]] = {}
+        """`shares[module][kernel]`: of a kernel that leaves out what the mask does not allow, the
+        products that its last call computed, as a share of all queries × keys."""
 
-    def add(self, module: str, kernel: str) -> None:
+    def add(self, module: str, kernel: str, share: float | None = None) -> None:
         self.counts.setdefault(module, Counter())[kernel] += 1
+        if share is not None:
+            self.shares.setdefault(module, {})[kernel] = share
 
     def total(self) -> Counter[str]:
         """How often each kernel ran in all modules together."""
@@ -50,7 +55,12 @@ class KernelCounts:
             )
         rows = {"module": "kernels"}
         for module, kernels in self.counts.items():
-            ran = (f"{kernel} ×{times}" for kernel, times in kernels.items())
+            shares = self.shares.get(module, {})
+            ran = (
+                f"{kernel} ×{times}"
+                + (f" ({shares[kernel]:.3f} of the dense cost)" if kernel in shares else "")
+                for kernel, times in kernels.items()
+            )
             rows[module or "(itself)"] = ", ".join(ran)
         width = max(map(len, rows))
         lines = [f"{module:<{width}}  {ran}" for module, ran in rows.items()]
@@ -86,12 +96,13 @@ def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
         yield record
 
 
-def note_kernel(kernel: str) -> None:
-    """Report to open records that a kernel of attnkit runs, which is no operator of torch."""
+def note_kernel(kernel: str, share: Callable[[], float | None] | None = None) -> None:
+    """Report to open records that a kernel of attnkit runs, which is no operator of torch, and what
+    share of queries × keys it computes."""
     # while a graph is traced nothing runs, and reading the list would make the graph depend on it
     if not torch.compiler.is_compiling():
         for recorder in _RECORDERS.get():
-            recorder.add(kernel)
+            recorder.add(kernel, None if share is None else share())
 
 
 def unrecorded() -> AbstractContextManager[object]:
@@ -105,11 +116,11 @@ class _Recorder:
     def __init__(self, record: KernelCounts, model: nn.Module | None) -> None:
         self.record = record
         self.running = RunningModules(model)
-        self.running.records.append(record.counts)
+        self.running.records += [record.counts, record.shares]
 
-    def add(self, kernel: str) -> None:
+    def add(self, kernel: str, share: float | None = None) -> None:
         if not any(self in paused for paused in _PAUSED.get()):
-            self.record.add(self.running.innermost(), kernel)
+            self.record.add(self.running.innermost(), kernel, share)
 
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function of torch; its attention is counted."""

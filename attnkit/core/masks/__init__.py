@@ -3,11 +3,12 @@
 from attnkit.core.masks.base import And, Dense, Mask, Not, Or, as_mask
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.masks.grids import Blocks, Window2d
-from attnkit.core.masks.plan import Plan, QueryBlocks
+from attnkit.core.masks.plan import BlockCounts, Plan, QueryBlocks
 from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
 
 __all__ = [
     "And",
+    "BlockCounts",
     "Blocks",
     "Causal",
     "Dense",

@@ -48,6 +48,27 @@ class QueryBlocks(NamedTuple):
         return cls(start, stop, num_queries, num_keys, num_keys)
 
 
+@dataclass(frozen=True)
+class BlockCounts:
+    """How many blocks of queries × keys a mask allows all of, some of, and none of."""
+
+    full: int
+    partial: int
+    skipped: int
+
+    @property
+    def share(self) -> float:
+        """Of all blocks, those that are computed."""
+        total = self.full + self.partial + self.skipped
+        return (self.full + self.partial) / total if total else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.full} full, {self.partial} partial, {self.skipped} skipped, "
+            f"{self.share:.3f} of the dense cost"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The answers for blocks of queries, of each batch item and head that the mask tells apart.
@@ -165,28 +186,41 @@ class Plan:
     def tables(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Which blocks of so many keys are `ALL`, and which are not `NONE`, [items, heads, blocks,
         key blocks]; of a simplified plan."""
-        row = self._row_of_runs()
-        ends, starts = self.ends - row * self.width, np.append(0, self.ends[:-1]) - row * self.width
         columns = -(-self.width // size)
-        last = np.where(ends == self.width, columns, ends // size)  # the last block may be cut
         found = []
-        for chosen, first, after in (
-            (self.kinds == ALL, -(-starts // size), last),
-            (self.kinds != NONE, starts // size, -(-ends // size)),
-        ):
-            chosen = chosen & (first < after)
+        for row, first, after in (self._full(size), self._seen(size)):
             changes = np.zeros((prod(self.shape), columns + 1), np.int16)
-            np.add.at(changes, (row[chosen], first[chosen]), 1)
-            np.add.at(changes, (row[chosen], after[chosen]), -1)
+            np.add.at(changes, (row, first), 1)
+            np.add.at(changes, (row, after), -1)
             inside = changes.cumsum(axis=1, dtype=np.int16)[:, :-1] > 0
             found.append(inside.reshape(*self.shape, columns))
         return found[0], found[1]
 
-    def num_keys(self, kind: int) -> np.ndarray:
-        """How many keys have this answer in each row, [items, heads, blocks]."""
-        sizes = np.diff(self.ends, prepend=0) * (self.kinds == kind)
-        keys = np.bincount(self._row_of_runs(), sizes, minlength=prod(self.shape))
-        return keys.astype(np.int64).reshape(self.shape)
+    def count(self, size: int) -> BlockCounts:
+        """How many blocks of so many keys the rows have, by answer; of a simplified plan."""
+        full, seen = (
+            int((after - first).sum()) for _, first, after in (self._full(size), self._seen(size))
+        )
+        return BlockCounts(full, seen - full, prod(self.shape) * -(-self.width // size) - seen)
+
+    def _full(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Runs of key blocks that are `ALL`: their row, first block, and the block after them."""
+        row = self._row_of_runs()
+        ends, starts = self.ends - row * self.width, np.append(0, self.ends[:-1]) - row * self.width
+        first = -(-starts // size)
+        after = np.where(ends == self.width, -(-ends // size), ends // size)  # the last may be cut
+        chosen = (self.kinds == ALL) & (first < after)
+        return row[chosen], first[chosen], after[chosen]
+
+    def _seen(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same of key blocks that are not `NONE`."""
+        plan = replace(self, kinds=np.minimum(self.kinds, SOME)).simplified()
+        row = plan._row_of_runs()
+        ends, starts = plan.ends - row * plan.width, np.append(0, plan.ends[:-1]) - row * plan.width
+        chosen = plan.kinds != NONE
+        row, first, after = row[chosen], (starts // size)[chosen], -(-ends // size)[chosen]
+        is_shared = (np.diff(row, prepend=-1) == 0) & (first < np.append(0, after[:-1]))
+        return row, first + is_shared, after  # a block of two runs is of the first of them
 
     def _row_of_runs(self) -> np.ndarray:
         return np.maximum(self.ends - 1, 0) // max(1, self.width)

@@ -117,3 +117,13 @@ def test_record_and_capture_see_compiled_models():
         model(x)
     assert record.counts == {"first": {"flash": 1}, "second.0": {"flash": 1}}
     assert list(weights) == ["first", "second.0"]
+
+
+def test_a_record_says_what_share_was_computed():
+    tensors = [torch.randn(2, 2, 512, 64) for _ in range(3)]
+    with attnkit.record_backends() as record:
+        attnkit.attend(*tensors, mask=attnkit.Packed([128] * 4), backend="block_sparse")
+        attnkit.attend(*tensors)
+    assert record.counts == {"": {"block_sparse": 1, "flash": 1}}
+    assert record.shares == {"": {"block_sparse": 0.25}}
+    assert "block_sparse ×1 (0.250 of the dense cost), flash ×1" in str(record)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from random_masks import random_grid, random_mask, random_sizes
 
+import attnkit
 from attnkit import Blocks, Causal, Dense, Packed, Padding, Window, Window2d
 from attnkit.core.masks import Mask, Plan, QueryBlocks
 
@@ -113,10 +114,50 @@ def test_a_grid_reads_the_rows_it_may_reach():
     assert np.flatnonzero(answers[3]).tolist() == [0, *range(1 + 8, 1 + 5 * 8)]
 
 
-def test_numbers_of_keys_by_answer():
-    plan = (Causal() & Padding(torch.tensor([16, 5]))).plan(of_size(8, 16, 16))
-    assert plan.num_keys(ALL)[:, 0].tolist() == [[1, 9], [1, 5]]
-    assert plan.num_keys(SOME)[:, 0].tolist() == [[7, 7], [4, 0]]
+def counts(mask, num_queries, num_keys, size=64):
+    blocks = of_size(size, num_queries, num_keys)
+    found = mask.plan(blocks).simplified().count(size)
+    return found.full, found.partial, found.skipped
+
+
+def test_blocks_are_counted():
+    assert counts(Causal(), 256, 256) == (6, 4, 6)
+    assert counts(Window(64, 64), 256, 256) == (4, 6, 6)
+    assert counts(Packed([128, 128]), 256, 256) == (8, 0, 8)
+    assert counts(Padding(torch.tensor([256, 100])), 256, 256) == (16 + 4, 4, 8)
+    assert counts(Causal() & Padding(torch.tensor([100])), 256, 256) == (3, 4, 9)
+    assert counts(Causal() | Packed([128, 128]), 256, 256) == (12, 0, 4)
+    assert counts(~Causal(), 256, 256) == (6, 4, 6)
+    assert counts(Window(None, None), 100, 70) == (4, 0, 0)  # the last blocks are cut
+    real = torch.tensor([[True, False] * 64 + [False] * 64 + [True] * 64])
+    assert counts(Padding(real), 64, 256) == (1, 2, 1)
+
+
+def test_explanations_say_what_a_mask_costs():
+    query = torch.empty(2, 3, 256, 8)
+    explanation = attnkit.explain_backends(query, query, query, mask=Causal())
+    assert explanation.blocks.share == 10 / 16
+    line = "blocks of 64 × 64: 6 full, 4 partial, 6 skipped, 0.625 of the dense cost"
+    assert str(explanation).endswith(line)
+    assert attnkit.explain_backends(query, query, query).blocks is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tables_and_counts_are_of_the_answers(seed):
+    draw = Random(seed)
+    for _ in range(20):
+        sizes = random_sizes(draw)
+        num_queries, num_keys = sizes[2:]
+        plan = random_mask(draw, 2, sizes).plan(of_size(8, num_queries, num_keys)).simplified()
+        answers, size = table(plan, num_keys), draw.choice([3, 8, 16])
+        columns = [answers[..., start : start + size] for start in range(0, num_keys, size)]
+        full = np.stack([(column == ALL).all(-1) for column in columns], axis=-1)
+        seen = np.stack([(column != NONE).any(-1) for column in columns], axis=-1)
+        assert (plan.tables(size)[0] == full).all()
+        assert (plan.tables(size)[1] == seen).all()
+        found = plan.count(size)
+        assert (found.full, found.partial) == (full.sum(), (seen & ~full).sum())
+        assert found.skipped == (~seen).sum()
 
 
 def test_a_million_tokens_take_little_memory():
