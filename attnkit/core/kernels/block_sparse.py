@@ -77,7 +77,7 @@ class BlockSparse(Backend):
             return None
         lanes = steps_of(inputs).lanes
         pairs = sum(
-            step.num_queries * step.num_keys
+            step.size * step.num_keys
             for lane in lanes
             for task in lane.tasks
             for step in task.steps
@@ -230,26 +230,32 @@ class _Share:
         """What is added to the scores of a step, [items, heads, queries, keys]: 0 or −∞ where the
         mask says so, and the bias. And which rows see nothing. None where there is nothing."""
         bias, query = self.inputs.bias, self.inputs.query
+        if bias is None and not step.is_masked:
+            return None, None
+        shape = *self.rows[0].shape[:2], step.size, step.num_keys
+        name = None if bias is not None or step.likeness is None else (step.likeness, query.dtype)
+        if name in self.steps.terms:
+            term, dead = self.steps.terms[name]
+            return term.expand(shape), dead
         allowed, dead = self.allowed(task, step) if step.is_masked else (None, None)
-        if bias is None:
-            if allowed is None:
-                return None, None
-            term = query.new_zeros(()).where(allowed, -torch.inf)
-        else:
-            term = bias
-            for dim, index in enumerate((*self.indices(), *task.tokens(step))):
-                if term.shape[dim] > 1:
-                    term = term.index_select(dim, index)
-            term = cast_bias(term, query.dtype)
-            if allowed is not None:
-                term = term.where(allowed, -torch.inf)
+        term = query.new_zeros(()) if bias is None else self._bias(bias, task, step)
+        if allowed is not None:
+            term = term.where(allowed, -torch.inf)
+        if bias is not None:
             dead = (term == -torch.inf).all(-1)
-        shape = *self.rows[0].shape[:2], step.num_queries, step.num_keys
+        if name is not None:
+            self.steps.terms[name] = term, dead
         return term.expand(shape), dead
+
+    def _bias(self, bias: Tensor, task: Task, step: Step) -> Tensor:
+        for dim, index in enumerate((*self.indices(), *task.tokens(step))):
+            if bias.shape[dim] > 1:
+                bias = bias.index_select(dim, index)
+        return cast_bias(bias, self.inputs.query.dtype)
 
     def allowed(self, task: Task, step: Step) -> tuple[Tensor, Tensor | None]:
         """What the mask allows in a step; and which rows see nothing, if there are such."""
-        name = step.likeness or (step, self.items.start, self.heads.start)
+        name = step, self.items.start, self.heads.start
         found = self.steps.allowed.get(name)
         if found is not None:
             return found
@@ -261,10 +267,11 @@ class _Share:
         )
         places = items[:, None, None, None], heads[:, None, None], rows[:, None], keys
         allowed = mask.allows(*places, self.inputs.num_queries, self.inputs.num_keys)
-        allowed = as_4d(allowed).expand(-1, -1, step.num_queries, step.num_keys)
+        allowed = as_4d(allowed).expand(-1, -1, step.size, step.num_keys)
         dead = ~allowed.any(-1)
         found = allowed, dead if bool(dead.any()) else None
-        self.steps.keep(name, *found)
+        if step.likeness is None or self.inputs.bias is not None:
+            self.steps.keep(name, *found)
         return found
 
     def indices(self) -> tuple[Tensor, Tensor]:
@@ -279,17 +286,16 @@ class _Share:
         output = place if place.dtype == lse.dtype else place.to(lse.dtype)
         for step in task.steps:
             term, dead = self.term(task, step)
-            start, size = step.queries.start, step.num_queries
             o, s = flash_cpu(
-                query.narrow(2, start, size),
-                _side_by_side(key, step.keys),
-                _side_by_side(value, step.keys),
+                query.narrow(2, step.start, step.size),
+                _side_by_side(key, step.runs),
+                _side_by_side(value, step.runs),
                 attn_mask=term,
                 scale=self.inputs.scale,
             )
             if dead is not None:
                 s = s.masked_fill(dead, DEAD)
-            out, sums = output.narrow(2, start, size), lse.narrow(2, start, size)
+            out, sums = (part.narrow(2, step.start, step.size) for part in (output, lse))
             if step.joins:
                 out.lerp_(o.to(out.dtype), torch.sigmoid(s - sums).unsqueeze(-1))
                 sums.copy_(torch.logaddexp(sums, s))
@@ -305,13 +311,18 @@ class _Share:
     def backward(self, task: Task, step: Step) -> Callable[[], None]:
         """Compute the gradients of a step. Returns what adds them to the others."""
         assert isinstance(task.queries, slice)
-        start = task.queries.start + step.queries.start
+        start = task.queries.start + step.start
         of_query, of_key, of_value = self._gradients(task, step, self.rows, start, *self.keys[:2])
 
+        total = self.rows[4].narrow(2, start, step.size)
+        if step.is_alone:
+            total.copy_(of_query)
+
         def add() -> None:
-            self.rows[4].narrow(2, start, step.num_queries).add_(of_query)
-            _add_side_by_side(self.keys[2], step.keys, of_key)
-            _add_side_by_side(self.keys[3], step.keys, of_value)
+            if not step.is_alone:
+                total.add_(of_query)
+            _add_side_by_side(self.keys[2], step.runs, of_key)
+            _add_side_by_side(self.keys[3], step.runs, of_value)
 
         return add
 
@@ -321,11 +332,11 @@ class _Share:
         keys = [_taken(tensor, task.keys) for tensor in self.keys]
         sums = [total.zero_() for total in (rows[4], keys[2], keys[3])]
         for step in task.steps:
-            start = step.queries.start
-            of_query, of_key, of_value = self._gradients(task, step, rows, start, *keys[:2])
-            sums[0].narrow(2, start, step.num_queries).add_(of_query)
-            _add_side_by_side(sums[1], step.keys, of_key)
-            _add_side_by_side(sums[2], step.keys, of_value)
+            found = self._gradients(task, step, rows, step.start, *keys[:2])
+            of_query, of_key, of_value = found
+            sums[0].narrow(2, step.start, step.size).add_(of_query)
+            _add_side_by_side(sums[1], step.runs, of_key)
+            _add_side_by_side(sums[2], step.runs, of_value)
 
         def add() -> None:
             assert isinstance(task.queries, Tensor)
@@ -340,15 +351,13 @@ class _Share:
         self, task: Task, step: Step, rows: Sequence[Tensor], start: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Those of query, key and value of a step whose first query is `start`."""
-        query, output, lse, gradient = (
-            tensor.narrow(2, start, step.num_queries) for tensor in rows[:4]
-        )
+        query, output, lse, gradient = (tensor.narrow(2, start, step.size) for tensor in rows[:4])
         term, _ = self.term(task, step)
         return flash_cpu_backward(
             gradient,
             query,
-            _side_by_side(key, step.keys),
-            _side_by_side(value, step.keys),
+            _side_by_side(key, step.runs),
+            _side_by_side(value, step.runs),
             output,
             lse,
             0.0,
@@ -362,21 +371,20 @@ def _taken(tensor: Tensor, tokens: slice | Tensor) -> Tensor:
     return tensor[:, :, tokens] if isinstance(tokens, slice) else tensor.index_select(2, tokens)
 
 
-def _side_by_side(tensor: Tensor, runs: tuple[slice, ...]) -> Tensor:
+def _side_by_side(tensor: Tensor, runs: tuple[tuple[int, int], ...]) -> Tensor:
     """The runs of [items, heads, tokens, dim]; of one, a view."""
-    parts = [tensor.narrow(2, run.start, run.stop - run.start) for run in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _add_side_by_side(total: Tensor, runs: tuple[slice, ...], parts: Tensor) -> None:
     if len(runs) == 1:
-        total.narrow(2, runs[0].start, parts.shape[2]).add_(parts)
+        return tensor.narrow(2, *runs[0])
+    return torch.cat([tensor.narrow(2, *run) for run in runs], dim=2)
+
+
+def _add_side_by_side(total: Tensor, runs: tuple[tuple[int, int], ...], parts: Tensor) -> None:
+    if len(runs) == 1:
+        total.narrow(2, *runs[0]).add_(parts)
         return
-    first = 0
-    for run in runs:
-        size = run.stop - run.start
-        total.narrow(2, run.start, size).add_(parts.narrow(2, first, size))
-        first += size
+    sizes = [size for _, size in runs]
+    for run, part in zip(runs, parts.split_with_sizes(sizes, dim=2), strict=True):
+        total.narrow(2, *run).add_(part)
 
 
 def _last_contiguous(tensor: Tensor) -> Tensor:

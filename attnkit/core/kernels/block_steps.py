@@ -33,27 +33,28 @@ Run = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of the kernel: neighbouring queries, and runs of keys side by side."""
+    """One call of the kernel: `size` queries from `start` on, and runs of keys side by side, each
+    its first key and how many."""
 
-    queries: slice
-    keys: tuple[slice, ...]
+    start: int
+    size: int
+    runs: tuple[tuple[int, int], ...]
+    num_keys: int
     is_masked: bool
-    joins: bool = False
-    """Whether steps before it have read keys for some of these queries."""
     likeness: tuple[int, ...] | None = None
     """Steps with the same have the same mask."""
+    joins: bool = False
+    """Whether steps before it have read keys for some of these queries."""
+    is_alone: bool = True
+    """Whether no other step reads keys for any of these queries."""
 
-    @property
-    def num_queries(self) -> int:
-        return self.queries.stop - self.queries.start
-
-    @property
-    def num_keys(self) -> int:
-        return sum(run.stop - run.start for run in self.keys)
+    def overlaps(self, other: Step) -> bool:
+        """Whether they have queries in common."""
+        return self.start < other.start + other.size and other.start < self.start + self.size
 
     def cost(self, width: int) -> int:
         """In products of numbers; `width` is how many a token has."""
-        per_key = self.num_queries + PER_KEY + (GATHER if len(self.keys) > 1 else 0)
+        per_key = self.size + PER_KEY + (GATHER if len(self.runs) > 1 else 0)
         return STEP + width * self.num_keys * per_key
 
 
@@ -68,16 +69,18 @@ class Task:
     @classmethod
     def of(cls, queries: slice | Tensor, keys: slice | Tensor, steps: list[Step]) -> Task:
         """The steps, those that join others marked."""
+        marked = []
         for number, step in enumerate(steps):
-            a = step.queries
-            if any(a.start < b.queries.stop and b.queries.start < a.stop for b in steps[:number]):
-                steps[number] = replace(step, joins=True)
-        return cls(queries, keys, tuple(steps))
+            joins, is_joined = (
+                any(map(step.overlaps, some)) for some in (steps[:number], steps[number + 1 :])
+            )
+            marked.append(replace(step, joins=joins, is_alone=not (joins or is_joined)))
+        return cls(queries, keys, tuple(marked))
 
     def tokens(self, step: Step) -> tuple[Tensor, Tensor]:
         """Which tokens the queries and the keys of a step are."""
-        rows = torch.arange(step.queries.start, step.queries.stop)
-        keys = torch.cat([torch.arange(run.start, run.stop) for run in step.keys])
+        rows = torch.arange(step.start, step.start + step.size)
+        keys = torch.cat([torch.arange(first, first + size) for first, size in step.runs])
         tokens = [
             index + own.start if isinstance(own, slice) else own[index]
             for own, index in ((self.queries, rows), (self.keys, keys))
@@ -99,11 +102,15 @@ class Lane:
 
 
 class Steps:
-    """The steps of a mask, and what it allows in them: booleans, of no more bytes than the queries
-    in float32."""
+    """The steps of a mask, and what it says in them.
+
+    terms: of steps that are alike, what is added to the scores, by likeness and dtype.
+    allowed: of others what is allowed, no more bytes than the queries have in float32.
+    """
 
     def __init__(self, mask: Mask, num_queries: int, num_keys: int, width: int) -> None:
         self.lanes = lanes_of(mask, num_queries, num_keys, width)
+        self.terms: dict[object, tuple[Tensor, Tensor | None]] = {}
         self.allowed: dict[object, tuple[Tensor, Tensor | None]] = {}
         self._left = 4 * num_queries * width
 
@@ -203,19 +210,14 @@ class _Builder:
         return Task.of(slice(start, stop), slice(0, self.sizes[1]), steps)
 
     def _steps(self, start: int, first: int, stop: int, runs: list[Run]) -> list[Step]:
-        queries = slice(first - start, stop - start)
+        """The steps of the queries `first` … `stop` − 1 of a task that begins at `start`."""
         steps = []
         for some in _portions(runs):
-            keys = _joined(some)
-            likeness = None
+            step = _step(first - start, stop - first, some)
             if self.is_relative:
-                likeness = (
-                    stop - first,
-                    *(at - first for run in keys for at in (run.start, run.stop)),
-                )
-            steps.append(
-                Step(queries, keys, any(run[2] == SOME for run in some), likeness=likeness)
-            )
+                places = (number for run, size in step.runs for number in (run - first, size))
+                step = replace(step, likeness=(step.size, *places))
+            steps.append(step)
         return steps
 
 
@@ -247,15 +249,17 @@ def _portions(runs: list[Run]) -> Iterator[list[Run]]:
         yield some
 
 
-def _joined(runs: Sequence[Run]) -> tuple[slice, ...]:
-    """The keys of the runs, neighbours as one."""
+def _step(start: int, size: int, runs: Sequence[Run]) -> Step:
+    """The step that reads these runs of keys, neighbours as one."""
     joined = [[*runs[0][:2]]]
-    for start, end, _ in runs[1:]:
-        if joined[-1][1] == start:
+    for first, end, _ in runs[1:]:
+        if joined[-1][1] == first:
             joined[-1][1] = end
         else:
-            joined.append([start, end])
-    return tuple(slice(*run) for run in joined)
+            joined.append([first, end])
+    keys = tuple((first, end - first) for first, end in joined)
+    is_masked = any(kind == SOME for _, _, kind in runs)
+    return Step(start, size, keys, sum(size for _, size in keys), is_masked)
 
 
 def _strips(mask: Mask) -> Iterator[Task]:
@@ -267,10 +271,8 @@ def _strips(mask: Mask) -> Iterator[Task]:
     before, alone = grid.num_prefix_tokens, mask is grid
     tokens = torch.arange(grid.num_tokens)
     if before:
-        steps = [
-            Step(slice(0, before), _joined(some), not alone)
-            for some in _portions([(0, grid.num_tokens, ALL)])
-        ]
+        runs = [(0, grid.num_tokens, ALL if alone else SOME)]
+        steps = [_step(0, before, some) for some in _portions(runs)]
         yield Task.of(slice(0, before), slice(0, grid.num_tokens), steps)
     places = tokens[before:].view(grid.height, grid.width)
     for left in range(0, grid.width, TILE):
@@ -290,11 +292,11 @@ def _strips(mask: Mask) -> Iterator[Task]:
                 top - rows[0],
                 rows[1] - rows[0],
             )
-            for number, some in enumerate(
-                _portions([*runs, (before + rows[0] * columns, before + rows[1] * columns, SOME)])
-            ):
-                queries = slice(top * (right - left), bottom * (right - left))
+            runs.append((before + rows[0] * columns, before + rows[1] * columns, SOME))
+            first_query, size = top * (right - left), (bottom - top) * (right - left)
+            for number, some in enumerate(_portions(runs)):
+                step = _step(first_query, size, some)
                 like = (*likeness, number) if alone else None
-                steps.append(Step(queries, _joined(some), True, likeness=like))
+                steps.append(replace(step, is_masked=True, likeness=like))
         keys = torch.cat([tokens[:before], places[:, first:last].flatten()])
         yield Task.of(places[:, left:right].flatten(), keys, steps)
