@@ -128,7 +128,7 @@ def lanes_of(mask: Mask, num_queries: int, num_keys: int, width: int) -> list[La
     """
     if grid_of(mask) is not None:
         return [Lane(None, None, tuple(_strips(mask)))]
-    large = _large_blocks(mask, num_queries, num_keys)
+    large = query_blocks(mask, num_queries, num_keys, LARGE)
     sizes = -(-(large.stop - large.start) // SMALL)
     starts = np.concatenate(
         [np.arange(start, stop, SMALL) for start, stop in zip(large.start, large.stop, strict=True)]
@@ -162,19 +162,20 @@ def grid_of(mask: Mask | None) -> Window2d | None:
     return next((part for part in parts if isinstance(part, Window2d)), None)
 
 
-def _large_blocks(mask: Mask, num_queries: int, num_keys: int) -> QueryBlocks:
-    """Blocks of about LARGE queries; of packed sequences, long ones begin with a block of their
+def query_blocks(mask: Mask, num_queries: int, num_keys: int, size: int) -> QueryBlocks:
+    """Blocks of about so many queries; of packed sequences, long ones begin with a block of their
     own, and short ones share blocks."""
     packed = next((part for part in mask.parts if isinstance(part, Packed)), None)
     if packed is None:
-        return QueryBlocks.of_size(LARGE, num_queries, num_keys)
+        return QueryBlocks.of_size(size, num_queries, num_keys)
+    least = min(SMALL, size)
     starts, start = [0], 0
     for length in packed.known_lengths[0]:
-        if length >= SMALL or start - starts[-1] >= SMALL:
-            parts = max(1, round(length / LARGE))
+        if length >= least or start - starts[-1] >= least:
+            parts = max(1, round(length / size))
             starts += [start + length * part // parts for part in range(parts)]
         start += length
-        if length >= SMALL:
+        if length >= least:
             starts.append(start)
     cuts = np.unique([cut for cut in starts if cut < num_queries])
     return QueryBlocks(cuts, np.append(cuts[1:], num_queries), num_queries, num_keys, num_keys)

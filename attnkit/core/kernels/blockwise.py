@@ -24,7 +24,7 @@ class Blockwise(Backend):
         return empty_reasons(inputs)
 
     def compute(self, inputs: Inputs) -> Tensor:
-        (output,) = in_blocks(inputs, _attend)
+        (output,) = in_blocks(inputs, _attend, skips=True)
         return output.to(inputs.query.dtype)
 
 

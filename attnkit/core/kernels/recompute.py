@@ -7,15 +7,23 @@ calls the function again for each block (Chen et al., Training Deep Nets with Su
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import TRACED_PARTS
+from attnkit.core.kernels.block_steps import query_blocks
+from attnkit.core.masks.base import Mask, as_4d
+from attnkit.core.masks.kept import has_values, kept
+from attnkit.core.masks.plan import SOME
 from attnkit.core.operators.derivatives import has_tangent
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Additive, ScaledDot
@@ -24,19 +32,57 @@ BlockFunction = Callable[[Inputs, "Tensor | None"], tuple[Tensor, ...]]
 """From the inputs of some batch items and query rows, and their mask, to tensors
 [batch, heads, rows, ...]."""
 
+
+@dataclass(frozen=True)
+class Read:
+    """The keys that a block reads: runs, each its first key and how many; and whether the mask says
+    more of them."""
+
+    runs: tuple[tuple[int, int], ...]
+    is_masked: bool
+
+    @property
+    def num_keys(self) -> int:
+        return sum(size for _, size in self.runs)
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """Those of a tensor, side by side."""
+        parts = [tensor.narrow(dim, start, size) for start, size in self.runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+Sizes = tuple[list[int], list[int]]
+"""How many batch items and query rows the blocks have."""
+
+Reads = dict[tuple[int, int], Read]
+"""What blocks read, by their first batch item and row; empty where all read all keys."""
+
+ROWS = 192  # of a block that reads some of the keys
+DENSE = 0.8  # of queries × keys: where so much is read, reading all is quicker
+
 # Scores computed at once, of which a step holds several copies: 8 MB each in float32 on the CPU,
 # more would be no faster; elsewhere enough to keep a GPU busy.
 BLOCK_SCORES = {"cpu": 2**21, "other": 2**24}
 
 
-def in_blocks(inputs: Inputs, function: BlockFunction) -> tuple[Tensor, ...]:
-    """What the function gives for each block, concatenated."""
+def in_blocks(
+    inputs: Inputs, function: BlockFunction, *, skips: bool = False
+) -> tuple[Tensor, ...]:
+    """What the function gives for each block, concatenated.
+
+    Args:
+        skips: whether a block is given only the keys that its queries may see, by the mask's plan,
+            and not all of them.
+    """
     exact = in_high_precision(inputs)
     with no_autocast(inputs.query):
         key, value = exact.repeated_heads()
         exact = replace(exact, key=key, value=value).as_scaled_dot()
         sizes = _block_sizes(exact) if _can_recompute(exact) else None
-        if sizes is None or sizes == (exact.query.shape[0], exact.num_queries):
+        reads: Reads = {}
+        if sizes is not None and skips and exact.mask is not None:
+            sizes, reads = _reads(exact, exact.mask, sizes)
+        if sizes is None or (not reads and len(sizes[0]) == len(sizes[1]) == 1):
             return function(exact, _allowed(exact, (0, 0), exact))
         tensors = _tensors(exact).values()
         if (
@@ -45,8 +91,8 @@ def in_blocks(inputs: Inputs, function: BlockFunction) -> tuple[Tensor, ...]:
             or type(exact.score) not in (ScaledDot, Additive)
             or has_tangent(tensors)
         ):
-            return _checkpointed(function, exact, sizes)
-        return _Recomputed.apply(function, exact, sizes, *tensors)
+            return _checkpointed(function, exact, sizes, reads)
+        return _Recomputed.apply(function, exact, sizes, reads, *tensors)
 
 
 def _can_recompute(inputs: Inputs) -> bool:
@@ -68,17 +114,22 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, function: BlockFunction, inputs: Inputs, sizes: tuple[int, int], *tensors: Tensor
+        ctx: Any,
+        function: BlockFunction,
+        inputs: Inputs,
+        sizes: Sizes,
+        reads: Reads,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        ctx.function, ctx.sizes = function, sizes
+        ctx.function, ctx.sizes, ctx.reads = function, sizes, reads
         ctx.inputs = _with(inputs, dict.fromkeys(_tensors(inputs)))
         ctx.names = tuple(_tensors(inputs))
         ctx.random_state = _random_state(inputs)
         outputs: tuple[Tensor, ...] = ()
         for start, block in _blocks(inputs, sizes):
-            results = function(block, _allowed(block, start, inputs))
+            results = function(*_read(block, start, inputs, reads))
             outputs = outputs or tuple(_as_large_as(inputs.query, result) for result in results)
             for output, result in zip(outputs, results, strict=True):
                 _place(output, start, result).copy_(result)
@@ -88,22 +139,23 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         wanted = [
-            name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed
+            name for name, needed in zip(ctx.names, ctx.needs_input_grad[4:], strict=True) if needed
         ]
         inputs = _with(ctx.inputs, tensors)
         with no_autocast(inputs.query), _replayed(ctx.random_state):
             if torch.is_grad_enabled():  # create_graph
-                outputs = _checkpointed(ctx.function, inputs, ctx.sizes)
+                outputs = _checkpointed(ctx.function, inputs, ctx.sizes, ctx.reads)
                 found = _derivatives(outputs, tensors, wanted, gradients, create_graph=True)
             else:
-                found = _sums(ctx.function, inputs, ctx.sizes, wanted, gradients)
-        return None, None, None, *(found.get(name) for name in ctx.names)
+                found = _sums(ctx.function, inputs, ctx.sizes, ctx.reads, wanted, gradients)
+        return None, None, None, None, *(found.get(name) for name in ctx.names)
 
 
 def _sums(
     function: BlockFunction,
     inputs: Inputs,
-    sizes: tuple[int, int],
+    sizes: Sizes,
+    reads: Reads,
     wanted: list[str],
     gradients: tuple[Tensor | None, ...],
 ) -> dict[str, Tensor]:
@@ -112,11 +164,12 @@ def _sums(
     totals = {name: torch.zeros_like(tensors[name]) for name in wanted}
     places = _blocks(_with(inputs, tensors | totals), sizes)
     for (start, block), (_, place) in zip(_blocks(inputs, sizes), places, strict=True):
+        block, allowed = _read(block, start, inputs, reads)
         cut = {name: tensor.detach() for name, tensor in _tensors(block).items()}
         for name in wanted:
             cut[name].requires_grad_()
         with torch.enable_grad():
-            outputs = function(_with(block, cut), _allowed(block, start, inputs))
+            outputs = function(_with(block, cut), allowed)
         of_outputs = [
             None if gradient is None else _place(gradient, start, output)
             for gradient, output in zip(gradients, outputs, strict=True)
@@ -124,7 +177,7 @@ def _sums(
         found = _derivatives(outputs, cut, wanted, of_outputs)
         for name, total in _tensors(place).items():
             if name in found:
-                total.add_(found[name])
+                _add(name, total, found[name], reads.get(start))
     return totals
 
 
@@ -155,14 +208,14 @@ def _derivatives(
 
 
 def _checkpointed(
-    function: BlockFunction, inputs: Inputs, sizes: tuple[int, int]
+    function: BlockFunction, inputs: Inputs, sizes: Sizes, reads: Reads
 ) -> tuple[Tensor, ...]:
     """The same by torch's checkpoints, which find every tensor that the function reads, and whose
     gradients have derivatives."""
     draws = inputs.dropout_p > 0 or inputs.normalizer.draws
 
     def of_block(block: Inputs, start: tuple[int, int]) -> tuple[Tensor, ...]:
-        return function(block, _allowed(block, start, inputs))
+        return function(*_read(block, start, inputs, reads))
 
     results = [
         checkpoint(of_block, block, start, use_reentrant=False, preserve_rng_state=draws)
@@ -170,7 +223,7 @@ def _checkpointed(
         else of_block(block, start)
         for start, block in _blocks(inputs, sizes)
     ]
-    per_item = -(-inputs.num_queries // sizes[1])
+    per_item = len(sizes[1])
     items = (
         _join(results[first : first + per_item], dim=2)
         for first in range(0, len(results), per_item)
@@ -245,6 +298,97 @@ def _allowed(block: Inputs, start: tuple[int, int], whole: Inputs) -> Tensor | N
     return whole.mask.select(items, torch.arange(num_heads, device=device), rows, *sizes)
 
 
+def _reads(inputs: Inputs, mask: Mask, sizes: Sizes) -> tuple[Sizes, Reads]:
+    """The sizes of blocks, smaller ones where the mask leaves much out, and what they read."""
+    device = inputs.query.device
+    leaves = (leaf for leaf in pytree.tree_leaves(mask) if isinstance(leaf, Tensor))
+    if not has_values(device) or not all(leaf.is_cpu for leaf in leaves):  # nor wait for a GPU
+        return sizes, {}
+    items, rows = max(sizes[0]), min(ROWS, max(sizes[1]))
+    key = (inputs.query.shape[0], inputs.num_queries, inputs.num_keys, items, rows)
+    found = kept(mask, "_reads", key, device, partial(_reads_of, mask, *key))
+    return found if found[1] else (sizes, {})
+
+
+def _reads_of(
+    mask: Mask, batch: int, num_queries: int, num_keys: int, items: int, size: int
+) -> tuple[Sizes, Reads]:
+    blocks = query_blocks(mask, num_queries, num_keys, size)
+    plan = mask.plan(blocks).simplified()
+    if plan.shape[0] > 1:
+        items = 1
+    runs = [*plan.rows()]
+    rows = np.arange(len(runs)).reshape(plan.shape)
+    reads = {
+        (item, start): _union([runs[row] for row in rows[min(item, len(rows) - 1), :, number]])
+        for item in range(0, batch, items)
+        for number, start in enumerate(blocks.start.tolist())
+    }
+    num_rows = (blocks.stop - blocks.start).tolist()
+    num_read = sum(
+        size * reads[item, start].num_keys
+        for item in range(0, batch, items)
+        for start, size in zip(blocks.start.tolist(), num_rows, strict=True)
+    )
+    if num_read > DENSE * -(-batch // items) * num_queries * num_keys:
+        reads = {}
+    return (_divided(batch, items), num_rows), reads
+
+
+def _union(rows: list[list[tuple[int, int, int]]]) -> Read:
+    """The keys of all runs."""
+    runs: list[list[int]] = []
+    for start, end, _ in sorted(run for row in rows for run in row):
+        if runs and start <= runs[-1][1]:
+            runs[-1][1] = max(runs[-1][1], end)
+        else:
+            runs.append([start, end])
+    if not runs:
+        return Read(((0, 1),), True)  # which is masked: nothing is seen
+    is_masked = len(rows) > 1 or any(kind == SOME for *_, kind in rows[0])
+    return Read(tuple((start, end - start) for start, end in runs), is_masked)
+
+
+def _read(
+    block: Inputs, start: tuple[int, int], whole: Inputs, reads: Reads
+) -> tuple[Inputs, Tensor | None]:
+    """The block with the keys that it reads, and the mask of these."""
+    read = reads.get(start)
+    if read is None:
+        return block, _allowed(block, start, whole)
+    bias = block.bias
+    if bias is not None and bias.shape[3] > 1:
+        bias = read.of(bias, 3)
+    key, value = read.of(block.key, 2), read.of(block.value, 2)
+    block = replace(block, key=key, value=value, bias=bias)
+    mask, device = whole.mask, whole.query.device
+    if mask is None or not read.is_masked:
+        return block, None
+    item, row = start
+    batch, num_heads, num_rows, _ = block.query.shape
+    items, heads = (
+        torch.arange(1 if number == 1 else size, device=device)
+        for number, size in zip(mask.leading, (batch, num_heads), strict=True)
+    )
+    if mask.leading[0] > 1:
+        items = items + item
+    rows = torch.arange(row, row + num_rows, device=device)
+    keys = torch.cat([torch.arange(a, a + size, device=device) for a, size in read.runs])
+    places = items[:, None, None, None], heads[:, None, None], rows[:, None], keys
+    return block, as_4d(mask.allows(*places, whole.num_queries, whole.num_keys))
+
+
+def _add(name: str, total: Tensor, found: Tensor, read: Read | None) -> None:
+    """Add the gradients of what was read to those of all."""
+    dim = {"key": 2, "value": 2, "bias": 3}.get(name)
+    if read is None or dim is None or total.shape[dim] == found.shape[dim]:
+        total.add_(found)
+        return
+    parts = found.split([size for _, size in read.runs], dim)
+    for (start, size), part in zip(read.runs, parts, strict=True):
+        total.narrow(dim, start, size).add_(part)
+
+
 def _as_large_as(query: Tensor, block: Tensor) -> Tensor:
     """Memory for all rows of what a block gave some of."""
     (batch, _, rows, _), (_, num_heads, _, *sizes) = query.shape, block.shape
@@ -257,27 +401,27 @@ def _place(whole: Tensor, start: tuple[int, int], block: Tensor) -> Tensor:
     return whole[item : item + len(block), :, row : row + block.shape[2]]
 
 
-def _blocks(inputs: Inputs, sizes: tuple[int, int]) -> Iterator[tuple[tuple[int, int], Inputs]]:
+def _blocks(inputs: Inputs, sizes: Sizes) -> Iterator[tuple[tuple[int, int], Inputs]]:
     """The blocks, each behind its first batch item and row."""
     items, rows = sizes
-    for i, item in enumerate(_parts(inputs, ("query", "key", "value", "bias"), items, 0)):
-        for j, block in enumerate(_parts(item, ("query", "bias"), rows, 2)):
-            yield (i * items, j * rows), block
+    first_items, first_rows = (accumulate(counts[:-1], initial=0) for counts in sizes)
+    starts = product(first_items, first_rows)
+    for item in _parts(inputs, ("query", "key", "value", "bias"), items, 0):
+        for block in _parts(item, ("query", "bias"), rows, 2):
+            yield next(starts), block
 
 
-def _parts(inputs: Inputs, names: Sequence[str], size: int, dim: int) -> list[Inputs]:
+def _parts(inputs: Inputs, names: Sequence[str], sizes: list[int], dim: int) -> list[Inputs]:
     """The inputs with the named tensors split along a dimension, or as they are where they
     broadcast."""
-    length = inputs.query.shape[dim]
-    num_parts = -(-length // size)
     split: list[Sequence[Any]] = []
     for name in names:
         tensor = getattr(inputs, name)
         if tensor is None or tensor.shape[dim] == 1:
-            split.append([tensor] * num_parts)
+            split.append([tensor] * len(sizes))
         else:
             # split rather than sliced: the gradient is then one concatenation
-            split.append(tensor.split(size, dim))
+            split.append(tensor.split(sizes, dim))
     return [
         replace(inputs, **dict(zip(names, tensors, strict=True)))
         for tensors in zip(*split, strict=True)
@@ -288,7 +432,7 @@ def _join(parts: Any, dim: int) -> tuple[Tensor, ...]:
     return tuple(torch.cat(tensors, dim) for tensors in zip(*parts, strict=True))
 
 
-def _block_sizes(inputs: Inputs) -> tuple[int, int]:
+def _block_sizes(inputs: Inputs) -> Sizes:
     """How many batch items and how many query rows make a block."""
     batch, num_heads, num_queries, _ = inputs.query.shape
     most = BLOCK_SCORES["cpu" if inputs.query.is_cpu else "other"]
@@ -296,4 +440,9 @@ def _block_sizes(inputs: Inputs) -> tuple[int, int]:
         most = max(most, batch * num_heads * num_queries * inputs.num_keys // TRACED_PARTS)
     rows = min(num_queries, max(1, most // (num_heads * inputs.num_keys)))
     items = min(batch, max(1, most // (num_heads * inputs.num_keys * rows)))
-    return items, rows
+    return _divided(batch, items), _divided(num_queries, rows)
+
+
+def _divided(total: int, size: int) -> list[int]:
+    """Parts of this size, and what is left."""
+    return [size] * (total // size) + [total % size] * (total % size > 0)

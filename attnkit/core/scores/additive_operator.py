@@ -167,13 +167,14 @@ def _setup_context(ctx, inputs, output):
 
 
 def _derivative(ctx, gradient):
+    # once: a checkpoint gives them no second time
+    query, key, vector = tensors = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph: the operator of the backward has no derivative
-        query, key, vector = ctx.saved_tensors
         scores = additive_definition(query, key, vector, ctx.negative_slope)
-        wanted = [t for t in ctx.saved_tensors if t.requires_grad]
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
         found = iter(torch.autograd.grad(scores, wanted, gradient, create_graph=True))
-        return *(next(found) if t.requires_grad else None for t in ctx.saved_tensors), None
-    return *_backward(gradient, *ctx.saved_tensors, ctx.negative_slope), None
+        return *(next(found) if tensor.requires_grad else None for tensor in tensors), None
+    return *_backward(gradient, *tensors, ctx.negative_slope), None
 
 
 additive_scores.register_autograd(_derivative, setup_context=_setup_context)

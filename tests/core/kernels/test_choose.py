@@ -258,7 +258,8 @@ def test_the_table_is_there_where_no_kernel_can():
     edges = attnkit.Edges(torch.tensor([[0, 0], [1, 1]]), 5)
     explained = attnkit.explain_backends(query, key, value, normalizer="linear", mask=edges)
     assert explained.chosen is None
-    first, *table = str(explained).splitlines()
+    first, *table, blocks = str(explained).splitlines()
+    assert blocks.startswith("the mask in blocks of 64 × 64: ")
     assert first == "no backend can serve this attention"
     assert [line.split()[0] for line in table] == [b.name for b in BACKENDS]
     assert all(explained.reasons.values())
