@@ -42,10 +42,10 @@ _HOME = {
     "learned_scores": "attnkit.core.scores.learned",
     "NadarayaWatson": "attnkit.layers.tokens.nadaraya_watson",
     "normalizers": "attnkit.core.normalizers",
-    "Softmax": "attnkit.core.normalizers.kinds",
-    "Hard": "attnkit.core.normalizers.kinds",
-    "Linear": "attnkit.core.normalizers.kinds",
-    "DeltaRule": "attnkit.core.normalizers.kinds",
+    "Softmax": "attnkit.core.normalizers",
+    "Hard": "attnkit.core.normalizers",
+    "Linear": "attnkit.core.normalizers",
+    "DeltaRule": "attnkit.core.normalizers",
     "KeyValueCache": "attnkit.core.cache",
     "delta_rule": "attnkit.core.kernels.delta_rule",
     "record_draws": "attnkit.core.kernels.hard",
@@ -149,7 +149,7 @@ if TYPE_CHECKING:
     from attnkit.core.masks.grids import Blocks, Window2d
     from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
     from attnkit.core.multihead import MultiHeadAttention
-    from attnkit.core.normalizers.kinds import DeltaRule, Hard, Linear, Softmax
+    from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
     from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.positions.learned import (
         FactorizedPositions2d,

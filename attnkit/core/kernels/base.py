@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn import functional as F
 
-from attnkit.core.inputs import Inputs, Normalizer
+from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
-from attnkit.core.normalizers.kinds import Softmax
+from attnkit.core.normalizers import Normalizer, Softmax
 from attnkit.core.operators.derivatives import has_tangent, is_differentiated_twice
 from attnkit.core.scores.kinds import ScaledDot
 
