@@ -13,7 +13,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Normalizer, Softmax
-from attnkit.core.operators.derivatives import has_tangent, is_differentiated_twice
+from attnkit.core.operators.derivatives import wants_more_than_gradient
 from attnkit.core.scores.kinds import ScaledDot
 
 TRACED_PARTS = 16
@@ -56,9 +56,7 @@ class Backend:
                 yield "cannot read edge features"
             elif serves and (torch.compiler.is_compiling() or inputs.mask.has_repeated):
                 yield "reads a boolean mask, which cannot hold duplicate edges"
-        if not self.has_all_derivatives and (
-            has_tangent(inputs.tensors()) or is_differentiated_twice()
-        ):
+        if not self.has_all_derivatives and wants_more_than_gradient(inputs.tensors()):
             yield (
                 "has the gradient alone, no second derivative and none in forward mode; "
                 "backend='reference' has"

@@ -18,8 +18,11 @@ def has_tangent(tensors: Iterable[object]) -> bool:
     )
 
 
-def is_differentiated_twice() -> bool:
-    """Whether torch.func differentiates in a derivative. Where autograd does, nobody knows yet."""
+def wants_more_than_gradient(tensors: Iterable[object]) -> bool:
+    """Whether forward mode goes through one of them, or torch.func differentiates in a derivative.
+    Where autograd differentiates again, nobody knows yet."""
+    if has_tangent(tensors):
+        return True
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     kinds = [level.key() for level in get_interpreter_stack() or ()]
