@@ -53,8 +53,8 @@ _HOME = {
     "explain_backends": "attnkit.core.kernels.choose",
     "record_backends": "attnkit.core.kernels.record",
     "attention_weights": "attnkit.core.weights",
-    "capture_attention": "attnkit.core.watch.capture",
-    "count_multiply_adds": "attnkit.core.watch.multiply_adds",
+    "capture_attention": "attnkit.core.capture.weights",
+    "count_multiply_adds": "attnkit.core.capture.multiply_adds",
     "MultiHeadAttention": "attnkit.core.multihead",
     "AttentionPool": "attnkit.layers.tokens.pooling",
     "SpatialAttention": "attnkit.layers.maps.spatial",
@@ -139,6 +139,8 @@ if TYPE_CHECKING:
     from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend
     from attnkit.core.cache import KeyValueCache
+    from attnkit.core.capture.multiply_adds import count_multiply_adds
+    from attnkit.core.capture.weights import capture_attention
     from attnkit.core.kernels.choose import UnsupportedError, explain_backends
     from attnkit.core.kernels.delta_rule import delta_rule
     from attnkit.core.kernels.edges.weights import edge_weights
@@ -160,8 +162,6 @@ if TYPE_CHECKING:
     from attnkit.core.positions.sinusoidal import sincos_1d, sincos_2d
     from attnkit.core.scores import learned as learned_scores
     from attnkit.core.scores.kinds import Additive, Cosine, Gaussian, General, ScaledDot
-    from attnkit.core.watch.capture import capture_attention
-    from attnkit.core.watch.multiply_adds import count_multiply_adds
     from attnkit.core.weights import attention_weights
     from attnkit.layers.gates.bam import BAM
     from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
