@@ -26,11 +26,11 @@ _HOME = {
     "RelativeBias1d": "attnkit.core.positions.biases",
     "RelativeBias2d": "attnkit.core.positions.biases",
     "positions": "attnkit.core.positions",
-    "sincos_1d": "attnkit.core.positions.sinusoidal",
-    "sincos_2d": "attnkit.core.positions.sinusoidal",
-    "LearnedPositions1d": "attnkit.core.positions.learned",
-    "LearnedPositions2d": "attnkit.core.positions.learned",
-    "FactorizedPositions2d": "attnkit.core.positions.learned",
+    "sincos_1d": "attnkit.core.positions.absolute",
+    "sincos_2d": "attnkit.core.positions.absolute",
+    "LearnedPositions1d": "attnkit.core.positions.absolute",
+    "LearnedPositions2d": "attnkit.core.positions.absolute",
+    "FactorizedPositions2d": "attnkit.core.positions.absolute",
     "Rotary1d": "attnkit.core.positions.rotary",
     "Rotary2d": "attnkit.core.positions.rotary",
     "scores": "attnkit.core.scores",
@@ -152,14 +152,15 @@ if TYPE_CHECKING:
     from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
-    from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
-    from attnkit.core.positions.learned import (
+    from attnkit.core.positions.absolute import (
         FactorizedPositions2d,
         LearnedPositions1d,
         LearnedPositions2d,
+        sincos_1d,
+        sincos_2d,
     )
+    from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.positions.rotary import Rotary1d, Rotary2d
-    from attnkit.core.positions.sinusoidal import sincos_1d, sincos_2d
     from attnkit.core.scores import learned as learned_scores
     from attnkit.core.scores.kinds import Additive, Cosine, Gaussian, General, ScaledDot
     from attnkit.core.weights import attention_weights

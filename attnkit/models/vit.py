@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least, choice, divides, pair, share
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.normalizers import Normalizer
-from attnkit.core.positions.learned import FactorizedPositions2d, resize_positions
+from attnkit.core.positions.absolute import FactorizedPositions2d, resize_positions, sincos_2d
 from attnkit.core.positions.rotary import Rotary2d, Rotation
-from attnkit.core.positions.sinusoidal import sincos_2d
 from attnkit.core.projections import rename_tensors, reset_linear
 from attnkit.core.scores.base import Score
 from attnkit.core.scores.learned import ScoreName

@@ -9,10 +9,9 @@ from attnkit.core.arguments import at_least, choice
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.capture.weights import capture_attention
 from attnkit.core.masks.sequences import Padding
+from attnkit.core.positions.absolute import LearnedPositions1d, sincos_1d
 from attnkit.core.positions.biases import ALiBi, RelativeBias1d
-from attnkit.core.positions.learned import LearnedPositions1d
 from attnkit.core.positions.rotary import Rotary1d, Rotation
-from attnkit.core.positions.sinusoidal import sincos_1d
 from attnkit.core.running import undone_on_error
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.tokens.block import Activation
