@@ -38,7 +38,7 @@ _HOME = {
     "General": "attnkit.core.scores.kinds",
     "Cosine": "attnkit.core.scores.kinds",
     "Gaussian": "attnkit.core.scores.kinds",
-    "Additive": "attnkit.core.scores.kinds",
+    "Additive": "attnkit.core.scores.additive",
     "learned_scores": "attnkit.core.scores.learned",
     "NadarayaWatson": "attnkit.layers.tokens.nadaraya_watson",
     "normalizers": "attnkit.core.normalizers",
@@ -162,7 +162,8 @@ if TYPE_CHECKING:
     from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.positions.rotary import Rotary1d, Rotary2d
     from attnkit.core.scores import learned as learned_scores
-    from attnkit.core.scores.kinds import Additive, Cosine, Gaussian, General, ScaledDot
+    from attnkit.core.scores.additive import Additive
+    from attnkit.core.scores.kinds import Cosine, Gaussian, General, ScaledDot
     from attnkit.core.weights import attention_weights
     from attnkit.layers.gates.bam import BAM
     from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate

@@ -16,8 +16,7 @@ from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.normalizers import NORMALIZERS, Normalizer
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import SCORES
+from attnkit.core.scores.kinds import SCORES, Score
 
 _PLAIN_SCORE = ("scaled_dot", SCORES["scaled_dot"])
 _PLAIN_NORMALIZER = ("softmax", NORMALIZERS["softmax"])

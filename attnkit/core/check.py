@@ -13,8 +13,7 @@ from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.masks.sequences import Causal
 from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
 from attnkit.core.precision import WITHOUT_AUTOCAST
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import as_score
+from attnkit.core.scores.kinds import Score, as_score
 
 
 def check_inputs(

@@ -17,8 +17,7 @@ from attnkit.core.masks.kept import kept_mask
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.normalizers import Normalizer
 from attnkit.core.precision import cast_bias, wide
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import ScaledDot
+from attnkit.core.scores.kinds import ScaledDot, Score
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from attnkit.core.kernels.choose import named_backend
 from attnkit.core.masks.base import Mask
 from attnkit.core.normalizers import Normalizer, learned_normalizer
 from attnkit.core.projections import Projections
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.core.weights import Indices, attention_weights
 

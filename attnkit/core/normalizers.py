@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import choice, floating, positive
 from attnkit.core.masks.sequences import Causal, Padding
-from attnkit.core.scores.base import moved
-from attnkit.core.scores.kinds import ScaledDot
+from attnkit.core.scores.kinds import ScaledDot, moved
 
 if TYPE_CHECKING:
     from attnkit.core.inputs import Inputs  # which has a normalizer

@@ -14,7 +14,7 @@ from attnkit.core.normalizers import Normalizer
 from attnkit.core.positions.absolute import FactorizedPositions2d, resize_positions, sincos_2d
 from attnkit.core.positions.rotary import Rotary2d, Rotation
 from attnkit.core.projections import rename_tensors, reset_linear
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.tokens.block import Activation, TransformerBlock
 from attnkit.layers.tokens.patch import PatchEmbedding

@@ -13,7 +13,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Normalizer, Softmax
-from attnkit.core.operators.derivatives import wants_more_than_gradient
+from attnkit.core.operators.modes import wants_more_than_gradient
 from attnkit.core.scores.kinds import ScaledDot
 
 TRACED_PARTS = 16

@@ -25,7 +25,7 @@ from attnkit.core.kernels.sdpa import Flash, flash_cpu, flash_cpu_backward
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.normalizers import Linear, Softmax
-from attnkit.core.operators.plain import is_plain
+from attnkit.core.operators.modes import is_plain
 from attnkit.core.precision import wide
 from attnkit.core.threads import TASKS_PAY, run_tasks
 

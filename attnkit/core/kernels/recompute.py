@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import TRACED_PARTS
-from attnkit.core.operators.derivatives import has_tangent
+from attnkit.core.operators.modes import has_tangent
 from attnkit.core.precision import no_autocast
-from attnkit.core.scores.kinds import Additive, ScaledDot
+from attnkit.core.scores.additive import Additive
+from attnkit.core.scores.kinds import ScaledDot
 
 BlockFunction = Callable[[Inputs, "Tensor | None"], tuple[Tensor, ...]]
 """From the inputs of some batch items and query rows, and their mask, to tensors

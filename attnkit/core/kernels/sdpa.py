@@ -30,7 +30,7 @@ from attnkit.core.kernels.base import (
     name_what_has_a_second_derivative,
     with_channels,
 )
-from attnkit.core.operators.derivatives import wants_more_than_gradient
+from attnkit.core.operators.modes import wants_more_than_gradient
 
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

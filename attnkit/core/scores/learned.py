@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import positive
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import SCORES, Additive, Cosine, Gaussian, General
+from attnkit.core.scores.additive import Additive
+from attnkit.core.scores.kinds import SCORES, Cosine, Gaussian, General, Score
 
 ScoreName = Literal["scaled_dot", "dot", "cosine", "gaussian", "general", "additive"]
 SCORE_NAMES: tuple[ScoreName, ...] = get_args(ScoreName)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnkit.core.arguments import choice
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.normalizers import Normalizer
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 
 Activation = Literal["gelu", "gelu_tanh"]
 

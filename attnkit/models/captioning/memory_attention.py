@@ -10,8 +10,7 @@ from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.masks.sequences import Padding
 from attnkit.core.normalizers import Normalizer, as_normalizer
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import SCORES, General
+from attnkit.core.scores.kinds import SCORES, General, Score
 from attnkit.core.scores.learned import AdditiveScore
 from attnkit.core.weights import Indices, attention_weights
 

@@ -30,7 +30,7 @@ from attnkit.core.kernels.windows.blocks import Chunk, Part, Terms, grid_of, par
 from attnkit.core.kernels.windows.program import program_pays, window_program
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Packed
-from attnkit.core.operators.plain import is_plain
+from attnkit.core.operators.modes import is_plain
 from attnkit.core.precision import wide
 from attnkit.core.threads import TASKS_PAY, run_tasks
 
