@@ -74,7 +74,7 @@ class AttentionCall:
             IndexError: no such row or head.
         """
         rows, heads = self._chosen(rows, heads)
-        return self._joined([weights for _, weights, _ in self._blocks(rows, heads)], rows, heads)
+        return _joined([weights for _, weights, _ in self._blocks(rows, heads)])
 
     def weight_gradient(
         self,
@@ -94,7 +94,7 @@ class AttentionCall:
         self._check_gradient(output_gradient)
         rows, heads = self._chosen(rows, heads)
         blocks = self._blocks(rows, heads, output_gradient, needs_weights=False)
-        return self._joined([gradient for _, _, gradient in blocks], rows, heads)
+        return _joined([gradient for _, _, gradient in blocks])
 
     def propagate(
         self,
@@ -159,12 +159,6 @@ class AttentionCall:
                     else output_gradient[:, :, block] @ exact.value.transpose(2, 3)
                 )
             yield block, weights, gradient
-
-    def _joined(self, blocks: list[Tensor], rows: Tensor, heads: Tensor) -> Tensor:
-        if blocks:
-            return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
-        size = self.query.shape[0], len(heads), len(rows), self.num_keys
-        return self.query.new_empty(size, dtype=wide(self.query.dtype))
 
     def _chosen(self, rows: Indices, heads: Indices) -> tuple[Tensor, Tensor]:
         mask, device = self.inputs.mask, self.query.device
@@ -270,6 +264,10 @@ class EdgeCall:
                 along = received @ features.value_weight[head]
                 result[:, head] += (along[target] * features.features).sum(dim=1)
         return result.masked_fill(self.is_replaced[:, None], 0.0).detach()
+
+
+def _joined(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
 def is_of_edges(inputs: Inputs, *, is_batched: bool) -> bool:

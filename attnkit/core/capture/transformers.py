@@ -65,9 +65,7 @@ def _told(
     with unheard() as listeners:
         output, *rest = function(*given, **options)
         seen = output.transpose(1, 2)
-        inputs = None
-        if not args:
-            inputs = _inputs(module, query, key, value, attention_mask, **options)
+        inputs = None if args else _inputs(*given, **options)
         if inputs is not None and _explains(inputs, seen):
             tell(listeners, Seen("transformers", inputs, seen))
             output = seen.transpose(1, 2)

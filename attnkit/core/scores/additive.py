@@ -7,16 +7,19 @@ again. It is registered as an operator so that torch.compile and torch.export ne
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import at_least, choice
 from attnkit.core.operators.modes import has_tangent
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.kinds import Score, check_fit
+
+Activation = Literal["tanh", "leaky_relu"]
 
 # Elements of the buffer: 8 MB in float32 on the CPU, enough to keep a GPU busy elsewhere.
 TILE_ELEMENTS = {"cpu": 2**21, "other": 2**24}
@@ -38,15 +41,12 @@ class Additive(Score):
 
     vector: Annotated[Tensor, "*heads head_dim"]
     by_head = "vector", 2
-    activation: Literal["tanh", "leaky_relu"] = "tanh"
+    activation: Activation = "tanh"
     negative_slope: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.activation not in ("tanh", "leaky_relu"):
-            raise ValueError(
-                f"activation: expected 'tanh' or 'leaky_relu', got {self.activation!r}"
-            )
+        choice(get_args(Activation), activation=self.activation)
         if self.activation == "leaky_relu" and self.negative_slope is None:
             object.__setattr__(self, "negative_slope", 0.2)
         if self.negative_slope is None:
@@ -56,8 +56,7 @@ class Additive(Score):
                 f"negative_slope: only the activation 'leaky_relu' has one, "
                 f"got {self.negative_slope} with 'tanh'"
             )
-        if not 0 <= self.negative_slope < float("inf"):
-            raise ValueError(f"negative_slope: expected at least 0, got {self.negative_slope}")
+        at_least(0, negative_slope=self.negative_slope)
 
     def check(self, query: Tensor, key: Tensor) -> None:
         super().check(query, key)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import positive
-from attnkit.core.scores.additive import Additive
+from attnkit.core.scores.additive import Activation, Additive
 from attnkit.core.scores.kinds import SCORES, Cosine, Gaussian, General, Score
 
 ScoreName = Literal["scaled_dot", "dot", "cosine", "gaussian", "general", "additive"]
@@ -49,7 +49,7 @@ class AdditiveScore(nn.Module):
         num_heads: int,
         head_dim: int,
         *,
-        activation: Literal["tanh", "leaky_relu"] = "tanh",
+        activation: Activation = "tanh",
         negative_slope: float | None = None,
         softcap: float | None = None,
     ) -> None:
