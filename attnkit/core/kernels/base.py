@@ -1,11 +1,13 @@
 """The base of all kernels: what each can serve, when it is worthwhile, and its computation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn import functional as F
 
@@ -13,7 +15,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Normalizer, Softmax
-from attnkit.core.operators.modes import wants_more_than_gradient
+from attnkit.core.operators.modes import has_tangent
 from attnkit.core.scores.kinds import ScaledDot
 
 TRACED_PARTS = 16
@@ -83,6 +85,17 @@ class Backend:
         output = self.compute(inputs)
         note_kernel(self.name)
         return output
+
+
+def wants_more_than_gradient(tensors: Iterable[object]) -> bool:
+    """Whether forward mode goes through one of the tensors, or torch.func differentiates in a
+    derivative. Where autograd differentiates again, nobody knows yet."""
+    if torch.compiler.is_compiling() or (
+        forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    kinds = [level.key() for level in get_interpreter_stack() or ()]
+    return has_tangent(tensors) or kinds.count(TransformType.Grad) > 1
 
 
 def device_reasons(inputs: Inputs, *device_types: str) -> Iterator[str]:

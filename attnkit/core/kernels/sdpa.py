@@ -28,9 +28,9 @@ from attnkit.core.kernels.base import (
     first_channels,
     multiple_of_8,
     name_what_has_a_second_derivative,
+    wants_more_than_gradient,
     with_channels,
 )
-from attnkit.core.operators.modes import wants_more_than_gradient
 
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 PLAIN = {Tensor, nn.Parameter}
@@ -29,14 +28,3 @@ def has_tangent(tensors: Iterable[object]) -> bool:
         isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors
     )
-
-
-def wants_more_than_gradient(tensors: Iterable[object]) -> bool:
-    """Whether forward mode goes through one of them, or torch.func differentiates in a derivative.
-    Where autograd differentiates again, nobody knows yet."""
-    if has_tangent(tensors):
-        return True
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
-    kinds = [level.key() for level in get_interpreter_stack() or ()]
-    return kinds.count(TransformType.Grad) > 1
