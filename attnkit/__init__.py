@@ -26,11 +26,11 @@ _HOME = {
     "RelativeBias1d": "attnkit.core.positions.biases",
     "RelativeBias2d": "attnkit.core.positions.biases",
     "positions": "attnkit.core.positions",
-    "sincos_1d": "attnkit.core.positions.sinusoidal",
-    "sincos_2d": "attnkit.core.positions.sinusoidal",
-    "LearnedPositions1d": "attnkit.core.positions.learned",
-    "LearnedPositions2d": "attnkit.core.positions.learned",
-    "FactorizedPositions2d": "attnkit.core.positions.learned",
+    "sincos_1d": "attnkit.core.positions.absolute",
+    "sincos_2d": "attnkit.core.positions.absolute",
+    "LearnedPositions1d": "attnkit.core.positions.absolute",
+    "LearnedPositions2d": "attnkit.core.positions.absolute",
+    "FactorizedPositions2d": "attnkit.core.positions.absolute",
     "Rotary1d": "attnkit.core.positions.rotary",
     "Rotary2d": "attnkit.core.positions.rotary",
     "scores": "attnkit.core.scores",
@@ -38,14 +38,14 @@ _HOME = {
     "General": "attnkit.core.scores.kinds",
     "Cosine": "attnkit.core.scores.kinds",
     "Gaussian": "attnkit.core.scores.kinds",
-    "Additive": "attnkit.core.scores.kinds",
+    "Additive": "attnkit.core.scores.additive",
     "learned_scores": "attnkit.core.scores.learned",
     "NadarayaWatson": "attnkit.layers.tokens.nadaraya_watson",
     "normalizers": "attnkit.core.normalizers",
-    "Softmax": "attnkit.core.normalizers.kinds",
-    "Hard": "attnkit.core.normalizers.kinds",
-    "Linear": "attnkit.core.normalizers.kinds",
-    "DeltaRule": "attnkit.core.normalizers.kinds",
+    "Softmax": "attnkit.core.normalizers",
+    "Hard": "attnkit.core.normalizers",
+    "Linear": "attnkit.core.normalizers",
+    "DeltaRule": "attnkit.core.normalizers",
     "KeyValueCache": "attnkit.core.cache",
     "delta_rule": "attnkit.core.kernels.delta_rule",
     "record_draws": "attnkit.core.kernels.hard",
@@ -53,8 +53,8 @@ _HOME = {
     "explain_backends": "attnkit.core.kernels.choose",
     "record_backends": "attnkit.core.kernels.record",
     "attention_weights": "attnkit.core.weights",
-    "capture_attention": "attnkit.core.watch.capture",
-    "count_multiply_adds": "attnkit.core.watch.multiply_adds",
+    "capture_attention": "attnkit.core.capture.weights",
+    "count_multiply_adds": "attnkit.core.capture.multiply_adds",
     "MultiHeadAttention": "attnkit.core.multihead",
     "AttentionPool": "attnkit.layers.tokens.pooling",
     "SpatialAttention": "attnkit.layers.maps.spatial",
@@ -139,6 +139,8 @@ if TYPE_CHECKING:
     from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend
     from attnkit.core.cache import KeyValueCache
+    from attnkit.core.capture.multiply_adds import count_multiply_adds
+    from attnkit.core.capture.weights import capture_attention
     from attnkit.core.kernels.choose import UnsupportedError, explain_backends
     from attnkit.core.kernels.delta_rule import delta_rule
     from attnkit.core.kernels.edges.weights import edge_weights
@@ -149,19 +151,19 @@ if TYPE_CHECKING:
     from attnkit.core.masks.grids import Blocks, Window2d
     from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
     from attnkit.core.multihead import MultiHeadAttention
-    from attnkit.core.normalizers.kinds import DeltaRule, Hard, Linear, Softmax
-    from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
-    from attnkit.core.positions.learned import (
+    from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
+    from attnkit.core.positions.absolute import (
         FactorizedPositions2d,
         LearnedPositions1d,
         LearnedPositions2d,
+        sincos_1d,
+        sincos_2d,
     )
+    from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
     from attnkit.core.positions.rotary import Rotary1d, Rotary2d
-    from attnkit.core.positions.sinusoidal import sincos_1d, sincos_2d
     from attnkit.core.scores import learned as learned_scores
-    from attnkit.core.scores.kinds import Additive, Cosine, Gaussian, General, ScaledDot
-    from attnkit.core.watch.capture import capture_attention
-    from attnkit.core.watch.multiply_adds import count_multiply_adds
+    from attnkit.core.scores.additive import Additive
+    from attnkit.core.scores.kinds import Cosine, Gaussian, General, ScaledDot
     from attnkit.core.weights import attention_weights
     from attnkit.layers.gates.bam import BAM
     from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate

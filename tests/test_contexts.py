@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 
 import attnkit
 from attnkit import Hard, MultiHeadAttention, finetune
+from attnkit.core.capture.watch import watch_attention
 from attnkit.core.contexts import Opened
 from attnkit.core.hidden import hide_keys
 from attnkit.core.kernels.record import unrecorded
-from attnkit.core.watch.taps.watch import watch_attention
 from attnkit.lightning import allowing
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import attnkit
 from attnkit import layers, learned_scores, masks, models, normalizers, positions, scores
 from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.hard import Draw
 from attnkit.core.positions.rotary import Rotation
 from attnkit.models.captioning.generate import Sentences
@@ -149,7 +150,10 @@ def definitions(owner: type, name: str) -> dict[str, Any]:
 
 def hints_of(functions: list[Any]) -> dict[str, Any]:
     """The annotations of the first; where it gives no shape, that of what it overrides."""
-    hints = [get_type_hints(function, include_extras=True) for function in functions]
+    typed_only = {"Inputs": Inputs}  # where importing it would make a circle
+    hints = [
+        get_type_hints(function, None, typed_only, include_extras=True) for function in functions
+    ]
     return {
         name: next((h[name] for h in hints if name in h and not is_bare(h[name])), hint)
         for name, hint in hints[0].items()

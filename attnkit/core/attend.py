@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from attnkit.core.check import check_inputs
 from attnkit.core.hidden import HIDING, attend_without_hidden
-from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.base import name_what_has_a_second_derivative
 from attnkit.core.kernels.choose import choose_backend
 from attnkit.core.kernels.recompute import nothing_drawn_on_error
@@ -16,9 +15,8 @@ from attnkit.core.kernels.sdpa import is_torchs_own
 from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
-from attnkit.core.normalizers.kinds import NORMALIZERS
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import SCORES
+from attnkit.core.normalizers import NORMALIZERS, Normalizer
+from attnkit.core.scores.kinds import SCORES, Score
 
 _PLAIN_SCORE = ("scaled_dot", SCORES["scaled_dot"])
 _PLAIN_NORMALIZER = ("softmax", NORMALIZERS["softmax"])

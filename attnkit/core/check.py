@@ -7,14 +7,13 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attnkit.core.arguments import floating, not_nested
-from attnkit.core.inputs import Inputs, Normalizer
+from attnkit.core.inputs import Inputs
 from attnkit.core.masks.base import Mask, as_4d, as_mask, check_broadcastable
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.masks.sequences import Causal
-from attnkit.core.normalizers.kinds import Softmax, as_normalizer
+from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
 from attnkit.core.precision import WITHOUT_AUTOCAST
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import as_score
+from attnkit.core.scores.kinds import Score, as_score
 
 
 def check_inputs(

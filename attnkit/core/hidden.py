@@ -93,6 +93,9 @@ def attend_without_hidden(attend: Callable[..., Tensor], given: dict[str, Any]) 
         return attend(**given | {"mask": hiding.mask(given["mask"], given["query"], given["key"])})
 
 
+_OF_PRODUCT = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+
+
 class _Hiding:
     """Hides keys of torch's attention, whoever calls it."""
 
@@ -102,42 +105,27 @@ class _Hiding:
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.hiding in HIDING.get():
             if func is F.scaled_dot_product_attention:
-                kwargs, args = self._of_product(*args, **kwargs), ()
+                given = dict(zip(_OF_PRODUCT, args, strict=False)) | kwargs
+                kwargs, args = given | self._of_product(given), ()
             elif func is F.multi_head_attention_forward:
-                bound = inspect.signature(func).bind(*args, **kwargs).arguments
-                kwargs, args = bound | self._of_heads(bound), ()
+                given = inspect.signature(func).bind(*args, **kwargs).arguments
+                kwargs, args = given | self._of_heads(given), ()
         return func(*args, **kwargs)
 
-    def _of_product(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> dict[str, Any]:
-        """The arguments of `scaled_dot_product_attention`, with the keys hidden."""
-        given: dict[str, Any] = {"query": query, "key": key, "value": value}
-        given |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-        given |= {"scale": scale, "enable_gqa": enable_gqa}
-        is_ours = query.ndim in (3, 4) and not isinstance(attn_mask, CausalBias)
+    def _of_product(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What changes in the arguments of `scaled_dot_product_attention`: its mask."""
+        query, key, mask = given["query"], given["key"], given.get("attn_mask")
+        is_ours = query.ndim in (3, 4) and not isinstance(mask, CausalBias)
         kept = self.hiding.kept(len(query) if is_ours else 0, key.shape[-2])
         if kept is None:
-            return given
+            return {}
         kept = kept.to(key.device).reshape(len(query), *[1] * (query.ndim - 2), -1)
-        if is_causal:
+        if given.get("is_causal"):
             causal = kept.new_ones(query.shape[-2], key.shape[-2]).tril()
-            given |= {"attn_mask": causal & kept, "is_causal": False}
-        elif attn_mask is None:
-            given["attn_mask"] = kept
-        elif attn_mask.dtype == torch.bool:
-            given["attn_mask"] = attn_mask & kept
-        else:
-            given["attn_mask"] = attn_mask.masked_fill(~kept, -torch.inf)
-        return given
+            return {"attn_mask": causal & kept, "is_causal": False}
+        if mask is None or mask.dtype == torch.bool:
+            return {"attn_mask": kept if mask is None else mask & kept}
+        return {"attn_mask": mask.masked_fill(~kept, -torch.inf)}
 
     def _of_heads(self, given: dict[str, Any]) -> dict[str, Tensor]:
         """What changes in the arguments of `multi_head_attention_forward`: its padding."""

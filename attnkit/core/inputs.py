@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -15,50 +15,9 @@ from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.masks.kept import kept_mask
 from attnkit.core.masks.sequences import Causal, Padding
+from attnkit.core.normalizers import Normalizer
 from attnkit.core.precision import cast_bias, wide
-from attnkit.core.scores.base import Score, moved
-from attnkit.core.scores.kinds import ScaledDot
-
-
-@dataclass(frozen=True, eq=False)
-class Normalizer:
-    """How scores become weights. Subclasses are frozen dataclasses, as scores are."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether weights are drawn at random, so that no two calls agree."""
-        return False
-
-    def check(self, inputs: Inputs) -> None:
-        """Raise ValueError or TypeError if it does not fit the other arguments of `attend`."""
-
-    def weights(
-        self,
-        inputs: Inputs,
-        allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool] | None,
-    ) -> Annotated[Tensor, "batch heads queries keys"]:
-        """The definition: the weights of the query rows in `inputs`.
-
-        Args:
-            inputs: in high precision, with as many key as query heads; the bias is of those rows.
-            allowed: the mask of those rows; None is everywhere.
-        """
-        raise NotImplementedError(f"{type(self).__name__} defines no weights()")
-
-    def evaluated(self) -> Normalizer:
-        """The normalizer that a module uses in evaluation."""
-        return self
-
-    def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> Normalizer:
-        """The normalizer of some query heads only."""
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> Normalizer:
-        """The same normalizer with its tensors moved as by `Tensor.to`."""
-        return moved(self, *args, **kwargs)
-
-    def __str__(self) -> str:
-        return type(self).__name__
+from attnkit.core.scores.kinds import ScaledDot, Score
 
 
 @dataclass(frozen=True, eq=False)

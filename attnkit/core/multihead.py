@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from attnkit.core.arguments import choice, not_nested, share
 from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
-from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.masks.base import Mask
-from attnkit.core.normalizers.learned import learned_normalizer
+from attnkit.core.normalizers import Normalizer, learned_normalizer
 from attnkit.core.projections import Projections
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.core.weights import Indices, attention_weights
 

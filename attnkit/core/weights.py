@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs, Normalizer, in_high_precision
+from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
+from attnkit.core.normalizers import Normalizer
 from attnkit.core.precision import no_autocast
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 
 Indices = int | slice | Sequence[int] | Annotated[Tensor, "_", int] | None
 """Which rows or heads: one, a slice, several, or None for all. Negative ones count from the end."""

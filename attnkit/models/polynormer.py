@@ -9,7 +9,7 @@ from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
-from attnkit.core.normalizers.kinds import Linear
+from attnkit.core.normalizers import Linear
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.graph.inputs import EdgeModule, as_edges
 from attnkit.layers.graph.sparse import SparseLinear

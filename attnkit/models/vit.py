@@ -9,14 +9,12 @@ from timm.layers import PatchDropoutWithIndices, trunc_normal_
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, choice, divides, pair, share
-from attnkit.core.former import rename
-from attnkit.core.inputs import Normalizer
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.positions.learned import FactorizedPositions2d, resize_positions
+from attnkit.core.normalizers import Normalizer
+from attnkit.core.positions.absolute import FactorizedPositions2d, resize_positions, sincos_2d
 from attnkit.core.positions.rotary import Rotary2d, Rotation
-from attnkit.core.positions.sinusoidal import sincos_2d
-from attnkit.core.projections import reset_linear
-from attnkit.core.scores.base import Score
+from attnkit.core.projections import rename_tensors, reset_linear
+from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.tokens.block import Activation, TransformerBlock
 from attnkit.layers.tokens.patch import PatchEmbedding
@@ -287,7 +285,7 @@ class ViT(nn.Module):
         return names & {name for name, _ in self.named_parameters()}
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        rename(state, f"{prefix}position_tables.", f"{prefix}factorized_positions.")
+        rename_tensors(state, f"{prefix}position_tables.", f"{prefix}factorized_positions.")
         super()._load_from_state_dict(state, prefix, *args)
 
     def _encode(self, images: Tensor, *, only_class_token: bool) -> Tensor:

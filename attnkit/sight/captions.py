@@ -7,8 +7,8 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.watch.taps.call import AttentionCall
-from attnkit.core.watch.taps.watch import watch_attention
+from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.watch import watch_attention
 from attnkit.models.captioning.word_decoder import PAD, START
 from attnkit.sight.explanation import Explanation
 from attnkit.sight.methods.controls import centred, drawn

@@ -10,9 +10,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from attnkit.core.capture.weights import capture_attention
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name
-from attnkit.core.watch.capture import capture_attention
 from attnkit.layers.gates.gate import capture_gates
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.layers.maps.spatial import SpatialAttention

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.inputs import Normalizer
 from attnkit.core.masks.base import Mask
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.normalizers.learned import learned_normalizer
-from attnkit.core.scores.base import Score
+from attnkit.core.normalizers import Normalizer, learned_normalizer
+from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
 from attnkit.interop.carry import has_hooks, joined, refuse

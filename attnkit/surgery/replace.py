@@ -10,10 +10,10 @@ from typing import Annotated
 
 from torch import Tensor, nn
 
-from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.normalizers import Normalizer
 from attnkit.interop.carry import shortened
 from attnkit.surgery.adapters import Adapter
 from attnkit.surgery.attending import attending

@@ -7,7 +7,7 @@ from PIL import Image
 
 import attnkit
 from attnkit import capture_attention
-from attnkit.core.watch.taps.watch import watch_attention
+from attnkit.core.capture.watch import watch_attention
 from attnkit.models.captioning.word_decoder import END, PAD, START
 
 GRID, WORDS, VOCABULARY = (2, 3), 5, 23

@@ -1,19 +1,21 @@
 """The base of all kernels: what each can serve, when it is worthwhile, and its computation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn import functional as F
 
-from attnkit.core.inputs import Inputs, Normalizer
+from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.edges import Edges
-from attnkit.core.normalizers.kinds import Softmax
-from attnkit.core.operators.derivatives import has_tangent, is_differentiated_twice
+from attnkit.core.normalizers import Normalizer, Softmax
+from attnkit.core.operators.modes import has_tangent
 from attnkit.core.scores.kinds import ScaledDot
 
 TRACED_PARTS = 16
@@ -56,9 +58,7 @@ class Backend:
                 yield "cannot read edge features"
             elif serves and (torch.compiler.is_compiling() or inputs.mask.has_repeated):
                 yield "reads a boolean mask, which cannot hold duplicate edges"
-        if not self.has_all_derivatives and (
-            has_tangent(inputs.tensors()) or is_differentiated_twice()
-        ):
+        if not self.has_all_derivatives and wants_more_than_gradient(inputs.tensors()):
             yield (
                 "has the gradient alone, no second derivative and none in forward mode; "
                 "backend='reference' has"
@@ -89,6 +89,17 @@ class Backend:
         output = self.compute(inputs)
         note_kernel(self.name, partial(self.share, inputs))
         return output
+
+
+def wants_more_than_gradient(tensors: Iterable[object]) -> bool:
+    """Whether forward mode goes through one of the tensors, or torch.func differentiates in a
+    derivative. Where autograd differentiates again, nobody knows yet."""
+    if torch.compiler.is_compiling() or (
+        forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    kinds = [level.key() for level in get_interpreter_stack() or ()]
+    return has_tangent(tensors) or kinds.count(TransformType.Grad) > 1
 
 
 def device_reasons(inputs: Inputs, *device_types: str) -> Iterator[str]:

@@ -36,7 +36,7 @@ from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.sequences import Packed, Window
-from attnkit.core.operators.plain import is_plain
+from attnkit.core.operators.modes import is_plain
 from attnkit.core.precision import cast_bias, wide
 from attnkit.core.threads import TASKS_PAY, run_tasks
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, empty_reasons
 from attnkit.core.kernels.recompute import in_blocks
-from attnkit.core.normalizers.kinds import masked_scores, revived
+from attnkit.core.normalizers import masked_scores, revived
 
 
 class Blockwise(Backend):

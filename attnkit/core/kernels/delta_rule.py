@@ -18,7 +18,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
 from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size, size_of_chunk
 from attnkit.core.masks.sequences import Causal
-from attnkit.core.normalizers.kinds import DeltaRule
+from attnkit.core.normalizers import DeltaRule
 from attnkit.core.precision import no_autocast, wide
 
 CHUNK = 64

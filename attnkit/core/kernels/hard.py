@@ -15,7 +15,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
 from attnkit.core.kernels.recompute import in_blocks
 from attnkit.core.masks.base import Dense
-from attnkit.core.normalizers.kinds import Hard, masked_scores, revived
+from attnkit.core.normalizers import Hard, masked_scores, revived
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, are_known, dropout_reasons, empty_reasons
 from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size, size_of_chunk
 from attnkit.core.masks.sequences import Causal, Packed, Padding
-from attnkit.core.normalizers.kinds import Linear
+from attnkit.core.normalizers import Linear
 from attnkit.core.precision import no_autocast, wide
 
 Features = Callable[[Tensor], Tensor]

@@ -24,9 +24,10 @@ from attnkit.core.kernels.block_steps import query_blocks
 from attnkit.core.masks.base import Mask, as_4d
 from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.plan import SOME
-from attnkit.core.operators.derivatives import has_tangent
+from attnkit.core.operators.modes import has_tangent
 from attnkit.core.precision import no_autocast
-from attnkit.core.scores.kinds import Additive, ScaledDot
+from attnkit.core.scores.additive import Additive
+from attnkit.core.scores.kinds import ScaledDot
 
 BlockFunction = Callable[[Inputs, "Tensor | None"], tuple[Tensor, ...]]
 """From the inputs of some batch items and query rows, and their mask, to tensors

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnkit.core.inputs import Inputs, Normalizer, in_high_precision
+from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import Backend
 from attnkit.core.masks.edges import Edges
-from attnkit.core.normalizers.kinds import Softmax
+from attnkit.core.normalizers import Normalizer, Softmax
 from attnkit.core.precision import no_autocast
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.backends.cuda import flash_sdp_enabled
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
@@ -29,6 +28,7 @@ from attnkit.core.kernels.base import (
     first_channels,
     multiple_of_8,
     name_what_has_a_second_derivative,
+    wants_more_than_gradient,
     with_channels,
 )
 
@@ -128,9 +128,8 @@ class Flash(Sdpa):
         return largest, largest
 
     def forced(self, query: Tensor) -> AbstractContextManager:
-        if query.is_cpu and not torch.compiler.is_compiling() and flash_sdp_enabled():
-            return nullcontext()  # torch's own first choice; forcing it takes as long as a step
-        return super().forced(query)
+        # forcing torch's own first choice takes as long as a step
+        return nullcontext() if is_first_choice(query) else super().forced(query)
 
     def compute(self, inputs: Inputs) -> Tensor:
         num_parts = num_query_parts(inputs)
@@ -164,7 +163,7 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return query.layout is key.layout is value.layout is torch.jagged
     shape, size = query.shape, key.shape
     return (
-        query.is_cpu
+        is_first_choice(query)
         and query.dtype is key.dtype is value.dtype is torch.float32
         and len(shape) == 4
         and size == value.shape
@@ -175,12 +174,19 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.layout is key.layout is value.layout is torch.strided
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and forward_ad._current_level < 0  # outside of forward-mode differentiation
-        and not torch._C._are_functorch_transforms_active()
-        and (not torch.is_grad_enabled() or 2 * shape[0] * shape[1] > torch.get_num_threads())
-        and flash_sdp_enabled()
+        and not (torch.is_grad_enabled() and may_split(query))
+        and not wants_more_than_gradient((query, key, value))
     )
+
+
+def is_first_choice(query: Tensor) -> bool:
+    """Whether torch by itself takes flash where it can serve, and other code may rely on it."""
+    return query.is_cpu and not torch.compiler.is_compiling() and flash_sdp_enabled()
+
+
+def may_split(query: Tensor) -> bool:
+    """Whether batch items and heads leave at least half of the threads to parts of the queries."""
+    return 2 * query.shape[0] * query.shape[1] <= torch.get_num_threads()
 
 
 class Cudnn(Sdpa):
@@ -252,7 +258,8 @@ def num_query_parts(inputs: Inputs) -> int:
         return 1
     if torch.compiler.is_compiling():  # which cannot ask for the number of threads
         return 1
-    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not (is_trained and may_split(inputs.query)):
         return 1
     num_lanes = inputs.query.shape[0] * inputs.query.shape[1]
     return max(1, min(torch.get_num_threads() // num_lanes, inputs.num_queries // LEAST_QUERIES))

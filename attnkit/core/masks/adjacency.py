@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from attnkit.core.contexts import shared
 from attnkit.core.masks.kept import cached
-from attnkit.core.operators.plain import is_plain
+from attnkit.core.operators.modes import is_plain
 
 
 @dataclass(frozen=True, eq=False)

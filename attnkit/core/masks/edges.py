@@ -12,7 +12,7 @@ from attnkit.core.arguments import as_tensor
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.kept import Made, kept
-from attnkit.core.scores.base import moved
+from attnkit.core.scores.kinds import moved
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnkit.core.operators.plain import is_plain
+from attnkit.core.operators.modes import is_plain
 
 HALF = 2**31
 

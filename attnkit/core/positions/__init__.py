@@ -1,13 +1,14 @@
 """Position encodings: added to tokens, applied to queries and keys, or added to scores."""
 
-from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
-from attnkit.core.positions.learned import (
+from attnkit.core.positions.absolute import (
     FactorizedPositions2d,
     LearnedPositions1d,
     LearnedPositions2d,
+    sincos_1d,
+    sincos_2d,
 )
+from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
 from attnkit.core.positions.rotary import Rotary1d, Rotary2d, Rotation
-from attnkit.core.positions.sinusoidal import sincos_1d, sincos_2d
 
 __all__ = [
     "ALiBi",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least
-from attnkit.core.positions.sinusoidal import band_angles, grid_points
+from attnkit.core.positions.absolute import band_angles, grid_points
 
 Query = Annotated[Tensor, "batch heads queries head_dim"]
 Key = Annotated[Tensor, "batch kv_heads keys head_dim"]

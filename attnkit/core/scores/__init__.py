@@ -1,14 +1,14 @@
 """Scores: how well a query matches a key."""
 
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import (
     SCORES,
-    Additive,
     Cosine,
     Dot,
     Gaussian,
     General,
     ScaledDot,
+    Score,
     as_score,
 )
 from attnkit.core.scores.learned import AdditiveScore, CosineScore, GaussianScore, GeneralScore

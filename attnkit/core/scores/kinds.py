@@ -5,19 +5,106 @@ that equals it inside a softmax, `as_dot(query, key)`, which the fused kernels t
 Parameters are per query head and act on the query, so that key heads may be shared.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attnkit.core.arguments import positive
-from attnkit.core.operators.derivatives import has_tangent
+from attnkit.core.arguments import floating, positive
+from attnkit.core.operators.modes import has_tangent
 from attnkit.core.precision import wide
-from attnkit.core.scores.additive_operator import additive_definition, additive_scores
-from attnkit.core.scores.base import Score, check_fit, check_number, per_head
+
+Owner = TypeVar("Owner", bound=Any)
+Query = Annotated[Tensor, "batch heads queries head_dim"]
+Key = Annotated[Tensor, "batch kv_heads keys head_dim"]
+Scores = Annotated[Tensor, "batch heads queries keys"]
+
+# Norms are divided by it, so that those up to 2²⁴ are within float16's range
+NORM_UNIT = 256.0
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """How well query i matches key j.
+
+    Subclasses are frozen dataclasses; their tensors may require gradients. To write one of your
+    own, define `uncapped`; the kernels `blockwise` and `reference` serve it.
+
+    softcap: None, or a bound: score ← softcap · tanh(score / softcap) (Gemma 2, 2024). Fused
+    kernels do not compute it.
+    """
+
+    softcap: float | None = field(default=None, kw_only=True)
+    by_head: ClassVar[tuple[str, int]] = "", 0
+    """The tensor that may be one for each head, and how many dimensions it then has."""
+
+    def __post_init__(self) -> None:
+        positive(softcap=self.softcap)
+
+    def check(self, query: Query, key: Key) -> None:
+        """ValueError where query and key do not fit each other or the score's tensors."""
+        if key.shape[3] != query.shape[3]:
+            raise ValueError(f"key: expected query's head_dim {query.shape[3]}, got {key.shape[3]}")
+
+    def scores(self, query: Query, key: Key) -> Scores:
+        """The scores of as many query as key heads; of larger tensors than they are none is held,
+        if need be by other means than the definition's."""
+        return self.definition(query, key)
+
+    def definition(self, query: Query, key: Key) -> Scores:
+        """What every kernel is held against."""
+        return self.cap(self.uncapped(query, key))
+
+    def uncapped(self, query: Query, key: Key) -> Scores:
+        """The definition without softcap."""
+        raise NotImplementedError(f"{type(self).__name__} defines no uncapped()")
+
+    def cap(self, scores: Scores) -> Scores:
+        """The scores within ±softcap."""
+        if self.softcap is None:
+            return scores
+        return self.softcap * (scores / self.softcap).tanh()
+
+    def dot_dim(self, head_dim: int) -> int | None:
+        """The head dimension of `as_dot`; None if the score is not a dot product."""
+        return None
+
+    def as_dot(
+        self,
+        query: Query,
+        key: Key,
+        is_real: Annotated[Tensor, "batch 1 keys 1", bool] | None = None,
+    ) -> tuple[
+        Annotated[Tensor, "batch heads queries dot_dim"],
+        Annotated[Tensor, "batch kv_heads keys dot_dim"],
+        float,
+    ]:
+        """Query, key and scale whose scaled dot product is this score before its softcap.
+
+        Without softcap it may lack what depends on the query alone, which softmax does not see.
+        is_real: which keys are not padding, [batch, 1, keys, 1], for a score that computes with all
+        keys of an item together; None: all.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not a dot product")
+
+    def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> "Score":
+        """The score of some query heads only."""
+        name, ndim = self.by_head
+        tensor: Any = getattr(self, name, None)
+        if not isinstance(tensor, Tensor) or tensor.ndim < ndim or len(tensor) == 1:
+            return self
+        chosen: dict[str, Any] = {name: tensor[heads]}
+        return replace(self, **chosen)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Score":
+        """The same score with its tensors moved as by `Tensor.to`."""
+        return moved(self, *args, **kwargs)
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +184,22 @@ class General(Score):
         return query @ self.weight.to(query.dtype), key, 1.0
 
 
+class _OfPositiveNumber(Score):
+    """A score whose parameter, that of `by_head`, is a positive number, one or one for each."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(**{self.by_head[0]: getattr(self, self.by_head[0])})
+
+    def check(self, query: Tensor, key: Tensor) -> None:
+        super().check(query, key)
+        number = getattr(self, self.by_head[0])
+        if not isinstance(number, int | float):
+            check_fit(self.by_head[0], number, (query.shape[1],), query)
+
+
 @dataclass(frozen=True, eq=False)
-class Cosine(Score):
+class Cosine(_OfPositiveNumber):
     """score(q, k) = cos(q, k) / temperature; Swin Transformer V2 (Liu et al. 2022) learns the
     temperature, and begins with 0.1.
 
@@ -109,14 +210,6 @@ class Cosine(Score):
 
     temperature: float | Annotated[Tensor, "*heads"] = 1.0
     by_head = "temperature", 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(temperature=self.temperature)
-
-    def check(self, query: Tensor, key: Tensor) -> None:
-        super().check(query, key)
-        check_number("temperature", self.temperature, query)
 
     def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
         return (_unit(query) @ _unit(key).transpose(-2, -1)) / per_head(self.temperature)
@@ -134,7 +227,7 @@ class Cosine(Score):
 
 
 @dataclass(frozen=True, eq=False)
-class Gaussian(Score):
+class Gaussian(_OfPositiveNumber):
     """score(q, k) = −‖q − k‖² / (2 bandwidth²): softmax then weights by a Gaussian kernel
     (Nadaraya 1964; Watson 1964).
 
@@ -143,14 +236,6 @@ class Gaussian(Score):
 
     bandwidth: float | Annotated[Tensor, "*heads"] = 1.0
     by_head = "bandwidth", 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(bandwidth=self.bandwidth)
-
-    def check(self, query: Tensor, key: Tensor) -> None:
-        super().check(query, key)
-        check_number("bandwidth", self.bandwidth, query)
 
     def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
         is_trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
@@ -205,66 +290,6 @@ class Gaussian(Score):
         return torch.cat(query_parts, dim=-1), torch.cat(key_parts, dim=-1), 1.0
 
 
-@dataclass(frozen=True, eq=False)
-class Additive(Score):
-    """score(q, k) = vᵀ activation(q + k).
-
-    With tanh it is Bahdanau's score, vᵀ tanh(W_q x + W_k y) (Bahdanau et al., Neural Machine
-    Translation by Jointly Learning to Align and Translate, 2015), with LeakyReLU that of GATv2
-    (Brody et al. 2022). The projections W_q and W_k are those of the block that gives the queries
-    and keys.
-
-    vector: v, one or one for each head.
-    activation: "tanh" or "leaky_relu".
-    negative_slope: of "leaky_relu" alone, not negative; None: 0.2.
-    """
-
-    vector: Annotated[Tensor, "*heads head_dim"]
-    by_head = "vector", 2
-    activation: Literal["tanh", "leaky_relu"] = "tanh"
-    negative_slope: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.activation not in ("tanh", "leaky_relu"):
-            raise ValueError(
-                f"activation: expected 'tanh' or 'leaky_relu', got {self.activation!r}"
-            )
-        if self.activation == "leaky_relu" and self.negative_slope is None:
-            object.__setattr__(self, "negative_slope", 0.2)
-        if self.negative_slope is None:
-            return
-        if self.activation == "tanh":
-            raise ValueError(
-                f"negative_slope: only the activation 'leaky_relu' has one, "
-                f"got {self.negative_slope} with 'tanh'"
-            )
-        if not 0 <= self.negative_slope < float("inf"):
-            raise ValueError(f"negative_slope: expected at least 0, got {self.negative_slope}")
-
-    def check(self, query: Tensor, key: Tensor) -> None:
-        super().check(query, key)
-        check_fit("vector", self.vector, (query.shape[1], query.shape[3]), query)
-
-    def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
-        return additive_definition(query, key, self.vector, self.negative_slope)
-
-    def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        # an exported program does not know our operator, which has no rules for torch.func and for
-        # forward mode either
-        if (
-            torch.compiler.is_exporting()
-            or torch._C._are_functorch_transforms_active()
-            or has_tangent((query, key, self.vector))
-        ):
-            return self.definition(query, key)
-        vector = self.vector.expand(*query.shape[:2], -1)
-        scores = additive_scores(
-            query.flatten(0, 1), key.flatten(0, 1), vector.flatten(0, 1), self.negative_slope
-        )
-        return self.cap(scores.unflatten(0, query.shape[:2]))
-
-
 SCORES: dict[str, Score] = {
     "scaled_dot": ScaledDot(),
     "dot": Dot(),
@@ -297,8 +322,32 @@ def as_score(score: str | Score, scale: float | Annotated[Tensor, "#heads"] | No
     return replace(score, scale=scale if isinstance(scale, Tensor) else float(scale))
 
 
-# Norms are divided by it, so that those up to 2²⁴ are within float16's range
-NORM_UNIT = 256.0
+def moved(owner: Owner, *args: Any, **kwargs: Any) -> Owner:
+    """A dataclass with its tensors moved as by `Tensor.to`."""
+    changed: dict[str, Any] = {}
+    for own in fields(owner):
+        value = getattr(owner, own.name)
+        if isinstance(value, Tensor) and (copy := value.to(*args, **kwargs)) is not value:
+            changed[own.name] = copy
+    return replace(owner, **changed) if changed else owner
+
+
+def per_head(parameter: float | Tensor) -> float | Tensor:
+    """The parameter, broadcastable to [batch, heads, queries, ...]."""
+    if isinstance(parameter, Tensor) and parameter.ndim == 1:
+        return parameter[:, None, None]
+    return parameter
+
+
+def check_fit(name: str, tensor: object, shape: tuple[int, ...], query: Tensor) -> None:
+    """The tensor has this shape, or lacks its first dimension, that of the heads."""
+    floating(name, tensor, query)
+    assert isinstance(tensor, Tensor)
+    if tuple(tensor.shape) not in (shape, shape[1:]):
+        raise ValueError(
+            f"{name}: expected the shape {list(shape[1:])} or, with heads, {list(shape)}, "
+            f"got {list(tensor.shape)}"
+        )
 
 
 def _high(tensor: Tensor) -> Tensor:
@@ -313,5 +362,5 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 # As pytrees, scores pass through torch.export and torch.func.
-for _score in (ScaledDot, General, Cosine, Gaussian, Additive):
+for _score in (ScaledDot, General, Cosine, Gaussian):
     pytree.register_dataclass(_score)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import positive
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import SCORES, Additive, Cosine, Gaussian, General
+from attnkit.core.scores.additive import Activation, Additive
+from attnkit.core.scores.kinds import SCORES, Cosine, Gaussian, General, Score
 
 ScoreName = Literal["scaled_dot", "dot", "cosine", "gaussian", "general", "additive"]
 SCORE_NAMES: tuple[ScoreName, ...] = get_args(ScoreName)
@@ -49,7 +49,7 @@ class AdditiveScore(nn.Module):
         num_heads: int,
         head_dim: int,
         *,
-        activation: Literal["tanh", "leaky_relu"] = "tanh",
+        activation: Activation = "tanh",
         negative_slope: float | None = None,
         softcap: float | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
 from attnkit.core.operators.dropout import dropout as drop
 from attnkit.core.operators.sparse import products_of
 from attnkit.core.projections import reset_linear
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.heads import (

@@ -11,7 +11,7 @@ from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.projections import reset_linear
-from attnkit.core.scores.kinds import Additive
+from attnkit.core.scores.additive import Additive
 from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.typed_edges import (
     EdgesByType,

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import divides
-from attnkit.core.former import rename
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.projections import rename_tensors
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.tokens.block import Activation, make_mlp
 from attnkit.layers.tokens.pooling import AttentionPool
@@ -111,7 +111,8 @@ class GraphTransformerBlock(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        rename(state, f"{prefix}everywhere.", f"{prefix}global_attention.")  # of version 0.1
+        # of version 0.1
+        rename_tensors(state, f"{prefix}everywhere.", f"{prefix}global_attention.")
         super()._load_from_state_dict(state, prefix, *args)
 
 

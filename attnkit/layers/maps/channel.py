@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import as_score
+from attnkit.core.scores.kinds import Score, as_score
 from attnkit.core.scores.learned import CosineScore, learned_score
 from attnkit.core.weights import Indices, attention_weights
 from attnkit.layers.maps.residual import Maps, Residual, ResidualKind, check_features

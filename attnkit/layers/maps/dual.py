@@ -1,7 +1,7 @@
 """Attention of pixels and of channels, side by side."""
 
 from attnkit.core.arguments import at_least
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 from attnkit.layers.maps.channel import ChannelAttention
 from attnkit.layers.maps.combined import Combined
 from attnkit.layers.maps.spatial import SpatialAttention

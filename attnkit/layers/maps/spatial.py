@@ -12,7 +12,7 @@ from attnkit.core.arguments import at_least, choice, divides
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Window2d
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 from attnkit.layers.maps.residual import (
     Maps,
     Residual,

@@ -8,9 +8,9 @@ from timm.layers import DropPath, LayerScale, Mlp
 from torch import Tensor, nn
 
 from attnkit.core.arguments import choice
-from attnkit.core.inputs import Normalizer
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.scores.base import Score
+from attnkit.core.normalizers import Normalizer
+from attnkit.core.scores.kinds import Score
 
 Activation = Literal["gelu", "gelu_tanh"]
 

@@ -8,7 +8,7 @@ from attnkit.core.cache import KeyValueCache
 from attnkit.core.decode_step import attention_step, memory_step
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.multihead import MultiHeadAttention, Positions
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 from attnkit.layers.tokens.block import Activation, make_mlp
 
 

@@ -10,7 +10,7 @@ from attnkit.core.arguments import at_least
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Padding
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 from attnkit.layers.tokens.block import Activation, make_mlp
 
 

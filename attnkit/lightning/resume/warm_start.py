@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnkit.core.positions.learned import resize_positions
+from attnkit.core.positions.absolute import resize_positions
 from attnkit.finetune.low_rank import merge_state_dict
 from attnkit.finetune.order import head_of
 from attnkit.finetune.record import finetuned

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from attnkit.core.arguments import at_least, share
-from attnkit.core.inputs import Normalizer
 from attnkit.core.kernels.hard import record_draws
-from attnkit.core.normalizers.kinds import Hard
+from attnkit.core.normalizers import Hard, Normalizer
 from attnkit.models.captioning.memory_attention import MemoryScore
 from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
 from attnkit.models.captioning.word_decoder import PAD, Memory, MemoryMask, Words, num_words

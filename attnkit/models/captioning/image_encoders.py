@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torchvision.ops import Conv2dNormActivation
 
 from attnkit.core.arguments import at_least, pair
-from attnkit.core.positions.sinusoidal import sincos_2d
+from attnkit.core.capture.undisturbed import evaluating
+from attnkit.core.positions.absolute import sincos_2d
 from attnkit.core.scores.learned import ScoreName
-from attnkit.core.watch.undisturbed import evaluating
 from attnkit.models.backbones import timm_backbone
 from attnkit.models.vit import Images, PositionKind, ViT
 

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 from attnkit.core.arguments import choice
 from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
-from attnkit.core.inputs import Normalizer
 from attnkit.core.masks.sequences import Padding
-from attnkit.core.normalizers.kinds import as_normalizer
-from attnkit.core.scores.base import Score
-from attnkit.core.scores.kinds import SCORES, General
+from attnkit.core.normalizers import Normalizer, as_normalizer
+from attnkit.core.scores.kinds import SCORES, General, Score
 from attnkit.core.scores.learned import AdditiveScore
 from attnkit.core.weights import Indices, attention_weights
 

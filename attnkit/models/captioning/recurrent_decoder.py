@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.core.inputs import Normalizer
 from attnkit.core.masks.sequences import Padding
+from attnkit.core.normalizers import Normalizer
 from attnkit.core.running import undone_on_error
 from attnkit.models.captioning.memory_attention import MemoryAttention, MemoryScore
 from attnkit.models.captioning.word_decoder import (

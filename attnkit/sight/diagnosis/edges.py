@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnkit.core.watch.taps.edge_call import EdgeCall
+from attnkit.core.capture.calls import EdgeCall
 from attnkit.sight.diagnosis.divergence import static_score, terms
 from attnkit.sight.diagnosis.sampling import Sampling
 

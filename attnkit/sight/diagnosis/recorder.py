@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnkit.core.watch.taps.call import AttentionCall
-from attnkit.core.watch.taps.edge_call import EdgeCall
-from attnkit.core.watch.taps.watch import Call
+from attnkit.core.capture.calls import AttentionCall, EdgeCall
+from attnkit.core.capture.watch import Call
 from attnkit.sight.diagnosis.diagnosis import MEASURES
 from attnkit.sight.diagnosis.edges import measure_edges
 from attnkit.sight.diagnosis.sampling import Sampling

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnkit.core.watch.taps.call import AttentionCall
+from attnkit.core.capture.calls import AttentionCall
 from attnkit.sight.diagnosis.divergence import divergence_of_heads, entropy, static_score
 from attnkit.sight.diagnosis.sampling import Means, Sampling
 

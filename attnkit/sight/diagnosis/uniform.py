@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.capture.pyg import attention_convolutions, softmax_replaced
 from attnkit.core.masks.edges import EdgeFeatures
-from attnkit.core.watch.taps.pyg import attention_convolutions, softmax_replaced
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.heads import NodeHeads
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.watch.taps.layers import Layers
+from attnkit.core.capture.layers import Layers
 from attnkit.sight.graphs.explanation import GraphExplanation
 from attnkit.sight.graphs.methods import EDGE_METHODS, EdgeMap, EdgeMethod
 from attnkit.sight.graphs.question import GraphQuestion

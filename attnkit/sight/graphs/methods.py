@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnkit.core.watch.taps.edge_call import EdgeCall
-from attnkit.core.watch.taps.layers import Layers
+from attnkit.core.capture.calls import EdgeCall
+from attnkit.core.capture.layers import Layers
 from attnkit.sight.graphs.question import GraphQuestion
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import in_a_line
+from attnkit.core.capture.calls import EdgeCall
+from attnkit.core.capture.layers import Layers
+from attnkit.core.capture.watch import watch_attention
 from attnkit.core.masks.edges import Edges
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.watch.taps.edge_call import EdgeCall
-from attnkit.core.watch.taps.layers import Layers
-from attnkit.core.watch.taps.watch import watch_attention
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.sight.graphs.part import of_nodes, renumbered
 from attnkit.sight.methods.question import logits_of

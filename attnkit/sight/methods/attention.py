@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.watch.taps.call import AttentionCall
+from attnkit.core.capture.calls import AttentionCall
 from attnkit.sight.methods.flow import Step
 from attnkit.sight.methods.question import Question
 from attnkit.sight.methods.tokens import watch

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnkit.core.watch.taps.call import AttentionCall
-from attnkit.core.watch.taps.watch import watch_attention
+from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.watch import watch_attention
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.sight.methods.flow import Step
 from attnkit.sight.methods.grid import Grid, find_grid

@@ -9,11 +9,11 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, distributed, nn
 from torch_geometric.data import Data
 
+from attnkit.core.capture.calls import EdgeCall
+from attnkit.core.capture.layers import ChosenCalls, LayerChoice
+from attnkit.core.capture.undisturbed import undisturbed
+from attnkit.core.capture.watch import Call, told_of_attention
 from attnkit.core.kernels.record import unrecorded
-from attnkit.core.watch.taps.edge_call import EdgeCall
-from attnkit.core.watch.taps.layers import ChosenCalls, LayerChoice
-from attnkit.core.watch.taps.watch import Call, told_of_attention
-from attnkit.core.watch.undisturbed import undisturbed
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import write_csv

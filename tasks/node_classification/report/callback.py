@@ -8,10 +8,10 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+from attnkit.core.capture.layers import ChosenCalls, LayerChoice
+from attnkit.core.capture.undisturbed import undisturbed
+from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.kernels.record import unrecorded
-from attnkit.core.watch.taps.layers import ChosenCalls, LayerChoice
-from attnkit.core.watch.taps.watch import told_of_attention
-from attnkit.core.watch.undisturbed import undisturbed
 from attnkit.lightning.files import write_csv
 from attnkit.lightning.telling.say import say
 from attnkit.sight.diagnosis.recorder import Layout, Recorder

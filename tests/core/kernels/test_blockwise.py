@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 import attnkit
 from attnkit import Additive, Causal, Dense, Gaussian, Packed, Padding, ScaledDot, Window, attend
 from attnkit.core.kernels import recompute
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = 5, 6, 2, 7, 11, 3
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import embedding
 
 from attnkit import FactorizedPositions2d, LearnedPositions1d, LearnedPositions2d
-from attnkit.core.positions.learned import resize_positions
+from attnkit.core.positions.absolute import resize_positions
 
 GRID = (3, 5)
 MAKE = {

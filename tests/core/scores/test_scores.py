@@ -12,8 +12,8 @@ import attnkit
 from attnkit import Additive, Causal, Cosine, Gaussian, General, Padding, ScaledDot, attend
 from attnkit.core.kernels import recompute
 from attnkit.core.kernels.choose import BACKENDS, UnsupportedError
-from attnkit.core.scores import additive_operator
-from attnkit.core.scores.base import Score
+from attnkit.core.scores import additive
+from attnkit.core.scores.kinds import Score
 
 # A gradient in half precision goes through a rounded product more where the score has one; torch
 # allows its kernels up to 150.
@@ -148,7 +148,7 @@ def block_sizes(request, monkeypatch):
     if request.param == "small blocks":
         # rows of one item at a time, and tiles of a few queries or keys
         monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": HEADS * 11 * 2, "other": HEADS * 11})
-        monkeypatch.setattr(additive_operator, "TILE_ELEMENTS", {"cpu": 7 * 11 * 2, "other": 47})
+        monkeypatch.setattr(additive, "TILE_ELEMENTS", {"cpu": 7 * 11 * 2, "other": 47})
 
 
 @pytest.mark.parametrize("softcap", [None, 1.3])
@@ -325,8 +325,8 @@ class Largest(support.Largest):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inside = {
-            torch.ops.attnkit.additive_scores.default: additive_operator.additive_scores,
-            torch.ops.attnkit.additive_scores_backward.default: additive_operator._backward,
+            torch.ops.attnkit.additive_scores.default: additive.additive_scores,
+            torch.ops.attnkit.additive_scores_backward.default: additive._backward,
         }
         if func in inside:
             with self:
@@ -344,7 +344,7 @@ def test_no_large_tensor_is_held(name, monkeypatch):
     """Neither queries × keys × dim nor queries × keys, forward and backward."""
     tokens, dim = 211, 13
     monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": 2**13, "other": 2**13})
-    monkeypatch.setattr(additive_operator, "TILE_ELEMENTS", {"cpu": 2**13, "other": 2**13})
+    monkeypatch.setattr(additive, "TILE_ELEMENTS", {"cpu": 2**13, "other": 2**13})
     tensors = make(name, (tokens, tokens, dim, dim, HEADS), torch.float32)
     with Largest() as plain:
         with_gradients(ours(name, 3.0, mask=Causal(), backend="reference"), tensors)

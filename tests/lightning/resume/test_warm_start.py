@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnkit.core.positions.learned import resize_positions
+from attnkit.core.positions.absolute import resize_positions
 from attnkit.finetune import lora
 from attnkit.lightning import UserError, warm_start
 from attnkit.lightning.resume import checkpoints

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnkit.core.positions.sinusoidal import sincos_2d
+from attnkit.core.positions.absolute import sincos_2d
 from attnkit.models.captioning.captioner import Captioner
 from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
 from attnkit.models.captioning.image_encoders import (

@@ -9,7 +9,7 @@ from torch import nn
 
 import attnkit
 from attnkit import diagnose_attention
-from attnkit.core.watch.taps.watch import watch_attention
+from attnkit.core.capture.watch import watch_attention
 
 BATCH, TOKENS, HEADS, DIM = 2, 13, 3, 5
 

@@ -10,7 +10,7 @@ from torch_geometric import nn as pyg
 
 import attnkit
 from attnkit import diagnose_attention
-from attnkit.core.watch.taps.edge_call import EdgeCall
+from attnkit.core.capture.calls import EdgeCall
 from attnkit.sight.diagnosis.edges import measure_edges
 from attnkit.sight.diagnosis.sampling import Sampling
 from attnkit.tasks.node_classification import DictionaryLookupData

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from attnkit import attend
-from attnkit.core.watch.taps.watch import watch_attention
+from attnkit.core.capture.watch import watch_attention
 from attnkit.sight.methods.flow import Step, relevance, rollout
 
 BATCH, HEADS, TOKENS, LAYERS, DIM = 2, 3, 11, 4, 5

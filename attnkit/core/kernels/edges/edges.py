@@ -14,7 +14,8 @@ from attnkit.core.kernels.edges.operator import traced_softmax
 from attnkit.core.kernels.edges.softmax import EdgeSoftmax
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
-from attnkit.core.scores.kinds import Additive, Cosine, Gaussian
+from attnkit.core.scores.additive import Additive
+from attnkit.core.scores.kinds import Cosine, Gaussian
 
 DENSITY = 16  # products of a full matrix that take as long as one that is sampled
 

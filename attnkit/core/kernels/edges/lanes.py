@@ -15,7 +15,7 @@ from attnkit.core.kernels.edges.scores import AdditiveEdges, DotEdges, ScalarEdg
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.dropout import keep_mask
-from attnkit.core.scores.kinds import Additive
+from attnkit.core.scores.additive import Additive
 
 GROUP = 2**17  # edges × heads up to which the heads of a small graph are computed as one graph
 SPREAD = 60.0  # scores that differ by no more have exponentials within float32's range

@@ -32,7 +32,7 @@ from attnkit.core.kernels.edges.lanes import NAMES, Plan, Tensors, as_lanes
 from attnkit.core.kernels.edges.pages import in_huge_pages
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
-from attnkit.core.scores.kinds import Additive
+from attnkit.core.scores.additive import Additive
 from attnkit.core.threads import run_tasks
 
 LARGEST_DIM = 256

@@ -22,7 +22,8 @@ from attnkit.core.kernels.edges.edges import EdgesKernel, computes_by_operators
 from attnkit.core.masks.adjacency import Adjacency, SplitNodes
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
-from attnkit.core.scores.kinds import Additive, ScaledDot
+from attnkit.core.scores.additive import Additive
+from attnkit.core.scores.kinds import ScaledDot
 
 CHUNK = 256  # edges that one program computes at most
 WIDTH = 256  # channels of all its heads

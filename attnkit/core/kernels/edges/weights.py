@@ -23,7 +23,7 @@ from attnkit.core.kernels.edges.scores import sum_weights
 from attnkit.core.kernels.reference import softmax_of_edges
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.precision import no_autocast
-from attnkit.core.scores.base import Score
+from attnkit.core.scores.kinds import Score
 
 
 def edge_weights(

@@ -7,9 +7,9 @@ from edge_graphs import graphs, rand, results
 
 import attnkit
 from attnkit import EdgeFeatures, Edges, GraphAttention, attend, edge_weights
+from attnkit.core.capture.watch import watch_attention
 from attnkit.core.kernels.choose import BACKENDS
 from attnkit.core.kernels.edges import lanes
-from attnkit.core.watch.taps.watch import watch_attention
 
 DEAD = {"one target": [4], "some targets": [0, 4, 8], "all targets": [*range(11)]}
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}

@@ -1,6 +1,10 @@
-"""Learned positions, added to tokens: tables that can be resampled to another length or grid."""
+"""Absolute positions, added to tokens: fixed sinusoidal tables, and learned ones that can be
+resampled to another length or grid.
 
-from typing import Annotated
+A grid is (rows, columns) of patches, numbered row by row as a picture is read.
+"""
+
+from typing import Annotated, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +12,65 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least
 from attnkit.core.precision import wide
+
+
+def sincos_1d(
+    num_positions: int, dim: int, *, temperature: float = 10000.0
+) -> Annotated[Tensor, "positions dim"]:
+    """Fixed sinusoidal positions; add row p to the token at p.
+
+        row p = [sin(p w), cos(p w)],   w_i = temperature ** (-i / (dim / 2)), i = 0 … dim / 2 - 1
+
+    Row p + k is row p with each pair (sin, cos) turned by k w_i, so that products of rows depend
+    on the difference of their positions only. Of Vaswani et al., Attention Is All You Need, 2017,
+    who put sine and cosine of a frequency side by side where we have all sines first: a fixed
+    permutation of channels. PyG's `PositionalEncoding` divides by dim / 2 - 1 instead.
+
+    Raises:
+        ValueError: dim is odd or a size is not positive.
+    """
+    at_least(1, num_positions=num_positions, dim=dim)
+    if dim % 2:
+        raise ValueError(f"dim: {dim} is not a multiple of 2, as sinusoidal positions need")
+    angles = band_angles(torch.arange(num_positions), dim // 2, temperature)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(torch.get_default_dtype())
+
+
+def sincos_2d(
+    grid: tuple[int, int], dim: int, *, temperature: float = 10000.0
+) -> Annotated[Tensor, "patches dim"]:
+    """Fixed 2-D sinusoidal positions, row by row.
+
+    A patch at (row y, column x) gets `[sin(x w), cos(x w), sin(y w), cos(y w)]` with dim / 4
+    frequencies `w_i = temperature ** (-i / (dim / 4))` and x, y counted in patches.
+
+    This is the layout of MoCo v3 (Chen et al. 2021) and MAE (He et al. 2022). big_vision divides
+    by dim / 4 - 1 instead; timm's `build_sincos2d_pos_embed` orders the channels differently.
+
+    Raises:
+        ValueError: dim is not a multiple of 4 or a size is not positive.
+    """
+    if dim % 4:
+        raise ValueError(f"dim: {dim} is not a multiple of 4, as 2-D sinusoidal positions need")
+    y, x = band_angles(grid_points(grid), dim // 4, temperature)
+    table = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1)
+    return table.to(torch.get_default_dtype())
+
+
+def grid_points(grid: tuple[int, int]) -> Tensor:
+    """Row and column of each patch, integers `[2, rows * columns]`."""
+    at_least(1, rows=grid[0], columns=grid[1])
+    rows, columns = (torch.arange(size) for size in grid)
+    return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).flatten(1)
+
+
+def band_angles(points: Tensor, num_bands: int, temperature: float) -> Tensor:
+    """points · temperature ** (-i / num_bands), `[..., num_bands]`.
+
+    In float64: the rounding of a frequency is multiplied by the position, which may be large.
+    """
+    exponents = -torch.arange(num_bands, dtype=torch.float64) / num_bands
+    return points.unsqueeze(-1) * temperature**exponents
 
 
 class _Tables(nn.Module):
@@ -90,6 +153,14 @@ class _GridPositions(_Tables):
         self.grid = grid
         self.dim = dim
         self.num_prefix_tokens = num_prefix_tokens
+        for name, (rows, columns) in self._tables(grid).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(rows * columns, dim)))
+        self.reset_parameters()
+
+    @staticmethod
+    def _tables(grid: tuple[int, int]) -> dict[str, tuple[int, int]]:
+        """The rows and columns that each table has vectors for."""
+        raise NotImplementedError
 
     def positions(self) -> Tensor:
         """The vectors of all patches, `[rows * columns, dim]`, row by row."""
@@ -106,8 +177,23 @@ class _GridPositions(_Tables):
             )
         return tokens + F.pad(positions, (0, 0, self.num_prefix_tokens, 0))
 
+    def resize(self: "Positions", grid: tuple[int, int]) -> "Positions":
+        """Resample every table to another grid, in place; returns self. See `resize_positions`.
+
+        The parameters are new ones, so resize before you make an optimiser.
+        """
+        at_least(1, rows=grid[0], columns=grid[1])
+        before = self._tables(self.grid)
+        for name, size in self._tables(grid).items():
+            setattr(self, name, _resized(getattr(self, name), before[name], size))
+        self.grid = grid
+        return self
+
     def extra_repr(self) -> str:
         return f"grid={self.grid}, dim={self.dim}, num_prefix_tokens={self.num_prefix_tokens}"
+
+
+Positions = TypeVar("Positions", bound=_GridPositions)
 
 
 class LearnedPositions2d(_GridPositions):
@@ -128,25 +214,14 @@ class LearnedPositions2d(_GridPositions):
         ValueError: a size is not positive; another number of tokens, or of another width.
     """
 
-    def __init__(
-        self, grid: tuple[int, int], dim: int, *, num_prefix_tokens: int = 0, std: float = 0.02
-    ) -> None:
-        super().__init__(grid, dim, num_prefix_tokens=num_prefix_tokens, std=std)
-        self.table = nn.Parameter(torch.empty(grid[0] * grid[1], dim))
-        self.reset_parameters()
+    table: Tensor
+
+    @staticmethod
+    def _tables(grid: tuple[int, int]) -> dict[str, tuple[int, int]]:
+        return {"table": grid}
 
     def positions(self) -> Tensor:
         return self.table
-
-    def resize(self, grid: tuple[int, int]) -> "LearnedPositions2d":
-        """Resample the table to another grid, in place; returns self. See `resize_positions`.
-
-        The parameter is a new one, so resize before you make an optimiser.
-        """
-        at_least(1, rows=grid[0], columns=grid[1])
-        self.table = _resized(self.table, self.grid, grid)
-        self.grid = grid
-        return self
 
 
 class FactorizedPositions2d(_GridPositions):
@@ -163,27 +238,15 @@ class FactorizedPositions2d(_GridPositions):
         the others, tokens and errors: as in `LearnedPositions2d`.
     """
 
-    def __init__(
-        self, grid: tuple[int, int], dim: int, *, num_prefix_tokens: int = 0, std: float = 0.02
-    ) -> None:
-        super().__init__(grid, dim, num_prefix_tokens=num_prefix_tokens, std=std)
-        self.row_table = nn.Parameter(torch.empty(grid[0], dim))
-        self.column_table = nn.Parameter(torch.empty(grid[1], dim))
-        self.reset_parameters()
+    row_table: Tensor
+    column_table: Tensor
+
+    @staticmethod
+    def _tables(grid: tuple[int, int]) -> dict[str, tuple[int, int]]:
+        return {"row_table": (grid[0], 1), "column_table": (grid[1], 1)}
 
     def positions(self) -> Tensor:
         return (self.row_table[:, None] + self.column_table).flatten(0, 1)
-
-    def resize(self, grid: tuple[int, int]) -> "FactorizedPositions2d":
-        """Resample both tables, in place; returns self. As `resize_positions` does to their sum.
-
-        The parameters are new ones, so resize before you make an optimiser.
-        """
-        at_least(1, rows=grid[0], columns=grid[1])
-        self.row_table = _resized(self.row_table, (self.grid[0], 1), (grid[0], 1))
-        self.column_table = _resized(self.column_table, (self.grid[1], 1), (grid[1], 1))
-        self.grid = grid
-        return self
 
 
 def resize_positions(

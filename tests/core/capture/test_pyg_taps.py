@@ -7,7 +7,7 @@ from torch_geometric import nn as pyg
 from torch_geometric.nn.conv import gat_conv
 from torch_geometric.utils import softmax
 
-from attnkit.core.watch.taps.pyg import (
+from attnkit.core.capture.pyg import (
     attention_convolutions,
     callers_places,
     watch_convolutions,

@@ -5,15 +5,14 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
+from attnkit.core.capture.calls import AttentionCall, EdgeCall, edge_call, is_of_edges
+from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
+from attnkit.core.capture.pyg import attention_convolutions, watch_convolutions
+from attnkit.core.capture.torch_functions import FunctionTap
+from attnkit.core.capture.transformers import watch_interface
 from attnkit.core.contexts import functions_handled, uncompiled
 from attnkit.core.listeners import LISTENERS, Seen
 from attnkit.core.running import RunningModules
-from attnkit.core.watch.taps.call import AttentionCall
-from attnkit.core.watch.taps.edge_call import EdgeCall, edge_call, is_of_edges
-from attnkit.core.watch.taps.functions import FunctionTap
-from attnkit.core.watch.taps.layers import ChosenCalls, LayerChoice, Layers
-from attnkit.core.watch.taps.pyg import attention_convolutions, watch_convolutions
-from attnkit.core.watch.taps.transformers import watch_interface
 
 Call = AttentionCall | EdgeCall
 

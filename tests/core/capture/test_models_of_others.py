@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import attnkit
-from attnkit.core.watch.taps.watch import watch_attention
+from attnkit.core.capture.watch import watch_attention
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
+from attnkit.core.capture.watch import Call, told_of_attention
 from attnkit.core.listeners import is_recomputed, unheard
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.running import module_name
-from attnkit.core.watch.taps.call import AttentionCall
-from attnkit.core.watch.taps.layers import ChosenCalls, LayerChoice, Layers
-from attnkit.core.watch.taps.watch import Call, told_of_attention
 from attnkit.core.weights import Indices, of_edges
 
 

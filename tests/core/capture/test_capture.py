@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import attnkit
-from attnkit.core.watch.undisturbed import evaluating
+from attnkit.core.capture.undisturbed import evaluating
 
 IMAGE, DIM = 32, 12
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import attnkit
-from attnkit.core.watch.taps.watch import watch_attention
+from attnkit.core.capture.watch import watch_attention
 
 BATCH, HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 6, 5, 7, 8, 11
 
@@ -157,9 +157,7 @@ def test_gradients_through_the_weights_without_the_weights(grouped, backend):
 def test_nothing_larger_than_a_block_is_made(monkeypatch):
     from support import Largest
 
-    from attnkit.core.watch.taps import call as call_module
-
-    monkeypatch.setattr(call_module, "PROPAGATED_ELEMENTS", 4 * 3 * 211)
+    monkeypatch.setattr("attnkit.core.capture.calls.PROPAGATED_ELEMENTS", 4 * 3 * 211)
     x = torch.randn(1, 3, 211, DIM, requires_grad=True)
     model = Plain(lambda x: F.scaled_dot_product_attention(x, x, x))
     with watch_attention(model) as calls:

@@ -16,8 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.capture.calls import EdgeCall
 from attnkit.core.contexts import Opened, shared
-from attnkit.core.watch.taps.edge_call import EdgeCall
 
 EDGE_ARGUMENTS = ("edge_index", "edge_index_dict", "hyperedge_index")
 

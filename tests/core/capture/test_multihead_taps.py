@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import attnkit
-from attnkit.core.watch.taps.watch import watch_attention
+from attnkit.core.capture.watch import watch_attention
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 3, 5, 7, 12
 

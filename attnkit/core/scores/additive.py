@@ -1,4 +1,4 @@
-"""The additive score's kernel: Σ_d vector_d · activation(query_d + key_d), tile by tile.
+"""The additive score and its kernel: Σ_d vector_d · activation(query_d + key_d), tile by tile.
 
 Plain code holds a queries × keys × dim tensor, several in the backward. Here such a tensor exists
 for one tile at a time, in a buffer that stays in the processor's cache, and the backward fills it
@@ -6,16 +6,82 @@ again. It is registered as an operator so that torch.compile and torch.export ne
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
+from attnkit.core.arguments import at_least, choice
+from attnkit.core.operators.modes import has_tangent
 from attnkit.core.precision import no_autocast
+from attnkit.core.scores.kinds import Score, check_fit
+
+Activation = Literal["tanh", "leaky_relu"]
 
 # Elements of the buffer: 8 MB in float32 on the CPU, enough to keep a GPU busy elsewhere.
 TILE_ELEMENTS = {"cpu": 2**21, "other": 2**24}
+
+
+@dataclass(frozen=True, eq=False)
+class Additive(Score):
+    """score(q, k) = vᵀ activation(q + k).
+
+    With tanh it is Bahdanau's score, vᵀ tanh(W_q x + W_k y) (Bahdanau et al., Neural Machine
+    Translation by Jointly Learning to Align and Translate, 2015), with LeakyReLU that of GATv2
+    (Brody et al. 2022). The projections W_q and W_k are those of the block that gives the queries
+    and keys.
+
+    vector: v, one or one for each head.
+    activation: "tanh" or "leaky_relu".
+    negative_slope: of "leaky_relu" alone, not negative; None: 0.2.
+    """
+
+    vector: Annotated[Tensor, "*heads head_dim"]
+    by_head = "vector", 2
+    activation: Activation = "tanh"
+    negative_slope: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choice(get_args(Activation), activation=self.activation)
+        if self.activation == "leaky_relu" and self.negative_slope is None:
+            object.__setattr__(self, "negative_slope", 0.2)
+        if self.negative_slope is None:
+            return
+        if self.activation == "tanh":
+            raise ValueError(
+                f"negative_slope: only the activation 'leaky_relu' has one, "
+                f"got {self.negative_slope} with 'tanh'"
+            )
+        at_least(0, negative_slope=self.negative_slope)
+
+    def check(self, query: Tensor, key: Tensor) -> None:
+        super().check(query, key)
+        check_fit("vector", self.vector, (query.shape[1], query.shape[3]), query)
+
+    def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
+        return additive_definition(query, key, self.vector, self.negative_slope)
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        # an exported program does not know our operator, which has no rules for torch.func and for
+        # forward mode either
+        if (
+            torch.compiler.is_exporting()
+            or torch._C._are_functorch_transforms_active()
+            or has_tangent((query, key, self.vector))
+        ):
+            return self.definition(query, key)
+        vector = self.vector.expand(*query.shape[:2], -1)
+        scores = additive_scores(
+            query.flatten(0, 1), key.flatten(0, 1), vector.flatten(0, 1), self.negative_slope
+        )
+        return self.cap(scores.unflatten(0, query.shape[:2]))
+
+
+pytree.register_dataclass(Additive)
 
 
 class _Activation(NamedTuple):

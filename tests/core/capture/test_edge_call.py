@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import attnkit
+from attnkit.core.capture.calls import edge_call, is_of_edges
 from attnkit.core.check import check_inputs
-from attnkit.core.watch.taps.edge_call import edge_call, is_of_edges
 from attnkit.layers.graph import attention as module
 
 NODES, EDGES, CHANNELS, HEADS, DIM, FEATURES = 13, 41, 5, 3, 7, 2

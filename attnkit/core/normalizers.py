@@ -1,24 +1,83 @@
 """Normalizers: how the scores of a query become the weights of its keys, and the one dict of names.
 
 A normalizer knows its definition, `weights(inputs, allowed)`; the kernels compute the same without
-holding all weights.
+holding all weights. One with parameters to learn is a module from the keys' tokens to a normalizer.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import choice, floating, positive
-from attnkit.core.inputs import Inputs, Normalizer
 from attnkit.core.masks.sequences import Causal, Padding
-from attnkit.core.scores.kinds import ScaledDot
+from attnkit.core.scores.kinds import ScaledDot, moved
+
+if TYPE_CHECKING:
+    from attnkit.core.inputs import Inputs  # which has a normalizer
+
+__all__ = [
+    "NORMALIZERS",
+    "DeltaRule",
+    "Hard",
+    "LearnedDeltaRule",
+    "Linear",
+    "Normalizer",
+    "Softmax",
+    "as_normalizer",
+    "masked_scores",
+    "softmax",
+]
 
 Estimator = Literal["straight_through", "score_function"]
 FeatureMap = Literal["elu", "relu", "sigmoid"]
+
+
+@dataclass(frozen=True, eq=False)
+class Normalizer:
+    """How scores become weights. Subclasses are frozen dataclasses, as scores are."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether weights are drawn at random, so that no two calls agree."""
+        return False
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise ValueError or TypeError if it does not fit the other arguments of `attend`."""
+
+    def weights(
+        self,
+        inputs: Inputs,
+        allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool] | None,
+    ) -> Annotated[Tensor, "batch heads queries keys"]:
+        """The definition: the weights of the query rows in `inputs`.
+
+        Args:
+            inputs: in high precision, with as many key as query heads; the bias is of those rows.
+            allowed: the mask of those rows; None is everywhere.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no weights()")
+
+    def evaluated(self) -> Normalizer:
+        """The normalizer that a module uses in evaluation."""
+        return self
+
+    def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> Normalizer:
+        """The normalizer of some query heads only."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Normalizer:
+        """The same normalizer with its tensors moved as by `Tensor.to`."""
+        return moved(self, *args, **kwargs)
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
 
 @dataclass(frozen=True)
@@ -76,7 +135,7 @@ class Hard(Normalizer):
         weights = torch.zeros_like(scores).scatter(-1, index, 1.0)
         return weights.masked_fill(best == -torch.inf, 0.0)
 
-    def evaluated(self) -> "Hard":
+    def evaluated(self) -> Hard:
         return Hard(None)
 
 
@@ -196,7 +255,7 @@ class DeltaRule(Normalizer):
         )
         return weights * beta.transpose(-2, -1)
 
-    def select(self, heads: Tensor) -> "DeltaRule":
+    def select(self, heads: Tensor) -> DeltaRule:
         return self if self.beta.shape[1] == 1 else DeltaRule(self.beta[:, heads])
 
 
@@ -217,6 +276,53 @@ def as_normalizer(normalizer: str | Normalizer) -> Normalizer:
             f"normalizer: expected one of {', '.join(NORMALIZERS)}, got {normalizer!r}"
         )
     return NORMALIZERS[normalizer]
+
+
+class LearnedDeltaRule(nn.Module):
+    """`DeltaRule` with β = sigmoid(W x + b) of each token x, one for each head.
+
+    Begins near β = ½, with W Xavier-uniform and b = 0.
+    """
+
+    def __init__(self, num_heads: int, key_dim: int) -> None:
+        super().__init__()
+        self.beta_proj = nn.Linear(key_dim, num_heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform; bias 0."""
+        nn.init.xavier_uniform_(self.beta_proj.weight)
+        nn.init.zeros_(self.beta_proj.bias)
+
+    def forward(self, tokens: Annotated[Tensor, "batch keys key_dim"]) -> DeltaRule:
+        """The normalizer for the keys of `tokens`."""
+        return DeltaRule(self.beta_proj(tokens).sigmoid().transpose(1, 2))
+
+
+LEARNED_NORMALIZERS: dict[str, Callable[[int, int], nn.Module]] = {"delta_rule": LearnedDeltaRule}
+
+
+def learned_normalizer(
+    normalizer: str | Normalizer | nn.Module, num_heads: int, key_dim: int
+) -> Normalizer | nn.Module:
+    """What a block keeps for its argument `normalizer`: a module where there is something to
+    learn."""
+    if isinstance(normalizer, nn.Module):
+        return normalizer
+    if isinstance(normalizer, DeltaRule):
+        raise ValueError(
+            "normalizer: the beta of DeltaRule belongs to one input; give 'delta_rule', or a "
+            "module whose forward(tokens) returns it"
+        )
+    if isinstance(normalizer, str):
+        if normalizer in LEARNED_NORMALIZERS:
+            return LEARNED_NORMALIZERS[normalizer](num_heads, key_dim)
+        if normalizer not in NORMALIZERS:
+            names = ", ".join([*NORMALIZERS, *LEARNED_NORMALIZERS])
+            raise ValueError(
+                f"normalizer: expected one of {names}, a Normalizer or a module, got {normalizer!r}"
+            )
+    return as_normalizer(normalizer)
 
 
 def masked_scores(

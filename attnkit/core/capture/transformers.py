@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from attnkit.core.capture.calls import AttentionCall
 from attnkit.core.check import check_inputs
 from attnkit.core.contexts import shared
 from attnkit.core.inputs import Inputs
@@ -23,7 +24,6 @@ from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, tell_mi
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.scores.kinds import ScaledDot
-from attnkit.core.watch.taps.call import AttentionCall
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
@@ -65,9 +65,7 @@ def _told(
     with unheard() as listeners:
         output, *rest = function(*given, **options)
         seen = output.transpose(1, 2)
-        inputs = None
-        if not args:
-            inputs = _inputs(module, query, key, value, attention_mask, **options)
+        inputs = None if args else _inputs(*given, **options)
         if inputs is not None and _explains(inputs, seen):
             tell(listeners, Seen("transformers", inputs, seen))
             output = seen.transpose(1, 2)

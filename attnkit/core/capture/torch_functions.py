@@ -1,0 +1,194 @@
+"""Attention that is computed by torch's functions, whoever calls them."""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Inputs
+from attnkit.core.kernels.record import note_kernel
+from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, tell_missed, unheard
+from attnkit.core.masks.base import Mask, as_mask
+from attnkit.core.masks.sequences import Causal
+
+SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax}
+PRODUCTS = {
+    torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.bmm,
+    Tensor.baddbmm, Tensor.__matmul__, Tensor.__rmatmul__,
+}  # fmt: skip
+
+
+_NUM_HEADS = 4  # its place among the arguments of `multi_head_attention_forward`
+
+
+class FunctionTap:
+    """Tells the listeners of torch's `scaled_dot_product_attention` and
+    `multi_head_attention_forward`, and that there is attention computed without them, by a softmax
+    and a product with other activations; for `functions_handled`.
+
+    A softmax of three dimensions or more is followed through what keeps its number of elements, as
+    dropout and another shape do. Of several taps that are open the innermost tells all listeners.
+    """
+
+    def __init__(self) -> None:
+        self.weights = WeakTensorKeyDictionary()
+
+    def __call__(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not LISTENERS.get() or is_recomputed():
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return told_product(args, kwargs)
+        if func is F.multi_head_attention_forward:
+            return told_multi_head(args, kwargs)
+        with unheard() as listeners:
+            output = func(*args, **kwargs)
+        if self._is_attention(func, args, kwargs, output):
+            tell_missed(listeners)
+        return output
+
+    def _is_attention(self, func: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> bool:
+        """Whether this call of torch is a product of a softmax with other activations."""
+        if func in SOFTMAX:
+            if isinstance(output, Tensor) and output.ndim >= 3:
+                self.weights[output] = True
+            return False
+        if not self.weights:
+            return False
+        tensors = [given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)]
+        followed = [tensor for tensor in tensors if tensor in self.weights]
+        if not followed:
+            return False
+        if func in PRODUCTS:
+            return not any(_is_parameter(tensor) for tensor in tensors)
+        if isinstance(output, Tensor) and output.numel() == followed[0].numel():
+            self.weights[output] = True
+        return False
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def told_product(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """What torch's function returns, of which the listeners are told."""
+    with unheard() as listeners:
+        output = F.scaled_dot_product_attention(*args, **kwargs)
+        if output.is_nested:
+            tell_missed(listeners, is_nested=True)
+            return output
+        inputs = sdpa_inputs(*args, **kwargs)
+        # the caller goes on with a view of what is told, so that this has a gradient
+        seen = output.reshape(*inputs.query.shape[:3], output.shape[-1])
+        tell(listeners, Seen("scaled_dot_product_attention", inputs, seen))
+    return seen.view(output.shape)
+
+
+def sdpa_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Inputs:
+    """The arguments of torch's function as attnkit's, with four dimensions.
+
+    Three are [batch, tokens, channels], one head, but with enable_gqa [heads, tokens, channels]; of
+    more than four those before the heads are one batch.
+    """
+    ndim = max(query.ndim, key.ndim, value.ndim)
+    tensors = [tensor[(None,) * (ndim - tensor.ndim)] for tensor in (query, key, value)]
+    if ndim == 3 and not enable_gqa:
+        tensors = [tensor.unsqueeze(1) for tensor in tensors]
+        if attn_mask is not None and attn_mask.ndim == 3:
+            attn_mask = attn_mask.unsqueeze(1)
+    tensors = [tensor[(None,) * (4 - tensor.ndim)] for tensor in tensors]
+    batch = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
+    heads = [tensor.shape[-3] for tensor in tensors]
+    heads = [max(heads) if heads[0] == 1 else heads[0], *[max(heads[1:])] * 2]
+    query, key, value = (
+        tensor.expand(*batch, num_heads, -1, -1).flatten(0, -4)
+        for tensor, num_heads in zip(tensors, heads, strict=True)
+    )
+    mask: Mask | Tensor | None = Causal("top_left") if is_causal else None
+    bias = None
+    if attn_mask is not None:
+        if len(batch) > 1 and attn_mask.ndim > 3:
+            attn_mask = attn_mask.expand(*batch, -1, -1, -1).flatten(0, -4)
+        if attn_mask.dtype == torch.bool and not isinstance(attn_mask, CausalBias):
+            mask = attn_mask if mask is None else mask & as_mask(attn_mask)
+        else:
+            bias = attn_mask
+    return check_inputs(
+        query, key, value, mask=mask, bias=bias, scale=scale, dropout_p=min(dropout_p, 0.999)
+    )
+
+
+def told_multi_head(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """What the function returns, of whose attention the listeners are told.
+
+    Without weights it calls `scaled_dot_product_attention`, with weights it multiplies itself.
+    """
+    num_heads = args[_NUM_HEADS] if len(args) > _NUM_HEADS else kwargs["num_heads"]
+    with unheard() as listeners:
+        with _Inside(num_heads) as inside:
+            result = _body()(*args, **kwargs)
+        if inside.seen is not None:
+            tell(listeners, inside.seen)
+    if len(inside.factors) == 2:
+        note_kernel("math")  # of this function records see the whole alone, which did not run
+    return result
+
+
+def _body() -> FunctionType:
+    """The function without its first lines, which would give the whole call to the open modes."""
+    whole: Any = F.multi_head_attention_forward
+    names = {**whole.__globals__, "has_torch_function": lambda tensors: False}
+    return FunctionType(whole.__code__, names, whole.__name__, whole.__defaults__)
+
+
+class _Inside(TorchFunctionMode):
+    """Sees the attention itself: torch's function, or two products."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.factors: list[tuple[Tensor, ...]] = []
+        self.dropout_p = 0.0
+        self.seen: Seen | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            inputs = sdpa_inputs(*args, **(kwargs or {}))
+            self.seen = Seen("multi_head_attention_forward", inputs, output)
+        elif func is F.dropout:
+            self.dropout_p = (kwargs or {})["p"]
+        elif func in (torch.bmm, torch.baddbmm):
+            self.factors.append(args)
+            if len(self.factors) == 2:
+                return self._of_products(output).flatten(0, 1)
+        return output
+
+    def _of_products(self, output: Tensor) -> Tensor:
+        (*mask, query, transposed_key), (_, value) = self.factors
+        heads = [self._by_heads(t) for t in (query, transposed_key.mT, value, *mask, output)]
+        query, key, value, *bias, output = heads
+        inputs = check_inputs(
+            query, key, value, bias=bias[0] if bias else None, scale=1.0, dropout_p=self.dropout_p
+        )
+        self.seen = Seen("multi_head_attention_forward", inputs, output)
+        return output
+
+    def _by_heads(self, tensor: Tensor) -> Tensor:
+        """[batch, heads, …] of [batch · heads, …], or of one for all."""
+        return tensor[None] if len(tensor) == 1 else tensor.unflatten(0, (-1, self.num_heads))

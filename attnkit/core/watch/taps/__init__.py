@@ -1,1 +1,0 @@
-"""Observes any attention that runs: its input and output tensors."""
