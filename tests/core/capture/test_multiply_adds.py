@@ -94,7 +94,7 @@ def test_edges_by_triton_are_counted_too(monkeypatch):
     from attnkit.core.kernels.edges import triton as edges_triton
 
     monkeypatch.setattr(edges_triton, "_runs_on", lambda device: True)
-    monkeypatch.setattr(edges_triton, "attend_edges", lambda inputs: pytest.fail("Triton ran"))
+    monkeypatch.setattr(edges_triton, "solve", lambda kernel, problem: pytest.fail("Triton ran"))
     assert_edges_are_counted("scaled_dot", "edges_triton")
 
 

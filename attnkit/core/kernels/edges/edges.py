@@ -1,4 +1,14 @@
-"""Attention over the edges of a graph, by torch's operators: what it serves, and when it pays."""
+"""Attention over the edges of a graph by torch's operators, in memory of edges × heads.
+
+The scores of the edges alone are computed, by products sampled at the edges, and weighted sums of
+values by bags of rows: nothing of edges × heads × channels is ever made. Weights are not
+normalized edge by edge; with u_e = exp(score_e − shift) and z_i = Σ_e u_e,
+
+    output_i = Σ_e u_e v_e / z_i,   d score_e = u_e (g′_i · v_e − g′_i · output_i),   g′ = g / z
+
+In a program of torch.compile all is one operator, into which it need not look: how edges are
+computed depends on their numbers, which it cannot trace.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +19,24 @@ from torch import Tensor
 
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import Backend, empty_reasons, functorch_reasons
-from attnkit.core.kernels.edges.lanes import as_lanes
-from attnkit.core.kernels.edges.operator import traced_softmax
-from attnkit.core.kernels.edges.softmax import EdgeSoftmax
+from attnkit.core.kernels.edges.problem import (
+    NUM_FLAT,
+    SCHEMA,
+    TENSORS,
+    EdgeProblem,
+    Gradients,
+    Results,
+    solve,
+)
+from attnkit.core.kernels.edges.scores import (
+    add_feature_products,
+    groups,
+    new_gradients,
+    products,
+    sum_edges,
+    sum_edges_by_source,
+    sum_features,
+)
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.additive import Additive
@@ -74,20 +99,153 @@ class EdgesKernel(Backend):
         return inputs.mask.num_edges * DENSITY < inputs.num_queries * inputs.num_keys
 
     def compute(self, inputs: Inputs) -> Tensor:
+        lanes = inputs.query.shape[:2]
         with no_autocast(inputs.query):
             exact = in_high_precision(inputs)
-            plan, lanes = as_lanes(exact)
-            softmax = traced_softmax if torch.compiler.is_compiling() else EdgeSoftmax.apply
-            output = with_feature_values(exact, *softmax(plan, *lanes))
+            problem = EdgeProblem.of(exact)
+            if torch.compiler.is_compiling():
+                output, sums, _, _ = edge_softmax(*problem.flat())
+            else:
+                output, sums = solve(EdgesKernel() if computes_by_operators() else self, problem)
+            output = output.unflatten(0, lanes)
+            features = exact.edge_features
+            if features is not None and features.value_weight is not None:
+                sums = sums.unflatten(0, lanes)
+                output = output + sums @ features.value_weight.transpose(1, 2)
         return output.to(inputs.query.dtype)
 
+    def forward(self, problem: EdgeProblem) -> tuple[Results, Results]:
+        """Outputs [lanes, targets, value_dim] and sums of features [lanes, targets, edge_dim]; and
+        exponentials [lanes, edges] and their sums [lanes, targets, 1]."""
+        value, num_edges = problem.value, problem.adjacency.num_edges
+        shape = problem.query.shape[:2]
+        new = value.new_empty if num_edges else value.new_zeros
+        output, sums = new(*shape, value.shape[2]), new(*shape, problem.summed_dim)
+        weights, totals = value.new_empty(shape[0], num_edges), value.new_ones(*shape, 1)
+        for group in groups(problem):
+            graph, lanes = group.graph, group.lanes
+            exponentials = weights[lanes].view(-1)
+            total = group.exponentials(exponentials)
+            keep = group.keep(exponentials)
+            kept = exponentials if keep is None else keep.mul_(exponentials)
+            _rows(totals, lanes).copy_(total)
+            value_sums = sum_edges(graph, kept, group.table("value"))
+            torch.div(value_sums, total, out=_rows(output, lanes))
+            if problem.sums_features:
+                feature_sums = sum_features(graph, kept, group.features())
+                torch.div(feature_sums, total, out=_rows(sums, lanes))
+        return (output, sums), (weights, totals)
 
-def with_feature_values(inputs: Inputs, output: Tensor, sums: Tensor) -> Tensor:
-    """The output [batch, heads, targets, value_dim], from that of all lanes and their weighted sums
-    of features."""
-    output = output.unflatten(0, inputs.query.shape[:2])
-    features = inputs.edge_features
-    if features is None or features.value_weight is None:
-        return output
-    sums = sums.unflatten(0, inputs.query.shape[:2])
-    return output + sums @ features.value_weight.transpose(1, 2)
+    def backward(
+        self, problem: EdgeProblem, results: Results, gradients: Gradients, wanted: set[str]
+    ) -> dict[str, Tensor]:
+        """The gradients of the wanted tensors, by name."""
+        output, sums, weights, totals = results
+        gradient, sums_gradient = gradients
+        if gradient is None:
+            gradient = torch.zeros_like(output)
+        found = new_gradients(problem, wanted)
+        for group in groups(problem):
+            graph, lanes = group.graph, group.lanes
+            kept = used = weights[lanes].view(-1)
+            by_target = group.new("gradient", gradient)
+            torch.div(gradient[lanes], totals[lanes], out=by_target.view(gradient[lanes].shape))
+            row_products = group.new("products", gradient)
+            shift = torch.mul(by_target, _rows(output, lanes), out=row_products).sum(dim=1)
+            slopes = torch.empty_like(used)
+            products(graph, by_target, group.table("value"), slopes)
+            features_by_target = None
+            if sums_gradient is not None and problem.sums_features:
+                features_by_target = (sums_gradient[lanes] / totals[lanes]).flatten(0, 1)
+                shift += (features_by_target * _rows(sums, lanes)).sum(dim=1)
+                add_feature_products(graph, features_by_target, group.features(), slopes)
+            keep = group.keep(used)
+            if keep is not None:
+                slopes.mul_(keep)
+                kept = keep.mul_(used)
+            slopes.sub_(shift.index_select(0, graph.target)).mul_(used)
+            parts = {}
+            if "value" in wanted:
+                by_source = kept.index_select(0, graph.by_source)
+                parts["value"] = sum_edges_by_source(graph, by_source, by_target)
+            group.add_gradients(found, slopes, parts)
+            if features_by_target is not None and "features" in wanted:
+                rows = features_by_target.index_select(0, graph.target).mul_(kept[:, None])
+                found["features"] += rows.view(-1, *found["features"].shape).sum(dim=0)
+        return found
+
+
+def _rows(tensor: Tensor, lanes: slice) -> Tensor:
+    """A view of contiguous lanes as a table."""
+    return tensor[lanes].view(-1, tensor.shape[2])
+
+
+@torch.library.custom_op(
+    "attnkit::edge_softmax",
+    mutates_args=(),
+    schema=f"({SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def edge_softmax(*flat):
+    """`EdgesKernel.forward`."""
+    outputs, kept = EdgesKernel().forward(EdgeProblem.of_flat(*flat))
+    return *outputs, *kept
+
+
+@torch.library.custom_op(
+    "attnkit::edge_softmax_backward",
+    mutates_args=(),
+    schema=f"({SCHEMA}, Tensor output, Tensor sums, Tensor weights, Tensor totals, "
+    "Tensor? gradient, Tensor? sums_gradient, bool[] wanted) -> Tensor[]",
+)
+def _backward(*arguments):
+    """`EdgesKernel.backward`: a tensor for each name, empty where it is not wanted."""
+    problem = EdgeProblem.of_flat(*arguments[:NUM_FLAT])
+    *results, gradient, sums_gradient, wanted = arguments[NUM_FLAT:]
+    names = {name for name, is_wanted in zip(TENSORS, wanted, strict=True) if is_wanted}
+    found = EdgesKernel().backward(problem, tuple(results), (gradient, sums_gradient), names)
+    return [
+        found[name].contiguous() if name in names else problem.query.new_empty(0)
+        for name in TENSORS
+    ]
+
+
+@edge_softmax.register_fake
+def _(*flat):
+    problem = EdgeProblem.of_flat(*flat)
+    (lanes, targets, _), value = problem.query.shape, problem.value
+    return (
+        value.new_empty(lanes, targets, value.shape[2]),
+        value.new_empty(lanes, targets, problem.summed_dim),
+        value.new_empty(lanes, problem.adjacency.target.shape[0]),
+        value.new_empty(lanes, targets, 1),
+    )
+
+
+@_backward.register_fake
+def _(*arguments):
+    problem = EdgeProblem.of_flat(*arguments[:NUM_FLAT])
+    return [
+        problem.query.new_empty(getattr(problem, name).shape if is_wanted else 0)
+        for name, is_wanted in zip(TENSORS, arguments[-1], strict=True)
+    ]
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.numbers = [None if isinstance(given, Tensor) else given for given in inputs]
+    ctx.save_for_backward(
+        *(given if isinstance(given, Tensor) else None for given in inputs), *output
+    )
+    ctx.set_materialize_grads(False)
+
+
+def _derivative(ctx, gradient, sums_gradient, *_):
+    *tensors, output, sums, weights, totals = ctx.saved_tensors
+    flat = [n if t is None else t for n, t in zip(ctx.numbers, tensors, strict=True)]
+    num_others = NUM_FLAT - len(TENSORS)
+    wanted = [bool(needed) for needed in ctx.needs_input_grad[num_others:]]
+    found = _backward(*flat, output, sums, weights, totals, gradient, sums_gradient, wanted)
+    by_name = (part if is_wanted else None for part, is_wanted in zip(found, wanted, strict=True))
+    return *(None,) * num_others, *by_name
+
+
+edge_softmax.register_autograd(_derivative, setup_context=_setup_context)

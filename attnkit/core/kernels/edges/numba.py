@@ -5,7 +5,9 @@ keeps nothing of the edges in between. Its few long tasks wait for no other thre
 machine slows it by the share of its cores that others take.
 """
 
+import ctypes
 import math
+import mmap
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
@@ -15,23 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     device_reasons,
     first_channels,
     multiple_of_8,
-    refuse_second_derivative,
     with_channels,
 )
-from attnkit.core.kernels.edges.edges import (
-    EdgesKernel,
-    computes_by_operators,
-    with_feature_values,
-)
-from attnkit.core.kernels.edges.lanes import NAMES, Plan, Tensors, as_lanes
-from attnkit.core.kernels.edges.pages import in_huge_pages
+from attnkit.core.kernels.edges.edges import EdgesKernel
+from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results
 from attnkit.core.masks.edges import Edges
-from attnkit.core.precision import no_autocast
 from attnkit.core.scores.additive import Additive
 from attnkit.core.threads import run_tasks
 
@@ -45,6 +40,8 @@ SMALL = 2**21  # bytes over which a table is spread that is read where it stands
 LARGE = 2**24  # bytes of two tables that are better read together
 CACHE = 2**18  # bytes of a lane's table that stay in a core's cache
 FEW = 8  # reads of a row that do not pay for a copy of it
+PAGES_PAY = 2**23  # bytes of a tensor for which huge pages are worth asking
+PAGE = 2**21  # bytes of a huge page on x86-64 and, most often, on ARM
 BY_SOURCE = ("by_source", "source_offsets", "target_by_source")
 
 
@@ -81,40 +78,19 @@ class NumbaEdgesKernel(EdgesKernel):
             return False
         return super().pays(inputs)
 
-    def compute(self, inputs: Inputs) -> Tensor:
-        if computes_by_operators():
-            return super().compute(inputs)
-        with no_autocast(inputs.query):
-            exact = in_high_precision(inputs)
-            plan, lanes = as_lanes(exact)
-            output = with_feature_values(exact, *_NumbaEdgeSoftmax.apply(plan, *lanes))
-        return output.to(inputs.query.dtype)
+    def forward(self, problem: EdgeProblem) -> tuple[Results, Results]:
+        """Outputs and sums of features; and two numbers of each softmax."""
+        return _Job(problem).forward()
+
+    def backward(
+        self, problem: EdgeProblem, results: Results, gradients: Gradients, wanted: set[str]
+    ) -> dict[str, Tensor]:
+        return _Job(problem).backward(results, gradients, wanted)
 
 
 @cache
 def _is_there() -> bool:
     return find_spec("numba") is not None
-
-
-class _NumbaEdgeSoftmax(torch.autograd.Function):
-    """Outputs [lanes, targets, value_dim], weighted sums of features [lanes, targets, edge_dim]."""
-
-    @staticmethod
-    def forward(ctx, plan: Plan, *tensors: Tensor | None):
-        results = _Job(plan, tensors).forward()
-        ctx.plan = plan
-        ctx.save_for_backward(*tensors, *results)
-        ctx.set_materialize_grads(False)
-        return results[:2]
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor | None):
-        refuse_second_derivative("edges_numba", *gradients, *ctx.saved_tensors)
-        tensors, results = ctx.saved_tensors[: len(NAMES)], ctx.saved_tensors[len(NAMES) :]
-        needed = zip(NAMES, ctx.needs_input_grad[1:], strict=True)
-        wanted = {name for name, is_needed in needed if is_needed}
-        found = _Job(ctx.plan, tensors).backward(results, gradients, wanted)
-        return None, *(found.get(name) for name in NAMES)
 
 
 class _Job:
@@ -123,36 +99,37 @@ class _Job:
     Channels are filled up to whole vectors with zeros, which change nothing.
     """
 
-    def __init__(self, plan: Plan, tensors: Tensors) -> None:
-        given = dict(zip(NAMES, tensors, strict=True))
-        query, value, features = given["query"], given["value"], given["features"]
-        assert query is not None
-        assert value is not None
-        self.plan, self.graph = plan, plan.adjacency
-        self.sizes = {name: t.shape for name, t in given.items() if t is not None}
-        self.num_lanes, self.num_targets, dim = query.shape
-        self.is_dot = given["vector"] is None
+    def __init__(self, problem: EdgeProblem) -> None:
+        self.problem, self.graph = problem, problem.adjacency
+        self.num_lanes, self.num_targets, dim = problem.query.shape
+        self.is_dot = problem.vector is None
         self.head_dim = 1 if dim == 1 and not self.is_dot else multiple_of_8(dim)  # 1: as in GAT
-        self.value_dim = multiple_of_8(value.shape[2])
-        self.edge_dim = 0 if features is None else multiple_of_8(features.shape[1])
-        if self.is_dot:  # the kernels read a vector, and have no use for it
-            given["vector"] = query.new_zeros(1).expand(self.num_lanes, self.head_dim)
-        if given["edge_key"] is not None:  # a row for each feature
-            rows = given["edge_key"].transpose(1, 2)
-            given["edge_key"] = F.pad(rows, (0, 0, 0, self.edge_dim - rows.shape[1]))
-        if features is not None:  # of all lanes
-            given["features"] = features[None]
-        dims = dict.fromkeys(("query", "key", "vector", "edge_key"), self.head_dim)
+        self.value_dim = multiple_of_8(problem.value.shape[2])
+        self.edge_dim = 0 if problem.features is None else multiple_of_8(problem.features.shape[1])
+        dims = dict.fromkeys(("query", "key", "vector"), self.head_dim)
         dims |= {"value": self.value_dim, "edge_query": self.edge_dim, "features": self.edge_dim}
-        dims["bias"] = self.graph.num_edges
-        self.given = {name: t if t is None else _filled(t, dims[name]) for name, t in given.items()}
+        self.given = {
+            name: _filled(tensor, dim)
+            for name, dim in dims.items()
+            if (tensor := getattr(problem, name)) is not None
+        }
+        if self.is_dot:  # the kernels read a vector, and have no use for it
+            self.given["vector"] = problem.query.new_zeros(1).expand(self.num_lanes, self.head_dim)
+        if problem.edge_key is not None:  # a row for each feature
+            rows = _filled(problem.edge_key.transpose(1, 2), self.head_dim)
+            self.given["edge_key"] = F.pad(rows, (0, 0, 0, self.edge_dim - rows.shape[1]))
+        if problem.features is not None:  # of all lanes
+            self.given["features"] = self.given["features"][None]
+        if problem.bias is not None:
+            self.given["bias"] = _filled(problem.bias, self.graph.num_edges)
         self.kept: dict[str, Tensor] = {}
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs, sums of features, and the numbers of the softmax, [lanes, targets, 2]."""
-        compiled = _compiled()
+    def forward(self) -> tuple[Results, Results]:
+        """Outputs and sums of features; and the numbers of the softmax, [lanes, targets, 2]."""
+        compiled, sums = _compiled(), None
         output = self._new("query", self.value_dim)
-        sums = self._new("query", self.edge_dim) if self.plan.sums_features else None
+        if self.problem.sums_features:
+            sums = self._new("query", self.edge_dim)
         softmax = output.new_empty(self.num_lanes, self.num_targets, 2)
         kernel, _, _ = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
@@ -165,16 +142,14 @@ class _Job:
                 kernel(*arguments, scratch.data_ptr(), *where)
 
             self._run(task, lanes)
-        output = first_channels(output, self.sizes["value"][2])
+        output = first_channels(output, self.problem.value.shape[2])
         if sums is None:
-            return output, output.new_empty(self.num_lanes, self.num_targets, 0), softmax
-        return output, first_channels(sums, self.sizes["features"][1]), softmax
+            sums = output.new_empty(self.num_lanes, self.num_targets, 0)
+        sums = first_channels(sums, self.problem.summed_dim)
+        return (output, sums), (softmax,)
 
     def backward(
-        self,
-        results: tuple[Tensor, ...],
-        gradients: tuple[Tensor | None, ...],
-        wanted: set[str],
+        self, results: Results, gradients: Gradients, wanted: set[str]
     ) -> dict[str, Tensor]:
         """The gradients of the wanted tensors, by name."""
         compiled = _compiled()
@@ -183,7 +158,7 @@ class _Job:
         if gradient is None:
             gradient = torch.zeros_like(output)
         output, gradient = (_filled(t, self.value_dim) for t in (output, gradient))
-        has_sums = self.plan.sums_features and sums_gradient is not None
+        has_sums = self.problem.sums_features and sums_gradient is not None
         of_sums = [
             _filled(t, self.edge_dim) if has_sums and t is not None else None
             for t in (sums, sums_gradient)
@@ -223,16 +198,15 @@ class _Job:
 
     def _new_gradients(self, wanted: set[str]) -> dict[str, Tensor]:
         """Where they are written to; the first two of the rest in parts, one for each task."""
-        assert self.given["query"] is not None
         zeros, num_parts = self.given["query"].new_zeros, len(self._blocks())
         found = {
             **self._new_inputs(),
             "vector": zeros(self.num_lanes, num_parts, self.head_dim),
         }
-        if self.given["edge_key"] is not None:
+        if "edge_key" in self.given:
             size = self.edge_dim * self.head_dim
             found["edge_key"] = zeros(self.num_lanes, num_parts, size)
-        if self.given["edge_query"] is not None:
+        if "edge_query" in self.given:
             found["edge_query"] = self._new("query", self.edge_dim)
         if "features" in wanted:
             found["features"] = zeros(1, self.graph.num_edges, self.edge_dim)
@@ -242,28 +216,28 @@ class _Job:
 
     def _finished(self, name: str, gradient: Tensor) -> Tensor:
         """Of the shape that was given."""
+        shape = getattr(self.problem, name).shape
         if name in ("vector", "edge_key"):
             gradient = gradient.sum(dim=1)
         if name == "edge_key":
             gradient = gradient.unflatten(1, (self.edge_dim, self.head_dim)).transpose(1, 2)
-            gradient = gradient[:, : self.sizes[name][1]]
+            gradient = gradient[:, : shape[1]]
         elif name == "features":
             gradient = gradient[0]
-        return first_channels(gradient, self.sizes[name][-1])
+        return first_channels(gradient, shape[-1])
 
     def _new(self, name: str, dim: int) -> Tensor:
         """[lanes, nodes, dim] for the nodes of that tensor, the lanes of a node side by side, as
         layers want them."""
         like = self.given[name]
-        assert like is not None
         table = like.new_empty(like.shape[1], self.num_lanes, dim)
-        return in_huge_pages(table).transpose(0, 1)
+        return _in_huge_pages(table).transpose(0, 1)
 
     def _new_inputs(self) -> dict[str, Tensor]:
         """Like queries, keys and values: next to each other if those are, as one projection left
         them, so that nobody has to join their gradients."""
         dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
-        given = [tensor for name in dims if (tensor := self.given[name]) is not None]
+        given = [self.given[name] for name in dims]
         query, width = given[0], self.num_lanes * self.head_dim
         starts = [query.data_ptr() + 4 * width * i for i in range(3)]
         if (
@@ -271,7 +245,9 @@ class _Job:
             and all(tensor.stride(1) == 3 * width for tensor in given)
             and [tensor.data_ptr() for tensor in given] == starts
         ):
-            whole = in_huge_pages(query.new_empty(query.shape[1], 3, self.num_lanes, self.head_dim))
+            whole = _in_huge_pages(
+                query.new_empty(query.shape[1], 3, self.num_lanes, self.head_dim)
+            )
             return dict(zip(dims, whole.permute(1, 2, 0, 3), strict=True))
         return {name: self._new(name, dim) for name, dim in dims.items()}
 
@@ -280,7 +256,7 @@ class _Job:
         count = math.prod(shape)
         kept = self.kept.get(name)
         if kept is None or len(kept) < count:
-            kept = self.kept[name] = in_huge_pages(torch.empty(count))
+            kept = self.kept[name] = _in_huge_pages(torch.empty(count))
         return kept[:count].view(shape)
 
     def _signs(self, shape: tuple[int, int]) -> Tensor:
@@ -341,22 +317,22 @@ class _Job:
 
     def _read(self, *names: str) -> dict[str, Tensor]:
         """Tensors that are given, and read in no order."""
-        return {name: t for name in names if (t := self.given[name]) is not None}
+        return {name: self.given[name] for name in names}
 
     def _given(self, lanes: slice, near: dict[str, Tensor]) -> Any:
         """What is given for these lanes, some of it in copies."""
+        compiled, problem, keep = _compiled(), self.problem, 1 - self.problem.dropout_p
         tables = {name: _table(tensor, lanes) for name, tensor in self.given.items()}
-        tables["features"] = _table(self.given["features"])
+        tables["features"] = _table(self.given.get("features"))
         tables |= {name: _table(rows) for name, rows in near.items()}
-        compiled, plan = _compiled(), self.plan
-        keep = 1 - plan.dropout_p
+        none = _table(None)
         return compiled.Given(
-            *(tables[name] for name in compiled.Given._fields[:8]),
+            *(tables.get(name, none) for name in compiled.Given._fields[:8]),
             self.edge_dim // 8,
-            compiled.float32(plan.scale),
-            compiled.float32(plan.negative_slope or 0.0),
+            compiled.float32(problem.scale),
+            compiled.float32(problem.negative_slope or 0.0),
             lanes.start,
-            0 if plan.seed is None else int(plan.seed),
+            0 if problem.seed is None else int(problem.seed),
             min(round(keep * 2**32), 2**32 - 1),
             compiled.float32(1 / keep),
         )
@@ -427,3 +403,24 @@ def _table(tensor: Tensor | None, lanes: slice = slice(None)) -> Any:
     size = tensor.element_size()
     row = size * tensor.stride(1) if tensor.ndim == 3 else 0
     return table(tensor.data_ptr(), size * tensor.stride(0), row)
+
+
+def _in_huge_pages(tensor: Tensor) -> Tensor:
+    """The tensor, which has just been made: what is written to it first takes pages of 2 MiB.
+
+    Rows that are read in no order then miss the cache of addresses less often, and the kernel is
+    asked for fewer pages.
+    """
+    advise = _advise()
+    if tensor.nbytes >= PAGES_PAY and advise is not None:
+        first = -(-tensor.data_ptr() // PAGE) * PAGE
+        size = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - first
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+@cache
+def _advise() -> Any:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux alone has it
+        return None
+    return getattr(ctypes.CDLL(None), "madvise", None)

@@ -8,8 +8,7 @@ are the same to the bit from run to run.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attnkit.core.inputs import Inputs, in_high_precision
-from attnkit.core.kernels.base import refuse_second_derivative
 from attnkit.core.kernels.edges.edges import EdgesKernel, computes_by_operators
-from attnkit.core.masks.adjacency import Adjacency, SplitNodes
+from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results, solve
+from attnkit.core.masks.adjacency import SplitNodes
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
 from attnkit.core.scores.additive import Additive
@@ -57,30 +56,45 @@ class TritonEdgesKernel(EdgesKernel):
         if computes_by_operators():
             return super().compute(inputs)
         with no_autocast(inputs.query):
-            return attend_edges(inputs)
+            return solve(self, _problem_of(inputs))[0]
+
+    def forward(self, problem: EdgeProblem) -> tuple[Results, Results]:
+        """The output; and the log-sum-exp of each target."""
+        with torch.cuda.device_of(problem.query):  # where Triton launches
+            output, lse = _Run(problem).forward()
+        return (output,), (lse,)
+
+    def backward(
+        self, problem: EdgeProblem, results: Results, gradients: Gradients, wanted: set[str]
+    ) -> dict[str, Tensor]:
+        (output, lse), (gradient,), run = results, gradients, _Run(problem)
+        assert gradient is not None
+        with torch.cuda.device_of(gradient):
+            found, delta = run.target_gradients(output, lse, gradient, "vector" in wanted)
+            if wanted & {"key", "value"}:
+                found |= run.source_gradients(lse, gradient, delta)
+        return found
 
 
-def attend_edges(inputs: Inputs) -> Tensor:
-    """The attention over `Edges`, [batch, heads, targets, value_dim]."""
+def _problem_of(inputs: Inputs) -> EdgeProblem:
+    """One whose tensors are [batch, heads, nodes, channels], with the heads of keys that are given
+    and, where no digits are lost, in their precision; whose vector is [batch, heads, 1, channels].
+    """
     assert isinstance(inputs.mask, Edges)
-    score, adjacency, value = inputs.score, inputs.mask.adjacency, inputs.value
-    kind, scale, slope, vector = "dot", 1.0, 0.0, None
+    adjacency, score, value = inputs.mask.adjacency, inputs.score, inputs.value
+    scale, slope, vector, seed = 1.0, None, None, None
     if isinstance(score, Additive):
-        query, key = inputs.query, inputs.key
-        kind, slope = str(score.activation), float(score.negative_slope or 0.0)
-        vector = score.vector.float().expand(*query.shape[:2], -1)[:, :, None]
+        slope = score.negative_slope
+        vector = score.vector.float().expand(*inputs.query.shape[:2], -1)[:, :, None]
     else:
         if not isinstance(score, ScaledDot):  # making it one in low precision would lose digits
             inputs = in_high_precision(inputs)
-        lowered = inputs.as_scaled_dot()
-        query, key, scale = lowered.query, lowered.key, lowered.scale
-    seed = None
-    if inputs.dropout_p:
-        seed = torch.randint(2**62, (1,), device=query.device)  # drawn there, so nobody waits
-    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
-    sizes = (heads, batch, heads // kv_heads)
-    plan = _Plan(adjacency, kind, _Numbers(*sizes, scale, slope, inputs.dropout_p, seed))
-    return _TritonEdgeSoftmax.apply(plan, query, key, value, vector)
+        inputs = inputs.as_scaled_dot()
+        scale = inputs.scale
+    if inputs.dropout_p:  # drawn on the device, so nobody waits
+        seed = torch.randint(2**62, (1,), device=inputs.query.device)
+    tensors = inputs.query, inputs.key, value, vector
+    return EdgeProblem(adjacency, scale, slope, False, inputs.dropout_p, seed, *tensors)
 
 
 @cache
@@ -139,71 +153,43 @@ class _Numbers(NamedTuple):
     seed: Tensor | None  # None: no dropout
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """What is computed, beside the tensors that have gradients."""
-
-    adjacency: Adjacency
-    score: str  # "dot", "tanh" or "leaky_relu"
-    numbers: _Numbers
-
-
-class _TritonEdgeSoftmax(torch.autograd.Function):
-    """Of query, key, value and, unless the score is "dot", vector [batch, heads, 1, head_dim]."""
-
-    @staticmethod
-    def forward(ctx, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, vector: Tensor | None):
-        with torch.cuda.device_of(query):  # where Triton launches
-            output, lse = _Run(plan, query, key, value, vector).forward()
-        ctx.plan = plan
-        ctx.save_for_backward(query, key, value, vector, output, lse)
-        return output
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        refuse_second_derivative("edges_triton", gradient, *ctx.saved_tensors)
-        *tensors, output, lse = ctx.saved_tensors
-        run = _Run(ctx.plan, *tensors)
-        _, _, wants_key, wants_value, wants_vector = ctx.needs_input_grad
-        with torch.cuda.device_of(gradient):
-            of_query, of_vector, delta = run.target_gradients(output, lse, gradient, wants_vector)
-            of_key = of_value = None
-            if wants_key or wants_value:
-                of_key, of_value = run.source_gradients(lse, gradient, delta)
-        return None, of_query, of_key, of_value, of_vector
-
-
-@dataclass(frozen=True, eq=False)
 class _Run:
-    """The launches of the kernels, on these tensors."""
+    """The launches of the kernels for a problem."""
 
-    plan: _Plan
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    vector: Tensor | None
-
-    @cached_property
-    def tables(self) -> _Tables:
-        vector = None if self.vector is None else _Table.of(self.vector)
-        return _Tables(_Table.of(self.query), _Table.of(self.key), _Table.of(self.value), vector)
-
-    @cached_property
-    def channels(self) -> int:
-        """Of a head, in tiles: powers of two."""
-        return _power_of_2(max(self.key.shape[3], self.value.shape[3]))
+    def __init__(self, problem: EdgeProblem) -> None:
+        query, key, value, vector = problem.query, problem.key, problem.value, problem.vector
+        self.problem, self.adjacency = problem, problem.adjacency
+        self.tables = _Tables(
+            _Table.of(query),
+            _Table.of(key),
+            _Table.of(value),
+            None if vector is None else _Table.of(vector),
+        )
+        self.numbers = _Numbers(
+            num_heads=query.shape[1],
+            num_batches=query.shape[0],
+            groups=query.shape[1] // key.shape[1],
+            scale=problem.scale,
+            slope=float(problem.negative_slope or 0.0),
+            dropout_p=problem.dropout_p,
+            seed=problem.seed,
+        )
+        self.score = "dot"
+        if vector is not None:
+            self.score = "tanh" if problem.negative_slope is None else "leaky_relu"
+        self.channels = _power_of_2(max(key.shape[3], value.shape[3]))  # of a head, in tiles
 
     def launch(self, kernel: Any, num_chunks: int, num_heads: int, *arguments: object) -> None:
         """For each chunk of each batch item, some of the heads at a time."""
         heads = _heads_at_once(num_heads, self.channels)
         _launch(
             kernel,
-            self.plan.numbers.num_batches * num_heads // heads * num_chunks,
+            self.numbers.num_batches * num_heads // heads * num_chunks,
             *arguments,
-            self.plan.numbers,
-            SCORE=self.plan.score,
-            DIM=self.key.shape[3],
-            VALUE_DIM=self.value.shape[3],
+            self.numbers,
+            SCORE=self.score,
+            DIM=self.problem.key.shape[3],
+            VALUE_DIM=self.problem.value.shape[3],
             HEADS=heads,
             BLOCK=_block(heads * self.channels),
         )
@@ -212,25 +198,25 @@ class _Run:
         """The output, and the log-sum-exp of each target, [batch, heads, targets, 1]."""
         from attnkit.core.kernels.edges.triton_kernels import forward_kernel, merge_kernel
 
-        adjacency, heads = self.plan.adjacency, self.plan.numbers.num_heads
-        chunks, split, num_slots = adjacency.chunks(CHUNK)
-        output = _empty_like(self.query, self.value.shape[3], self.value.dtype)
-        lse = _empty_like(self.query, 1, torch.float32)
+        query, value = self.problem.query, self.problem.value
+        chunks, split, num_slots = self.adjacency.chunks(CHUNK)
+        output = _empty_like(query, value.shape[3], value.dtype)
+        lse = _empty_like(query, 1, torch.float32)
         sums, lse_sums = _Sums.of(output, num_slots), _Sums.of(lse, num_slots)
-        arguments = (self.tables, adjacency.source, chunks, sums, lse_sums)
-        self.launch(forward_kernel, len(chunks.node), heads, *arguments)
+        arguments = (self.tables, self.adjacency.source, chunks, sums, lse_sums)
+        self.launch(forward_kernel, len(chunks.node), query.shape[1], *arguments)
         _put_together(merge_kernel, output, split, sums, lse_sums)
         return output, lse
 
     def target_gradients(
         self, output: Tensor, lse: Tensor, gradient: Tensor, wants_vector: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The gradients of query and vector, and delta, which those of the sources need."""
         from attnkit.core.kernels.edges.triton_kernels import sum_kernel, target_gradients_kernel
 
-        adjacency, (batch, heads, _, dim) = self.plan.adjacency, self.query.shape
-        chunks, split, num_slots = adjacency.chunks(CHUNK)
-        of_query, delta = _empty_like(self.query, dim), torch.empty_like(lse)
+        batch, heads, _, dim = self.problem.query.shape
+        chunks, split, num_slots = self.adjacency.chunks(CHUNK)
+        of_query, delta = _empty_like(self.problem.query, dim), torch.empty_like(lse)
         parts = lse.new_empty(batch, heads, len(chunks.node), dim) if wants_vector else None
         sums = _Sums.of(of_query, num_slots)
         self.launch(
@@ -238,39 +224,40 @@ class _Run:
             len(chunks.node),
             heads,
             self.tables,
-            adjacency.source,
+            self.adjacency.source,
             chunks,
             *(_Table.of(tensor) for tensor in (output, lse, gradient, delta)),
             sums,
             None if parts is None else _Table.of(parts),
         )
         _put_together(sum_kernel, of_query, split, sums)
-        return of_query, None if parts is None else parts.sum(dim=2, keepdim=True), delta
+        found = {"query": of_query}
+        if parts is not None:
+            found["vector"] = parts.sum(dim=2, keepdim=True)
+        return found, delta
 
-    def source_gradients(
-        self, lse: Tensor, gradient: Tensor, delta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def source_gradients(self, lse: Tensor, gradient: Tensor, delta: Tensor) -> dict[str, Tensor]:
         """The gradients of key and value."""
         from attnkit.core.kernels.edges.triton_kernels import source_gradients_kernel, sum_kernel
 
-        adjacency = self.plan.adjacency
-        chunks, split, num_slots = adjacency.chunks(CHUNK, by_source=True)
-        results = [_empty_like(tensor, tensor.shape[3]) for tensor in (self.key, self.value)]
-        sums = [_Sums.of(result, num_slots) for result in results]
+        chunks, split, num_slots = self.adjacency.chunks(CHUNK, by_source=True)
+        key, value = self.problem.key, self.problem.value
+        found = {"key": _empty_like(key, key.shape[3]), "value": _empty_like(value, value.shape[3])}
+        sums = [_Sums.of(result, num_slots) for result in found.values()]
         self.launch(
             source_gradients_kernel,
             len(chunks.node),
-            self.key.shape[1],
+            key.shape[1],
             self.tables,
-            adjacency.target_by_source,
-            adjacency.by_source,
+            self.adjacency.target_by_source,
+            self.adjacency.by_source,
             chunks,
             *(_Table.of(tensor) for tensor in (lse, gradient, delta)),
             *sums,
         )
-        for result, of_result in zip(results, sums, strict=True):
+        for result, of_result in zip(found.values(), sums, strict=True):
             _put_together(sum_kernel, result, split, of_result)
-        return results[0], results[1]
+        return found
 
 
 def _put_together(kernel: Any, whole: Tensor, split: SplitNodes, *sums: _Sums) -> None:

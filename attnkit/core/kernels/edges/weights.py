@@ -8,18 +8,9 @@ from torch import Tensor
 
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import in_high_precision
-from attnkit.core.kernels.base import refuse_second_derivative
 from attnkit.core.kernels.edges.edges import EdgesKernel
-from attnkit.core.kernels.edges.lanes import (
-    NAMES,
-    Plan,
-    Workspace,
-    as_lanes,
-    exponentiate,
-    make_scorer,
-    write_scores,
-)
-from attnkit.core.kernels.edges.scores import sum_weights
+from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results, solve
+from attnkit.core.kernels.edges.scores import groups, new_gradients, sum_weights
 from attnkit.core.kernels.reference import softmax_of_edges
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.precision import no_autocast
@@ -73,61 +64,39 @@ def edge_weights(
             all_keys, _ = exact.repeated_heads()
             weights = softmax_of_edges(replace(exact, key=all_keys), edges)
         else:
-            plan, tensors = as_lanes(exact)
-            weights = _EdgeWeights.apply(plan, *tensors)
-            order = plan.adjacency.order
+            problem = EdgeProblem.of(exact)
+            (weights,) = solve(_Weights(), problem)
+            order = problem.adjacency.order
             if order is not None:
                 weights = torch.empty_like(weights).index_copy(1, order.long(), weights)
             weights = weights.unflatten(0, inputs.query.shape[:2])
     return weights.to(inputs.query.dtype)
 
 
-class _EdgeWeights(torch.autograd.Function):
-    """[lanes, edges], the edges in the order of their targets."""
+class _Weights:
+    """The weights of a problem, [lanes, edges]."""
 
-    @staticmethod
-    def forward(ctx, plan: Plan, *tensors: Tensor | None):
-        query = tensors[0]
-        assert query is not None
-        weights = query.new_empty(len(query), plan.adjacency.num_edges)
-        workspace = Workspace()
-        for lanes, graph in plan.groups(len(query)):
-            scores = weights[lanes].view(-1)
-            write_scores(plan, graph, workspace, lanes, tensors, scores)
-            totals = exponentiate(scores, graph).squeeze(1)
-            scores.div_(totals.index_select(0, graph.target))
-        ctx.plan = plan
-        ctx.save_for_backward(*tensors, weights)
-        return weights
+    name = "edges"
 
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        refuse_second_derivative("edges", gradient, *ctx.saved_tensors)
-        plan: Plan = ctx.plan
-        *tensors, weights = ctx.saved_tensors
-        wanted = {
-            name for name, needed in zip(NAMES, ctx.needs_input_grad[1:], strict=True) if needed
-        }
-        found = {
-            name: torch.zeros_like(tensor)
-            for name, tensor in zip(NAMES, tensors, strict=True)
-            if name in wanted - {"value"}
-        }
-        workspace = Workspace()
-        for lanes, graph in plan.groups(len(weights)):
+    def forward(self, problem: EdgeProblem) -> tuple[Results, Results]:
+        weights = problem.query.new_empty(len(problem.query), problem.adjacency.num_edges)
+        for group in groups(problem):
+            exponentials = weights[group.lanes].view(-1)
+            totals = group.exponentials(exponentials).squeeze(1)
+            exponentials.div_(totals.index_select(0, group.graph.target))
+        return (weights,), ()
+
+    def backward(
+        self, problem: EdgeProblem, results: Results, gradients: Gradients, wanted: set[str]
+    ) -> dict[str, Tensor]:
+        (weights,), (gradient,) = results, gradients
+        assert gradient is not None
+        found = new_gradients(problem, wanted - {"value"})
+        for group in groups(problem):
             # d score_e = weight_e (g_e − Σ weight g over the edges of its target)
-            used = weights[lanes].view(-1)
-            slopes = gradient[lanes].reshape(-1) * used
-            shift = sum_weights(graph, slopes).squeeze(1)
-            slopes -= shift.index_select(0, graph.target) * used
-            if "bias" in wanted:
-                found["bias"][lanes] = slopes.view(-1, plan.adjacency.num_edges)
-            scorer = make_scorer(plan, graph, workspace, lanes, tuple(tensors))
-            slopes = scorer.node_slopes(slopes)
-            by_source = slopes.index_select(0, graph.by_source)
-            for name, part in scorer.gradients(slopes, by_source, wanted).items():
-                if name == "features" and name in wanted:
-                    found[name] += part.view(-1, *found[name].shape).sum(dim=0)
-                elif name in wanted:
-                    found[name][lanes] = part.view(found[name][lanes].shape)
-        return None, *(found.get(name) for name in NAMES)
+            used = weights[group.lanes].view(-1)
+            slopes = gradient[group.lanes].reshape(-1) * used
+            shift = sum_weights(group.graph, slopes).squeeze(1)
+            slopes -= shift.index_select(0, group.graph.target) * used
+            group.add_gradients(found, slopes, {})
+        return found

@@ -9,7 +9,7 @@ import attnkit
 from attnkit import EdgeFeatures, Edges, GraphAttention, attend, edge_weights
 from attnkit.core.capture.watch import watch_attention
 from attnkit.core.kernels.choose import BACKENDS
-from attnkit.core.kernels.edges import lanes
+from attnkit.core.kernels.edges import scores
 
 DEAD = {"one target": [4], "some targets": [0, 4, 8], "all targets": [*range(11)]}
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -69,7 +69,7 @@ def averages(weights, edges, value):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_equals_a_target_without_edges(dtype, score, dead, lanes_are, monkeypatch):
     if lanes_are == "in turn":
-        monkeypatch.setattr(lanes, "GROUP", 1)
+        monkeypatch.setattr(scores, "GROUP", 1)
     tensors, graph, left, is_dead = given(dead, dtype)
     wanted = exact(tensors, left, SCORES[score](torch.float64))
     score, (edges, carried) = SCORES[score](dtype), graph

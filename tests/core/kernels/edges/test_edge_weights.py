@@ -16,7 +16,6 @@ from attnkit import (
     edge_weights,
 )
 from attnkit.core.check import check_inputs
-from attnkit.core.kernels.edges import lanes as edge_lanes
 from attnkit.core.kernels.edges import scores as edge_scores
 from attnkit.core.kernels.reference import softmax_of_edges
 
@@ -57,7 +56,7 @@ SCORES = {
 def computed_in(request, monkeypatch):
     """All heads of a small graph at once, or each alone and in blocks of a few edges."""
     if request.param == "blocks":
-        monkeypatch.setattr(edge_lanes, "GROUP", 0)
+        monkeypatch.setattr(edge_scores, "GROUP", 0)
         monkeypatch.setattr(edge_scores, "BLOCK", 40)
 
 
@@ -132,7 +131,7 @@ def test_precision_and_scores_that_differ_by_much():
 
 @pytest.mark.parametrize("score", ["scaled_dot", "general", "cosine", "gaussian", "tanh", "gatv2"])
 def test_nothing_of_edges_times_channels_is_made(score, monkeypatch):
-    monkeypatch.setattr(edge_lanes, "GROUP", 2**13)
+    monkeypatch.setattr(edge_scores, "GROUP", 2**13)
     monkeypatch.setattr(edge_scores, "BLOCK", 2**13)
     make_score, parameters = SCORES[score]
     num_edges = 40_009

@@ -10,7 +10,6 @@ from support import Largest
 
 import attnkit
 from attnkit import Additive, Cosine, Dense, EdgeFeatures, Edges, Gaussian, General, attend
-from attnkit.core.kernels.edges import lanes as edge_lanes
 from attnkit.core.kernels.edges import scores as edge_scores
 
 BATCH, HEADS, DIM, VALUE_DIM, EDGE_DIM = 2, 3, 5, 7, 2
@@ -49,7 +48,7 @@ def scores(dtype=torch.float64):
 def computed_in(request, monkeypatch):
     """All heads of a small graph at once, or each alone and in blocks of a few edges."""
     if request.param == "blocks":
-        monkeypatch.setattr(edge_lanes, "GROUP", 0)
+        monkeypatch.setattr(edge_scores, "GROUP", 0)
         monkeypatch.setattr(edge_scores, "BLOCK", 40)
 
 
@@ -286,7 +285,7 @@ def test_dropout_is_the_same_in_the_backward(score, computed_in):
     ],
 )
 def test_nothing_of_edges_times_channels_is_made(score, with_features, monkeypatch):
-    monkeypatch.setattr(edge_lanes, "GROUP", 2**13)
+    monkeypatch.setattr(edge_scores, "GROUP", 2**13)
     monkeypatch.setattr(edge_scores, "BLOCK", 2**13)
     make_score, parameters = scores()[score]
     num_edges, dim = 40_009, 5

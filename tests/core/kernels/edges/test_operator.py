@@ -5,7 +5,8 @@ import torch
 
 import attnkit
 from attnkit import Edges, GraphAttention
-from attnkit.core.kernels.edges.operator import edge_softmax
+from attnkit.core.kernels.edges.edges import edge_softmax
+from attnkit.core.kernels.edges.problem import EdgeProblem
 
 NODES, CHANNELS = 60, 8
 
@@ -116,14 +117,14 @@ def test_keeps_the_rules_of_operators(num_lanes, kept):
     edges = Edges(graph(300), NODES).adjacency
     rand = torch.rand
     tensors = [rand(num_lanes, NODES, 8, requires_grad=True) for _ in range(3)]
-    sides = (edges.by_source, edges.source_offsets) if kept else (None, None)
-    arrays = (edges.offsets, edges.target, edges.source, edges.num_sources, *sides)
+    if kept:
+        _ = edges.by_source, edges.source_offsets
     edge_query = rand(num_lanes, NODES, 8, requires_grad=True)
     features, bias = rand(300, 8, requires_grad=True), rand(num_lanes, 300, requires_grad=True)
     carried = (None, edge_query, None, features, bias)
-    plan = (0.5, None, True, 0.0, None)
+    problem = EdgeProblem(edges, 0.5, None, True, 0.0, None, *tensors, *carried)
     torch.library.opcheck(
         edge_softmax,
-        (*arrays, *plan, *tensors, *carried),
+        problem.flat(),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
     )

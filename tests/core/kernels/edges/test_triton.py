@@ -318,7 +318,7 @@ def test_nothing_of_edges_times_heads_is_made_nor_waited_for(name, device):
 
 @on_device
 def test_what_is_left_to_torch(device, monkeypatch):
-    def refuse(inputs):
+    def refuse(kernel, problem):
         raise AssertionError("taken by Triton")
 
     mask = edges_of("some", device)
@@ -327,7 +327,7 @@ def test_what_is_left_to_torch(device, monkeypatch):
     with attnkit.record_backends() as record:
         attend(*narrow, mask=mask, backend="edges_triton")
     assert record.total() == {"edges_triton": 1}
-    monkeypatch.setattr(edges_triton, "attend_edges", refuse)
+    monkeypatch.setattr(edges_triton, "solve", refuse)
     with pytest.raises(AssertionError, match="taken by Triton"):
         attend(*narrow, mask=mask, backend="edges_triton")
     features = EdgeFeatures(
