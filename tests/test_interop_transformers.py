@@ -11,7 +11,8 @@ from attnkit import interop
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
-from attnkit.interop.transformers import MaskTensor, attention  # noqa: E402
+from attnkit.interop.transformers import attention  # noqa: E402
+from attnkit.interop.transformers_masks import MaskTensor  # noqa: E402
 
 interop.register_transformers()
 
@@ -287,8 +288,8 @@ def test_what_is_not_computed_is_refused():
     for name, what in (
         ("s_aux", "attention sinks"),
         ("sinks", "attention sinks"),
-        ("indices", "a choice of keys"),
-        ("block_indices", "a choice of keys"),
+        ("indices", "a choice of keys for each query"),
+        ("block_indices", "a choice of keys for each query"),
     ):
         with pytest.raises(ValueError, match=f'{name}: Linear has {what}.*implementation."eager"'):
             attention(module, query, query, query, None, **{name: torch.zeros(3)})
@@ -296,6 +297,15 @@ def test_what_is_not_computed_is_refused():
     causal, _ = made(batch_size=1, mask_function=FUNCTIONS["causal"]())
     with pytest.raises(ValueError, match=r"cu_seq_lens_q: 2 sequences.*give position_ids"):
         attention(module, query, query, query, causal, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
+def test_a_model_with_sinks_is_refused():
+    kind = transformers.GptOssForCausalLM
+    settings = {**TEXT, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = kind(kind.config_class(**settings))
+    model.set_attn_implementation("attnkit")
+    with pytest.raises(ValueError, match="s_aux: GptOssAttention has attention sinks"):
+        model(some_tokens())
 
 
 def test_sequences_given_by_their_ends():
