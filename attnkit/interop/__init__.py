@@ -1,4 +1,5 @@
-"""Weights from modules of other libraries, with equal outputs.
+"""Weights from modules of other libraries, and attnkit's attention in models of transformers, with
+equal outputs.
 
 What a model has and attnkit's does not is refused with the reason, never dropped: every module of
 the model must be of a type known here, the settings of its blocks must be one, and no entry of its
@@ -10,6 +11,7 @@ from attnkit.interop.explain import explainable
 from attnkit.interop.hetero import to_hetero
 from attnkit.interop.pretrained_vit import PretrainedViT
 from attnkit.interop.pyg import from_pyg
+from attnkit.interop.transformers import record_masks, register_transformers
 from attnkit.interop.vision import from_timm, from_torch, from_torchvision
 
 __all__ = [
@@ -19,5 +21,7 @@ __all__ = [
     "from_timm",
     "from_torch",
     "from_torchvision",
+    "record_masks",
+    "register_transformers",
     "to_hetero",
 ]

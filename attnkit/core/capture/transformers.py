@@ -1,8 +1,9 @@
 """Attention that transformers' attention interface computes without torch's function.
 
 Models of transformers ask `AttentionInterface` for the function that their configuration names.
-That of "sdpa" calls torch's, which is seen anyway; "eager", "flex_attention", the flash kernels and
-what users register are told here. Nothing of transformers is imported.
+That of "sdpa" calls torch's and that of "attnkit" calls `attend`, which are seen anyway; "eager",
+"flex_attention", the flash kernels and what users register are told here. Nothing of transformers
+is imported.
 """
 
 import sys
@@ -60,7 +61,7 @@ def _told(
     is_packed = query.shape[2] == 1 and query.shape[1] != key.shape[1]
     # with one query "sdpa" may give torch the heads as queries
     is_torchs = name in ("sdpa", None) and not (is_packed and attention_mask is not None)
-    if is_torchs or not LISTENERS.get() or is_recomputed():
+    if is_torchs or name == "attnkit" or not LISTENERS.get() or is_recomputed():
         return function(*given, **options)
     with unheard() as listeners:
         output, *rest = function(*given, **options)
