@@ -320,6 +320,34 @@ def test_sequences_given_by_their_ends():
         torch.testing.assert_close(output.transpose(1, 2), expected)
 
 
+class PackedEncoder(torch.nn.Module):
+    """Attention of two sequences, as models of transformers call it."""
+
+    def forward(self, query):
+        function = transformers.AttentionInterface().get_interface("attnkit", None)
+        ends = torch.tensor([0, 3, 7])
+        options = {"is_causal": False, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        return function(self, query, query, query, None, **options)[0]
+
+
+def test_captured_weights_are_those_of_attend():
+    query, model = torch.randn(1, 3, 7, 5), PackedEncoder()
+    with attnkit.capture_attention(model) as captured:
+        model(query)
+    expected = attnkit.attention_weights(query, query, mask=attnkit.Packed([3, 4]))
+    torch.testing.assert_close(captured[""][0], expected)
+
+
+def test_one_query_has_booleans():
+    """Its mask is made outside of the program that transformers compiles for decoding."""
+    real = torch.ones(2, 7, dtype=torch.bool).index_fill(1, torch.tensor([0]), False)
+    mask, expected = made(
+        q_length=1, q_offset=6, mask_function=FUNCTIONS["sliding"](), attention_mask=real
+    )
+    assert type(mask) is torch.Tensor
+    assert torch.equal(mask, expected)
+
+
 def test_learned_queries_and_weights():
     query, key, value = torch.randn(1, 3, 2, 5), torch.randn(2, 3, 7, 5), torch.randn(2, 3, 7, 4)
     given = (query, key, value, torch.randn(1, 1, 2, 7))
