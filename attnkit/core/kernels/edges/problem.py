@@ -109,8 +109,10 @@ class EdgeProblem:
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> EdgeProblem:
         """The same of other tensors."""
-        others: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return replace(self, **others)
+        other = object.__new__(EdgeProblem)  # in a fifth of the time of `replace`
+        vars(other).update(vars(self))
+        vars(other).update(zip(TENSORS, tensors, strict=True))
+        return other
 
     def flat(self) -> tuple[Any, ...]:
         """What an operator of torch is given, as `SCHEMA` says."""
@@ -173,16 +175,15 @@ class Solver(Protocol):
 
 def solve(solver: Solver, problem: EdgeProblem) -> Results:
     """The outputs, which torch can differentiate."""
-    tensors = problem.tensors
-    # who keeps the problem must not keep the tensors
-    return _Solution.apply(solver, problem.with_tensors([None] * len(tensors)), *tensors)
+    return _Solution.apply(solver, problem, *problem.tensors)
 
 
 class _Solution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, solver: Solver, problem: EdgeProblem, *tensors: Tensor | None):
-        outputs, kept = solver.forward(problem.with_tensors(tensors))
-        ctx.solver, ctx.problem = solver, problem
+        outputs, kept = solver.forward(problem)
+        # the tensors are kept by torch alone, which frees them after the backward
+        ctx.solver, ctx.problem = solver, problem.with_tensors([None] * len(TENSORS))
         ctx.save_for_backward(*tensors, *outputs, *kept)
         ctx.set_materialize_grads(False)
         return outputs

@@ -23,7 +23,7 @@ BLOCK = 2**17  # numbers of a block of edges × channels: half a megabyte, which
 SPREAD = 60.0  # scores that differ by no more have exponentials within float32's range
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Group:
     """Some lanes of a problem, and their graphs side by side.
 
@@ -115,10 +115,11 @@ class Group:
         if "bias" in found:
             found["bias"][self.lanes] = slopes.view(-1, self.problem.adjacency.num_edges)
         parts |= self.scorer().gradients(slopes, set(found))
+        is_whole = self.lanes.stop - self.lanes.start == len(self.problem.query)
         for name in found.keys() & parts.keys():
             if name == "features":
                 found[name] += parts[name].view(-1, *found[name].shape).sum(dim=0)
-            elif self.lanes.stop - self.lanes.start == len(self.problem.query):
+            elif is_whole:
                 found[name] = parts[name].view_as(found[name])  # all lanes at once
             else:
                 found[name][self.lanes] = parts[name].view_as(found[name][self.lanes])
