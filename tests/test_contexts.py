@@ -26,6 +26,7 @@ from attnkit.core.capture.watch import watch_attention
 from attnkit.core.contexts import Opened
 from attnkit.core.hidden import hide_keys
 from attnkit.core.kernels.record import unrecorded
+from attnkit.interop.transformers import attention as of_transformers
 from attnkit.lightning import allowing
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError
@@ -98,6 +99,14 @@ class Gates(nn.Module):
         return self.gates(x.reshape(-1, 4, TOKENS, DIM // 4) * (1 + self.number))
 
 
+class OfTransformers(nn.Module):
+    """Attends as models of transformers do by attn_implementation="attnkit"."""
+
+    def forward(self, x):
+        output, _ = of_transformers(self, x[:, None], x[:, None], x[:, None], None, is_causal=True)
+        return output[:, :, 0]
+
+
 def low_rank(number):
     model = nn.Sequential(nn.Linear(DIM, DIM), Meet(), nn.Linear(DIM, DIM))
     finetune.lora(model, rank=2, targets="0", train_head=False)
@@ -162,6 +171,13 @@ CASES = {
     "record_backends": Case(attnkit.record_backends, read=lambda record, _: record.counts),
     "record_draws": Case(
         lambda _: attnkit.record_draws(), drawing, lambda draws, _: [vars(draw) for draw in draws]
+    ),
+    "interop.record_masks": Case(
+        attnkit.interop.record_masks,
+        lambda number: nn.Sequential(
+            OfTransformers(), Meet(), *[OfTransformers() for _ in range(1 + number)]
+        ),
+        lambda record, _: record.counts,
     ),
     "finetune.merged": Case(finetune.merged, low_rank, lambda _, output: output),
     "lightning.allowing": Case(

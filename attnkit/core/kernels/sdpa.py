@@ -213,7 +213,9 @@ class Cudnn(Sdpa):
 
     def pays(self, inputs: Inputs) -> bool:
         if inputs.has_attn_mask:
-            return max(inputs.num_queries, inputs.num_keys) > SHORT
+            # Since torch 2.11 the query's gradient can be NaN (pytorch 196678, trl 7181): with a
+            # mask or bias, a length of 64 more than a multiple of 128, and scores below −88.
+            return not _trains(inputs) and max(inputs.num_queries, inputs.num_keys) > SHORT
         # where torch itself prefers it: elsewhere flash is as fast
         return torch.cuda.get_device_capability(inputs.query.device) in ((9, 0), (10, 0))
 
@@ -253,13 +255,11 @@ def num_query_parts(inputs: Inputs) -> int:
     and values, one for each part until they are summed, are no more than the threads. Masks and
     biases are not split, nor is what has no backward: the forward is parallel as it is.
     """
-    tensors = inputs.query, inputs.key, inputs.value
     if not inputs.query.is_cpu or inputs.is_causal or inputs.has_attn_mask:
         return 1
     if torch.compiler.is_compiling():  # which cannot ask for the number of threads
         return 1
-    is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not (is_trained and may_split(inputs.query)):
+    if not (_trains(inputs) and may_split(inputs.query)):
         return 1
     num_lanes = inputs.query.shape[0] * inputs.query.shape[1]
     return max(1, min(torch.get_num_threads() // num_lanes, inputs.num_queries // LEAST_QUERIES))
@@ -286,6 +286,12 @@ def joined_parts(output: Tensor, inputs: Inputs) -> Tensor:
     batch = inputs.query.shape[0]
     rows = output.transpose(1, 2).reshape(batch, -1, output.shape[1], output.shape[3])
     return rows[:, : inputs.num_queries].transpose(1, 2)
+
+
+def _trains(inputs: Inputs) -> bool:
+    """Whether there will be a backward."""
+    tensors = inputs.query, inputs.key, inputs.value
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def half_precision_reasons(inputs: Inputs) -> Iterator[str]:

@@ -125,6 +125,24 @@ def test_the_second_step_sends_nothing_to_the_gpu(mask, backend):
     assert bool(sent[0]) == (mask.startswith("packed") or is_planned)
 
 
+def test_no_gradient_is_left_to_cudnn_with_a_mask():
+    """Its backward can give NaN there: pytorch 196678."""
+    with as_cuda.cuda_without_a_gpu():
+        shape = 1, 2, 704, 64
+        tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
+        bias = torch.randn(704, 704, device="cuda", dtype=torch.bfloat16)
+        mask = attnkit.Padding(torch.tensor([700], device="cuda"))
+        for options in ({"mask": mask}, {"bias": bias}):
+            assert attnkit.explain_backends(*tensors, **options).chosen == "cudnn"
+            trained = [tensor.requires_grad_() for tensor in tensors]
+            assert attnkit.explain_backends(*trained, **options).chosen == "efficient"
+            with torch.no_grad():
+                assert attnkit.explain_backends(*trained, **options).chosen == "cudnn"
+            tensors = [tensor.detach() for tensor in trained]
+        trained = [tensor.requires_grad_() for tensor in tensors]
+        assert attnkit.explain_backends(*trained).chosen == "cudnn"
+
+
 def networks():
     """Each with the shape of its images and, for sentences, words."""
     vit = attnkit.ViT(
