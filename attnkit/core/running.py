@@ -152,7 +152,7 @@ def _taking_back(record: Any) -> Callable[[], None]:
         for key in [*record]:
             if key not in inner and key not in others:
                 del record[key]
-        record.update(others)
+        dict.update(record, others)  # of a Counter, its own would add
         for take in inner.values():
             take()
 

@@ -276,6 +276,24 @@ def test_windows_do_not_grow_with_batch_and_tokens(name):
     assert nodes(2, 1) == nodes(5, 3)
 
 
+@pytest.mark.parametrize("value_dim", [5, 12])
+@pytest.mark.parametrize(
+    "mask", [Window(5, 3), Window2d(13, 11, 1, 2), Window2d(11, 12, 1, 1, 11)], ids=str
+)
+def test_compiled_windows_with_values_of_other_channels(mask, value_dim):
+    """The scale is that of the queries' own channels, not of those they are filled up to."""
+    torch._dynamo.reset()
+    shapes = (8, 8, value_dim)
+    tensors = [torch.randn(1, 2, 143, dim, dtype=torch.float64) for dim in shapes]
+
+    def compute(query, key, value):
+        return attend(query, key, value, mask=mask, backend="block_sparse")
+
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")(*tensors)
+    expected = attend(*tensors, mask=mask, backend="reference")
+    torch.testing.assert_close(compiled, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "option"),

@@ -114,20 +114,22 @@ def window_program(inputs: Inputs) -> Tensor:
             value=_with_prefix(value, axes, prefix),
         ),
         _term(inputs, rows, columns),
+        inputs.scale,
     )
     output = _joined(output, query.shape[0], axes)
     if prefix:  # which sees everything
         first = replace(inputs, query=query[:, :, :prefix], key=key, value=value)
         term = _term(inputs, queries[None, :prefix], keys[None])
-        output = torch.cat([_attended(first, term), output], dim=2)
+        output = torch.cat([_attended(first, term, inputs.scale), output], dim=2)
     return first_channels(output, inputs.value.shape[3])
 
 
-def _attended(inputs: Inputs, term: Tensor) -> Tensor:
+def _attended(inputs: Inputs, term: Tensor, scale: float) -> Tensor:
+    """By torch's function; the scale is that of the channels before they were filled up."""
     term, alive = revive(term) if torch.compiler.is_exporting() else (term, None)
     output = F.scaled_dot_product_attention(
         inputs.query, inputs.key, inputs.value,
-        attn_mask=term, scale=inputs.scale, enable_gqa=inputs.is_grouped,
+        attn_mask=term, scale=scale, enable_gqa=inputs.is_grouped,
     )  # fmt: skip
     return output if alive is None else output.masked_fill(~alive, 0.0)
 
