@@ -58,6 +58,7 @@ Sizes = tuple[list[int], list[int]]
 Reads = dict[tuple[int, int], Read]
 """What blocks read, by their first batch item and row; empty where all read all keys."""
 
+LEAST_KEYS = 512  # with fewer, blocks of many items are quicker than blocks of few keys
 ROWS = 192  # of a block that reads some of the keys
 DENSE = 0.8  # of queries × keys: where so much is read, reading all is quicker
 
@@ -303,6 +304,8 @@ def _reads(inputs: Inputs, mask: Mask, sizes: Sizes) -> tuple[Sizes, Reads]:
     """The sizes of blocks, smaller ones where the mask leaves much out, and what they read."""
     device = inputs.query.device
     leaves = (leaf for leaf in pytree.tree_leaves(mask) if isinstance(leaf, Tensor))
+    if inputs.num_keys < LEAST_KEYS:
+        return sizes, {}
     if not has_values(device) or not all(leaf.is_cpu for leaf in leaves):  # nor wait for a GPU
         return sizes, {}
     items, rows = max(sizes[0]), min(ROWS, max(sizes[1]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_tensor, whole
-from attnkit.core.masks.base import Mask
+from attnkit.core.masks.base import KEY_BLOCK, Dense, Mask
 from attnkit.core.masks.kept import kept
 from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
@@ -98,6 +98,9 @@ class Padding(Mask):
     def plan(self, blocks: QueryBlocks) -> Plan:
         lengths, width = self.lengths.numpy(force=True)[:, None, None], blocks.width
         if self.lengths.dtype == torch.bool:
+            changes = np.count_nonzero(lengths[..., 1:] != lengths[..., :-1], axis=-1)
+            if changes.max(initial=0) > max(KEY_BLOCK, width // KEY_BLOCK):  # scattered keys
+                return Dense(self.lengths[:, None, None]).plan(blocks)
             kinds = np.where(lengths, ALL, NONE).astype(np.int8)
             plan = Plan.of_grid(np.arange(1, width + 1), kinds)
         else:

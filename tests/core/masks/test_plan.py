@@ -93,6 +93,23 @@ def test_a_dense_mask_is_known_in_blocks_of_64_keys():
     assert (answers[2] == [NONE] * 128 + [SOME] * 64 + [NONE] * 8).all()
 
 
+def test_scattered_padding_is_known_in_blocks_of_64_keys():
+    """A run for each change would take longer than the attention, and flash then computes it."""
+    real = torch.rand(2, 2048, generator=torch.manual_seed(0)) < 0.7
+    real[:, :64], real[1, 64:128] = True, False
+    mask = Padding(real)
+    answers = table(mask.plan(of_size(64, 128, 2048)), 2048)
+    for item, second in ((0, SOME), (1, NONE)):
+        expected = [ALL] * 64 + [second] * 64 + [SOME] * (2048 - 128)
+        assert (answers[item, 0] == expected).all()
+    query = torch.empty(2, 4, 2048, 64)
+    assert attnkit.explain_backends(query, query, query, mask=mask).chosen == "flash"
+    some = torch.arange(2048).expand(2, -1) < 500
+    assert (
+        attnkit.explain_backends(query, query, query, mask=Padding(some)).chosen == "block_sparse"
+    )
+
+
 def test_a_mask_of_ones_own_is_read_within_its_band():
     class Odd(Mask):
         def allows(self, batch, head, query, key, num_queries, num_keys):
