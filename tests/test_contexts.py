@@ -383,3 +383,47 @@ def test_two_tasks_on_two_models(name, fails):
         same(results[0], expected[0])
     same(results[1], expected[1])
     assert state([model for model, _ in made]) == before
+
+
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+def test_a_thread_that_was_given_the_context(name):
+    """As `asyncio.to_thread` gives it."""
+    two = Two((CASES | MORE)[name])
+    expected, (model, x) = two.alone(0), two.made(0)
+    before = state([model])
+
+    async def run():
+        with two.case.block(model) as found:
+            output = await asyncio.to_thread(two.case.run, model, x)
+            left = await asyncio.to_thread(torch._C._len_torch_function_stack)
+            return two.case.read(found, output), left
+
+    found, left = asyncio.run(run())
+    same(found, expected)
+    assert left == 0
+    assert state([model]) == before
+
+
+class Silent(nn.Module):
+    """Returns nothing, as a module does that is called for what it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = MultiHeadAttention(DIM, 2)
+
+    def forward(self, x):
+        self.attention(x)
+
+
+def test_what_runs_while_an_error_is_handled_is_kept():
+    model, x = Silent(), torch.randn(1, TOKENS, DIM)
+    with attnkit.capture_attention(model) as captured:
+        try:
+            model(x[..., 1:])
+        except RuntimeError:
+            assert not captured
+            model(x)
+            assert len(captured["attention"]) == 1
+            with pytest.raises(RuntimeError):
+                model(x[..., 1:])
+    assert len(captured["attention"]) == 1

@@ -18,6 +18,7 @@ from attnkit import Additive, Causal, Dense, Edges, Hard, MultiHeadAttention, Pa
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.decode_step import attention_step, memory_step
 from attnkit.layers import GraphBlock
+from attnkit.layers.tokens.decoder_block import DecoderBlock
 
 BATCH, TOKENS, DIM, MEMORY, WORDS = 2, 3, 12, 5, 7
 NODES = 6
@@ -105,6 +106,20 @@ def memory():
     return Case(Call(memory_step, block, **given), wrong, block, [kept])
 
 
+def decoder_block():
+    block = DecoderBlock(DIM, 2).eval()
+    cache, memory = block.attention.new_cache(BATCH, 8), tokens(BATCH, MEMORY, DIM)
+    block.step(tokens(BATCH, 1, DIM), cache, kept := block.cross_attention.remember(memory))
+    other = block.cross_attention.remember(memory[:, 1:])
+    wrong = {
+        "words": {"words": tokens(BATCH, 1, DIM + 1)},
+        "memory_bias": {"memory_bias": torch.zeros(3, 1, 1, MEMORY)},
+        "memory": {"memory": other, "memory_bias": torch.zeros(1, 1, 1, MEMORY)},
+    }
+    given = {"words": tokens(BATCH, 1, DIM, seed=2), "cache": cache, "memory": kept}
+    return Case(Call(block.step, **given), wrong, block, [cache, kept])
+
+
 def remember():
     block = MultiHeadAttention(DIM, 2).eval()
     wrong = {"dim": {"key": tokens(BATCH, TOKENS, DIM + 1)}}
@@ -141,6 +156,7 @@ CASES = {
     "block of linear attention": partial(block_with_cache, normalizer="linear"),
     "step": step,
     "memory": memory,
+    "decoder block": decoder_block,
     "remember": remember,
     "transformer decoder": partial(
         decoder, attnkit.TransformerDecoder, depth=2, num_heads=2, positions="relative"

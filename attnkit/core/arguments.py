@@ -1,6 +1,7 @@
 """Checks of arguments. A message names the argument, what was expected and what was given."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from operator import index
 from typing import Any
 
@@ -62,19 +63,18 @@ def whole(size: Any) -> int | None:
         return None
 
 
-def as_tensor(name: str, given: Any) -> Any:
-    """A tensor from a list, a tuple or an array; other things, which a pytree map may have put in
-    its place, as they are."""
-    is_text = isinstance(given, str | bytes)
-    if isinstance(given, Tensor) or not (
-        isinstance(given, Sequence) or hasattr(given, "__array__")
-    ):
+def as_tensor(name: str, given: Any) -> Tensor:
+    """A tensor, from a list, a tuple or an array too.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(given, Tensor):
         return given
-    try:
-        if not is_text:
+    is_text = isinstance(given, str | bytes)
+    if not is_text and (isinstance(given, Sequence) or hasattr(given, "__array__")):
+        with suppress(TypeError, ValueError, RuntimeError):
             return torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError):
-        pass
     raise TypeError(f"{name}: expected a tensor or a list of numbers, got {in_a_line(given)}")
 
 

@@ -13,7 +13,6 @@ from threading import RLock, local
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 
 Item = TypeVar("Item")
@@ -107,39 +106,6 @@ def shared(key: Hashable, change: Callable[[], AbstractContextManager[Any]]) -> 
 def uncompiled() -> AbstractContextManager[None]:
     """In the block compiled modules run uncompiled, in all threads: torch has one stance."""
     return shared("stance", lambda: torch.compiler.set_stance("force_eager"))
-
-
-Handler = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
-"""What runs in the place of a function of torch, of (function, args, kwargs)."""
-
-_handlers: Opened[Handler] = Opened("functions of torch")
-
-
-@contextmanager
-def functions_handled(handler: Handler) -> Iterator[None]:
-    """In the block functions of torch are given to `handler`; those that it calls, to the handler
-    of the next block around this."""
-    with _handlers.opened(handler), _FunctionMode():
-        yield
-
-
-class _FunctionMode(TorchFunctionMode):
-    """The handler of the innermost block.
-
-    torch keeps the open modes of a thread, in which several tasks of asyncio may be inside their
-    blocks. A mode here holds nothing, so that it does not matter whose is on top.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        variable = _handlers.variable
-        blocks = [block for block in variable.get() if block.is_running]
-        if not blocks:
-            return func(*args, **(kwargs or {}))
-        before = variable.set(tuple(blocks[:-1]))
-        try:
-            return blocks[-1].item(func, args, kwargs or {})
-        finally:
-            variable.reset(before)
 
 
 def dispatch_flags_kept() -> AbstractContextManager[None]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 
-from attnkit.core.contexts import Opened, functions_handled, uncompiled
+from attnkit.core.contexts import Opened, uncompiled
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Padding
+from attnkit.core.running import functions_handled
 
 
 class HiddenKeys:
@@ -68,7 +69,9 @@ def hide_keys(
     `F.multi_head_attention_forward`, each where its keys are the tokens, or the prefix and the
     tokens behind it, and its batch is theirs; `passed` counts the others. Masks of the model's own
     stay. A hidden token still has a row of its own, which the model may read after the last
-    attention, as the mean over all tokens does. Compiled modules run uncompiled in the block.
+    attention, as the mean over all tokens does. Compiled modules run uncompiled in the block. Other
+    threads are not reached, but those that run in this context, as of `asyncio.to_thread`; torch's
+    functions there where a module calls them.
 
     Args:
         hidden: True = hidden from all attention.

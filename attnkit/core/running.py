@@ -1,9 +1,10 @@
-"""Which modules of a model are running."""
+"""Which modules of a model are running, and which functions of torch they call."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from threading import local
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 from attnkit.core.contexts import Opened, shared
 
@@ -39,6 +41,7 @@ class RunningModules:
     def __init__(self, model: nn.Module | None) -> None:
         self.records: list[Any] = []
         self._take_back: list[Callable[[], None]] = []
+        self._handled: BaseException | None = None  # what the caller of the outermost is handling
         self.model = model
         self.names: dict[nn.Module, str] = {}
         self._num_around = 0
@@ -80,12 +83,15 @@ class RunningModules:
         if not self.modules:
             self._name_modules_of(module if self.model is None else self.model)
             self._take_back = [_taking_back(record) for record in self.records]
+            self._handled = sys.exc_info()[1]
 
-    def leave(self, *, has_raised: bool) -> None:
-        """It has ended."""
-        if has_raised and not self.modules:
-            for take_back in self._take_back:
-                take_back()
+    def leave(self, output: object) -> None:
+        """It has ended, with None where it raised."""
+        if not self.modules:
+            if output is None and sys.exc_info()[1] is not self._handled:
+                for take_back in self._take_back:
+                    take_back()
+            self._handled = None
 
     def _name_modules_of(self, model: nn.Module) -> None:
         self.names = {child: module_name(name) for name, child in model.named_modules()}
@@ -112,15 +118,82 @@ def _enter(module: nn.Module, args: object) -> None:
         running.enter(module)
     if following:
         _stack.set((*_stack.get(), module))
+    _thread.enter()
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:
+    _thread.leave()
     stack = _stack.get()
     if stack and stack[-1] is module:
         _stack.set(stack[:-1])
-        has_raised = output is None and sys.exc_info()[1] is not None
         for running in _FOLLOWING.get():
-            running.leave(has_raised=has_raised)
+            running.leave(output)
+
+
+Handler = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
+"""What runs in the place of a function of torch, of (function, args, kwargs)."""
+
+_handlers: Opened[Handler] = Opened("functions of torch")
+
+
+@contextmanager
+def functions_handled(handler: Handler) -> Iterator[None]:
+    """In the block functions of torch are given to `handler`; those that it calls, to the handler
+    of the next block around this.
+
+    torch keeps modes for each thread. A thread that was started with this context, as
+    `asyncio.to_thread` does, opens them when a module begins to run there.
+    """
+    with _handlers.opened(handler), shared("hooks of all modules", _hooks), _FunctionMode():
+        _thread.num_blocks += 1
+        try:
+            yield
+        finally:
+            _thread.num_blocks -= 1
+
+
+class _FunctionMode(TorchFunctionMode):
+    """The handler of the innermost block.
+
+    torch keeps the open modes of a thread, in which several tasks of asyncio may be inside their
+    blocks. A mode here holds nothing, so that it does not matter whose is on top.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        variable = _handlers.variable
+        blocks = [block for block in variable.get() if block.is_running]
+        if not blocks:
+            return func(*args, **(kwargs or {}))
+        before = variable.set(tuple(blocks[:-1]))
+        try:
+            return blocks[-1].item(func, args, kwargs or {})
+        finally:
+            variable.reset(before)
+
+
+class _Thread(local):
+    """The modes of a thread that has none of a block's own."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self.num_modules = 0
+        self.modes = ExitStack()
+
+    def enter(self) -> None:
+        """A module begins to run here."""
+        handlers = () if self.num_blocks or self.num_modules else _handlers.get()
+        for _ in handlers:
+            self.modes.enter_context(_FunctionMode())
+        self.num_modules += bool(handlers or self.num_modules)
+
+    def leave(self) -> None:
+        """It has ended."""
+        self.num_modules -= bool(self.num_modules)
+        if not self.num_modules:
+            self.modes.close()
+
+
+_thread = _Thread()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from attnkit import (
     attend,
 )
 from attnkit.core.kernels import recompute, recurrence
-from attnkit.core.masks.base import Mask
+from attnkit.core.masks.base import Mask, as_mask
 
 GRID = 9  # tokens of masks that are for one number of them
 
@@ -219,6 +219,20 @@ def test_every_mask_exported_takes_other_batches_and_tokens(mask, option):
         check_exported(mask, option, "tokens")
     if mask not in FIXED:
         check_exported(mask, option, "batch and tokens")
+
+
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask != "none"])
+def test_every_mask_is_an_input_of_a_program(mask):
+    """What torch.export puts in the place of its tensors and numbers is not checked."""
+
+    class Module(torch.nn.Module):
+        def forward(self, query, key, mask):
+            return attend(query, key, key, mask=mask)
+
+    query, key, lengths = drawn(*next(sizes(mask, "batch")))
+    given = query, key, as_mask(MASKS[mask](lengths, key))
+    program = torch.export.export(Module(), given).module()
+    torch.testing.assert_close(program(*given), Module()(*given))
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
 from attnkit.core.capture.pyg import attention_convolutions, watch_convolutions
 from attnkit.core.capture.torch_functions import FunctionTap
 from attnkit.core.capture.transformers import watch_interface
-from attnkit.core.contexts import functions_handled, uncompiled
+from attnkit.core.contexts import uncompiled
 from attnkit.core.listeners import LISTENERS, Seen
-from attnkit.core.running import RunningModules
+from attnkit.core.running import RunningModules, functions_handled
 
 Call = AttentionCall | EdgeCall
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnkit.core.contexts import Opened, dispatch_flags_kept, functions_handled, uncompiled
-from attnkit.core.running import RunningModules
+from attnkit.core.contexts import Opened, dispatch_flags_kept, uncompiled
+from attnkit.core.running import RunningModules, functions_handled
 
 KERNEL_OF_OPERATOR = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",

@@ -7,8 +7,8 @@ combine masks. A row that may look nowhere gives an output of exactly 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial, reduce
 from typing import Annotated, Any
 
@@ -135,8 +135,7 @@ class Dense(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allowed", as_tensor("mask", self.allowed))
-        if isinstance(self.allowed, Tensor):
-            _check_boolean(self.allowed)
+        _check_boolean(self.allowed)
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         check_broadcastable("mask", self.allowed, (batch, num_heads, num_queries, num_keys))
@@ -368,7 +367,37 @@ def _check_boolean(tensor: Tensor) -> None:
     )
 
 
-pytree.register_dataclass(Dense)
-pytree.register_dataclass(And)
-pytree.register_dataclass(Or)
-pytree.register_dataclass(Not)
+def register(kind: type) -> None:
+    """Let masks of a kind, a dataclass, pass as pytrees: through torch.export, torch.func and
+    Lightning's transfer to a device.
+
+    As torch's `register_dataclass` does, but what stands in the place of a tensor or a number is
+    not checked: torch.export wraps numbers, and a map may put anything there.
+    """
+    names = [own.name for own in fields(kind)]
+
+    def flatten(mask: Any) -> tuple[list[Any], list[str]]:
+        given = [name for name in names if getattr(mask, name) is not None]
+        return [getattr(mask, name) for name in given], given
+
+    def flatten_with_keys(mask: Any) -> tuple[list[Any], list[str]]:
+        leaves, given = flatten(mask)
+        return list(zip(map(pytree.GetAttrKey, given), leaves, strict=True)), given
+
+    def unflatten(leaves: Iterable[Any], given: Sequence[str]) -> Any:
+        mask: Any = object.__new__(kind)
+        for name, leaf in (dict.fromkeys(names) | dict(zip(given, leaves, strict=True))).items():
+            object.__setattr__(mask, name, leaf)
+        return mask
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"attnkit.{kind.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+for _kind in (Dense, And, Or, Not):
+    register(_kind)

@@ -6,11 +6,10 @@ from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from attnkit.core.arguments import as_tensor
+from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.adjacency import Adjacency
-from attnkit.core.masks.base import Mask
+from attnkit.core.masks.base import Mask, register
 from attnkit.core.masks.kept import Made, kept
 from attnkit.core.scores.kinds import moved
 
@@ -51,8 +50,6 @@ class Edges(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "edge_index", as_tensor("edge_index", self.edge_index))
-        if not isinstance(self.edge_index, Tensor):
-            return  # a pytree map rebuilds masks with leaves that are not tensors
         if isinstance(self.num_nodes, tuple | list):
             self._read_pair(*self.num_nodes)
         if self.edge_index.layout is not torch.strided:
@@ -72,9 +69,12 @@ class Edges(Mask):
             )
         for name in ("num_nodes", "num_sources"):
             given = getattr(self, name)
-            # not isinstance int: a traced size is none
-            if isinstance(given, str | float | Tensor) or (given is None and name == "num_nodes"):
+            if isinstance(given, torch.SymInt) or (given is None and name == "num_sources"):
+                continue
+            number = None if isinstance(given, Tensor) else whole(given)
+            if number is None:
                 raise TypeError(f"{name}: expected the number of nodes, got {given!r} (Edges)")
+            object.__setattr__(self, name, number)
         if torch.compiler.is_compiling() or edges.numel() == 0 or edges.is_meta:
             return
         for name, row, size in zip(("source", "target"), edges, self.sizes[::-1], strict=True):
@@ -276,5 +276,5 @@ class EdgeFeatures:
         return moved(self, dtype)
 
 
-pytree.register_dataclass(Edges)
-pytree.register_dataclass(EdgeFeatures)
+register(Edges)
+register(EdgeFeatures)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_tensor, whole
-from attnkit.core.masks.base import Mask
+from attnkit.core.masks.base import Mask, register
 from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
 _MAX_PREFIX_TOKENS = 16  # class and register tokens that an error may think of
@@ -97,8 +97,6 @@ class Blocks(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", as_tensor("grid", self.grid))
-        if not isinstance(self.grid, Tensor):
-            return
         given: Any = self.block_size
         sizes = tuple(map(whole, given)) if isinstance(given, Sequence) else (whole(given),) * 2
         if len(sizes) != 2 or any(size is None or size < 1 for size in sizes):
@@ -155,4 +153,4 @@ class Blocks(Mask):
 
 
 pytree.register_constant(Window2d)
-pytree.register_dataclass(Blocks)
+register(Blocks)

@@ -1,4 +1,4 @@
-"""The plan of a mask: which keys all, some or none of a block of queries may look at.
+r"""The plan of a mask: which keys all, some or none of a block of queries may look at.
 
 A mask answers for rectangles, blocks of queries × runs of keys, and `&`, `|` and `~` combine the
 answers by three-valued logic, so that no mask is evaluated at every query and key:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_tensor, whole
-from attnkit.core.masks.base import KEY_BLOCK, Dense, Mask
+from attnkit.core.masks.base import KEY_BLOCK, Dense, Mask, register
 from attnkit.core.masks.kept import kept
 from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
@@ -62,9 +62,6 @@ class Padding(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", as_tensor("lengths", self.lengths))
-        # pytree maps rebuild masks with leaves that are not tensors; only tensors can be checked
-        if not isinstance(self.lengths, Tensor):
-            return
         if self.lengths.dtype == torch.bool:
             if self.lengths.ndim != 2:
                 raise ValueError(
@@ -170,19 +167,18 @@ class Packed(Mask):
 
     def __post_init__(self) -> None:
         for name in ("lengths", "key_lengths"):
-            given = as_tensor(name, getattr(self, name))
-            object.__setattr__(self, name, given)
-            # pytree maps rebuild masks with leaves that are not tensors
-            if not isinstance(given, Tensor):
+            given: Any = getattr(self, name)
+            if given is None and name == "key_lengths":
                 continue
+            given = as_tensor(name, given)
+            object.__setattr__(self, name, given)
             if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
                 raise TypeError(f"{name}: expected integers [sequences], got {given.dtype}")
             if given.ndim != 1:
                 raise ValueError(f"{name}: expected the shape [sequences], got {list(given.shape)}")
-        if all(isinstance(lengths, Tensor) for lengths in self.both_lengths):
-            queries, keys = map(len, self.both_lengths)
-            if queries != keys:
-                raise ValueError(f"key_lengths: {keys} sequences, but lengths has {queries}")
+        queries, keys = map(len, self.both_lengths)
+        if queries != keys:
+            raise ValueError(f"key_lengths: {keys} sequences, but lengths has {queries}")
 
     @property
     def both_lengths(
@@ -326,9 +322,8 @@ def check_align(mask: Any, num_queries: int, num_keys: int) -> None:
         )
 
 
-# As pytrees, masks pass through torch.export, torch.func and Lightning's transfer to a device.
 pytree.register_constant(Causal)
-pytree.register_dataclass(Padding)
+register(Padding)
 pytree.register_constant(Window)
-pytree.register_dataclass(Packed)
-pytree.register_dataclass(_PackedTables)
+register(Packed)
+register(_PackedTables)

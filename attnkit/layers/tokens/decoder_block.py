@@ -8,6 +8,7 @@ from attnkit.core.cache import KeyValueCache
 from attnkit.core.decode_step import attention_step, memory_step
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.multihead import MultiHeadAttention, Positions
+from attnkit.core.running import undone_on_error
 from attnkit.core.scores.kinds import Score
 from attnkit.layers.tokens.block import Activation, make_mlp
 
@@ -98,17 +99,21 @@ class DecoderBlock(nn.Module):
     ) -> Tensor:
         """The next words, `[batch, words, dim]`, behind those in the cache.
 
-        There is no causal mask here: only `bias` hides keys.
+        There is no causal mask here: only `bias` hides keys. A call that raises leaves the cache as
+        it was.
 
         Args:
             cache: of the self-attention; written.
             memory: what `cross_attention.remember` made of the memory.
             bias, memory_bias: added to the scores of the two attentions; −∞ hides.
         """
-        update = attention_step(
-            self.attention, self.attention_norm(words), cache, bias=bias, positions=positions
-        )
-        words = words + self.dropout(update)
-        update = memory_step(self.cross_attention, self.cross_norm(words), memory, bias=memory_bias)
-        words = words + self.dropout(update)
-        return words + self.mlp(self.mlp_norm(words))
+        with undone_on_error(cache):
+            update = attention_step(
+                self.attention, self.attention_norm(words), cache, bias=bias, positions=positions
+            )
+            words = words + self.dropout(update)
+            update = memory_step(
+                self.cross_attention, self.cross_norm(words), memory, bias=memory_bias
+            )
+            words = words + self.dropout(update)
+            return words + self.mlp(self.mlp_norm(words))

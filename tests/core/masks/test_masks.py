@@ -126,6 +126,22 @@ def test_masks_take_lists_and_arrays(form):
         (lambda: Padding(torch.ones(3).bool()), ValueError, r"boolean Padding is \[batch, keys\]"),
         (lambda: Dense(torch.zeros(2, 2)), TypeError, "True = may look.*additive terms go into"),
         (lambda: as_mask([True]), TypeError, "got list"),
+        *[
+            (lambda make=make, given=given: make(given), TypeError, "expected a tensor or a list")
+            for make in (
+                Padding,
+                Packed,
+                lambda given: Packed([1], given or {}),
+                lambda given: Edges(given, 6),
+                lambda given: Blocks(given, 2),
+                Dense,
+            )
+            for given in (6, None, {1, 2}, object())
+        ],
+        *[
+            (lambda given=given: Edges([[0], [1]], *given), TypeError, "expected the number of")
+            for given in ((None,), ({},), ((6, None),), (6, [6]), (6.0,), (torch.tensor(6),))
+        ],
         (lambda: Causal() & torch.zeros(2, 2), TypeError, "expected a boolean tensor"),
     ],
 )
