@@ -120,7 +120,10 @@ def _with_weights(name: str, weights: str, options: dict[str, Any]) -> nn.Module
                 f"weights: {weights} was made with {key}={value}, here it is {here}; "
                 f"model.{key}={value}"
             )
-    given = of_network(state, fresh.state_dict())
+    try:
+        given = of_network(state, fresh.state_dict())
+    except ValueError as error:
+        raise ValueError(f"weights: {weights}: {error}") from error
     state, said = _with_head_of(fresh, given)
     # timm's way of loading, with all its adaptations, but nothing may be missing or left over
     overlay = {"state_dict": state, "num_classes": options["num_classes"], "label_offset": 0}

@@ -27,6 +27,7 @@ from attnkit.core.contexts import shared
 
 HUB = "hf-hub:"
 _PREFIX = "model."  # of the network in a checkpoint of a LightningModule
+_WHOLE = 0.9  # of a network's names, where there may be another one
 _COMPILED = "_orig_mod."  # which torch.compile puts before the names of a module
 _FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 
@@ -234,6 +235,9 @@ def of_network(state: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Ten
 
     It may be under a prefix, as the attribute of a LightningModule is: the prefix under which the
     most of the network's names are.
+
+    Raises:
+        ValueError: there are two such networks, as a student's and a teacher's.
     """
     own = set(own)
     counts: Counter[str] = Counter({"": 0})
@@ -241,6 +245,14 @@ def of_network(state: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Ten
         starts = [0, *(place.end() for place in re.finditer(r"\.", name))]
         counts.update(name[:start] for start in starts if name[start:] in own)
     prefix = max(counts, key=lambda prefix: (counts[prefix], -len(prefix)))
+    twins = [other for other, count in counts.items() if count >= _WHOLE * counts[prefix] > 0]
+    for twin in twins:
+        if not twin.startswith(prefix) and not prefix.startswith(twin):
+            first, second = sorted((prefix, twin))
+            raise ValueError(
+                f"there are two networks in it, under {first!r} and {second!r}; expected one: load "
+                "it by torch.load and save the tensors of the one you want"
+            )
     if not counts[prefix] and any(name.startswith(_PREFIX) for name in state):
         prefix = _PREFIX  # in a form that timm turns into its own
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
@@ -270,10 +282,16 @@ def _tensors_of(saved: Any) -> dict[str, Any]:
         for name, value in saved.items()
         if isinstance(value, Mapping) and value and all(map(torch.is_tensor, value.values()))
     }
-    known = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
-    for name in [name for name in known if name in found] or list(found)[:1]:
-        return dict(found[name])
-    return dict(saved)
+    averaged = [name for name in found if "ema" in str(name).lower().split("_")]
+    for name in (*averaged, "state_dict", "model", "model_state_dict"):
+        if name in found:
+            return dict(found[name])
+    beside = {name: value for name, value in saved.items() if torch.is_tensor(value)}
+    if not found or (len(found) == 1 and not beside):
+        return dict(*found.values()) or dict(saved)
+    # which of them is the network's, its names tell
+    states = found.items()
+    return beside | {f"{key}.{name}": t for key, state in states for name, t in state.items()}
 
 
 def _numbers_of_numpy() -> list[Any]:

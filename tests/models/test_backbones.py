@@ -51,6 +51,15 @@ def saved(vit, stand_in_files):
         },
         folder / "numpy.pth",
     )
+    scaler = {"scale": torch.ones(1)}
+    torch.save({"scaler": scaler, "net": state, "loss": torch.ones(1)}, folder / "beside.pth")
+    torch.save({"model": {n: 0 * t for n, t in state.items()}, "ema": state}, folder / "ema.pth")
+    two = {"lightning": ("model.", "ema."), "moco": ("module.momentum.", "module.backbone.")}
+    for name, prefixes in two.items():
+        both = {prefix + n: t for prefix in prefixes for n, t in state.items()}
+        torch.save({"state_dict": both}, folder / f"two_{name}.pth")
+    student = {f"backbone.{n}": t for n, t in state.items()}
+    torch.save({"student": student, "teacher": state, "epoch": 3}, folder / "two_dino.pth")
     torch.save({f"other.{n}.x": t for n, t in state.items()}, folder / "foreign.pth")
     (folder / "transformers").mkdir()
     (folder / "transformers" / "config.json").write_text(
@@ -100,7 +109,7 @@ def test_weights_that_cannot_be_had(monkeypatch):
 @pytest.mark.parametrize(
     "form",
     ["net.safetensors", "net.pth", "of_net.pth", "timm.pth.tar", "run.ckpt", "hf", "compiled.pth",
-     "ddp.pth", "tutorial.pth", "numpy.pth"],
+     "ddp.pth", "tutorial.pth", "numpy.pth", "beside.pth", "ema.pth"],
 )  # fmt: skip
 def test_every_form_of_weights(vit, saved, form):
     images = torch.randn(2, 3, 160, 160)
@@ -154,6 +163,10 @@ WRONG = {
     "foreign names": (
         "foreign.pth", {}, r"its names are other\.cls_token\.x, .* more; expected cls_token, pos_"
     ),
+    "two attributes": ("two_lightning.pth", {}, "two_lightning.pth: there are two networks in it, "
+                       "under 'ema.' and 'model.'; expected one"),
+    "momentum": ("two_moco.pth", {}, "under 'module.backbone.' and 'module.momentum.'"),
+    "two keys": ("two_dino.pth", {}, "under 'student.backbone.' and 'teacher.'"),
     "of transformers": ("transformers", {}, r"model of transformers \(ViTForImageClassification\)"),
     "another norm": (
         "net.pth", {"global_pool": "avg"},

@@ -46,7 +46,7 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
     network = getattr(module, "model", None)
     target = network if isinstance(network, nn.Module) else module
     here = target.state_dict()
-    state = of_network(state, here)
+    state = _of_target(given, state, module, target)
     state = _resampled(target, state, here)
     arguments_here = getattr(module, "hparams", {})
     outputs = _num_outputs(arguments_here) or getattr(module, "num_classes", None)
@@ -62,6 +62,19 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
     target.load_state_dict(fitting, strict=False)
     left = f"; its head is left out: {_first([*others, *wrong.values()])}" if head or wrong else ""
     return f"init: weights of {given}{left}"
+
+
+def _of_target(
+    given: str | Path, state: dict[str, Tensor], module: nn.Module, target: nn.Module
+) -> dict[str, Tensor]:
+    """The part of a state dict that is the target's, `module.model` or the module itself."""
+    rest = {name for name in state if not name.startswith("model.")}
+    if target is not module and rest and rest <= module.state_dict().keys():  # of such a module
+        return {n.removeprefix("model."): t for n, t in state.items() if n not in rest}
+    try:
+        return of_network(state, target.state_dict())
+    except ValueError as error:
+        raise UserError(f"init: {given}: {error}") from error
 
 
 def trained_on(given: str | Path) -> dict[str, Any]:

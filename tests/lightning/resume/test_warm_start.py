@@ -177,6 +177,18 @@ def test_beside_lora(tmp_path):
     assert torch.equal(module.model.state_dict()[block], earlier.model.state_dict()[block])
 
 
+def test_a_copy_beside_the_network(tmp_path):
+    """As of averaged weights: of the same kind of module it is known which is which."""
+    earlier, module = vit(4), vit(4)
+    for each in (earlier, module):
+        each.average = vit(4).model
+    path = saved(earlier, tmp_path / "earlier.ckpt")
+    with pytest.raises(UserError, match=r"earlier.ckpt: .* under 'average\.' and 'model\.'"):
+        warm_start(vit(4), path)
+    warm_start(module, path)
+    assert torch.equal(module.model.class_token, earlier.model.class_token)
+
+
 def test_another_network_is_refused_and_nothing_is_changed(tmp_path):
     module = vit(7)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
