@@ -5,8 +5,9 @@
 
 - line: a window of ±128 at 32,768 tokens, 4 heads × 64, against full flash in the same run, and
   against itself at half the tokens;
-- memory: the peak memory of that beyond its inputs, in a process of its own, against the size of
-  query, key and value;
+- memory: the peak memory of a step with each of the thirteen masks, at 16,384 tokens, in a process
+  of its own: beyond its inputs, and beyond inputs, output and gradients against flash without a
+  mask;
 - grid: a 2-D window of radius 3 on 64 × 64, 4 heads × 32, against flash with the boolean mask;
 - packed: 64 sequences of lengths 16 to 512, 4 heads × 64, against SDPA on the padded batch;
 - compositions: thirteen masks at 4,096 and 16,384 tokens, 4 heads × 64, one thread, processor time
@@ -35,6 +36,7 @@ from attnkit import Blocks, Causal, Dense, Packed, Padding, Window
 from attnkit.core.masks.plan import NONE, QueryBlocks
 
 WINDOW = attnkit.Window(128, 128)
+MEMORY_TOKENS = 16_384
 
 
 def tensors(heads: int, tokens: int, head_dim: int, batch: int = 1) -> list[torch.Tensor]:
@@ -82,12 +84,29 @@ def line(pairs: int) -> None:
     print(table([row("32,768 tokens", times, *programs)]))
 
 
-def memory() -> None:
-    inputs = tensors(4, 32_768, 64)
-    size = 3 * inputs[0].numel() * 4
-    extra = peak_memory(step(attention(mask=WINDOW), inputs))
-    print(f"window ±128 at 32,768 tokens: peak extra memory {extra / 1e6:.0f} MB, "
-          f"{extra / size:.2f} × query, key and value; their gradients are 1 ×")  # fmt: skip
+def memory(_: int) -> None:
+    names = ["no mask", *masks_of(MEMORY_TOKENS)]
+    peaks = {}
+    for name in names:
+        command = sys.executable, __file__, "--peak", name
+        peaks[name] = int(subprocess.run(command, check=True, capture_output=True).stdout)
+    size = 4 * 4 * MEMORY_TOKENS * 64  # bytes of each input, the output and each gradient
+    full = peaks["no mask"] - 4 * size
+    rows = [
+        {
+            f"{MEMORY_TOKENS:,} tokens": name,
+            "peak": f"{peak / 1e6:.0f} MB",
+            "beyond output and gradients": f"{(peak - 4 * size) / 1e6:.0f} MB",
+            "without a mask": f"{(peak - 4 * size) / full:.2f} ×",
+        }
+        for name, peak in peaks.items()
+    ]
+    print(table(rows))
+
+
+def peak(name: str) -> None:
+    mask = masks_of(MEMORY_TOKENS).get(name)
+    print(peak_memory(step(attention(mask=mask), tensors(4, MEMORY_TOKENS, 64))))
 
 
 def grid(pairs: int) -> None:
@@ -251,6 +270,7 @@ def plan(pairs: int) -> None:
 
 
 FIGURES = {
+    "memory": memory,
     "grid": grid,
     "packed": packed,
     "line": line,
@@ -262,20 +282,18 @@ FIGURES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("figures", nargs="*", default=["memory", *FIGURES])
+    parser.add_argument("figures", nargs="*", default=[*FIGURES])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--busy", type=int, default=0, help="processes that keep a core busy")
+    parser.add_argument("--peak", help="a mask, whose peak memory alone is printed")
     arguments = parser.parse_args()
-    if arguments.figures == ["memory"]:
-        return memory()
+    if arguments.peak:
+        return peak(arguments.peak)
     print(machine())
     print("load average {:.1f} {:.1f} {:.1f}".format(*os.getloadavg()))
     with busy(arguments.busy):
         for figure in arguments.figures:
-            if figure == "memory":
-                subprocess.run([sys.executable, __file__, "memory"], check=True)
-            else:
-                FIGURES[figure](arguments.pairs)
+            FIGURES[figure](arguments.pairs)
     return None
 
 
