@@ -14,10 +14,9 @@ from attnkit.lightning.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.trained_on import was_trained_on
 from attnkit.lightning.resume.sampler import ResumableSampler
-from attnkit.tasks.images.folder import say_once
-from attnkit.tasks.images.module import NormalizesImages
+from attnkit.tasks.images.module import NormalizesImages, say_tested
 from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size
-from attnkit.tasks.loaders import SplitData, is_limited, make_loader
+from attnkit.tasks.loaders import SplitData, make_loader
 
 
 class SplitImages(SplitData):
@@ -173,9 +172,7 @@ class SplitImages(SplitData):
             if known is not None:
                 how = f", {int(known.sum()) or 'none'} of which the module was trained on"
         self.sets[split] = images
-        if is_limited(self.trainer, split):
-            how += f"; trainer.limit_test_batches={self.trainer.limit_test_batches} of the batches"
-        say_once(f"{split}: {len(images):,} images{how}")
+        say_tested(self.trainer, split, len(images), how)
 
     def _left(self, images: Any, known: Tensor | None) -> tuple[Tensor, str]:
         """Numbers of the images that a test is of where no test split is given, and why."""

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from lightning import LightningModule
+from lightning import LightningModule, Trainer
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
+from attnkit.tasks.images.folder import say_once
 from attnkit.tasks.images.sizes import Size, check_fit, checked_size
+from attnkit.tasks.loaders import is_limited
 
 
 class NormalizesImages(LightningModule):
@@ -114,6 +117,15 @@ class NormalizesImages(LightningModule):
         by = (images.new_tensor(self.normalized_by[name]) for name in ("mean", "std"))
         return change(images, *(numbers.view(-1, 1, 1) for numbers in by))
 
+    def on_test_start(self) -> None:
+        """Say how many images are tested, where the data module does not."""
+        loaders: Any = self.trainer.test_dataloaders
+        if hasattr(getattr(self.trainer, "datamodule", None), "choose_tested"):
+            return
+        for name, loader in (loaders if isinstance(loaders, dict) else {"test": loaders}).items():
+            with suppress(AttributeError, TypeError):  # several, or one without a length
+                say_tested(self.trainer, name, len(loader.dataset))
+
     def preprocessing(self) -> dict[str, Any]:
         """What users of exported programs must do to images, as plain data."""
         return {
@@ -129,3 +141,10 @@ class NormalizesImages(LightningModule):
             if self.normalized_by != {}
             else "not known: the data module of the training normalised",
         }
+
+
+def say_tested(trainer: Trainer, split: str, count: int, how: str = "") -> None:
+    """A line that says how many images a test is of, and by `how`, which."""
+    if is_limited(trainer, "test"):
+        how += f"; trainer.limit_test_batches={trainer.limit_test_batches} of the batches"
+    say_once(f"{split}: {count:,} images{how}")
