@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
@@ -143,7 +143,7 @@ class NormalizesImages(LightningModule):
         }
 
 
-def say_tested(trainer: Trainer, split: str, count: int, how: str = "") -> None:
+def say_tested(trainer: Any, split: str, count: int, how: str = "") -> None:
     """A line that says how many images a test is of, and by `how`, which."""
     if is_limited(trainer, "test"):
         how += f"; trainer.limit_test_batches={trainer.limit_test_batches} of the batches"

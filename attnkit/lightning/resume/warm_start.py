@@ -61,7 +61,7 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
     fitting = {n: t for n, t in state.items() if n not in wrong and n not in head}
     target.load_state_dict(fitting, strict=False)
     if keys is not None:
-        module.trained_on = keys  # type: ignore[assignment]
+        module.trained_on = keys
     left = f"; its head is left out: {_first([*others, *wrong.values()])}" if head or wrong else ""
     return f"init: weights of {given}{left}"
 
