@@ -121,7 +121,6 @@ class CaptionDataModule(SplitImages):
             "interpolation": self.interpolation,
             "crop_pct": self.crop_pct,
             "value_range": self.value_range,
-            "trained_on": self.trained_on,
             "in_channels": self.in_channels,
             "vocabulary": self.tokenizer.to_dict(),
             "vocabulary_size": len(self.tokenizer),

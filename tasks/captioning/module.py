@@ -49,7 +49,6 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         max_words: the longest sentence, START and END included, as in a batch's `words`.
         image_size: side of the images in pixels.
         interpolation, crop_pct, value_range: how pictures were brought to it, see `Fit`.
-        trained_on: what the data module says of its training files.
         in_channels: 1 (grey) or 3 (RGB).
         mean, std: of the training pixels on the scale from 0 to 1, per channel.
         method: how sentences are found in test and prediction, "greedy", "beam" or "sample";
@@ -76,7 +75,6 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         interpolation: str | None = None,
         crop_pct: float | None = None,
         value_range: Sequence[float] | None = None,
-        trained_on: str | None = None,
         in_channels: int = 3,
         method: str = "greedy",
         num_beams: int | None = None,
@@ -92,7 +90,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         self._check_fits_model(max_words, image_size)
         self.vocabulary = vocabulary
         self.max_words = max_words
-        how = interpolation, crop_pct, value_range, trained_on
+        how = interpolation, crop_pct, value_range
         self.expect_images(image_size, in_channels, mean, std, *how)
         self.decoding: dict[str, Any] = {
             "method": method,

@@ -82,6 +82,10 @@ class CaptionSet(Dataset):
             },
         }
 
+    def keys(self) -> Tensor:
+        """See `ImageSet.keys`."""
+        return self.images.keys()
+
     def select(self, rows: Tensor) -> "CaptionSet":
         """The part of the set with these numbers."""
         part, numbers = copy(self), rows.tolist()

@@ -134,7 +134,6 @@ class ImageDataModule(SplitImages):
             "interpolation": self.interpolation,
             "crop_pct": self.crop_pct,
             "value_range": self.value_range,
-            "trained_on": self.trained_on,
             "patch_size": default_patch_size(self.image_size),
             "in_channels": self.in_channels,
             "num_classes": len(self.class_names),

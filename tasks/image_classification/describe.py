@@ -61,7 +61,6 @@ def describe_batches(data: LightningDataModule) -> dict[str, Any]:
         "in_channels": channels,
         "num_classes": number,
         "class_names": names,
-        "trained_on": name,
         **facts,
     }
 

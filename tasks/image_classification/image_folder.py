@@ -22,8 +22,8 @@ class ImageFolderData(ImageDataModule):
     shape of `image_size` is used (default: a square of the median short side of the training
     images, at most 224, rounded down to whole patches). `root` is never written to.
 
-    `Trainer.test` of a trained module with files that it was not trained on is of the test split,
-    or of all of them if there is no split; they may lack classes of the module.
+    `Trainer.test` of a trained module is of the test split, or if there is none, of the files that
+    it was not trained on; they may lack classes of the module.
 
     If `augment` has a `crop_min_area`, training images are crops of the whole pictures, which are
     shrunk before by a whole factor that leaves the smallest crop as many pixels as

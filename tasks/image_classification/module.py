@@ -44,7 +44,6 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             to predict.
         interpolation, crop_pct, value_range: how pictures were brought to that size (see
             `ImageDataModule`).
-        trained_on: what the data module says of its training files.
         normalized_by: `mean` and `std` with which the data module normalises its batches of floats;
             empty, if it does in a way that is not known. Floats are then taken as they are.
         in_channels: 1 (grey) or 3 (RGB).
@@ -71,7 +70,6 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         interpolation: str | None = None,
         crop_pct: float | None = None,
         value_range: Sequence[float] | None = None,
-        trained_on: str | None = None,
         normalized_by: Mapping[str, Sequence[float]] | None = None,
         in_channels: int = 3,
         label_smoothing: float = 0.0,
@@ -88,7 +86,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             class_names=class_names,
             class_weights=class_weights,
         )
-        how = interpolation, crop_pct, value_range, trained_on, normalized_by
+        how = interpolation, crop_pct, value_range, normalized_by
         self.expect_images(image_size, in_channels, mean, std, *how)
         shares_below_1(label_smoothing=label_smoothing)
         at_least(0, mixup=mixup, cutmix=cutmix)

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from attnkit.lightning.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.modules.trained_on import was_trained_on
 from attnkit.lightning.resume.sampler import ResumableSampler
-from attnkit.tasks.images.module import NormalizesImages
+from attnkit.tasks.images.module import NormalizesImages, say_tested
 from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size
 from attnkit.tasks.loaders import SplitData, make_loader
 
@@ -37,8 +38,9 @@ class SplitImages(SplitData):
         num_workers: processes that load; None: none for images in memory that are not cropped,
             else one per core up to 8 and shared between the processes of this machine.
         val_fraction: share of the training images that becomes the missing validation split.
-        test_fraction: the same for the test split; 1: a test is of all of them, as it is if the
-            files are not those that the module was trained on.
+        test_fraction: the same for the test split. The test of a trained module, if no test split
+            is given, is of all images but those it was trained on, whatever the fractions and the
+            seed are; 1: of all.
         seed: of all that is random here, such as the splits and the order, which depends on the
             epoch and the process, and on nothing else.
 
@@ -80,11 +82,10 @@ class SplitImages(SplitData):
         self.test_fraction = test_fraction
         self.seed = seed
         self.sets: dict[str, Any] = {}
-        self.how_tested = ""  # which images a test is of, the end of a line
         self.stage: str | None = None  # of the trainer, that it was last set up for
         self.testing = False  # whether it is read for the test of a trained module alone
-        # A fingerprint of the training files, or what else tells these images from others.
-        self.trained_on: str | None = type(self).__name__
+        # For that, the splits that are given, where a test split is not: what is left is tested.
+        self.left_of: Mapping[str, Any] = {}
         self.first_of_equal: list[int] = []  # of each training image the first with the same bytes
 
     def is_read(self, stage: str | None) -> bool:
@@ -107,22 +108,20 @@ class SplitImages(SplitData):
     def with_missing_splits(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All splits; those that are not given are taken from train. Equal files stay together.
 
-        For the test of a module that was trained on other files: all of them, or their test split.
+        For the test of a trained module alone: the test split, or what it is taken from by
+        `choose_tested`.
 
         Raises:
             UserError: there is no train split, or a split is empty.
         """
-        if self.testing:
-            if "test" not in given and self._is_new():
-                self.how_tested = ", all that there are"
-                return {"test": only_split(given)}
-            if "test" not in given:
-                self.how_tested = (
-                    f" of {len(with_train(given)['train'])}, taken as in training; "
-                    "data.test_fraction=1 tests all"
-                )
-            elif "train" not in given:
-                return {"test": given["test"]}
+        self.left_of = {}
+        # Other modules may have something to learn from train, such as words.
+        alone = isinstance(module_of(self), NormalizesImages) or self.test_fraction == 1
+        if self.testing and "test" in given and (alone or "train" not in given):
+            return {name: given[name] for name in self.test_splits}
+        if self.testing and alone:
+            self.left_of = given if "train" in given else {"train": only_split(given)}
+            return {"test": self.left_of["train"]}
         sets, fractions = with_train(given), {"val": self.val_fraction, "test": self.test_fraction}
         names = ("train", "val", *self.test_splits)
         if missing := [name for name in names if name not in sets]:
@@ -144,10 +143,49 @@ class SplitImages(SplitData):
             raise UserError(f"data: no images for {empty[0]}")
         return {name: sets[name] for name in names}
 
-    def _is_new(self) -> bool:
-        """Whether the files are not those that the module to be tested was trained on."""
-        known, found = getattr(module_of(self), "trained_on", None), self.trained_on
-        return self.test_fraction == 1 or (None not in (known, found) and known != found)
+    def choose_tested(self, split: str) -> None:
+        """Leave out of a test what the module was trained on, and say what the test is of.
+
+        A test split that is given, or that was taken for a training, stays whole. The module knows
+        what it was trained on once its checkpoint is loaded, which is after `setup`.
+
+        Raises:
+            UserError: nothing is left, or of several new splits none is for a test.
+        """
+        images, module = self.left_of.get("train", self.sets[split]), module_of(self)
+        if module is None:
+            return
+        known = was_trained_on(module, images.keys())
+        if self.left_of and self.test_fraction < 1 and (known is None or known.any()):
+            rows, why = self._left(images, known)
+            if not len(rows):
+                raise UserError(
+                    f"data: expected images to test, got 0 of {len(images):,}: {why}\n"
+                    "  give other images, or test all of them with data.test_fraction=1"
+                )
+            total, images = len(images), images.select(rows)
+            how = f" of {total:,}, {why}; data.test_fraction=1 tests all"
+        else:
+            if self.left_of:
+                only_split(self.left_of)
+            how = "; what the module was trained on is not known" if self.testing else ""
+            if known is not None:
+                how = f", {int(known.sum()) or 'none'} of which the module was trained on"
+        self.sets[split] = images
+        say_tested(self.trainer, split, len(images), how)
+
+    def _left(self, images: Any, known: Tensor | None) -> tuple[Tensor, str]:
+        """Numbers of the images that a test is of where no test split is given, and why."""
+        if known is not None:
+            return (~known).nonzero().flatten(), "those that the module was not trained on"
+        shares = {"val": self.val_fraction, "test": self.test_fraction}
+        taken = [share for name, share in shares.items() if name not in self.left_of]
+        why = f"split by data.seed={self.seed}, as what the module was trained on is not known"
+        return self._split_whole(images, taken)[-1], why
+
+    def training_keys(self) -> Tensor:
+        """Keys of the images of train and val, int64 [images]; see `KnowsItsTraining`."""
+        return torch.cat([self.sets[split].keys() for split in ("train", "val")])
 
     def _split_whole(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:
         """`split_rows`, but equal images are on one side."""
@@ -162,6 +200,8 @@ class SplitImages(SplitData):
         return self.sets[split]
 
     def loader(self, split: str) -> DataLoader:
+        if split in self.test_splits:
+            self.choose_tested(split)
         images, trainer = self.items(split), self.trainer
         on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"
         loader = make_loader(
@@ -215,14 +255,12 @@ def check_fits_module(data: Any) -> None:
     """UserError if the module in the trainer was made for another image_size or in_channels, or
     for images that are normalised in a way that is not known.
 
-    In training, a module that does not know what of the files it learns from is told.
+    In training, a module that does not know the range of values of the files is told.
     """
     module = module_of(data)
-    if module is not None and getattr(data, "stage", None) == "fit":
-        for name in ("value_range", "trained_on"):
-            if name in module.hparams and getattr(module, name, None) is None:
-                module.hparams[name] = getattr(data, name)
-                setattr(module, name, getattr(data, name))
+    learns = module is not None and getattr(data, "stage", None) == "fit"
+    if learns and "value_range" in module.hparams and getattr(module, "value_range", 0) is None:
+        module.value_range = module.hparams["value_range"] = data.value_range
     if isinstance(module, NormalizesImages):
         module.check_prepares()
     for name in ("image_size", "in_channels"):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attnkit.lightning.errors import first_line
 from attnkit.lightning.telling.say import say
+from attnkit.tasks.images.keys import keys_of
 from attnkit.tasks.images.sizes import Fit, Size, sides
 
 # Small files are read faster than a thread is woken: threads take them by the handful.
@@ -197,6 +198,7 @@ class Pixels:
         images: uint8 [files, channels, height, width], or None if the pixels were not kept.
         sums: int64 [files, 2, channels], the sum of the pixels and of their squares per channel.
         grey: bool [files], whether the channels are equal.
+        keys: int64 [files], of the bytes of each; see `keys_of`.
         failures: file number to the reason for which it cannot be decoded.
         depths: file number to what 8 bits a channel do not hold of it.
         pictures: the whole pictures of the files, uint8 [height, width, 3] each, empty where
@@ -206,6 +208,7 @@ class Pixels:
     images: Tensor | None
     sums: Tensor
     grey: Tensor
+    keys: Tensor
     failures: dict[int, str]
     depths: dict[int, Depth]
     pictures: list[Tensor] | None = None
@@ -234,6 +237,7 @@ def decode_files(
     images = torch.empty(shape, dtype=torch.uint8) if keep else None
     sums = torch.zeros((len(paths), 2, channels), dtype=torch.int64)
     grey = torch.zeros(len(paths), dtype=torch.bool)
+    keys = torch.zeros(len(paths), dtype=torch.int64)
     failures: dict[int, str] = {}
     depths: dict[int, Depth] = {}
     pictures = [torch.empty(0, dtype=torch.uint8)] * len(paths) if least_area else None
@@ -258,6 +262,7 @@ def decode_files(
             rows = torch.tensor([*decoded])
             sums[rows] = pixel_sums(pixels)
             grey[rows] = (pixels == pixels[:, :1]).flatten(1).all(dim=1)
+            keys[rows] = keys_of(Path(paths[number]).read_bytes() for number in decoded)
             if images is not None:
                 images[rows] = pixels
         return stop - start
@@ -271,7 +276,7 @@ def decode_files(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     failures, depths = dict(sorted(failures.items())), dict(sorted(depths.items()))
-    return Pixels(images, sums, grey, failures, depths, pictures)
+    return Pixels(images, sums, grey, keys, failures, depths, pictures)
 
 
 def pixel_sums(images: Tensor) -> Tensor:

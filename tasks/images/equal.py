@@ -1,39 +1,10 @@
-"""Files that are equal byte for byte, and whether files are those of a training."""
+"""What is to be known of files that are equal byte for byte."""
 
-import hashlib
-import os
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 
-from torch import Tensor
-
-from attnkit.tasks.images.folder import Files, shortened
+from attnkit.tasks.images.folder import shortened
 
 _NAMED = 3
-_SAMPLED = 256  # files of which a part is read, as equal pixels a side may make equal sizes
-_SAMPLE = 4096  # bytes
-
-
-def first_of_equal(paths: Sequence[str], sums: Tensor) -> list[int]:
-    """Of each file the number of the first whose bytes are the same.
-
-    Equal files have equal pixels, so that only those with the same sums are read once more.
-
-    Args:
-        paths: the files.
-        sums: of the pixels of each, [files, 2, channels].
-    """
-    alike: dict[bytes, list[int]] = defaultdict(list)
-    for number, row in enumerate(sums.flatten(1).numpy()):
-        alike[row.tobytes()].append(number)
-    firsts = list(range(len(paths)))
-    for numbers in alike.values():
-        seen: dict[object, int] = {}
-        for number in numbers if len(numbers) > 1 else ():
-            firsts[number] = seen.setdefault(_content(paths[number]), number)
-    return firsts
 
 
 def equal_lines(
@@ -59,32 +30,6 @@ def equal_lines(
         )
     if wrong:
         yield f"data: under two labels: {_named(wrong)}; keep them under the right one"
-
-
-def fingerprint(splits: Mapping[str, Files]) -> str | None:
-    """The same for the same training files, by names, sizes and samples; None: there are none.
-
-    Args:
-        splits: all that were given; without a test split, the files of train are other ones.
-    """
-    if not (train := splits.get("train", Files())).paths:
-        return None
-    root = os.path.commonpath([os.path.dirname(path) for path in train.paths])
-    key = hashlib.sha256(repr(sorted(splits)).encode())
-    for path in train.paths:
-        with suppress(OSError):
-            fact = f"\0{os.path.relpath(path, root)}\0{os.path.getsize(path)}"
-            key.update(fact.encode(errors="surrogateescape"))
-    for path in train.paths[:: 1 + len(train.paths) // _SAMPLED]:
-        with suppress(OSError), open(path, "rb") as file:
-            file.seek(os.path.getsize(path) // 2)
-            key.update(file.read(_SAMPLE))
-    return key.hexdigest()[:32]
-
-
-def _content(path: str) -> object:
-    content = Path(path).read_bytes()
-    return len(content), hashlib.blake2b(content).digest()
 
 
 def _named(pairs: Sequence[tuple[tuple[str, str], tuple[str, str]]]) -> str:

@@ -33,7 +33,6 @@ class NormalizesImages(LightningModule):
         interpolation: str | None = None,
         crop_pct: float | None = None,
         value_range: Sequence[float] | None = None,
-        trained_on: str | None = None,
         normalized_by: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         """Set what images are like.
@@ -46,8 +45,6 @@ class NormalizesImages(LightningModule):
             std: their standard deviation.
             interpolation, crop_pct, value_range: how pictures become images: see `Fit`; None:
                 bicubic, 1, and all values of 16 bits.
-            trained_on: what the data module says of its training files, so that a test knows
-                whether it is of others.
             normalized_by: `mean` and `std` with which the data module normalises its batches of
                 floats, which are then taken as they are; `mean` and `std` above are not used. An
                 empty mapping: how it does that is not known, and files cannot be prepared.
@@ -72,7 +69,6 @@ class NormalizesImages(LightningModule):
         self.interpolation = interpolation or "bicubic"
         self.crop_pct = crop_pct or 1.0
         self.value_range = value_range
-        self.trained_on = trained_on
         self.normalized_by = normalized_by
         self.in_channels = in_channels
         self.register_buffer("mean", torch.tensor(list(mean)).view(-1, 1, 1))
@@ -122,15 +118,13 @@ class NormalizesImages(LightningModule):
         return change(images, *(numbers.view(-1, 1, 1) for numbers in by))
 
     def on_test_start(self) -> None:
-        """Say how many images are tested."""
+        """Say how many images are tested, where the data module does not."""
         loaders: Any = self.trainer.test_dataloaders
-        how = getattr(getattr(self.trainer, "datamodule", None), "how_tested", "")
-        named = loaders if isinstance(loaders, dict) else {"test": loaders}
-        if is_limited(self.trainer, "test"):
-            how += f"; trainer.limit_test_batches={self.trainer.limit_test_batches} of the batches"
-        for name, loader in named.items():
+        if hasattr(getattr(self.trainer, "datamodule", None), "choose_tested"):
+            return
+        for name, loader in (loaders if isinstance(loaders, dict) else {"test": loaders}).items():
             with suppress(AttributeError, TypeError):  # several, or one without a length
-                say_once(f"{name}: {len(loader.dataset):,} images{how}")
+                say_tested(self.trainer, name, len(loader.dataset))
 
     def preprocessing(self) -> dict[str, Any]:
         """What users of exported programs must do to images, as plain data."""
@@ -147,3 +141,10 @@ class NormalizesImages(LightningModule):
             if self.normalized_by != {}
             else "not known: the data module of the training normalised",
         }
+
+
+def say_tested(trainer: Any, split: str, count: int, how: str = "") -> None:
+    """A line that says how many images a test is of, and by `how`, which."""
+    if is_limited(trainer, "test"):
+        how += f"; trainer.limit_test_batches={trainer.limit_test_batches} of the batches"
+    say_once(f"{split}: {count:,} images{how}")

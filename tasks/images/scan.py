@@ -18,8 +18,9 @@ from attnkit.tasks.images.data import fit_of, module_of
 from attnkit.tasks.images.decode import FULL_RANGES, Pixels, decode_files, header_size
 from attnkit.tasks.images.depths import lines as depth_lines
 from attnkit.tasks.images.depths import range_of
-from attnkit.tasks.images.equal import equal_lines, fingerprint, first_of_equal
+from attnkit.tasks.images.equal import equal_lines
 from attnkit.tasks.images.folder import Files, report_failures, say_once
+from attnkit.tasks.images.keys import first_of_equal
 from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages, Pictures
 from attnkit.tasks.images.shared import key_of_files, shared
 from attnkit.tasks.images.sizes import Fit, default_image_size, least_area, sides
@@ -35,9 +36,9 @@ def read_splits(
 ) -> dict[str, tuple[ImageSet, Tensor]]:
     """Of each split its images, and the numbers of those that can be decoded.
 
-    The data module is told what the training files say: `value_range`, where it has none,
-    `trained_on` and `first_of_equal`. Files that are equal byte for byte are named, and what
-    becomes of those of more than 8 bits.
+    The data module is told what the training files say: `value_range`, where it has none, and
+    `first_of_equal`. Files that are equal byte for byte are named, and what becomes of those of
+    more than 8 bits.
 
     Args:
         data: the data module: its `image_size` (None: what fits the images of train),
@@ -56,7 +57,6 @@ def read_splits(
     fit = fit_of(data, size)
     # A trained module read the files as it says; what is learned is read as it fits.
     is_open = data.value_range is None and (module_of(data) is None or data.stage == "fit")
-    data.trained_on = fingerprint(splits)
     count = sum(len(files.paths) for files in splits.values())
     needed = 3.0 * count * math.prod(sides(size))
     area = None
@@ -67,7 +67,7 @@ def read_splits(
     decode = partial(shared, decode_files) if keep else check_files
     found: dict[str, tuple[ImageSet, Tensor]] = {}
     there: dict[str, list[str]] = {}
-    sums = []
+    keys = []
     for split, files in splits.items():
         paths, labels = files.paths, torch.tensor(files.labels, dtype=torch.int64)
         whole = area if split == "train" else None
@@ -101,10 +101,11 @@ def read_splits(
             images = MemoryImages(pixels.images[:, :channels].contiguous(), labels, pictures)
             images.fitted = True
             images.known_sums = pixels.sums[:, :, :channels]
+        images.known_keys = pixels.keys
         found[split] = images, good.nonzero().flatten()
         there[split] = [paths[number] for number in found[split][1].tolist()]
-        sums.append(pixels.sums[good, :, :channels])
-    firsts = first_of_equal([path for paths in there.values() for path in paths], torch.cat(sums))
+        keys.append(pixels.keys[good])
+    firsts = first_of_equal(torch.cat(keys))
     for line in equal_lines(there, {s: files.label_of for s, files in splits.items()}, firsts):
         say_once(line)
     data.first_of_equal = firsts[: len(there.get("train", ()))]
@@ -161,7 +162,7 @@ def check_files(paths: list[str], fit: Fit, channels: int, *, keep: bool, title:
     with contextlib.suppress(Exception):  # absent or damaged: scan again
         return Pixels(None, **torch.load(file, weights_only=True))
     pixels = decode_files(paths, fit, channels, keep=False, title=title)
-    found = {name: getattr(pixels, name) for name in ("sums", "grey", "failures", "depths")}
+    found = {name: getattr(pixels, name) for name in ("sums", "grey", "keys", "failures", "depths")}
     # A cache folder that cannot be written only costs time.
     with contextlib.suppress(OSError, RuntimeError), replacing(file) as part:
         torch.save(found, part)

@@ -20,6 +20,7 @@ from attnkit.tasks.images.decode import (
     read_picture,
     to_channels,
 )
+from attnkit.tasks.images.keys import keys_of
 from attnkit.tasks.images.sizes import Fit, Size, sides
 
 _CHUNK = 4096
@@ -34,6 +35,7 @@ class ImageSet(Dataset, ABC):
     Attributes:
         size: side of the images in pixels, or [height, width].
         fitted: whether the images are as the data module's `interpolation` and `crop_pct` say.
+        known_keys: int64 [images], of the files that the images are of; None: there are none.
     """
 
     labels: Tensor
@@ -41,6 +43,7 @@ class ImageSet(Dataset, ABC):
     channels: int
     reads_files = False
     fitted = False
+    known_keys: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -64,6 +67,14 @@ class ImageSet(Dataset, ABC):
     @abstractmethod
     def select(self, rows: Tensor) -> "ImageSet":
         """The part of the set with these numbers."""
+
+    def keys(self) -> Tensor:
+        """Of each image a number, int64 [images], the same for equal files, or equal pixels where
+        there are no files."""
+        if self.known_keys is not None:
+            return self.known_keys
+        parts = torch.arange(len(self)).split(_CHUNK)
+        return keys_of(image.tobytes() for rows in parts for image in self.fetch(rows).numpy())
 
     @abstractmethod
     def sums(self) -> Tensor:
@@ -129,6 +140,7 @@ class MemoryImages(ImageSet):
         # The parts share the pixels: splitting takes no memory.
         part = copy(self)
         part.rows, part.labels = self.rows[rows], self.labels[rows]
+        part.known_keys = None if self.known_keys is None else self.known_keys[rows]
         return part
 
     def sums(self) -> Tensor:
@@ -187,6 +199,7 @@ class FileImages(ImageSet):
         part = copy(self)
         part.paths = [self.paths[row] for row in rows.tolist()]
         part.labels, part.pixel_sums = self.labels[rows], self.pixel_sums[rows]
+        part.known_keys = None if self.known_keys is None else self.known_keys[rows]
         return part
 
     def sums(self) -> Tensor:

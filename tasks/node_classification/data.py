@@ -3,6 +3,7 @@
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +16,7 @@ from torch_geometric.utils import homophily
 from attnkit.core.operators.sparse import with_values
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.modules.trained_on import was_trained_on
 from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
 from attnkit.tasks.node_classification.checks import (
@@ -32,6 +34,7 @@ from attnkit.tasks.node_classification.neighbors import (
 )
 from attnkit.tasks.node_classification.positions import Positions, node_positions
 from attnkit.tasks.node_classification.sampler import InNeighbors
+from attnkit.tasks.node_classification.splits import node_keys
 from attnkit.tasks.summary import class_lines, split_line
 
 SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so
@@ -271,8 +274,35 @@ class GraphDataModule(SplitData):
     def predict_dataloader(self) -> EVAL_DATALOADERS:
         return self.loader("predict")
 
+    def training_keys(self) -> Tensor:
+        """Keys of the nodes of train and val, int64 [nodes]; see `KnowsItsTraining`."""
+        return node_keys(self.graph)[self.graph.train_mask | self.graph.val_mask]
+
+    def _tested(self) -> Data:
+        """The graph; its `test_mask` lacks the nodes that the module was trained on, as those may
+        be with another seed. What train and test share here was said in training."""
+        graph, module = self.graph, self.trainer.lightning_module if self.trainer else None
+        known = was_trained_on(module, node_keys(graph))
+        if known is None:
+            return graph
+        left = graph.test_mask & ~(known & ~(graph.train_mask | graph.val_mask))
+        count, total = int(left.sum()), int(graph.test_mask.sum())
+        if not count:
+            raise UserError(
+                f"data: expected nodes to test, got none: the module was trained on all {total:,}\n"
+                "  data.seed, data.split and the fractions of its training leave nodes for a test"
+            )
+        if count < total:
+            rank_zero_warn(
+                f"test: {count:,} nodes of {total:,}, those that the module was not trained on: "
+                "data.seed, data.split or what else makes the split is not as in training"
+            )
+            graph = copy(graph)
+            graph.test_mask = left
+        return graph
+
     def loader(self, split: str) -> Any:
-        graph = self.graph
+        graph = self._tested() if split == "test" else self.graph
         if self.batch_size is None:
             return FullGraph(graph)
         every = torch.ones(graph.num_nodes, dtype=torch.bool)

@@ -62,3 +62,22 @@ def masks(count: int, train: Tensor, val: Tensor, test: Tensor) -> dict[str, Ten
 def has_masks(data: Data) -> bool:
     """Whether a graph brings all three masks."""
     return all(data.get(f"{name}_mask") is not None for name in ("train", "val", "test"))
+
+
+def node_keys(graph: Data) -> Tensor:
+    """int64 [nodes]: a key that a node keeps while its number, label and in-neighbours stay.
+
+    So nodes are known again in a graph to which others were added, but not in another graph.
+    """
+    numbers = _mixed(torch.arange(graph.num_nodes))
+    source, target = graph.edge_index
+    neighbors = torch.zeros_like(numbers).index_add_(0, target, numbers[source])
+    return _mixed(_mixed(numbers + graph.y) + neighbors)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """int64 to int64 that look random: the finalizer of splitmix64 (Steele et al., 2014), but with
+    shifts that keep the sign."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        numbers = (numbers ^ (numbers >> shift)) * factor
+    return numbers ^ (numbers >> 31)

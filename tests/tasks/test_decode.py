@@ -236,7 +236,7 @@ def test_what_is_not_begun_when_it_is_stopped_is_not_waited_for(monkeypatch):
 
     monkeypatch.setattr(decode, "read_file", slow)
     monkeypatch.setattr(decode, "_with_progress", stopped)
-    paths = [str(number) for number in range(2000)]
+    paths = [__file__] * 2000
     with pytest.raises(KeyboardInterrupt):
         decode.decode_files(paths, Fit(2), 3, keep=False, title="decoding")
     assert 0 < len(begun) < len(paths) / 2

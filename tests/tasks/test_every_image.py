@@ -60,7 +60,7 @@ def trainer(folder, **options):
 def task_of(data, **options):
     """A linear module with random weights, of what the data module says."""
     facts = data.describe() if hasattr(data, "describe") else describe_batches(data)
-    names = "num_classes class_names image_size in_channels mean std value_range trained_on"
+    names = "num_classes class_names image_size in_channels mean std value_range"
     facts = {name: facts.get(name) for name in [*names.split(), "normalized_by"]}
     torch.manual_seed(0)
     pixels = facts["in_channels"] * SIDE * SIDE
@@ -69,9 +69,12 @@ def task_of(data, **options):
 
 
 def trained(root, **options):
-    data = ImageFolderData(root, image_size=SIDE, augment=None, **options)
+    """A folder's data, and a module that has seen a batch of it."""
+    data = ImageFolderData(root, image_size=SIDE, augment=None, num_workers=0, **options)
     data.setup("fit")
-    return data, task_of(data)
+    task = task_of(data)
+    trainer(root, max_steps=1, limit_val_batches=0).fit(task, datamodule=data)
+    return data, task
 
 
 def pixels_of(data, split):
@@ -154,7 +157,7 @@ def test_a_new_folder_may_hold_test_alone_and_lack_classes(tmp_path, capfd):
     new.trainer = trainer(tmp_path)
     new.trainer.strategy.connect(task)
     new.setup("test")  # as `run=explain` does
-    assert len(new.sets["test"]) == len(data.sets["test"])
+    assert len(new.test_dataloader().dataset) == len(data.sets["test"])
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,7 @@ class ClassificationModule(TaskModule):
             check_directions(self.trainer, validation)
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         if not self.is_balanced:
             return
         labels = getattr(getattr(self.trainer, "datamodule", None), "train_labels", None)

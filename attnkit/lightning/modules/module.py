@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from lightning import Callback, LightningModule
+from lightning import Callback
 from lightning.pytorch.core.mixins import HyperparametersMixin
 from lightning.pytorch.utilities.parsing import collect_init_args
 from torch import nn
@@ -27,13 +27,14 @@ from attnkit.lightning.modules.as_built import NetworkAsBuilt, shapes_of
 from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
 from attnkit.lightning.modules.rates import RatesAreHeeded
 from attnkit.lightning.modules.schedules import warmup_cosine
+from attnkit.lightning.modules.trained_on import KnowsItsTraining
 from attnkit.lightning.resume.checkpoints import load
 
 if TYPE_CHECKING:
     from attnkit.lightning.export.program import Program
 
 
-class TaskModule(LightningModule):
+class TaskModule(KnowsItsTraining):
     """A model, its optimizer and its schedule; the subclass writes `training_step` and the rest.
 
     Every argument of the subclass's own constructor becomes a hyper-parameter if it is plain (dict,

@@ -42,7 +42,7 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
         UserError: it cannot be read, or other tensors do not fit; the first of them are named with
             both shapes. The module is as it was.
     """
-    state, arguments = _read(given)
+    state, arguments, keys = _read(given)
     network = getattr(module, "model", None)
     target = network if isinstance(network, nn.Module) else module
     here = target.state_dict()
@@ -60,6 +60,8 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
         raise UserError(f"init: {given} does not fit the model: {first}")
     fitting = {n: t for n, t in state.items() if n not in wrong and n not in head}
     target.load_state_dict(fitting, strict=False)
+    if keys is not None:
+        module.trained_on = keys
     left = f"; its head is left out: {_first([*others, *wrong.values()])}" if head or wrong else ""
     return f"init: weights of {given}{left}"
 
@@ -89,8 +91,9 @@ def trained_on(given: str | Path) -> dict[str, Any]:
     return {key: arguments[key] for key in _IMAGES if arguments.get(key) is not None}
 
 
-def _read(given: str | Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """The tensors, and the hyper-parameters where there are some."""
+def _read(given: str | Path) -> tuple[dict[str, Tensor], Mapping[str, Any], Tensor | None]:
+    """The tensors, and where there are some the hyper-parameters and the keys of what was trained
+    on."""
     if _is_checkpoint(given):
         checkpoint = checkpoints.load(given)
         arguments = checkpoint.get("hyper_parameters") or {}
@@ -98,9 +101,9 @@ def _read(given: str | Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
             state = merge_state_dict(checkpoint["state_dict"], **(arguments.get("finetune") or {}))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"init: {given}: {first_line(error, named=True)}") from error
-        return state, arguments
+        return state, arguments, checkpoint.get("trained_on")
     try:
-        return read_weights(given), {}
+        return read_weights(given), {}, None
     except ValueError as error:
         raise UserError(f"init: {error}") from error
 
