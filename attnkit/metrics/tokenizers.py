@@ -80,7 +80,8 @@ def words_of(text: str) -> list[str]:
     words = _DASHES.sub(" ", plain).split()
     if _SPACELESS.search(plain):
         words = [part for word in words for part in _characters(word)]
-    return [word for word in (word.strip("'-") for word in words) if word]
+    # what joins and colours emoji is left of them, and no word
+    return [word.strip("'-") for word in words if any(map(str.isalnum, word))]
 
 
 def text_of(words: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from attnkit.lightning.arguments import existing
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.captioning.files import CaptionFilesData, Entries, Entry
+from attnkit.tasks.captioning.files import CaptionFilesData, Entries, Entry, wordless
 from attnkit.tasks.images.folder import SPLIT_OF
 
 
@@ -68,10 +68,12 @@ class CaptionCsvData(CaptionFilesData):
                 row = self._fields(where, line)
                 found.rows += 1
                 if row and len(row) != len(header):
-                    found.broken.append(
-                        f"{where}: expected {len(header)} columns, got {len(row)}; "
-                        f"a caption that holds {self.delimiter!r} belongs in quotes"
-                    )
+                    advice = "a row is one line"  # this may be the rest of a caption
+                    if len(row) > len(header):
+                        advice = f"a caption that holds {self.delimiter!r} belongs in quotes"
+                    line = f"{where}: expected {len(header)} columns, got {len(row)}; {advice}"
+                    found.broken.add(line)
+                    found.problems.append(line)
                 if len(row) != len(header):
                     continue
                 name, caption = row[at[0]].strip(), row[at[1]]
@@ -85,7 +87,7 @@ class CaptionCsvData(CaptionFilesData):
                     )
                 entry = entries.setdefault(name, Entry(str(self.folder / name), [], name, where))
                 entry.captions.append(caption)
-                if not caption.strip():
+                if wordless(caption):
                     entry.where = where  # of the row to name
         for name, entry in entries.items():
             found.add(splits[name], entry)

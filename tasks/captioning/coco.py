@@ -12,6 +12,7 @@ from attnkit.tasks.captioning.files import (
     items_of,
     read_json,
     value_of,
+    wordless,
 )
 
 _EXPECTED = "COCO's annotations, {images: [{id, file_name}], annotations: [{image_id, caption}]}"
@@ -90,8 +91,8 @@ def _read(found: Entries, split: str, file: Path, folder: Path) -> None:
             if key not in entries:
                 raise UserError(f"data: {where}: no image has the id {key}")
             caption = value_of(annotation, "caption", str, where)
-            if not caption.strip():
-                raise UserError(f"data: {where}: an empty caption of image {key}")
+            if said := wordless(caption):
+                raise UserError(f"data: {where}: {said} of image {key}")
             entries[key].captions.append(caption)
     for entry in entries.values():
         found.add(split, entry)

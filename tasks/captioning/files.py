@@ -30,15 +30,15 @@ class Entry:
 
 @dataclass
 class Entries:
-    """What a reader found: entries by split, and problems, a line each.
+    """What a reader found: entries by split, and problems, a line each, in the order of the file.
 
-    A few rows of a table may be broken, one or 1 %, as a few files of train may be: public tables
-    have such rows.
+    A few of them may be broken rows of a table, one or 1 %, as a few files of train may be: public
+    tables have such rows.
     """
 
     splits: dict[str, list[Entry]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
     rows: int = 0
 
     @contextmanager
@@ -50,12 +50,14 @@ class Entries:
             self.problems.append(str(error).removeprefix("data: "))
 
     def add(self, split: str, entry: Entry) -> None:
-        """Add an entry. A missing file and an empty or missing caption are noted as problems."""
-        captions = [caption for caption in entry.captions if caption.strip()]
+        """Add an entry. A missing file and a caption that is missing or has no words are noted as
+        problems."""
+        captions = [caption for caption in entry.captions if not wordless(caption)]
         if not (there := os.path.isfile(entry.path)):
             self.problems.append(f"{entry.where}: no such image: {entry.path}")
         if len(captions) < len(entry.captions):
-            self.problems.append(f"{entry.where}: an empty caption of {entry.id}")
+            said = next(filter(None, map(wordless, entry.captions)))
+            self.problems.append(f"{entry.where}: {said} of {entry.id}")
         elif not captions:
             self.problems.append(f"{entry.where}: no caption of {entry.id}")
         if there and captions:
@@ -75,10 +77,11 @@ class CaptionFilesData(CaptionDataModule):
 
     Args:
         skip_corrupt: leave out what is wrong: rows or items of the list that cannot be read, images
-            that are missing or cannot be decoded, and empty captions; the first of them are named,
-            with their line or place. Else each is an error, but for a few, which are named all the
-            same: rows with too few or too many columns, if they are one or at most 1 % of a table,
-            and files that cannot be decoded, if they are at most 1 % of train.
+            that are missing or cannot be decoded, and captions that are empty or have no words; the
+            first of them are named, with their line or place. Else each is an error, but for a few,
+            which are named all the same: rows with too few or too many columns, if they are one or
+            at most 1 % of a table, and files that cannot be decoded, if they are at most 1 % of
+            train.
         memory_gb: gigabytes (10⁹ bytes) of pixels that this process may hold; None: half of what is
             available, shared between the processes of this machine.
         **options: the arguments of `CaptionDataModule`.
@@ -120,12 +123,23 @@ class CaptionFilesData(CaptionDataModule):
     def _report(self, found: Entries) -> None:
         """Print what may be left out, else raise the first problem."""
         few = len(found.broken) <= max(1, found.rows // 100)
-        problems = found.problems if few else [*found.broken, *found.problems]
+        problems = [line for line in found.problems if not few or line not in found.broken]
         if problems and not self.skip_corrupt:
             more = f"\nand {len(problems) - 1} more; " if len(problems) > 1 else "\n"
             raise UserError(f"data: {problems[0]}{more}data.skip_corrupt=true leaves them out")
-        for line in shortened([*found.broken, *found.problems], MAX_NAMED):
+        for line in shortened(found.problems, MAX_NAMED):
             say_once(f"left out: {line.splitlines()[0]}")
+
+
+def wordless(caption: str) -> str:
+    """What is wrong with a caption that has no word: no letter or digit. Nothing, if it has one.
+
+    The metrics read words only (`words_of`), so that all others have a score of 0.
+    """
+    if any(map(str.isalnum, caption)):
+        return ""
+    said = caption.strip()
+    return f"a caption without words ({said!r:.40})" if said else "an empty caption"
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

@@ -216,6 +216,11 @@ def changed(plain, path, value):
         (["annotations", 4, "image_id"], 7, r"annotations\[4\]: no image has the id 7"),
         (["annotations", 4, "caption"], None, r"annotations\[4\]: expected 'caption', text, got"),
         (["annotations", 4, "caption"], " ", r"annotations\[4\]: an empty caption of image 110"),
+        (
+            ["annotations", 4, "caption"],
+            "?!",
+            r"\[4\]: a caption without words \('\?!'\) of image 110",
+        ),
     ],
 )
 def test_what_is_wrong_with_coco(root, path, value, message):
@@ -242,6 +247,7 @@ def test_what_is_wrong_with_coco(root, path, value, message):
         (["images", 3, "sentences"], [], r"images\[3\]: no caption of 03.png"),
         (["images", 3, "sentences", 1], {}, r"images\[3\], sentences\[1\]: expected 'raw', text"),
         (["images", 3, "sentences", 1, "raw"], "\n", r"images\[3\]: an empty caption of 03.png"),
+        (["images", 3, "sentences", 1, "raw"], "…", r"images\[3\]: a caption without words \('…'"),
     ],
 )
 def test_what_is_wrong_with_karpathys(root, path, value, message):
@@ -255,6 +261,7 @@ def test_what_is_wrong_with_karpathys(root, path, value, message):
     [
         (0, "image,text", "captions.csv has no column 'caption', only image, text"),
         (5, "00.png,", "line 6: an empty caption of 00.png"),
+        (5, "00.png,👍 !", r"line 6: a caption without words \('👍 !'\) of 00.png"),
         (5, '00.png,"a dog', "line 6: a quote opens that does not close in this line"),
         (5, '00.png,"a dog\nruns"', "line 6: a quote opens that does not close in this line"),
         (5, '"00.png,a dog', "line 6: a quote opens"),
@@ -273,7 +280,7 @@ def test_what_is_wrong_with_a_table(root, line, content, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("00.png", "expected 2 columns, got 1"),
+        ("00.png", "expected 2 columns, got 1; a row is one line"),
         ("00.png,a dog, a cat", "expected 2 columns, got 3; a caption that holds ',' belongs in"),
     ],
 )
@@ -288,6 +295,14 @@ def test_a_broken_row_is_named_and_several_are_refused(root, row, message, capfd
     with pytest.raises(UserError, match=rf"line 6: {message}.*\nand 1 more; data.skip_corrupt"):
         ready(make_csv(root, lines))
     assert len(captions_in(ready(make_csv(root, lines, skip_corrupt=True)))) == len(whole) - 2
+
+
+def test_the_line_in_which_a_quote_opens_is_named_first(root):
+    """Not the rest of its caption, whose lines are no rows."""
+    lines = csv_lines()
+    lines[5] = '00.png,"a dog\nruns, and, runs\nfast"'
+    with pytest.raises(UserError, match=r"line 6: a quote opens.*\nand 2 more; data.skip_corrupt"):
+        ready(make_csv(root, lines))
 
 
 def captions_in(data):

@@ -193,6 +193,10 @@ def rows(*first, then="1", count=NODES):
     return "".join(f"{row}\n" for row in [*first, *[then] * (count - len(first))])
 
 
+def counted(count=NODES, start=0, then=",1", by=1):
+    return "".join(f"{start + by * number}{then}\n" for number in range(count))
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1329769\n"
 WRONG = {
     "a short mask of 0 and 1": (
@@ -219,7 +223,7 @@ WRONG = {
     ),
     "columns of labels": (
         change("labels.csv", "node,label\n" + rows("0,ant", "1,bee", then="2,cat")),
-        "labels.csv: expected a whole number per node, got <U5 [11, 2]",
+        "expected a whole number per node, got <U5 [11, 2]; an index is left out if it has no name",
     ),
     "a name with a bare comma": (change("labels.csv", rows("ant", "bee, red", then="cat")), None),
     "fields that come and go": (
@@ -237,6 +241,33 @@ WRONG = {
     "names as the index": (
         change("features.csv", ",a,b\n" + rows("ann,1,2", "bob,3,4", then="eve,6,7")),
         "features.csv: the first column has no name, as an index, but is not 0, 1, 2, …",
+    ),
+    "an edge, or a header": (
+        change("edges.csv", "0,1\n2,3\n"),
+        "edges.csv: the first row, 0, 1, is an edge, or a header of columns without names",
+    ),
+    "an index that has a name": (
+        change("features.csv", "id,a\n" + counted()),
+        "features.csv: the first column counts the rows or names the nodes: it is an index, or",
+    ),
+    "an index that counts from 1": (
+        change("features.csv", "id,a\n" + counted(start=1)),
+        "features.csv: the first column counts the rows or names the nodes: it is an index, or",
+    ),
+    "an index and no header": (
+        change("features.csv", counted()),
+        "features.csv: the first column counts the rows or names the nodes: it is an index, or",
+    ),
+    "an index of edges that has a name": (
+        change("edge_attr.csv", "id,a\n" + counted(len(parts()["edges"]))),
+        "edge_attr.csv: the first column counts the rows or names the nodes: it is an index, or",
+    ),
+    "one feature that counts": (change("features.csv", "id\n" + counted(then="")), None),
+    "names of nodes as features": (
+        both(change("features.csv", "id,a\n" + counted(by=7)),
+             change("nodes.csv", counted(then="", by=7)),
+             change("edges.csv", "0,7\n")),
+        "features.csv: the first column counts the rows or names the nodes: it is an index, or",
     ),
     "a header of numbers": (change("features.csv", "0,1,2\n" + rows(then="1.5,2.5,3.5")), None),
     "features that count": (change("features.csv", rows("0,1,2", then="1,2,3")), None),
@@ -332,14 +363,35 @@ def test_all_splits_of_masks_are_run(tmp_path):
         decide(Request.read(Composer(), [*words, "splits=3"]))
 
 
-@pytest.mark.parametrize(("part", "what"), [("edges.csv", "an edge"), ("val.csv", "a node")])
-def test_a_first_row_that_may_be_a_header_is_said(tmp_path, caplog, part, what):
+def test_a_first_row_of_nodes_that_may_be_a_header_is_said(tmp_path, caplog):
     for name, values in parts().items():
         np.save(tmp_path / f"{name}.npy", values)
-    change(part, "0,1\n2,3\n" if part == "edges.csv" else "0\n3\n")(tmp_path)
+    change("val.csv", "0\n3\n")(tmp_path)
     with caplog.at_level("INFO"):
         graph_of(tmp_path)
-    assert f"{part}: the first row is read as {what}, not as a header" in caplog.text
+    assert "val.csv: the first row is read as a node, not as a header" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:data. edges carry")
+@pytest.mark.parametrize(
+    ("edges", "weights", "expected"),
+    [
+        ("0,1\n2,3\n", 2, [[0, 1], [2, 3]]),
+        ("0,1\n2,3\n", 1, [[2, 3]]),
+        ("0,1\n2,3\n0,1\n", 0, [[2, 3], [0, 1]]),
+        ("0 1\n2 3\n", 0, [[0, 1], [2, 3]]),
+    ],
+)
+def test_a_first_row_of_edges_that_counts_is_an_edge_or_a_header(
+    tmp_path, edges, weights, expected
+):
+    """As what they carry says, or the same edge further on; pandas puts no blanks between."""
+    for name, values in parts().items():
+        np.save(tmp_path / f"{name}.npy", values)
+    change("edges.csv", edges)(tmp_path)
+    if weights:
+        np.save(tmp_path / "edge_weight.npy", np.ones(weights))
+    assert graph_of(tmp_path).graph.edge_index.T.tolist() == expected
 
 
 def test_pointers_for_published_files_are_named(graph_files, tmp_path):

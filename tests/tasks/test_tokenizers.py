@@ -32,6 +32,7 @@ def test_words_are_lower_case_without_punctuation():
         "5",
     ]
     assert words_of(" . ") == []
+    assert words_of("❤️ 👨‍👩‍👧") == [], "what joins and colours emoji is no word"
 
 
 SENTENCES = {

@@ -1,5 +1,6 @@
 """What a command line asks for, decided and checked before anything is imported or written."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -208,11 +209,15 @@ def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str,
 
 def _num_splits(node: Mapping[str, Any]) -> int | None:
     """How many fixed splits data have, which are read for it; None: they do not say."""
-    from attnkit.lightning.build.build import build  # which imports torch
+    from attnkit.launch.job import screen  # which imports torch
+    from attnkit.lightning.build.build import build
 
+    screen.quiet()
     data = build(node, at="data")
-    data.prepare_data()
-    return getattr(data, "num_splits", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run of each split gives them
+        data.prepare_data()
+        return getattr(data, "num_splits", None)
 
 
 def _job(

@@ -54,6 +54,8 @@ def quiet(rank: int = 0) -> None:
     warnings.showwarning = _keep_warning if rank else _show_warning
     _log.setLevel(logging.INFO)
     _log.propagate = False
+    if not _log.handlers:  # before there is a run.log, Python would write to stderr
+        _log.addHandler(logging.NullHandler())
     notices = logging.getLogger("attnkit")
     notices.setLevel(logging.WARNING if rank else logging.INFO)
     if not notices.handlers:

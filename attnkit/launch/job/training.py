@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from lightning import LightningDataModule, LightningModule, Trainer
@@ -11,9 +12,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from attnkit.launch.errors import is_out_of_memory, of_allocator
 from attnkit.launch.job import out_of_memory
 from attnkit.launch.job.one_run import Session
+from attnkit.lightning._private import epoch_ends
 from attnkit.lightning.loggers.tensorboard import TensorBoard
+from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.best_checkpoint import BestCheckpoint
 from attnkit.lightning.telling.epochs import EpochLines
+
+_log = logging.getLogger(__name__)
 
 
 def train(session: Session) -> dict[str, float] | None:
@@ -67,7 +72,8 @@ def ended_by(trainer: Trainer) -> str:
     """What ended a training: the argument of the trainer that did, or else a callback."""
     if 0 < trainer.max_steps <= trainer.global_step:
         return "max_steps"
-    if 0 < (trainer.max_epochs or -1) <= trainer.current_epoch:
+    within_epoch = trainer.should_stop and not epoch_ends(trainer)  # which Lightning counts as done
+    if 0 < (trainer.max_epochs or -1) <= trainer.current_epoch and not within_epoch:
         return "max_epochs"
     timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
     if any((timer.time_remaining() or 0) < 0 for timer in timers):
@@ -78,6 +84,7 @@ def ended_by(trainer: Trainer) -> str:
 def _fit(session: Session) -> None:
     for error in session.newest.broken:
         rank_zero_warn(f"{error}; going on from {session.start}")
+    _ask_for_no_less(session)
     try:
         session.loaded(session.trainer.fit, ckpt_path=session.start)
     except Exception as error:
@@ -86,6 +93,16 @@ def _fit(session: Session) -> None:
         raise out_of_memory.OutOfMemory(of_allocator(error)) from error
     if session.trainer.interrupted:
         raise KeyboardInterrupt
+
+
+def _ask_for_no_less(session: Session) -> None:
+    """Where the run has more epochs than asked for, which Lightning refuses, ask for those."""
+    trainer = session.trainer
+    asked = trainer.max_epochs or -1
+    done = checkpoints.load(session.start, mmap=True)["epoch"] if session.start else 0
+    if 0 <= asked < done:
+        _log.info(f"trainer.max_epochs={asked}: the run has {done} already; it trains no more")
+        trainer.fit_loop.max_epochs = done
 
 
 def _may_shrink(session: Session) -> bool:

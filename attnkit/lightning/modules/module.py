@@ -108,7 +108,9 @@ class TaskModule(KnowsItsTraining):
     def configure_callbacks(self) -> list[Callback]:
         """The module's own callbacks: `CachedFeatures` if its head alone is trained, and checks
         that the network is the one that its configuration builds, and that an optimizer of the
-        user's own heeds the learning rates of fine-tuning."""
+        user's own heeds the learning rates of fine-tuning. They take part in training only."""
+        if not self.trainer.training:  # else Lightning says that a test replaces those of the fit
+            return []
         found = finetuned(self)
         callbacks: list[Callback] = []
         if self._built is not None:

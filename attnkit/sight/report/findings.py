@@ -24,7 +24,7 @@ class Findings:
     rows: of `scores.csv`, which has the columns of the first row that are filled anywhere.
     arrays: of `maps.npz`, by name.
     sections: of the page, one a thing explained.
-    shown: the table on the screen: headings, then rows of texts.
+    shown: the table on the screen: headings, which may have several lines, then rows of texts.
     caption: below it.
     said: sentences, the most important first.
     """
@@ -58,7 +58,8 @@ class Findings:
         table.caption_justify = "left"
         headings, *rows = self.shown
         for place, heading in enumerate(headings):
-            table.add_column(cell(heading), justify="right" if place else "left", overflow="fold")
+            lines = "\n".join(map(cell, heading.split("\n")))
+            table.add_column(lines, justify="right" if place else "left", overflow="fold")
         for row in rows:
             table.add_row(*map(cell, row))
         return table

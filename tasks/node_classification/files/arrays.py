@@ -1,6 +1,6 @@
 """The parts of a graph by name: files of a folder, or arrays of one .npz."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -16,6 +16,7 @@ from attnkit.tasks.node_classification.files.tables import (
     Form,
     cells,
     line_of,
+    numbers_of,
     table,
 )
 
@@ -111,6 +112,28 @@ class Part:
         """A line, if the first row is values or a header and is taken for values."""
         if self.is_numbered:
             rank_zero_info(f"{self.where}: the first row is read as {what}, not as a header")
+
+    def refuse_index(self, values: np.ndarray, what: str, names: Sequence[str] = ()) -> None:
+        """UserError if the first of several columns of text counts the rows, as an index that was
+        given a name, or has the names of the nodes.
+
+        Args:
+            values: [rows, columns], of a file whose form is not known (`rows` is None).
+            what: a column is, if it is no index.
+        """
+        if not self.is_text or self.rows is not None or values.ndim < 2 or values.shape[1] < 2:
+            return
+        first = values[:, 0]
+        counted = np.arange(len(first), dtype=first.dtype)
+        found: list[np.ndarray] = [counted, counted + 1]
+        numbers = numbers_of(np.array(names, str))
+        if numbers.dtype.kind != "U":
+            found.append(numbers.astype(first.dtype))
+        if len(first) > 1 and any(np.array_equal(first, index) for index in found):
+            raise UserError(
+                f"{self.where}: the first column counts the rows or names the nodes: it is an "
+                f"index, or {what}; leave out an index, and put {what} behind another column"
+            )
 
     def place_of(self, row: int) -> str:
         """Where a row is: the file and, of a table, the line."""

@@ -1,6 +1,6 @@
 """Edges from an array or a table, each checked, with the place of a wrong one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,6 @@ def read_edges(
         edges = _from_array(part, num_nodes)
     else:
         rows = _numbered(part.path, num_nodes) if names is None else _named(part.path, names)
-        part.say_if_numbered("an edge")
         # int32 halves what is held twice while the blocks are joined
         kind = np.int32 if num_nodes < 2**31 else np.int64
         read = [block.T.astype(kind) for block in rows]
@@ -54,6 +53,8 @@ def read_edges(
             raise UserError(f"{part.where}: expected {part.rows:,} edges, got {edges.shape[1]:,}")
         if read:
             np.concatenate(read, axis=1, out=edges)
+        if part.is_numbered and (names is None or {"0", "1"} <= names.keys()):
+            edges = _without_header(edges, part, [p for p in (carried or {}).values() if p])
     edge_index = torch.from_numpy(edges)
     found = {
         name: _read_carried(name, part, edges.shape[1])
@@ -70,6 +71,25 @@ def read_edges(
     return {"edge_index": edge_index, **dict(zip(found, values, strict=True))}
 
 
+def _without_header(edges: np.ndarray, part: Part, carried: Sequence[Part]) -> np.ndarray:
+    """Edges without a first row 0, 1 that is a header, as pandas writes it of columns without
+    names, where what they carry or the same edge further on says so.
+
+    Raises:
+        UserError: it may be either.
+    """
+    sizes = [part.rows, *(len(p.array(np.float32)) for p in carried if not p.is_numbered)]
+    if edges.shape[1] in sizes:
+        return edges
+    if edges.shape[1] - 1 in sizes or (edges[:, 1:] == edges[:, :1]).all(axis=0).any():
+        part.skipped = 1
+        return edges[:, 1:]
+    raise UserError(
+        f"{part.where}: the first row, 0, 1, is an edge, or a header of columns without names; "
+        "write a header of words"
+    )
+
+
 def _read_carried(name: str, part: Part, num_edges: int) -> Tensor:
     values = part.array(np.float32)
     if len(values) == num_edges + 1 and part.is_numbered:  # a header of pandas
@@ -83,6 +103,7 @@ def _read_carried(name: str, part: Part, num_edges: int) -> Tensor:
             f"{part.where}: expected numbers {shape}, one row per edge, "
             f"got {values.dtype} {list(values.shape)}"
         )
+    part.refuse_index(values, "a feature")
     wrong = np.argwhere(~np.isfinite(values))
     if len(wrong):
         value = values[tuple(wrong[0])]

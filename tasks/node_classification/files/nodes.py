@@ -100,9 +100,10 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
         if (no_label | are_whole(labels)).all():
             labels = np.where(no_label, -1, labels).astype(np.int64)
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        hint = "; an index is left out if it has no name" if labels.ndim == 2 else ""
         raise UserError(
             f"{part.where}: expected a whole number per node, "
-            f"got {labels.dtype} {list(labels.shape)}"
+            f"got {labels.dtype} {list(labels.shape)}{hint}"
         )
     if labels.min() < -1:
         node = int(labels.argmin())

@@ -49,7 +49,8 @@ class GraphFilesData(GraphDataModule):
 
     A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, these also `.gz`, or `.parquet`, which
     needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. Of tables a header and a first
-    column without a name, as pandas writes its index, are left out. An `.npy` of features is
+    column without a name, as pandas writes its index, are left out; a first column of features with
+    a name that counts the nodes may be either, and is refused. An `.npy` of features is
     mapped: with a `batch_size` only the rows of a batch are read, after one pass in which all are
     checked to be finite; `normalize_features` and `sparse_features` read it into memory. Text is
     read in blocks. Nothing is unpickled, and nothing written.
@@ -103,6 +104,7 @@ class GraphFilesData(GraphDataModule):
         if nodes:
             self.node_names = read_names(nodes, count)
             names = {name: number for number, name in enumerate(self.node_names)}
+        part.refuse_index(x.numpy(), "a feature", list(names or ()))
         edges = read_edges(
             parts.expect("edges", "edge_index"),
             count,

@@ -29,7 +29,7 @@ class Form(NamedTuple):
     is_header: whether the first row holds words only.
     has_index: whether the first column has no name, as the index that pandas and R write.
     is_numbered: whether the first row is 0, 1, 2, …: the header that pandas writes of columns
-        without names, or values.
+        without names, or values. With blanks between them, as pandas writes none, it is values.
     """
 
     delimiter: str | None = None
@@ -46,7 +46,8 @@ class Form(NamedTuple):
         has_index = bool(names) and bool(re.fullmatch(r"(Unnamed: \d+)?", index))
         has_index &= is_header or names == _numbered(len(names))
         is_header = has_index or (is_header and index != "" and not _is_value(index))
-        return cls(delimiter, is_header, has_index, fields == _numbered(len(fields)))
+        is_numbered = fields == _numbered(len(fields)) and (delimiter is not None or not names)
+        return cls(delimiter, is_header, has_index, is_numbered)
 
 
 def blocks(

@@ -66,6 +66,7 @@ def test_digits(attnkit, runs):
     assert "shown: 8 of 359 test images, taken from each class in turn" in done.out
     assert "forwards of an image" in done.out
     assert done.out.count("┏") == 1, "one table"
+    assert "\\n" not in done.out, "headings have lines"
     assert max(map(len, done.out[done.out.index("┏") :].split("└")[0].splitlines())) <= 80
 
     data = DigitsData(num_workers=0)

@@ -123,6 +123,18 @@ def test_splits(attnkit, graph_files, tmp_path):
     assert Path("all/split_4/results.json").stat().st_mtime_ns == kept
 
 
+def test_splits_are_counted_without_warnings(attnkit, tmp_path, recwarn):
+    """The run of each split gives them, in one line each."""
+    graph = {"x": np.eye(9), "y": np.arange(9) % 3, "edge_index": np.zeros((2, 4), int)}
+    splits = (np.arange(18).reshape(9, 2) + 1) // 2 % 3
+    masks = {f"{name}_mask": splits == i for i, name in enumerate(("train", "val", "test"))}
+    np.savez(tmp_path / "graph.npz", **graph, **masks)
+    root = f"data.root={tmp_path}/graph.npz"
+    done = attnkit("task=graph", "data=graph_files", root, "splits=5")
+    assert (done.code, done.err) == (2, "attnkit: splits=5: the data has 2\n")
+    assert not [seen for seen in recwarn if "given again" in str(seen.message)]
+
+
 def test_seeds(mine):
     done = mine("seeds=3", "seed=5", "run_dir=all", "trainer.max_epochs=1")
     assert done.code == 0, done.err

@@ -126,3 +126,22 @@ def test_a_run_that_max_time_ended_can_go_on(mine, attnkit, hers):
         checkpoint = torch.load(Path(folder, "checkpoints/last.ckpt"), weights_only=True)
         weights.append(checkpoint["state_dict"])
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_max_time_within_the_last_epoch(mine):
+    """The epoch that it broke off is not the end of the run, which can go on as above."""
+    limits = ("trainer.max_epochs=1", "trainer.max_time={microseconds: 1}")
+    assert mine("run_dir=run", *limits).code == 0
+    assert json.loads(Path("run/state.json").read_text())["ended_by"] == "max_time"
+
+
+def test_a_run_with_more_epochs_than_asked_for_is_over(mine, attnkit, hers):
+    """It is tested as it is."""
+    stopper = ["+callbacks.killer._target_=mine_of_the_tests.StopAt", "+callbacks.killer.batch=12"]
+    assert mine("run_dir=run", "trainer.max_epochs=4", *stopper).code == 143
+    done = attnkit("--config-dir", hers, "resume=run", "trainer.max_epochs=1")
+    assert done.code == 0, done.err
+    assert "trainer.max_epochs=1: the run has 2 already; it trains no more" in done.out
+    state = json.loads(Path("run/state.json").read_text())
+    assert (state["state"], state["ended_by"], state["epochs"]) == ("done", "max_epochs", 2)
+    assert "test/loss" in json.loads(Path("run/results.json").read_text())

@@ -44,6 +44,10 @@ def test_config_is_filled_in_from_the_data(trained):
     assert (trained / "confusion_matrix.png").is_file()
 
 
+def test_lightning_says_nothing_of_callbacks_that_are_there_twice(trained):
+    assert "override existing callbacks" not in (trained / "run.log").read_text()
+
+
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("cpu_ddp", marks=pytest.mark.slow)])
 def test_tested_again_it_is_the_same(attnkit, trained, trainer):
     """359 test images are not a multiple of two processes × 64: none may be seen twice."""
