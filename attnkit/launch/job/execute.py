@@ -234,7 +234,8 @@ def _say_finished(job: Job) -> None:
             "  trainer.max_time ended it; to train longer: trainer.max_time=null, or a longer one"
         )
     else:
-        print("  to train longer: trainer.max_epochs=N with a larger N")
+        limit = "max_steps" if "max_steps" in ends else "max_epochs"
+        print(f"  to train longer: trainer.{limit}=N with a larger N")
 
 
 def _summarise(job: Job) -> dict[str, float]:

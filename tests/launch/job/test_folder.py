@@ -151,7 +151,7 @@ def test_max_steps_ends_a_run(mine):
     assert mine("run_dir=run", "trainer.max_epochs=9", "trainer.max_steps=7").code == 0
     assert figures()[1] == 7
     assert folders.load_state(Path("run"))["ended_by"] == "max_steps"
-    assert "finished already" in mine("resume=run").out
+    assert "to train longer: trainer.max_steps=N with a larger N" in mine("resume=run").out
     assert figures()[1] == 7
     assert mine("resume=run", "trainer.max_steps=11").code == 0
     assert figures()[1] == 11
