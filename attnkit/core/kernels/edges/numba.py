@@ -5,9 +5,7 @@ keeps nothing of the edges in between. Its few long tasks wait for no other thre
 machine slows it by the share of its cores that others take.
 """
 
-import ctypes
 import math
-import mmap
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
@@ -40,8 +38,6 @@ SMALL = 2**21  # bytes over which a table is spread that is read where it stands
 LARGE = 2**24  # bytes of two tables that are better read together
 CACHE = 2**18  # bytes of a lane's table that stay in a core's cache
 FEW = 8  # reads of a row that do not pay for a copy of it
-PAGES_PAY = 2**23  # bytes of a tensor for which huge pages are worth asking
-PAGE = 2**21  # bytes of a huge page on x86-64 and, most often, on ARM
 BY_SOURCE = ("by_source", "source_offsets", "target_by_source")
 
 
@@ -199,10 +195,9 @@ class _Job:
     def _new_gradients(self, wanted: set[str]) -> dict[str, Tensor]:
         """Where they are written to; the first two of the rest in parts, one for each task."""
         zeros, num_parts = self.given["query"].new_zeros, len(self._blocks())
-        found = {
-            **self._new_inputs(),
-            "vector": zeros(self.num_lanes, num_parts, self.head_dim),
-        }
+        dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
+        found = {name: self._new(name, dim) for name, dim in dims.items()}
+        found["vector"] = zeros(self.num_lanes, num_parts, self.head_dim)
         if "edge_key" in self.given:
             size = self.edge_dim * self.head_dim
             found["edge_key"] = zeros(self.num_lanes, num_parts, size)
@@ -230,33 +225,14 @@ class _Job:
         """[lanes, nodes, dim] for the nodes of that tensor, the lanes of a node side by side, as
         layers want them."""
         like = self.given[name]
-        table = like.new_empty(like.shape[1], self.num_lanes, dim)
-        return _in_huge_pages(table).transpose(0, 1)
-
-    def _new_inputs(self) -> dict[str, Tensor]:
-        """Like queries, keys and values: next to each other if those are, as one projection left
-        them, so that nobody has to join their gradients."""
-        dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
-        given = [self.given[name] for name in dims]
-        query, width = given[0], self.num_lanes * self.head_dim
-        starts = [query.data_ptr() + 4 * width * i for i in range(3)]
-        if (
-            all(tensor.shape == query.shape for tensor in given)  # else rows differ, too
-            and all(tensor.stride(1) == 3 * width for tensor in given)
-            and [tensor.data_ptr() for tensor in given] == starts
-        ):
-            whole = _in_huge_pages(
-                query.new_empty(query.shape[1], 3, self.num_lanes, self.head_dim)
-            )
-            return dict(zip(dims, whole.permute(1, 2, 0, 3), strict=True))
-        return {name: self._new(name, dim) for name, dim in dims.items()}
+        return like.new_empty(like.shape[1], self.num_lanes, dim).transpose(0, 1)
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Memory that one group of lanes hands to the next: new memory costs more."""
         count = math.prod(shape)
         kept = self.kept.get(name)
         if kept is None or len(kept) < count:
-            kept = self.kept[name] = _in_huge_pages(torch.empty(count))
+            kept = self.kept[name] = torch.empty(count)
         return kept[:count].view(shape)
 
     def _signs(self, shape: tuple[int, int]) -> Tensor:
@@ -403,24 +379,3 @@ def _table(tensor: Tensor | None, lanes: slice = slice(None)) -> Any:
     size = tensor.element_size()
     row = size * tensor.stride(1) if tensor.ndim == 3 else 0
     return table(tensor.data_ptr(), size * tensor.stride(0), row)
-
-
-def _in_huge_pages(tensor: Tensor) -> Tensor:
-    """The tensor, which has just been made: what is written to it first takes pages of 2 MiB.
-
-    Rows that are read in no order then miss the cache of addresses less often, and the kernel is
-    asked for fewer pages.
-    """
-    advise = _advise()
-    if tensor.nbytes >= PAGES_PAY and advise is not None:
-        first = -(-tensor.data_ptr() // PAGE) * PAGE
-        size = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - first
-        advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return tensor
-
-
-@cache
-def _advise() -> Any:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux alone has it
-        return None
-    return getattr(ctypes.CDLL(None), "madvise", None)

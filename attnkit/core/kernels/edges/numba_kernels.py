@@ -165,12 +165,6 @@ def _clear_row(row, num_blocks):
 
 
 @njit(nogil=True, forceinline=True)
-def _multiply_row(row, factor, num_blocks):
-    for block in range(num_blocks):
-        store(row + 32 * block, times(load(row + 32 * block, 8), factor))
-
-
-@njit(nogil=True, forceinline=True)
 def _dot_score(given, row, key, edge_query, feature):
     """scale · (query · key + edge_query · feature)."""
     score = total(times(row, load_like(key, row)))
