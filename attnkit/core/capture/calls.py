@@ -266,6 +266,9 @@ class EdgeCall:
         return result.masked_fill(self.is_replaced[:, None], 0.0).detach()
 
 
+Call = AttentionCall | EdgeCall
+
+
 def _joined(blocks: list[Tensor]) -> Tensor:
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 

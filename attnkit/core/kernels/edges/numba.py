@@ -115,7 +115,7 @@ class _Job:
             rows = _filled(problem.edge_key.transpose(1, 2), self.head_dim)
             self.given["edge_key"] = F.pad(rows, (0, 0, 0, self.edge_dim - rows.shape[1]))
         if problem.features is not None:  # of all lanes
-            self.given["features"] = self.given["features"][None]
+            self.given["features"] = self.given["features"].expand(self.num_lanes, -1, -1)
         if problem.bias is not None:
             self.given["bias"] = _filled(problem.bias, self.graph.num_edges)
         self.kept: dict[str, Tensor] = {}
@@ -130,14 +130,8 @@ class _Job:
         kernel, _, _ = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
             results = compiled.Results(*(_table(t, lanes) for t in (output, sums, softmax)))
-            near = self._near(self._read("key", "value"), lanes)
-            arguments = self._graph(), self._given(lanes, near), results
-
-            def task(part: int, *where: int, arguments: Any = arguments) -> None:
-                scratch = self._scratch()
-                kernel(*arguments, scratch.data_ptr(), *where)
-
-            self._run(task, lanes)
+            near = self._near(lanes, "key", "value")
+            self._run(kernel, (self._graph(), self._given(lanes, near), results), lanes)
         output = first_channels(output, self.problem.value.shape[2])
         if sums is None:
             sums = output.new_empty(self.num_lanes, self.num_targets, 0)
@@ -153,7 +147,7 @@ class _Job:
         gradient, sums_gradient = gradients
         if gradient is None:
             gradient = torch.zeros_like(output)
-        output, gradient = (_filled(t, self.value_dim) for t in (output, gradient))
+        output, self.given["output"] = (_filled(t, self.value_dim) for t in (output, gradient))
         has_sums = self.problem.sums_features and sums_gradient is not None
         of_sums = [
             _filled(t, self.edge_dim) if has_sums and t is not None else None
@@ -163,12 +157,10 @@ class _Job:
         _, by_target, by_source = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
             shape = lanes.stop - lanes.start, self.graph.num_edges
-            near = self._near(self._read("key", "value"), lanes)
-            near |= self._near(self._read("query") | {"output": gradient}, lanes)
+            near = self._near(lanes, "key", "value") | self._near(lanes, "query", "output")
             pairs = self._buffer("pairs", (*shape, 2))
             signs = None if self.is_dot or self.head_dim == 1 else self._signs(shape)
             tables = {name: _table(tensor, lanes) for name, tensor in found.items()}
-            tables["features"] = _table(found.get("features"))
             written = compiled.Gradients(
                 _table(near.pop("output")),
                 _table(of_sums[1], lanes),
@@ -179,17 +171,9 @@ class _Job:
             arguments = self._graph(*BY_SOURCE), self._given(lanes, near)
             of_results = (_table(t, lanes) for t in (output, of_sums[0], softmax))
             of_targets = *arguments, compiled.Results(*of_results), written
-
-            def target_task(part: int, *where: int, given: Any = of_targets) -> None:
-                scratch = self._scratch()
-                by_target(*given, scratch.data_ptr(), part, *where)
-
-            def source_task(part: int, *where: int, given: Any = (*arguments, written)) -> None:
-                by_source(*given, *where)
-
-            self._run(target_task, lanes, are_together="features" in found)
+            self._run(by_target, of_targets, lanes, are_together="features" in found)
             if wanted & {"key", "value"}:
-                self._run(source_task, lanes, by_source=True)
+                self._run(by_source, (*arguments, written), lanes, by_source=True)
         return {name: self._finished(name, found[name]) for name in wanted}
 
     def _new_gradients(self, wanted: set[str]) -> dict[str, Tensor]:
@@ -204,7 +188,8 @@ class _Job:
         if "edge_query" in self.given:
             found["edge_query"] = self._new("query", self.edge_dim)
         if "features" in wanted:
-            found["features"] = zeros(1, self.graph.num_edges, self.edge_dim)
+            of_all = zeros(self.graph.num_edges, self.edge_dim)
+            found["features"] = of_all.expand(self.num_lanes, -1, -1)
         if "bias" in wanted:
             found["bias"] = zeros(self.num_lanes, self.graph.num_edges)
         return found
@@ -241,22 +226,24 @@ class _Job:
         bits = self._buffer("signs", (-(-shape[0] * shape[1] * num_bytes // 4),))
         return bits.view(torch.uint8)[: shape[0] * shape[1] * num_bytes].view(*shape, num_bytes)
 
-    def _near(self, tensors: dict[str, Tensor], lanes: slice) -> dict[str, Tensor]:
-        """The lanes' rows of tensors that are read together, in no order: copies next to each
+    def _near(self, lanes: slice, *names: str) -> dict[str, Tensor]:
+        """The lanes' rows of given tensors that are read together, in no order: copies next to each
         other, where they are spread over much memory and each is read several times."""
-        found = {name: tensor[lanes] for name, tensor in tensors.items()}
+        found = {name: self.given[name][lanes] for name in names}
         tasks, count = [], lanes.stop - lanes.start
         are_vectors = all(rows.shape[2] % 8 == 0 for rows in found.values())
-        for names in [tuple(found)] if are_vectors else [(name,) for name in found]:
-            some = [found[name] for name in names]
+        for together in [names] if are_vectors else [(name,) for name in names]:
+            some = [found[name] for name in together]
             dims, num_nodes = [rows.shape[2] for rows in some], some[0].shape[1]
             is_large = 4 * num_nodes * sum(dims) > LARGE
             if self.graph.num_edges < FEW * num_nodes or not (
                 is_large or any(map(_is_spread, some))
             ):
                 continue
-            copies = self._buffer("_".join(names), (count, num_nodes, sum(dims))).split(dims, dim=2)
-            for name, rows, copied in zip(names, some, copies, strict=True):
+            copies = self._buffer("_".join(together), (count, num_nodes, sum(dims))).split(
+                dims, dim=2
+            )
+            for name, rows, copied in zip(together, some, copies, strict=True):
                 copy = partial(_compiled().copy(), _table(rows), _table(copied), rows.shape[2])
                 tasks += [partial(copy, 0, num_nodes, lane, lane + 1) for lane in range(count)]
                 found[name] = copied
@@ -288,18 +275,10 @@ class _Job:
         """How many edges are computed at once, at most, up to a whole vector."""
         return multiple_of_8(_compiled().CHUNK + self.graph.largest_degree)
 
-    def _scratch(self) -> Tensor:
-        return torch.empty((3 + self.head_dim) * self._at_once() + self.edge_dim)
-
-    def _read(self, *names: str) -> dict[str, Tensor]:
-        """Tensors that are given, and read in no order."""
-        return {name: self.given[name] for name in names}
-
     def _given(self, lanes: slice, near: dict[str, Tensor]) -> Any:
         """What is given for these lanes, some of it in copies."""
         compiled, problem, keep = _compiled(), self.problem, 1 - self.problem.dropout_p
         tables = {name: _table(tensor, lanes) for name, tensor in self.given.items()}
-        tables["features"] = _table(self.given.get("features"))
         tables |= {name: _table(rows) for name, rows in near.items()}
         none = _table(None)
         return compiled.Given(
@@ -315,19 +294,25 @@ class _Job:
 
     def _run(
         self,
-        task: Callable[..., None],
+        kernel: Callable[..., None],
+        arguments: tuple[Any, ...],
         lanes: slice,
         *,
         by_source: bool = False,
         are_together: bool = False,
     ) -> None:
-        """The task for blocks of nodes, each lane for itself where they are not computed together:
-        its part, first and last node, first and last lane; the lasts do not belong to it."""
+        """The kernel for blocks of nodes, each lane for itself where they are not computed
+        together."""
         count, blocks = lanes.stop - lanes.start, self._blocks(by_source=by_source)
         if are_together or self._is_alone():
             spans = [(0, count)]
         else:
             spans = [(lane, lane + 1) for lane in range(count)]
+
+        def task(*where: int) -> None:
+            scratch = torch.empty((3 + self.head_dim) * self._at_once() + self.edge_dim)
+            kernel(*arguments, scratch.data_ptr(), *where)
+
         run_tasks(
             [
                 partial(task, part, first, last, *span)
