@@ -266,6 +266,9 @@ class EdgeCall:
         return result.masked_fill(self.is_replaced[:, None], 0.0).detach()
 
 
+Call = AttentionCall | EdgeCall
+
+
 def _joined(blocks: list[Tensor]) -> Tensor:
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
@@ -290,15 +293,14 @@ def edge_call(layer: str, inputs: Inputs, output: Tensor) -> EdgeCall:
         ).T
         value = inputs.repeated_heads()[1][0]
     callers = edges.looped_from or edges
+    edge_index = callers.edge_index
     if edges.looped_from is not None:
         weights = in_callers_order(weights, callers)
         if features is not None:
             rows = features.features
             rows = None if rows is None else in_callers_order(rows, callers)
             features = EdgeFeatures(rows, features.key_weight, features.value_weight)
-    added = edges.edge_index[:, len(callers.without_loops) :] if edges.looped_from else None
-    edge_index = callers.edge_index
-    if added is not None:
+        added = edges.edge_index[:, len(callers.without_loops) :]
         edge_index = torch.cat([edge_index, added], dim=1)
     places = torch.arange(edge_index.shape[1], device=edge_index.device)
     targets, sources = edges.sizes

@@ -2,18 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Generic, Protocol, TypeVar
+
+from attnkit.core.capture.calls import Call
 
 Layers = int | str | Sequence[int | str] | None
 """Positions or names (`*` matches anything); None for all."""
-
-
-class _Named(Protocol):
-    @property
-    def layer(self) -> str: ...
-
-
-NamedCall = TypeVar("NamedCall", bound=_Named)
 
 
 class LayerChoice:
@@ -75,16 +68,16 @@ class LayerChoice:
         return -len(self.names) <= asked < len(self.names) and self.names[asked] == name
 
 
-class ChosenCalls(Generic[NamedCall]):
+class ChosenCalls:
     """Hands on the calls of the layers asked for: at once, or, of a position from the end, when
     the model has run."""
 
-    def __init__(self, choice: LayerChoice, keep: Callable[[NamedCall], None]) -> None:
+    def __init__(self, choice: LayerChoice, keep: Callable[[Call], None]) -> None:
         self.choice = choice
         self.keep = keep
-        self.waiting: list[NamedCall] = []
+        self.waiting: list[Call] = []
 
-    def add(self, call: NamedCall) -> None:
+    def add(self, call: Call) -> None:
         self.choice.note(call.layer)
         if not self.waiting and self.choice.is_sure(call.layer):
             self.keep(call)

@@ -108,13 +108,9 @@ def watch_convolutions(
 
     with ExitStack() as stack:
         for name, module in convolutions.items():
-
-            def enter_named(module, args, kwargs, name=name):
-                enter(module, args, kwargs, name=name)
-
             conv: Any = module
             for handle in (
-                conv.register_forward_pre_hook(enter_named, with_kwargs=True),
+                conv.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True),
                 conv.register_forward_hook(leave, always_call=True),
                 conv.register_propagate_forward_pre_hook(edges_seen),
                 conv.register_edge_update_forward_pre_hook(edges_seen),

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from attnkit.core.capture.calls import AttentionCall, EdgeCall, edge_call, is_of_edges
+from attnkit.core.capture.calls import AttentionCall, Call, edge_call, is_of_edges
 from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
 from attnkit.core.capture.pyg import attention_convolutions, watch_convolutions
 from attnkit.core.capture.torch_functions import FunctionTap
@@ -13,8 +13,6 @@ from attnkit.core.capture.transformers import watch_interface
 from attnkit.core.contexts import uncompiled
 from attnkit.core.listeners import LISTENERS, Seen
 from attnkit.core.running import RunningModules, functions_handled
-
-Call = AttentionCall | EdgeCall
 
 
 @contextmanager
@@ -48,7 +46,7 @@ def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Ca
 
 @contextmanager
 def told_of_attention(
-    model: nn.Module, chosen: ChosenCalls[Call], served: Mapping[nn.Module, bool] | None = None
+    model: nn.Module, chosen: ChosenCalls, served: Mapping[nn.Module, bool] | None = None
 ) -> Iterator[RunningModules]:
     """In the block the calls of the model go to `chosen` as they run; gives the modules that do.
 
@@ -87,7 +85,7 @@ class _Listener:
     def __init__(
         self,
         running: RunningModules,
-        chosen: ChosenCalls[Call],
+        chosen: ChosenCalls,
         served: Mapping[nn.Module, bool],
     ) -> None:
         self.running = running

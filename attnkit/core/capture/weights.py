@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.calls import AttentionCall, Call
 from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
-from attnkit.core.capture.watch import Call, told_of_attention
+from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.listeners import is_recomputed, unheard
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.running import module_name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from attnkit.core.contexts import shared
-from attnkit.core.masks.kept import cached
+from attnkit.core.masks.kept import Made, cached
 from attnkit.core.operators.modes import is_plain
 
 
@@ -115,10 +115,7 @@ class Adjacency:
     def blocks(self, size: int, *, by_source: bool = False) -> list[tuple[int, int, int, int]]:
         """(first node, last node, first edge, last edge) of blocks of about `size` edges that keep
         the edges of a node together; the lasts do not belong to them."""
-        key = ("blocks", size, by_source)
-        if key not in self._kept:
-            self._kept[key] = self._new_blocks(size, by_source)
-        return self._kept[key]
+        return self._once(self._new_blocks, size, by_source)
 
     def _new_blocks(self, size: int, by_source: bool) -> list[tuple[int, int, int, int]]:
         offsets = self.source_offsets if by_source else self.offsets
@@ -133,21 +130,18 @@ class Adjacency:
     def chunks(self, size: int, *, by_source: bool = False) -> tuple[Chunks, SplitNodes, int]:
         """The edges of each target, or source, in chunks of at most `size`: the chunks, the nodes
         of several, and how many slots these have."""
-        key = ("chunks", size, by_source)
-        if key not in self._kept:
-            offsets = self.source_offsets if by_source else self.offsets
-            chunks, split = split_hubs(offsets, size)
-            num_slots = int(split.last[-1]) if len(split.last) else 0  # read once: the GPU waits
-            self._kept[key] = chunks, split, num_slots
-        return self._kept[key]
+        return self._once(self._new_chunks, size, by_source)
+
+    def _new_chunks(self, size: int, by_source: bool) -> tuple[Chunks, SplitNodes, int]:
+        chunks, split = split_hubs(self.source_offsets if by_source else self.offsets, size)
+        num_slots = int(split.last[-1]) if len(split.last) else 0  # read once: the GPU waits
+        return chunks, split, num_slots
 
     def copies(self, count: int) -> Adjacency:
         """`count` graphs side by side, none connected to another."""
         if count == 1:
             return self
-        if ("copies", count) not in self._kept:
-            self._kept["copies", count] = self._new_copies(count)
-        copies = self._kept["copies", count]
+        copies = self._once(self._new_copies, count)
         if "by_source" in vars(self) and "by_source" not in vars(copies):
             places = torch.arange(count, dtype=self.source.dtype, device=self.source.device)
             by_source = self.by_source + places[:, None] * self.num_edges
@@ -157,20 +151,22 @@ class Adjacency:
     def first(self, num_targets: int) -> Adjacency:
         """The edges of the first targets; of edges whose order is the caller's."""
         assert self.order is None
-        if ("first", num_targets) not in self._kept:
-            end = int(self.offsets[num_targets])
-            self._kept["first", num_targets] = Adjacency(
-                self.offsets[: num_targets + 1],
-                self.target[:end],
-                self.source[:end],
-                None,
-                self.num_sources,
-            )
-        return self._kept["first", num_targets]
+        return self._once(self._new_first, num_targets)
+
+    def _new_first(self, num_targets: int) -> Adjacency:
+        end, offsets = int(self.offsets[num_targets]), self.offsets[: num_targets + 1]
+        return Adjacency(offsets, self.target[:end], self.source[:end], None, self.num_sources)
 
     @cached
     def _kept(self) -> dict[tuple, Any]:
         return {}
+
+    def _once(self, make: Callable[..., Made], *given: int) -> Made:
+        """What `make` gives, made once for these numbers."""
+        key = make.__name__, *given
+        if key not in self._kept:
+            self._kept[key] = make(*given)
+        return self._kept[key]
 
     def _new_copies(self, count: int) -> Adjacency:
         copy = torch.arange(count, device=self.target.device, dtype=self.target.dtype)[:, None]

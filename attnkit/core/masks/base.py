@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, reduce
+from operator import and_, or_
 from typing import Annotated, Any
 
 import numpy as np
@@ -184,11 +185,12 @@ class Dense(Mask):
         return allowed
 
 
-@dataclass(frozen=True)
-class _Several(Mask):
+class _Folded(Mask):
+    """Combines the answers of other masks, be they tensors or plans, by `&`, `|` and `~`."""
+
     masks: tuple[Mask, ...]
 
-    def fold(self, tensors: Iterable[Tensor]) -> Tensor:
+    def fold(self, answers: Iterable[Any]) -> Any:
         raise NotImplementedError
 
     @property
@@ -200,8 +202,11 @@ class _Several(Mask):
         for mask in self.masks:
             mask.check(batch, num_heads, num_queries, num_keys)
 
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        return self.fold(mask.plan(blocks) for mask in self.masks)
+
     def tabulated(self, num_queries: int, num_keys: int) -> Mask:
-        return type(self)(tuple(mask.tabulated(num_queries, num_keys) for mask in self.masks))
+        return self.fold(mask.tabulated(num_queries, num_keys) for mask in self.masks)
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         where = (batch, head, query, key, num_queries, num_keys)
@@ -218,15 +223,17 @@ class _Several(Mask):
 
 
 @dataclass(frozen=True)
-class And(_Several):
+class And(_Folded):
     """Where all of the given masks allow to look; written `mask & mask`.
 
     Beside `Packed`, positions are counted within each sequence: `Packed(lengths) & Causal()` is
     causal in every sequence, aligned as asked.
     """
 
-    def fold(self, tensors: Iterable[Tensor]) -> Tensor:
-        return reduce(torch.Tensor.__and__, tensors)
+    masks: tuple[Mask, ...]
+
+    def fold(self, answers: Iterable[Any]) -> Any:
+        return reduce(and_, answers)
 
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -267,13 +274,12 @@ class And(_Several):
 
     def plan(self, blocks: QueryBlocks) -> Plan:
         if self.packed is None:
-            return reduce(Plan.__and__, [mask.plan(blocks) for mask in self.masks])
+            return super().plan(blocks)
         inside, is_inside = self.packed.blocks_within(blocks)
-        plans = [
+        return self.fold(
             mask.plan(inside).where(is_inside) if mask.counts_positions else mask.plan(blocks)
             for mask in self.masks
-        ]
-        return reduce(Plan.__and__, plans)
+        )
 
     def band(self, num_queries: Any, num_keys: Any) -> tuple[Any, Any]:
         bands = [mask.band(num_queries, num_keys) for mask in self.masks]
@@ -284,45 +290,28 @@ class And(_Several):
 
 
 @dataclass(frozen=True)
-class Or(_Several):
+class Or(_Folded):
     """Where one of the given masks allows to look; written `mask | mask`."""
 
-    def fold(self, tensors: Iterable[Tensor]) -> Tensor:
-        return reduce(torch.Tensor.__or__, tensors)
+    masks: tuple[Mask, ...]
 
-    def plan(self, blocks: QueryBlocks) -> Plan:
-        return reduce(Plan.__or__, [mask.plan(blocks) for mask in self.masks])
+    def fold(self, answers: Iterable[Any]) -> Any:
+        return reduce(or_, answers)
 
 
 @dataclass(frozen=True)
-class Not(Mask):
+class Not(_Folded):
     """Where the given mask does not allow to look; written `~mask`."""
 
     mask: Mask
 
     @property
-    def leading(self) -> tuple[int, int]:
-        return self.mask.leading
+    def masks(self) -> tuple[Mask, ...]:  # type: ignore[override]
+        return (self.mask,)
 
-    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        self.mask.check(batch, num_heads, num_queries, num_keys)
-
-    def tabulated(self, num_queries: int, num_keys: int) -> Mask:
-        return Not(self.mask.tabulated(num_queries, num_keys))
-
-    def plan(self, blocks: QueryBlocks) -> Plan:
-        return ~self.mask.plan(blocks)
-
-    def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
-        return ~self.mask.allows(batch, head, query, key, num_queries, num_keys)
-
-    def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        return ~self.mask.dense(num_queries, num_keys, device)
-
-    def select(
-        self, items: Tensor, heads: Tensor, rows: Tensor, num_queries: int, num_keys: int
-    ) -> Tensor:
-        return ~self.mask.select(items, heads, rows, num_queries, num_keys)
+    def fold(self, answers: Iterable[Any]) -> Any:
+        (answer,) = answers
+        return ~answer
 
 
 def as_mask(mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool]) -> Mask:

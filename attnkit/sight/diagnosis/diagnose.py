@@ -5,10 +5,10 @@ from typing import Annotated, Any
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.core.capture.calls import EdgeCall
+from attnkit.core.capture.calls import Call, EdgeCall
 from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
 from attnkit.core.capture.undisturbed import undisturbed
-from attnkit.core.capture.watch import Call, told_of_attention
+from attnkit.core.capture.watch import told_of_attention
 from attnkit.sight.diagnosis.diagnosis import Diagnosis
 from attnkit.sight.diagnosis.edges import measure_edges
 from attnkit.sight.diagnosis.findings import findings_of

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnkit.core.capture.calls import AttentionCall, EdgeCall
-from attnkit.core.capture.watch import Call
+from attnkit.core.capture.calls import AttentionCall, Call, EdgeCall
 from attnkit.sight.diagnosis.diagnosis import MEASURES
 from attnkit.sight.diagnosis.edges import measure_edges
 from attnkit.sight.diagnosis.sampling import Sampling

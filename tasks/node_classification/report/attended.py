@@ -9,10 +9,10 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, distributed, nn
 from torch_geometric.data import Data
 
-from attnkit.core.capture.calls import EdgeCall
+from attnkit.core.capture.calls import Call, EdgeCall
 from attnkit.core.capture.layers import ChosenCalls, LayerChoice
 from attnkit.core.capture.undisturbed import undisturbed
-from attnkit.core.capture.watch import Call, told_of_attention
+from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.kernels.record import unrecorded
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError, first_line

@@ -5,9 +5,7 @@ keeps nothing of the edges in between. Its few long tasks wait for no other thre
 machine slows it by the share of its cores that others take.
 """
 
-import ctypes
 import math
-import mmap
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
@@ -40,8 +38,6 @@ SMALL = 2**21  # bytes over which a table is spread that is read where it stands
 LARGE = 2**24  # bytes of two tables that are better read together
 CACHE = 2**18  # bytes of a lane's table that stay in a core's cache
 FEW = 8  # reads of a row that do not pay for a copy of it
-PAGES_PAY = 2**23  # bytes of a tensor for which huge pages are worth asking
-PAGE = 2**21  # bytes of a huge page on x86-64 and, most often, on ARM
 BY_SOURCE = ("by_source", "source_offsets", "target_by_source")
 
 
@@ -119,7 +115,7 @@ class _Job:
             rows = _filled(problem.edge_key.transpose(1, 2), self.head_dim)
             self.given["edge_key"] = F.pad(rows, (0, 0, 0, self.edge_dim - rows.shape[1]))
         if problem.features is not None:  # of all lanes
-            self.given["features"] = self.given["features"][None]
+            self.given["features"] = self.given["features"].expand(self.num_lanes, -1, -1)
         if problem.bias is not None:
             self.given["bias"] = _filled(problem.bias, self.graph.num_edges)
         self.kept: dict[str, Tensor] = {}
@@ -134,14 +130,8 @@ class _Job:
         kernel, _, _ = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
             results = compiled.Results(*(_table(t, lanes) for t in (output, sums, softmax)))
-            near = self._near(self._read("key", "value"), lanes)
-            arguments = self._graph(), self._given(lanes, near), results
-
-            def task(part: int, *where: int, arguments: Any = arguments) -> None:
-                scratch = self._scratch()
-                kernel(*arguments, scratch.data_ptr(), *where)
-
-            self._run(task, lanes)
+            near = self._near(lanes, "key", "value")
+            self._run(kernel, (self._graph(), self._given(lanes, near), results), lanes)
         output = first_channels(output, self.problem.value.shape[2])
         if sums is None:
             sums = output.new_empty(self.num_lanes, self.num_targets, 0)
@@ -157,7 +147,7 @@ class _Job:
         gradient, sums_gradient = gradients
         if gradient is None:
             gradient = torch.zeros_like(output)
-        output, gradient = (_filled(t, self.value_dim) for t in (output, gradient))
+        output, self.given["output"] = (_filled(t, self.value_dim) for t in (output, gradient))
         has_sums = self.problem.sums_features and sums_gradient is not None
         of_sums = [
             _filled(t, self.edge_dim) if has_sums and t is not None else None
@@ -167,12 +157,10 @@ class _Job:
         _, by_target, by_source = compiled.kernels(self.is_dot, self.head_dim, self.value_dim)
         for lanes in self._groups():
             shape = lanes.stop - lanes.start, self.graph.num_edges
-            near = self._near(self._read("key", "value"), lanes)
-            near |= self._near(self._read("query") | {"output": gradient}, lanes)
+            near = self._near(lanes, "key", "value") | self._near(lanes, "query", "output")
             pairs = self._buffer("pairs", (*shape, 2))
             signs = None if self.is_dot or self.head_dim == 1 else self._signs(shape)
             tables = {name: _table(tensor, lanes) for name, tensor in found.items()}
-            tables["features"] = _table(found.get("features"))
             written = compiled.Gradients(
                 _table(near.pop("output")),
                 _table(of_sums[1], lanes),
@@ -183,33 +171,25 @@ class _Job:
             arguments = self._graph(*BY_SOURCE), self._given(lanes, near)
             of_results = (_table(t, lanes) for t in (output, of_sums[0], softmax))
             of_targets = *arguments, compiled.Results(*of_results), written
-
-            def target_task(part: int, *where: int, given: Any = of_targets) -> None:
-                scratch = self._scratch()
-                by_target(*given, scratch.data_ptr(), part, *where)
-
-            def source_task(part: int, *where: int, given: Any = (*arguments, written)) -> None:
-                by_source(*given, *where)
-
-            self._run(target_task, lanes, are_together="features" in found)
+            self._run(by_target, of_targets, lanes, are_together="features" in found)
             if wanted & {"key", "value"}:
-                self._run(source_task, lanes, by_source=True)
+                self._run(by_source, (*arguments, written), lanes, by_source=True)
         return {name: self._finished(name, found[name]) for name in wanted}
 
     def _new_gradients(self, wanted: set[str]) -> dict[str, Tensor]:
         """Where they are written to; the first two of the rest in parts, one for each task."""
         zeros, num_parts = self.given["query"].new_zeros, len(self._blocks())
-        found = {
-            **self._new_inputs(),
-            "vector": zeros(self.num_lanes, num_parts, self.head_dim),
-        }
+        dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
+        found = {name: self._new(name, dim) for name, dim in dims.items()}
+        found["vector"] = zeros(self.num_lanes, num_parts, self.head_dim)
         if "edge_key" in self.given:
             size = self.edge_dim * self.head_dim
             found["edge_key"] = zeros(self.num_lanes, num_parts, size)
         if "edge_query" in self.given:
             found["edge_query"] = self._new("query", self.edge_dim)
         if "features" in wanted:
-            found["features"] = zeros(1, self.graph.num_edges, self.edge_dim)
+            of_all = zeros(self.graph.num_edges, self.edge_dim)
+            found["features"] = of_all.expand(self.num_lanes, -1, -1)
         if "bias" in wanted:
             found["bias"] = zeros(self.num_lanes, self.graph.num_edges)
         return found
@@ -230,33 +210,14 @@ class _Job:
         """[lanes, nodes, dim] for the nodes of that tensor, the lanes of a node side by side, as
         layers want them."""
         like = self.given[name]
-        table = like.new_empty(like.shape[1], self.num_lanes, dim)
-        return _in_huge_pages(table).transpose(0, 1)
-
-    def _new_inputs(self) -> dict[str, Tensor]:
-        """Like queries, keys and values: next to each other if those are, as one projection left
-        them, so that nobody has to join their gradients."""
-        dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
-        given = [self.given[name] for name in dims]
-        query, width = given[0], self.num_lanes * self.head_dim
-        starts = [query.data_ptr() + 4 * width * i for i in range(3)]
-        if (
-            all(tensor.shape == query.shape for tensor in given)  # else rows differ, too
-            and all(tensor.stride(1) == 3 * width for tensor in given)
-            and [tensor.data_ptr() for tensor in given] == starts
-        ):
-            whole = _in_huge_pages(
-                query.new_empty(query.shape[1], 3, self.num_lanes, self.head_dim)
-            )
-            return dict(zip(dims, whole.permute(1, 2, 0, 3), strict=True))
-        return {name: self._new(name, dim) for name, dim in dims.items()}
+        return like.new_empty(like.shape[1], self.num_lanes, dim).transpose(0, 1)
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Memory that one group of lanes hands to the next: new memory costs more."""
         count = math.prod(shape)
         kept = self.kept.get(name)
         if kept is None or len(kept) < count:
-            kept = self.kept[name] = _in_huge_pages(torch.empty(count))
+            kept = self.kept[name] = torch.empty(count)
         return kept[:count].view(shape)
 
     def _signs(self, shape: tuple[int, int]) -> Tensor:
@@ -265,22 +226,24 @@ class _Job:
         bits = self._buffer("signs", (-(-shape[0] * shape[1] * num_bytes // 4),))
         return bits.view(torch.uint8)[: shape[0] * shape[1] * num_bytes].view(*shape, num_bytes)
 
-    def _near(self, tensors: dict[str, Tensor], lanes: slice) -> dict[str, Tensor]:
-        """The lanes' rows of tensors that are read together, in no order: copies next to each
+    def _near(self, lanes: slice, *names: str) -> dict[str, Tensor]:
+        """The lanes' rows of given tensors that are read together, in no order: copies next to each
         other, where they are spread over much memory and each is read several times."""
-        found = {name: tensor[lanes] for name, tensor in tensors.items()}
+        found = {name: self.given[name][lanes] for name in names}
         tasks, count = [], lanes.stop - lanes.start
         are_vectors = all(rows.shape[2] % 8 == 0 for rows in found.values())
-        for names in [tuple(found)] if are_vectors else [(name,) for name in found]:
-            some = [found[name] for name in names]
+        for together in [names] if are_vectors else [(name,) for name in names]:
+            some = [found[name] for name in together]
             dims, num_nodes = [rows.shape[2] for rows in some], some[0].shape[1]
             is_large = 4 * num_nodes * sum(dims) > LARGE
             if self.graph.num_edges < FEW * num_nodes or not (
                 is_large or any(map(_is_spread, some))
             ):
                 continue
-            copies = self._buffer("_".join(names), (count, num_nodes, sum(dims))).split(dims, dim=2)
-            for name, rows, copied in zip(names, some, copies, strict=True):
+            copies = self._buffer("_".join(together), (count, num_nodes, sum(dims))).split(
+                dims, dim=2
+            )
+            for name, rows, copied in zip(together, some, copies, strict=True):
                 copy = partial(_compiled().copy(), _table(rows), _table(copied), rows.shape[2])
                 tasks += [partial(copy, 0, num_nodes, lane, lane + 1) for lane in range(count)]
                 found[name] = copied
@@ -312,18 +275,10 @@ class _Job:
         """How many edges are computed at once, at most, up to a whole vector."""
         return multiple_of_8(_compiled().CHUNK + self.graph.largest_degree)
 
-    def _scratch(self) -> Tensor:
-        return torch.empty((3 + self.head_dim) * self._at_once() + self.edge_dim)
-
-    def _read(self, *names: str) -> dict[str, Tensor]:
-        """Tensors that are given, and read in no order."""
-        return {name: self.given[name] for name in names}
-
     def _given(self, lanes: slice, near: dict[str, Tensor]) -> Any:
         """What is given for these lanes, some of it in copies."""
         compiled, problem, keep = _compiled(), self.problem, 1 - self.problem.dropout_p
         tables = {name: _table(tensor, lanes) for name, tensor in self.given.items()}
-        tables["features"] = _table(self.given.get("features"))
         tables |= {name: _table(rows) for name, rows in near.items()}
         none = _table(None)
         return compiled.Given(
@@ -339,19 +294,25 @@ class _Job:
 
     def _run(
         self,
-        task: Callable[..., None],
+        kernel: Callable[..., None],
+        arguments: tuple[Any, ...],
         lanes: slice,
         *,
         by_source: bool = False,
         are_together: bool = False,
     ) -> None:
-        """The task for blocks of nodes, each lane for itself where they are not computed together:
-        its part, first and last node, first and last lane; the lasts do not belong to it."""
+        """The kernel for blocks of nodes, each lane for itself where they are not computed
+        together."""
         count, blocks = lanes.stop - lanes.start, self._blocks(by_source=by_source)
         if are_together or self._is_alone():
             spans = [(0, count)]
         else:
             spans = [(lane, lane + 1) for lane in range(count)]
+
+        def task(*where: int) -> None:
+            scratch = torch.empty((3 + self.head_dim) * self._at_once() + self.edge_dim)
+            kernel(*arguments, scratch.data_ptr(), *where)
+
         run_tasks(
             [
                 partial(task, part, first, last, *span)
@@ -403,24 +364,3 @@ def _table(tensor: Tensor | None, lanes: slice = slice(None)) -> Any:
     size = tensor.element_size()
     row = size * tensor.stride(1) if tensor.ndim == 3 else 0
     return table(tensor.data_ptr(), size * tensor.stride(0), row)
-
-
-def _in_huge_pages(tensor: Tensor) -> Tensor:
-    """The tensor, which has just been made: what is written to it first takes pages of 2 MiB.
-
-    Rows that are read in no order then miss the cache of addresses less often, and the kernel is
-    asked for fewer pages.
-    """
-    advise = _advise()
-    if tensor.nbytes >= PAGES_PAY and advise is not None:
-        first = -(-tensor.data_ptr() // PAGE) * PAGE
-        size = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - first
-        advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return tensor
-
-
-@cache
-def _advise() -> Any:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux alone has it
-        return None
-    return getattr(ctypes.CDLL(None), "madvise", None)

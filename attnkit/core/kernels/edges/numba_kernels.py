@@ -165,12 +165,6 @@ def _clear_row(row, num_blocks):
 
 
 @njit(nogil=True, forceinline=True)
-def _multiply_row(row, factor, num_blocks):
-    for block in range(num_blocks):
-        store(row + 32 * block, times(load(row + 32 * block, 8), factor))
-
-
-@njit(nogil=True, forceinline=True)
 def _dot_score(given, row, key, edge_query, feature):
     """scale · (query · key + edge_query · feature)."""
     score = total(times(row, load_like(key, row)))
@@ -258,13 +252,13 @@ Kernels = tuple[Callable[..., None], Callable[..., None], Callable[..., None]]
 def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
     """Forward, and backward in the order of targets and then of sources.
 
-    Each takes the graph, what is given, further tables, and which nodes and lanes: from the first
-    to the one before the last. The first two need memory for 3 + head_dim numbers of each edge
-    that is computed at once, and those of the features.
+    Each takes the graph, what is given, further tables, memory for 3 + head_dim numbers of each
+    edge that is computed at once and for those of the features, which part of the work it is, and
+    which nodes and lanes: from the first to the one before the last.
     """
     row_bytes, value_bytes = 4 * head_dim, 4 * value_dim
 
-    def forward(graph, given, results, scratch, first, last, first_lane, last_lane):
+    def forward(graph, given, results, scratch, part, first, last, first_lane, last_lane):
         weights, masks, sums = scratch, scratch + 4 * graph.at_once, scratch + 8 * graph.at_once
         for lane in range(first_lane, last_lane):
             key, value = _at(given.key, lane, 0), _at(given.value, lane, 0)
@@ -424,7 +418,7 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                 target = following
             store(_at(gradients.vector, lane, part), vector_gradient)
 
-    def by_source(graph, given, gradients, first, last, first_lane, last_lane):
+    def by_source(graph, given, gradients, scratch, part, first, last, first_lane, last_lane):
         for lane in range(first_lane, last_lane):
             query, gradient = _at(given.query, lane, 0), _at(gradients.output, lane, 0)
             vector = load(_at(given.vector, lane, 0), head_dim)
