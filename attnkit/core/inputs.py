@@ -36,6 +36,8 @@ class Inputs:
     bias: Annotated[Tensor, "#batch #heads #queries #keys"] | None = None
     edge_features: EdgeFeatures | None = None
     dropout_p: float = 0.0
+    sink: Annotated[Tensor, "heads"] | None = None
+    """In the dtype that sums are computed in, nowhere −∞: a row that may look nowhere has it."""
 
     @property
     def dot_dim(self) -> int | None:

@@ -35,6 +35,8 @@ class Backend:
     """The normalizers it computes."""
     needs_mask = ""
     """What mask it is for, if it is for one alone; it serves nothing without a mask."""
+    has_sink = False
+    """Whether it computes a sink."""
     reads_edges = False
     """Whether it reads edges one by one, with what they carry, or as a boolean mask."""
     has_all_derivatives = False
@@ -50,6 +52,9 @@ class Backend:
         if self.needs_mask and inputs.mask is None:
             serves = False
             yield f"needs {self.needs_mask}, got no mask"
+        if inputs.sink is not None and not self.has_sink:
+            serves = False
+            yield "has no sink"
         for reason in self.reasons(inputs):
             serves = False
             yield reason
@@ -156,6 +161,11 @@ def with_channels(tensor: Tensor, size: int) -> Tensor:
     """The tensor with zeros after its channels, up to that many; itself where none are missing."""
     missing = size - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def channels_in_order(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, with its channels beside each other."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def first_channels(tensor: Tensor, size: int) -> Tensor:

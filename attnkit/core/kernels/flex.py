@@ -22,6 +22,7 @@ from attnkit.core.kernels.base import (
     multiple_of_8,
     with_channels,
 )
+from attnkit.core.kernels.sink import with_sink
 from attnkit.core.masks.base import And, Mask, Not, Or
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Blocks, Window2d
@@ -43,6 +44,7 @@ class Flex(Backend):
     """torch's FlexAttention, compiled; skips the blocks that the mask leaves empty."""
 
     name = "flex"
+    has_sink = True
     needs_mask = "a mask"
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
@@ -73,7 +75,15 @@ class Flex(Backend):
             for tensor in (inputs.query, inputs.key, inputs.value)
         )
         options = {"block_mask": blocks, "scale": inputs.scale, "enable_gqa": inputs.is_grouped}
+        sink = inputs.sink
+        if sink is not None:
+            from torch.nn.attention import flex_attention as flex
+
+            options["return_aux"] = flex.AuxRequest(lse=True)
         output = _flex_attention(inputs)(*tensors, options)
+        if sink is not None:
+            output, aux = output
+            output, _ = with_sink(output, aux.lse[..., None], sink[:, None, None])
         return first_channels(output, inputs.value.shape[3])
 
 
