@@ -34,8 +34,8 @@ def register_transformers() -> None:
 
     Every model that asks transformers' `AttentionInterface` then computes
     softmax(scale · q·k + position bias) v by `attend`, with its softcap, its sinks, its dropout in
-    training and grouped heads as they are. A causal mask, a sliding window, packed sequences (found by
-    transformers from `position_ids`, or given as `cu_seq_lens_q`) and padding are `Causal`,
+    training and grouped heads as they are. A causal mask, a sliding window, packed sequences (found
+    by transformers from `position_ids`, or given as `cu_seq_lens_q`) and padding are `Causal`,
     `Window`, `Packed`, `Padding` and combinations by `&`, so that kernels leave out what they do
     not allow. Every other mask is evaluated to booleans, as transformers does for "sdpa"; so are
     the masks of one query and those of traced and compiled models.
