@@ -189,7 +189,10 @@ class Attention(torch.nn.Module):
         return attend(*tensors, mask=self.mask)
 
 
-@pytest.mark.parametrize("name", ["none", "window", "edges"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("window", "edges")]
+
+
+@pytest.mark.parametrize("name", ["none", *SLOW])
 def test_compiled(name):
     """`Window` runs as a program of its own."""
     torch._dynamo.reset()

@@ -33,7 +33,7 @@ from attnkit.core.kernels.base import (
 )
 from attnkit.core.kernels.block_steps import Lane, Step, Steps, Task, grid_of
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
-from attnkit.core.kernels.sink import sink_gradient, with_sink
+from attnkit.core.kernels.sink import add_sink_, sink_gradient
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept
@@ -150,8 +150,7 @@ class _Attention(torch.autograd.Function):
         shares = _shares(inputs, steps, (query, output, lse), (key, value))
         _run([partial(share.forward, task) for share in shares for task in share.lane.tasks], query)
         if sink is not None:
-            output, rows = with_sink(output, lse[..., None], sink)
-            lse = rows[..., 0]
+            lse = add_sink_(output, lse[..., None], sink)[..., 0]
         ctx.save_for_backward(query, key, value, sink, output, lse)
         ctx.inputs, ctx.steps = inputs, steps
         return output

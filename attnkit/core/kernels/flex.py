@@ -22,7 +22,6 @@ from attnkit.core.kernels.base import (
     multiple_of_8,
     with_channels,
 )
-from attnkit.core.kernels.sink import with_sink
 from attnkit.core.masks.base import And, Mask, Not, Or
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Blocks, Window2d
@@ -83,7 +82,8 @@ class Flex(Backend):
         output = _flex_attention(inputs)(*tensors, options)
         if sink is not None:
             output, aux = output
-            output, _ = with_sink(output, aux.lse[..., None], sink[:, None, None])
+            share = torch.sigmoid(aux.lse - sink[:, None])  # of which flex has the derivative
+            output = (output * share[..., None]).to(output.dtype)
         return first_channels(output, inputs.value.shape[3])
 
 

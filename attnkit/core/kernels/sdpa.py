@@ -36,7 +36,7 @@ from attnkit.core.kernels.base import (
     with_channels,
 )
 from attnkit.core.kernels.record import note_kernel
-from attnkit.core.kernels.sink import sink_as_key, sink_gradient, with_sink
+from attnkit.core.kernels.sink import add_sink_, sink_as_key, sink_gradient
 
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -211,7 +211,7 @@ class _FlashWithSink(torch.autograd.Function):
             output, lse, *rest = flash_cuda(query, key, value, *options, False, scale=scale)
         else:
             output, lse = flash_cpu(query, key, value, *options, attn_mask=term, scale=scale)
-        output, rows = with_sink(output, lse[..., None], sink)
+        rows = add_sink_(output, lse[..., None], sink)
         # where sequences begin, how long they are, and dropout's random numbers
         ctx.lengths, ctx.options, ctx.scale = rest[2:4], options, scale
         kept = *rest[:2], *rest[4:6]

@@ -16,10 +16,11 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.precision import cast_bias
 
 
-def with_sink(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """output' [..., rows, channels] and lse' [..., rows, 1], for a sink [..., 1, 1]."""
-    scaled = output * torch.sigmoid(lse - sink)  # in half precision, rounded once
-    return scaled.to(output.dtype), torch.logaddexp(lse, sink)
+def add_sink_(output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Write output' [..., rows, channels] over the output; returns lse' [..., rows, 1], for a sink
+    [..., 1, 1]."""
+    output.mul_(torch.sigmoid(lse - sink))
+    return torch.logaddexp(lse, sink)
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, *pairs: tuple[Tensor, Tensor | None]) -> Tensor:

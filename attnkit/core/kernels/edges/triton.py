@@ -18,7 +18,7 @@ from torch import Tensor
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.edges.edges import EdgesKernel, computes_by_operators
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results, solve
-from attnkit.core.kernels.sink import sink_gradient, with_sink
+from attnkit.core.kernels.sink import add_sink_, sink_gradient
 from attnkit.core.masks.adjacency import SplitNodes
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
@@ -64,7 +64,7 @@ class TritonEdgesKernel(EdgesKernel):
         with torch.cuda.device_of(problem.query):  # where Triton launches
             output, lse = _Run(problem).forward()
         if problem.sink is not None:
-            output, lse = with_sink(output, lse, problem.sink)
+            lse = add_sink_(output, lse, problem.sink)
         return (output,), (lse,)
 
     def backward(
