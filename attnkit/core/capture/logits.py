@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,12 @@ from attnkit.core.precision import no_autocast
 from attnkit.core.running import RunningModules
 
 
+class LargestLogits(dict[str, Tensor]):
+    """`logits[layer]`: the largest logit of each head, [heads]."""
+
+
 @contextmanager
-def record_logits(
-    model: nn.Module | None = None,
-) -> Iterator[dict[str, Annotated[Tensor, "heads"]]]:
+def record_logits(model: nn.Module | None = None) -> Iterator[LargestLogits]:
     """Collect the largest logit of each head that each layer computes inside the `with` block.
 
         with attnkit.record_logits(model) as logits:
@@ -56,7 +57,7 @@ def record_logits(
 
 class _Logits:
     def __init__(self, model: nn.Module | None) -> None:
-        self.found: dict[str, Tensor] = {}
+        self.found = LargestLogits()
         self.running = RunningModules(model)
         self.running.records.append(self.found)
 

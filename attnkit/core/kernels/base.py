@@ -184,6 +184,30 @@ def are_known(*sizes: int) -> bool:
     return not torch.compiler.is_exporting() or all(map(has_static_value, sizes))
 
 
+def add_sink_(output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Add a sink [..., 1, 1] to the softmax of a fused kernel, by its log-sum-exps [..., rows, 1]:
+
+        lse' = log(e^lse + e^sink),   output' = output · e^(lse − lse') = output · σ(lse − sink)
+
+    Writes output' over the output and returns lse'. A fused backward that is given these in the
+    place of its own gives exactly the gradients of query, key and value.
+    """
+    output.mul_(torch.sigmoid(lse - sink))
+    return torch.logaddexp(lse, sink)
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, *pairs: tuple[Tensor, Tensor | None]) -> Tensor:
+    """−Σ_i e^(sink − lse'_i) (gradient_i · output'_i), for outputs' with their gradients, of which
+    None is 0."""
+    products = [
+        (output * gradient).sum(dim=-1, keepdim=True, dtype=lse.dtype)
+        for output, gradient in pairs
+        if gradient is not None
+    ]
+    share = (sink - lse).exp()
+    return -(share * sum(products)).sum_to_size(sink.shape)
+
+
 def name_what_has_a_second_derivative(output: Tensor, backend: str) -> None:
     """Where a second derivative would go through a kernel of torch that has none, let the error say
     so: a hook on the kernel's backward, which does nothing but under create_graph."""

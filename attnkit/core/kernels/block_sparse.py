@@ -19,6 +19,7 @@ from torch import Tensor
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
+    add_sink_,
     are_known,
     bias_gradient_reasons,
     channels_in_order,
@@ -29,11 +30,11 @@ from attnkit.core.kernels.base import (
     first_channels,
     functorch_reasons,
     refuse_second_derivative,
+    sink_gradient,
     with_channels,
 )
 from attnkit.core.kernels.block_steps import Lane, Step, Steps, Task, grid_of
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
-from attnkit.core.kernels.sink import add_sink_, sink_gradient
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept

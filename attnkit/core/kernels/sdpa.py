@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
+    add_sink_,
     bias_gradient_reasons,
     channels_in_order,
     device_reasons,
@@ -32,11 +33,11 @@ from attnkit.core.kernels.base import (
     multiple_of_8,
     name_what_has_a_second_derivative,
     refuse_second_derivative,
+    sink_gradient,
     wants_more_than_gradient,
     with_channels,
 )
 from attnkit.core.kernels.record import note_kernel
-from attnkit.core.kernels.sink import add_sink_, sink_as_key, sink_gradient
 
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -128,7 +129,7 @@ class Sdpa(Backend):
 
     def with_sink(self, inputs: Inputs) -> Tensor:
         """`compute` of a scaled dot product with a sink."""
-        return self.compute(sink_as_key(inputs))
+        return self.compute(inputs.sink_as_key())
 
 
 class Flash(Sdpa):

@@ -19,7 +19,6 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import first_channels, with_channels
 from attnkit.core.kernels.block_steps import TILE, grid_of
 from attnkit.core.kernels.sdpa import revive
-from attnkit.core.kernels.sink import sink_as_key
 from attnkit.core.masks.base import Mask
 from attnkit.core.precision import cast_bias
 
@@ -128,7 +127,7 @@ def window_program(inputs: Inputs) -> Tensor:
 def _attended(inputs: Inputs, term: Tensor, scale: float) -> Tensor:
     """By torch's function; the scale is that of the channels before they were filled up."""
     if inputs.sink is not None:
-        inputs = sink_as_key(replace(inputs, mask=None, bias=term))
+        inputs = replace(inputs, mask=None, bias=term).sink_as_key()
         assert inputs.bias is not None
         term = inputs.bias
     term, alive = revive(term) if torch.compiler.is_exporting() else (term, None)

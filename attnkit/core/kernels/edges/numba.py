@@ -22,11 +22,11 @@ from attnkit.core.kernels.base import (
     device_reasons,
     first_channels,
     multiple_of_8,
+    sink_gradient,
     with_channels,
 )
 from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results
-from attnkit.core.kernels.sink import sink_gradient
 from attnkit.core.masks.edges import Edges
 from attnkit.core.scores.additive import Additive
 from attnkit.core.threads import run_tasks
