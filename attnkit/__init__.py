@@ -52,6 +52,7 @@ _HOME = {
     "UnsupportedError": "attnkit.core.kernels.choose",
     "explain_backends": "attnkit.core.kernels.choose",
     "record_backends": "attnkit.core.kernels.record",
+    "record_logits": "attnkit.core.capture.logits",
     "attention_weights": "attnkit.core.weights",
     "capture_attention": "attnkit.core.capture.weights",
     "count_multiply_adds": "attnkit.core.capture.multiply_adds",
@@ -139,6 +140,7 @@ if TYPE_CHECKING:
     from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend
     from attnkit.core.cache import KeyValueCache
+    from attnkit.core.capture.logits import record_logits
     from attnkit.core.capture.multiply_adds import count_multiply_adds
     from attnkit.core.capture.weights import capture_attention
     from attnkit.core.kernels.choose import UnsupportedError, explain_backends

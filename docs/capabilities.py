@@ -58,6 +58,7 @@ NORMALIZERS: Factory = {
 OPTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "bias": lambda: {"bias": torch.rand(HEADS, TOKENS, TOKENS)},
     "learned bias": lambda: {"bias": torch.rand(HEADS, TOKENS, TOKENS, requires_grad=True)},
+    "sink": lambda: {"sink": torch.rand(HEADS)},
     "dropout": lambda: {"dropout_p": 0.1},
     "scale ≤ 0": lambda: {"scale": -1.0},
     "grouped heads": dict,

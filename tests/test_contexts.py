@@ -169,6 +169,7 @@ CASES = {
     "capture_attention": Case(attnkit.capture_attention, read=lambda found, _: dict(found)),
     "capture_gates": Case(attnkit.capture_gates, Gates, lambda maps, _: dict(maps)),
     "record_backends": Case(attnkit.record_backends, read=lambda record, _: record.counts),
+    "record_logits": Case(attnkit.record_logits, read=lambda found, _: dict(found)),
     "record_draws": Case(
         lambda _: attnkit.record_draws(), drawing, lambda draws, _: [vars(draw) for draw in draws]
     ),

@@ -50,6 +50,12 @@ MODELS = {
          "intermediate_size_mlp": 40},
         {"Dense": 2},
     ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {**TEXT, "head_dim": 4, "sliding_window": 5, "num_local_experts": 2,
+         "num_experts_per_tok": 1},
+        {SLIDING: 1, CAUSAL: 1},
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": 53, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 64, **SPECIAL,
@@ -286,7 +292,6 @@ def test_a_mask_that_a_model_reads_or_writes_is_its_numbers():
 def test_what_is_not_computed_is_refused():
     query, module = torch.randn(1, 3, 7, 5), torch.nn.Linear(1, 1)
     for name, what in (
-        ("s_aux", "attention sinks"),
         ("sinks", "attention sinks"),
         ("indices", "a choice of keys for each query"),
         ("block_indices", "a choice of keys for each query"),
@@ -297,15 +302,6 @@ def test_what_is_not_computed_is_refused():
     causal, _ = made(batch_size=1, mask_function=FUNCTIONS["causal"]())
     with pytest.raises(ValueError, match=r"cu_seq_lens_q: 2 sequences.*give position_ids"):
         attention(module, query, query, query, causal, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
-
-
-def test_a_model_with_sinks_is_refused():
-    kind = transformers.GptOssForCausalLM
-    settings = {**TEXT, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
-    model = kind(kind.config_class(**settings))
-    model.set_attn_implementation("attnkit")
-    with pytest.raises(ValueError, match="s_aux: GptOssAttention has attention sinks"):
-        model(some_tokens())
 
 
 def test_sequences_given_by_their_ends():

@@ -34,6 +34,7 @@ def attend(
     edge_features: EdgeFeatures | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    sink: Annotated[Tensor, "heads"] | None = None,
     backend: str = "auto",
 ) -> Annotated[Tensor, "*batch heads queries value_dim"]:
     """Attention: for each query, the average of the values, weighted by how well their keys match.
@@ -61,6 +62,9 @@ def attend(
         scale: the factor of "scaled_dot"; 1/√head_dim if None.
         dropout_p: the share of weights zeroed, the rest scaled by 1/(1 − dropout_p). Applied
             whenever it is not 0; modules pass 0 in evaluation.
+        sink: a logit s for each query head, which takes weight and has no value (the learned sinks
+            of gpt-oss, OpenAI 2025): weight_ij = e^score_ij / (e^s + Σ_j e^score_ij). Only with
+            softmax; −∞ is none.
         backend: "auto" takes the first kernel that can compute this and is worthwhile;
             "edges_triton", "edges_numba", "edges", "varlen", "block_sparse", "flex", "flash",
             "cudnn", "efficient", "linear", "delta_rule", "blockwise", "hard", "math" or
@@ -83,6 +87,7 @@ def attend(
         mask is None
         and bias is None
         and edge_features is None
+        and sink is None
         and scale is None
         and score in _PLAIN_SCORE
         and normalizer in _PLAIN_NORMALIZER
@@ -107,6 +112,7 @@ def attend(
         edge_features=edge_features,
         scale=scale,
         dropout_p=dropout_p,
+        sink=sink,
     )
     kernel = choose_backend(inputs, backend)
     if torch.compiler.is_compiling() or not (inputs.dropout_p or inputs.normalizer.draws):

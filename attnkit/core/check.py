@@ -12,7 +12,7 @@ from attnkit.core.masks.base import Mask, as_4d, as_mask, check_broadcastable
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.masks.sequences import Causal
 from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
-from attnkit.core.precision import WITHOUT_AUTOCAST
+from attnkit.core.precision import WITHOUT_AUTOCAST, wide
 from attnkit.core.scores.kinds import Score, as_score
 
 
@@ -28,6 +28,7 @@ def check_inputs(
     edge_features: EdgeFeatures | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    sink: Tensor | None = None,
 ) -> Inputs:
     """Check `attend`'s arguments against each other; ValueError or TypeError name the wrong one."""
     if not 0.0 <= dropout_p < 1.0:
@@ -63,6 +64,7 @@ def check_inputs(
         normalizer=normalizer,
         edge_features=edge_features,
         dropout_p=float(dropout_p),
+        sink=None if sink is None else _sink(sink, query, normalizer),
     )
     if edge_features is not None:
         _check_edge_features(edge_features, inputs)
@@ -84,6 +86,18 @@ def _with_causal(
     is_top_left = bias.variant == CausalVariant.UPPER_LEFT
     causal = Causal("top_left" if is_top_left else "bottom_right")
     return causal if mask is None else as_mask(mask) & causal
+
+
+def _sink(sink: Tensor, query: Tensor, normalizer: Normalizer) -> Tensor:
+    """The sink as `Inputs` has it."""
+    floating("sink", sink, query)
+    if list(sink.shape) != [query.shape[1]]:
+        raise ValueError(f"sink: expected [heads] = [{query.shape[1]}], got {list(sink.shape)}")
+    if not isinstance(normalizer, Softmax):
+        raise ValueError(f"sink: expected softmax, to whose sums it is added, got {normalizer}")
+    sink = sink if torch.is_grad_enabled() else sink.detach()
+    dtype = wide(query.dtype)
+    return sink.to(dtype).clamp(min=torch.finfo(dtype).min)
 
 
 def _check_layout(name: str, tensor: Tensor) -> None:

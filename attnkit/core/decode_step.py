@@ -62,6 +62,7 @@ def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
         and block.score.softcap is None
         and type(block.normalizer) is Softmax
         and block.gate_proj is None
+        and block.sink is None
         and block.num_kv_heads == block.num_heads
         and block.value_head_dim == block.head_dim
         and type(block.query_norm) is nn.Identity

@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional as F
 
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
@@ -36,6 +37,8 @@ class Inputs:
     bias: Annotated[Tensor, "#batch #heads #queries #keys"] | None = None
     edge_features: EdgeFeatures | None = None
     dropout_p: float = 0.0
+    sink: Annotated[Tensor, "heads"] | None = None
+    """In the dtype that sums are computed in, nowhere −∞: a row that may look nowhere has it."""
 
     @property
     def dot_dim(self) -> int | None:
@@ -59,6 +62,21 @@ class Inputs:
         return replace(
             self, query=query, key=key, score=ScaledDot(scale=scale, softcap=score.softcap)
         )
+
+    def sink_as_key(self) -> Inputs:
+        """The same attention by one more key of zeros: the sink is its bias, and its value is 0.
+
+        The score is a scaled dot product; mask and bias become one tensor of biases.
+        """
+        assert self.sink is not None
+        bias = self.query.new_zeros(1, 1, 1, 1) if self.bias is None else self.bias
+        term = replace(self, bias=bias).attn_mask()
+        assert term is not None
+        sink = cast_bias(self.sink, term.dtype)[None, :, None, None]
+        rows = torch.broadcast_shapes(term.shape[:3], sink.shape[:3])
+        term = torch.cat([term.expand(*rows, self.num_keys), sink.expand(*rows, 1)], dim=3)
+        key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (self.key, self.value))
+        return replace(self, key=key, value=value, mask=None, bias=term, sink=None)
 
     def real_keys(self) -> Annotated[Tensor, "batch 1 keys 1", bool] | None:
         """Which keys are not padding; None where no `Padding` says so."""

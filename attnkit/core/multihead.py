@@ -69,6 +69,7 @@ class MultiHeadAttention(Projections):
             `Normalizer`; or a module from the keys' tokens to one. In evaluation "hard" takes the
             best key.
         gate: "elementwise", a gate for each channel; "head", for each head; None: none.
+        sink: whether to learn a sink for each head, as in `attend`, which begins at 0.
         dropout_p: the share of weights dropped in training; none in evaluation.
         backend: the kernel, as in `attend`.
 
@@ -93,6 +94,7 @@ class MultiHeadAttention(Projections):
         score: str | Score | nn.Module = "scaled_dot",
         normalizer: str | Normalizer | nn.Module = "softmax",
         gate: OutputGate | None = None,
+        sink: bool = False,
         dropout_p: float = 0.0,
         backend: str = "auto",
     ) -> None:
@@ -120,7 +122,14 @@ class MultiHeadAttention(Projections):
             gates = num_heads if gate == "head" else num_heads * self.value_head_dim
             self.gate_proj = nn.Linear(dim, gates, bias=bias)
         self.out_proj = nn.Linear(num_heads * self.value_head_dim, dim, bias=out_bias)
+        self.sink = nn.Parameter(torch.empty(num_heads)) if sink else None
         self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform per projection, as torch's module; biases and sinks 0."""
+        super().reset_parameters()
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
 
     def forward(
         self,
@@ -233,7 +242,7 @@ class MultiHeadAttention(Projections):
         *,
         is_new: bool,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        """Query, key and value as heads, and current score and normalizer."""
+        """Query, key and value as heads, and current score, normalizer and sink."""
         if query.is_nested:
             not_nested(query=query)
         if key is None and value is not None:
@@ -260,7 +269,8 @@ class MultiHeadAttention(Projections):
                 heads = heads[0], cache.key, cache.value
         tokens = None if cache is not None or isinstance(key, KeyValueCache) else key
         score = self.score() if isinstance(self.score, nn.Module) else self.score
-        return heads, {"score": score, "normalizer": self._normalizer_now(tokens)}
+        options = {"score": score, "normalizer": self._normalizer_now(tokens), "sink": self.sink}
+        return heads, options
 
     def _normalizer_now(self, tokens: Tensor | None) -> Normalizer:
         """The normalizer for the keys of these tokens; None where only keys were kept."""

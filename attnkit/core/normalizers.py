@@ -82,10 +82,10 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class Softmax(Normalizer):
-    """weight_ij = exp(score_ij) / Σ_j exp(score_ij)."""
+    """weight_ij = exp(score_ij) / Σ_j exp(score_ij), with exp(sink) in the sum if there is one."""
 
     def weights(self, inputs: Inputs, allowed: Tensor | None) -> Tensor:
-        return softmax(masked_scores(inputs, allowed))
+        return softmax(masked_scores(inputs, allowed), inputs.sink)
 
 
 @dataclass(frozen=True)
@@ -336,11 +336,19 @@ def masked_scores(
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 
-def softmax(scores: Annotated[Tensor, "*rows keys"]) -> Annotated[Tensor, "*rows keys"]:
+def softmax(
+    scores: Annotated[Tensor, "*rows keys"], sink: Annotated[Tensor, "heads"] | None = None
+) -> Annotated[Tensor, "*rows keys"]:
     """softmax over the last dimension, where a row of nothing but −∞ is exactly 0, and so is its
-    gradient."""
+    gradient.
+
+    sink: a further score of each head, whose weight is left out; rows are [batch, heads, queries].
+    """
     if scores.shape[-1] == 0:
         return scores
+    if sink is not None:
+        column = sink[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
     scores, dead = revived(scores)
     return scores.softmax(dim=-1).masked_fill(dead, 0.0)
 

@@ -31,6 +31,7 @@ def attention_weights(
     bias: Annotated[Tensor, "#batch #heads #queries #keys"] | None = None,
     normalizer: str | Normalizer = "softmax",
     scale: float | None = None,
+    sink: Annotated[Tensor, "heads"] | None = None,
     rows: Indices = None,
     heads: Indices = None,
 ) -> Annotated[Tensor, "batch chosen_heads rows keys"]:
@@ -41,7 +42,8 @@ def attention_weights(
     block of scores is held. Differentiable.
 
     Args:
-        query, key, score, mask, bias, normalizer, scale: as in `attend`.
+        query, key, score, mask, bias, normalizer, scale, sink: as in `attend`; with a sink, the
+            weights of a row sum to less than 1.
         rows: which queries, None for all.
         heads: which query heads, None for all.
 
@@ -52,7 +54,15 @@ def attention_weights(
         IndexError: a row or head does not exist. Otherwise as `attend`.
     """
     inputs = check_inputs(
-        query, key, key, score=score, mask=mask, bias=bias, normalizer=normalizer, scale=scale
+        query,
+        key,
+        key,
+        score=score,
+        mask=mask,
+        bias=bias,
+        normalizer=normalizer,
+        scale=scale,
+        sink=sink,
     )
     if isinstance(inputs.mask, Edges) and inputs.mask.has_repeated:
         raise ValueError(
@@ -81,6 +91,7 @@ def of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
             value=inputs.value[:, kv_heads],
             score=inputs.score.select(heads),
             normalizer=inputs.normalizer.select(heads),
+            sink=None if inputs.sink is None else inputs.sink[heads],
         )
     ).as_scaled_dot()
 

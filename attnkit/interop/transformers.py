@@ -33,9 +33,9 @@ def register_transformers() -> None:
         model.set_attn_implementation("attnkit")  # or of a model that there is
 
     Every model that asks transformers' `AttentionInterface` then computes
-    softmax(scale · q·k + position bias) v by `attend`, with its softcap, its dropout in training
-    and grouped heads as they are. A causal mask, a sliding window, packed sequences (found by
-    transformers from `position_ids`, or given as `cu_seq_lens_q`) and padding are `Causal`,
+    softmax(scale · q·k + position bias) v by `attend`, with its softcap, its sinks, its dropout in
+    training and grouped heads as they are. A causal mask, a sliding window, packed sequences (found
+    by transformers from `position_ids`, or given as `cu_seq_lens_q`) and padding are `Causal`,
     `Window`, `Packed`, `Padding` and combinations by `&`, so that kernels leave out what they do
     not allow. Every other mask is evaluated to booleans, as transformers does for "sdpa"; so are
     the masks of one query and those of traced and compiled models.
@@ -47,7 +47,8 @@ def register_transformers() -> None:
     Raises:
         ImportError: transformers is not installed.
         ValueError (of the model's forward): it has what `attend` does not compute: attention sinks
-            (`s_aux`, `sinks`), or a choice of keys by `indices` or `block_indices`.
+            that are no logits of heads (`sinks`), or a choice of keys by `indices` or
+            `block_indices`.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -70,6 +71,7 @@ def attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     output_attentions: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -94,17 +96,16 @@ def attention(
         given = [tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in given]
     score = ScaledDot(scale=scaling, softcap=softcap)
     with _recorded(module, mask, bias):
-        output = attend(*given, score=score, mask=mask, bias=bias, dropout_p=dropout)
+        output = attend(*given, score=score, mask=mask, bias=bias, dropout_p=dropout, sink=s_aux)
     if joins_items:
         output = output[0].unflatten(1, (len(query), -1)).transpose(0, 1)
     weights = None
     if output_attentions:
-        weights = attention_weights(query, key, score=score, mask=mask, bias=bias)
+        weights = attention_weights(query, key, score=score, mask=mask, bias=bias, sink=s_aux)
     return output.transpose(1, 2).contiguous(), weights
 
 
 _REFUSED = {
-    "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "indices": "a choice of keys for each query",
     "block_indices": "a choice of keys for each query",

@@ -1,7 +1,7 @@
 """Masks against full and padded attention, forward + backward.
 
     python docs/benchmarks/masks.py [line] [memory] [grid] [packed] [compositions] [patterns] [plan]
-        [--busy 1]
+        [sinks] [--busy 1]
 
 - line: a window of ±128 at 32,768 tokens, 4 heads × 64, against full flash in the same run, and
   against itself at half the tokens;
@@ -13,7 +13,8 @@
 - compositions: thirteen masks at 4,096 and 16,384 tokens, 4 heads × 64, one thread, processor time
   as a share of flash without a mask, beside the share of 64 × 64 blocks that the mask touches;
 - patterns: Longformer's and BigBird's at 16,384 tokens, against flash without a mask;
-- plan: the plans of masks at a million tokens, time and memory.
+- plan: the plans of masks at a million tokens, time and memory;
+- sinks: a learned sink against none, 4,096 tokens, 4 heads × 64, one thread, processor time.
 
 Programs alternate; a ratio is the median of the rounds' ratios. On a machine that others use too,
 set OMP_WAIT_POLICY=passive: threads that spin while they wait hold up these short parallel regions.
@@ -269,6 +270,26 @@ def plan(pairs: int) -> None:
     print(table(rows))
 
 
+def sinks(pairs: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    inputs, sink = tensors(4, 4096, 64), torch.randn(4, requires_grad=True)
+    packed = Packed(packed_lengths(4096, torch.Generator().manual_seed(0)))
+    masks = {"none": None, "Causal": Causal(), "Window": WINDOW, "Packed": packed}
+    for name, mask in masks.items():
+
+        def with_sink(query, key, value, sink, mask=mask):
+            return attnkit.attend(query, key, value, sink=sink, mask=mask)
+
+        programs = {
+            "with a sink": step(with_sink, [*inputs, sink]),
+            "without": step(attention(mask=mask), inputs),
+        }
+        times = alternate(programs, 4 * pairs, clock=time.process_time)
+        print(table([row(name, times, "without", "with a sink")]))
+    torch.set_num_threads(threads)
+
+
 FIGURES = {
     "memory": memory,
     "grid": grid,
@@ -277,6 +298,7 @@ FIGURES = {
     "compositions": compositions,
     "patterns": patterns,
     "plan": plan,
+    "sinks": sinks,
 }
 
 

@@ -11,6 +11,7 @@ take. FakeTensorMode's own CUDA tensors have no backward where there is no GPU.
 """
 
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -129,7 +130,11 @@ def flex_attention(query, key, value, options):
     batch, head, row, column = torch.meshgrid(*where, indexing="ij")
     allowed = mask.mask_mod(batch, head, row, column)
     grouped = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
-    return fused(SDPBackend.MATH, query, key, value, allowed, **grouped)
+    output = fused(SDPBackend.MATH, query, key, value, allowed, **grouped)
+    if "return_aux" not in options:
+        return output
+    assert options["return_aux"].lse
+    return output, SimpleNamespace(lse=output.float().logsumexp(-1))
 
 
 @contextmanager

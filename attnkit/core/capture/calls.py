@@ -290,6 +290,7 @@ def edge_call(layer: str, inputs: Inputs, output: Tensor) -> EdgeCall:
             edges,
             score=inputs.score,
             edge_features=features,
+            sink=inputs.sink,
         ).T
         value = inputs.repeated_heads()[1][0]
     callers = edges.looped_from or edges

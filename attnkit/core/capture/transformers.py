@@ -87,6 +87,7 @@ def _inputs(
     is_causal: bool | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> Inputs:
     """The arguments as they are meant; whether the function means them so the output must tell."""
@@ -116,6 +117,7 @@ def _inputs(
         mask=mask,
         bias=bias,
         dropout_p=dropout,
+        sink=s_aux,
     )
 
 

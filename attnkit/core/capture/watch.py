@@ -11,7 +11,7 @@ from attnkit.core.capture.pyg import attention_convolutions, watch_convolutions
 from attnkit.core.capture.torch_functions import FunctionTap
 from attnkit.core.capture.transformers import watch_interface
 from attnkit.core.contexts import uncompiled
-from attnkit.core.listeners import LISTENERS, Seen
+from attnkit.core.listeners import LISTENERS, Listener, Seen
 from attnkit.core.running import RunningModules, functions_handled
 
 
@@ -61,12 +61,8 @@ def told_of_attention(
     listener = _Listener(running, chosen, served or {})
     running.records += [chosen.choice.ran, chosen.choice.names, chosen.waiting, listener.missed]
     with ExitStack() as stack:
-        stack.enter_context(LISTENERS.opened(listener))
-        stack.enter_context(uncompiled())
-        stack.enter_context(running.followed())
+        stack.enter_context(heard(listener, running))
         stack.callback(model.register_forward_hook(listener.has_run).remove)
-        stack.enter_context(functions_handled(FunctionTap()))
-        stack.enter_context(watch_interface())
         convolutions = {
             name: module
             for name, module in attention_convolutions(model).items()
@@ -77,6 +73,20 @@ def told_of_attention(
         yield running
         listener.settle()
         chosen.choice.check()
+
+
+@contextmanager
+def heard(listener: Listener, running: RunningModules) -> Iterator[None]:
+    """In the block the listener is told of `attend`, of torch's functions and of transformers'
+    interface, and modules are followed."""
+    with (
+        LISTENERS.opened(listener),
+        uncompiled(),
+        running.followed(),
+        functions_handled(FunctionTap()),
+        watch_interface(),
+    ):
+        yield
 
 
 class _Listener:

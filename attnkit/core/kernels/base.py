@@ -35,6 +35,8 @@ class Backend:
     """The normalizers it computes."""
     needs_mask = ""
     """What mask it is for, if it is for one alone; it serves nothing without a mask."""
+    has_sink = False
+    """Whether it computes a sink."""
     reads_edges = False
     """Whether it reads edges one by one, with what they carry, or as a boolean mask."""
     has_all_derivatives = False
@@ -50,6 +52,9 @@ class Backend:
         if self.needs_mask and inputs.mask is None:
             serves = False
             yield f"needs {self.needs_mask}, got no mask"
+        if inputs.sink is not None and not self.has_sink:
+            serves = False
+            yield "has no sink"
         for reason in self.reasons(inputs):
             serves = False
             yield reason
@@ -158,6 +163,11 @@ def with_channels(tensor: Tensor, size: int) -> Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
+def channels_in_order(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, with its channels beside each other."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def first_channels(tensor: Tensor, size: int) -> Tensor:
     """The first channels; the tensor itself if it has no more: a slice copies the gradient."""
     return tensor if tensor.shape[-1] == size else tensor[..., :size]
@@ -172,6 +182,30 @@ def are_known(*sizes: int) -> bool:
     """Whether these are numbers, and none stands for any number in an exported program, which then
     must not depend on how large it is."""
     return not torch.compiler.is_exporting() or all(map(has_static_value, sizes))
+
+
+def add_sink_(output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Add a sink [..., 1, 1] to the softmax of a fused kernel, by its log-sum-exps [..., rows, 1]:
+
+        lse' = log(e^lse + e^sink),   output' = output · e^(lse − lse') = output · σ(lse − sink)
+
+    Writes output' over the output and returns lse'. A fused backward that is given these in the
+    place of its own gives exactly the gradients of query, key and value.
+    """
+    output.mul_(torch.sigmoid(lse - sink))
+    return torch.logaddexp(lse, sink)
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, *pairs: tuple[Tensor, Tensor | None]) -> Tensor:
+    """−Σ_i e^(sink − lse'_i) (gradient_i · output'_i), for outputs' with their gradients, of which
+    None is 0."""
+    products = [
+        (output * gradient).sum(dim=-1, keepdim=True, dtype=lse.dtype)
+        for output, gradient in pairs
+        if gradient is not None
+    ]
+    share = (sink - lse).exp()
+    return -(share * sum(products)).sum_to_size(sink.shape)
 
 
 def name_what_has_a_second_derivative(output: Tensor, backend: str) -> None:

@@ -19,8 +19,10 @@ from torch import Tensor
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
+    add_sink_,
     are_known,
     bias_gradient_reasons,
+    channels_in_order,
     device_reasons,
     dot_product_reasons,
     dropout_reasons,
@@ -28,6 +30,7 @@ from attnkit.core.kernels.base import (
     first_channels,
     functorch_reasons,
     refuse_second_derivative,
+    sink_gradient,
     with_channels,
 )
 from attnkit.core.kernels.block_steps import Lane, Step, Steps, Task, grid_of
@@ -49,6 +52,7 @@ class BlockSparse(Backend):
     """Any mask, in time linear in the blocks of queries × keys that it does not leave empty."""
 
     name = "block_sparse"
+    has_sink = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         if torch.compiler.is_compiling():
@@ -93,10 +97,11 @@ class BlockSparse(Backend):
         value_dim = inputs.value.shape[3]
         dim = max(inputs.query.shape[3], value_dim)
         query, key, value = (
-            _last_contiguous(with_channels(tensor, dim))
+            channels_in_order(with_channels(tensor, dim))
             for tensor in (inputs.query, inputs.key, inputs.value)
         )
-        output = _Attention.apply(query, key, value, inputs)
+        sink = None if inputs.sink is None else inputs.sink[:, None, None]
+        output = _Attention.apply(query, key, value, sink, inputs)
         return first_channels(output, value_dim)
 
 
@@ -135,7 +140,9 @@ def _cost(inputs: Inputs) -> int:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, inputs: Inputs
+    ) -> Tensor:
         batch, num_heads, num_queries, dim = query.shape
         # heads lie beside each other, as the output projection reads them
         output = query.new_zeros(batch, num_queries, num_heads, dim).transpose(1, 2)
@@ -143,15 +150,17 @@ class _Attention(torch.autograd.Function):
         steps = steps_of(inputs)
         shares = _shares(inputs, steps, (query, output, lse), (key, value))
         _run([partial(share.forward, task) for share in shares for task in share.lane.tasks], query)
-        ctx.save_for_backward(query, key, value, output, lse)
+        if sink is not None:
+            lse = add_sink_(output, lse[..., None], sink)[..., 0]
+        ctx.save_for_backward(query, key, value, sink, output, lse)
         ctx.inputs, ctx.steps = inputs, steps
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("block_sparse", *gradients, *ctx.saved_tensors)
-        query, key, value, output, lse = ctx.saved_tensors
-        rows = query, output, lse, _last_contiguous(gradients[0])
+        query, key, value, sink, output, lse = ctx.saved_tensors
+        rows = query, output, lse, channels_in_order(gradients[0])
         # sums of many steps: in float32 where the kernel computes in half precision
         totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
         tasks: list[_Function] = []
@@ -163,7 +172,10 @@ class _Attention(torch.autograd.Function):
                 else:
                     tasks.append(partial(share.backward_of_gathered, task))
         _run(tasks, query)
-        return *(total.to(query.dtype) for total in totals), None
+        of_sink = None
+        if sink is not None:
+            of_sink = sink_gradient(sink, lse[..., None], (output, gradients[0]))
+        return *(total.to(query.dtype) for total in totals), of_sink, None
 
 
 _Function = Callable[[], Callable[[], None] | None]
@@ -385,7 +397,3 @@ def _add_side_by_side(total: Tensor, runs: tuple[tuple[int, int], ...], parts: T
     sizes = [size for _, size in runs]
     for run, part in zip(runs, parts.split_with_sizes(sizes, dim=2), strict=True):
         total.narrow(2, *run).add_(part)
-
-
-def _last_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

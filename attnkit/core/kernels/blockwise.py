@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend, empty_reasons
 from attnkit.core.kernels.recompute import in_blocks
-from attnkit.core.normalizers import masked_scores, revived
+from attnkit.core.normalizers import masked_scores, revived, softmax
 
 
 class Blockwise(Backend):
@@ -19,6 +19,7 @@ class Blockwise(Backend):
 
     name = "blockwise"
     has_all_derivatives = True
+    has_sink = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         return empty_reasons(inputs)
@@ -29,6 +30,9 @@ class Blockwise(Backend):
 
 
 def _attend(block: Inputs, allowed: Tensor | None) -> tuple[Tensor]:
-    scores, dead = revived(masked_scores(block, allowed))
+    scores = masked_scores(block, allowed)
+    if block.sink is not None:
+        return (F.dropout(softmax(scores, block.sink), block.dropout_p) @ block.value,)
+    scores, dead = revived(scores)
     weights = F.dropout(scores.softmax(dim=-1), block.dropout_p)
     return ((weights @ block.value).masked_fill(dead, 0.0),)

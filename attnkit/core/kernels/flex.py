@@ -43,6 +43,7 @@ class Flex(Backend):
     """torch's FlexAttention, compiled; skips the blocks that the mask leaves empty."""
 
     name = "flex"
+    has_sink = True
     needs_mask = "a mask"
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
@@ -73,7 +74,16 @@ class Flex(Backend):
             for tensor in (inputs.query, inputs.key, inputs.value)
         )
         options = {"block_mask": blocks, "scale": inputs.scale, "enable_gqa": inputs.is_grouped}
+        sink = inputs.sink
+        if sink is not None:
+            from torch.nn.attention import flex_attention as flex
+
+            options["return_aux"] = flex.AuxRequest(lse=True)
         output = _flex_attention(inputs)(*tensors, options)
+        if sink is not None:
+            output, aux = output
+            share = torch.sigmoid(aux.lse - sink[:, None])  # of which flex has the derivative
+            output = (output * share[..., None]).to(output.dtype)
         return first_channels(output, inputs.value.shape[3])
 
 

@@ -235,7 +235,7 @@ def _checkpointed(
 
 def _tensors(inputs: Inputs) -> dict[str, Tensor]:
     """What a gradient may be asked of: the inputs' own tensors and their score's, by name."""
-    named = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
+    named = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias", "sink")}
     named |= vars(inputs.score)
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 

@@ -57,9 +57,8 @@ def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
     return _added(output, target, weights[..., None] * value)
 
 
-def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
-    """softmax over the edges of each target of score(q_i, k_j + W_k e_ij) + b_ij + bias_ij, [batch,
-    heads, edges]."""
+def scores_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
+    """score(q_i, k_j + W_k e_ij) + b_ij + bias_ij, [batch, heads, edges]."""
     source, target = edges.edge_index
     query, key = inputs.query[:, :, target], inputs.key[:, :, source]
     features = inputs.edge_features
@@ -75,12 +74,21 @@ def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
     if inputs.bias is not None:
         shape = (*query.shape[:2], inputs.num_queries, inputs.num_keys)
         scores = scores + inputs.bias.expand(shape)[:, :, target, source]
+    return scores
+
+
+def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
+    """softmax over the edges of each target, and the sink, of `scores_of_edges`."""
+    target, scores, sink = edges.edge_index[1], scores_of_edges(inputs, edges), inputs.sink
     largest = scores.new_full(inputs.query.shape[:3], -torch.inf)
     places = target.long().expand_as(scores)
     largest = largest.scatter_reduce(2, places, scores.detach(), "amax")
+    if sink is not None:
+        largest = torch.maximum(largest, sink.detach()[:, None])
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     exponentials = (scores - largest[:, :, target]).exp()
-    totals = _added(torch.zeros_like(largest), target, exponentials)[:, :, target]
+    others = torch.zeros_like(largest) if sink is None else (sink[:, None] - largest).exp()
+    totals = _added(others, target, exponentials)[:, :, target]
     return exponentials / totals.masked_fill(totals == 0, 1.0)
 
 
@@ -97,6 +105,7 @@ class Reference(Backend):
     name = "reference"
     normalizers = (Normalizer,)
     has_all_derivatives = True
+    has_sink = True
     reads_edges = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:

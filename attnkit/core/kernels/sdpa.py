@@ -9,6 +9,7 @@ batch item of its own; the gradients of keys and values are then sums over the p
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +21,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
+    add_sink_,
     bias_gradient_reasons,
+    channels_in_order,
     device_reasons,
     dot_product_reasons,
     dropout_reasons,
     empty_reasons,
     first_channels,
+    functorch_reasons,
     multiple_of_8,
     name_what_has_a_second_derivative,
+    refuse_second_derivative,
+    sink_gradient,
     wants_more_than_gradient,
     with_channels,
 )
+from attnkit.core.kernels.record import note_kernel
 
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 LEAST_QUERIES = 256  # of a part: with fewer, splitting costs what it gains
 SHORT = 64  # tokens: with a bias cuDNN lost at 49 and won at 2,048 of them, on an H100
 
@@ -90,6 +99,8 @@ class Sdpa(Backend):
 
     def compute(self, inputs: Inputs) -> Tensor:
         inputs = inputs.as_scaled_dot()
+        if inputs.sink is not None:
+            return self.with_sink(inputs)
         query, key, value = inputs.query, inputs.key, inputs.value
         head_dim, value_dim = self.head_dims(inputs)
         grouped = inputs.is_grouped
@@ -116,12 +127,17 @@ class Sdpa(Backend):
         output = first_channels(output, inputs.value.shape[3])
         return output if alive is None else output.masked_fill(~alive, 0.0)
 
+    def with_sink(self, inputs: Inputs) -> Tensor:
+        """`compute` of a scaled dot product with a sink."""
+        return self.compute(inputs.sink_as_key())
+
 
 class Flash(Sdpa):
     """FlashAttention: torch's own on CPU, FlashAttention-2 on CUDA."""
 
     name = "flash"
     kernel = SDPBackend.FLASH_ATTENTION
+    has_sink = True
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
         largest = max(_dot_dim(inputs), inputs.value.shape[3])
@@ -138,6 +154,30 @@ class Flash(Sdpa):
         inputs = inputs.as_scaled_dot()
         return joined_parts(super().compute(split_queries(inputs, num_parts)), inputs)
 
+    def with_sink(self, inputs: Inputs) -> Tensor:
+        if torch.compiler.is_exporting():  # a program for other devices, and for ONNX
+            return super().with_sink(inputs)
+        assert inputs.sink is not None
+        dim = self.head_dims(inputs)[0]
+        dim = multiple_of_8(dim) if inputs.query.is_cuda else dim
+        tensors = (inputs.query, *inputs.repeated_heads())
+        output = _FlashWithSink.apply(
+            *(self.readable(tensor, dim) for tensor in tensors),
+            inputs.sink[:, None, None],
+            inputs.attn_mask(),
+            (inputs.dropout_p, inputs.is_causal and not inputs.has_attn_mask),
+            inputs.scale,
+        )
+        note_kernel(self.name)
+        return first_channels(output, inputs.value.shape[3])
+
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from super().reasons(inputs)
+        if inputs.sink is not None:
+            yield from functorch_reasons()
+            if torch.compiler.is_exporting() and inputs.sink.requires_grad:
+                yield "has no gradient for the sink in an exported program"
+
     def cpu_reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from dropout_reasons(inputs)
         yield from bias_gradient_reasons(inputs)
@@ -151,6 +191,46 @@ class Flash(Sdpa):
             yield "cannot read a mask or bias but Causal on CUDA"
         elif inputs.is_causal:
             yield from _square_reasons(inputs)
+
+
+class _FlashWithSink(torch.autograd.Function):
+    """Options are dropout_p and is_causal; the sink is [heads, 1, 1]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor,
+        term: Tensor | None,
+        options: tuple[float, bool],
+        scale: float,
+    ) -> Tensor:
+        rest: list[Any] = []
+        if query.is_cuda:
+            output, lse, *rest = flash_cuda(query, key, value, *options, False, scale=scale)
+        else:
+            output, lse = flash_cpu(query, key, value, *options, attn_mask=term, scale=scale)
+        rows = add_sink_(output, lse[..., None], sink)
+        # where sequences begin, how long they are, and dropout's random numbers
+        ctx.lengths, ctx.options, ctx.scale = rest[2:4], options, scale
+        kept = *rest[:2], *rest[4:6]
+        ctx.save_for_backward(query, key, value, output, rows, sink, term, *kept)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("flash", *gradients, *ctx.saved_tensors)
+        query, key, value, output, rows, sink, term, *kept = ctx.saved_tensors
+        gradient = channels_in_order(gradients[0])
+        given = gradient, query, key, value, output, rows[..., 0]
+        if query.is_cuda:
+            where = *kept[:2], *ctx.lengths, *ctx.options, *kept[2:]
+            found = flash_cuda_backward(*given, *where, scale=ctx.scale)
+        else:
+            found = flash_cpu_backward(*given, *ctx.options, attn_mask=term, scale=ctx.scale)
+        return *found, sink_gradient(sink, rows, (output, gradient)), None, None, None
 
 
 def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -226,6 +306,7 @@ class Efficient(Sdpa):
     name = "efficient"
     kernel = SDPBackend.EFFICIENT_ATTENTION
     device_types = ("cuda",)
+    has_sink = True
     serves_grouped = False
     guards_dead_rows = True
 
@@ -244,6 +325,7 @@ class Math(Sdpa):
     kernel = SDPBackend.MATH
     device_types = ("cpu", "cuda", "mps", "xpu")
     has_all_derivatives = True
+    has_sink = True
     needs_positive_scale = False
     needs_unit_stride = False
 

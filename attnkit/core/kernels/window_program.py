@@ -126,6 +126,10 @@ def window_program(inputs: Inputs) -> Tensor:
 
 def _attended(inputs: Inputs, term: Tensor, scale: float) -> Tensor:
     """By torch's function; the scale is that of the channels before they were filled up."""
+    if inputs.sink is not None:
+        inputs = replace(inputs, mask=None, bias=term).sink_as_key()
+        assert inputs.bias is not None
+        term = inputs.bias
     term, alive = revive(term) if torch.compiler.is_exporting() else (term, None)
     output = F.scaled_dot_product_attention(
         inputs.query, inputs.key, inputs.value,

@@ -253,6 +253,13 @@ TRANSFORMERS = {
     "Llama": LLAMA,
     "T5Encoder": T5,
     "Gemma2": {**LLAMA, "head_dim": 4, "sliding_window": 5},
+    "GptOss": {
+        **LLAMA,
+        "head_dim": 4,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 16,
+    },
 }
 INTERFACES = {
     **dict.fromkeys(TRANSFORMERS, ("sdpa", "eager")),
@@ -260,6 +267,7 @@ INTERFACES = {
     "Llama": ("sdpa", "eager", "flex_attention"),
     "Data2VecVision": ("sdpa",),  # its eager attention asks no interface
     "Gemma2": ("eager",),  # which caps its scores, as torch's function can't
+    "GptOss": ("eager",),  # nor has it sinks
 }
 IN_TRANSFORMERS = [f"{name}, {kind}" for name, kinds in INTERFACES.items() for kind in kinds]
 QUICK = ("ViT, sdpa", "Llama, sdpa", "Llama, eager")

@@ -39,6 +39,10 @@ def table(**options):
     return torch.randn(HEADS, TOKENS, TOKENS, device="cuda", **options)
 
 
+def sink(**options):
+    return torch.randn(HEADS, device="cuda", **options)
+
+
 # heads of keys, dim, dim of values, and the options
 FORMS = {
     "plain": (HEADS, 64, 64, dict),
@@ -47,6 +51,7 @@ FORMS = {
     "wide": (HEADS, 136, 136, dict),
     "bias": (HEADS, 24, 24, lambda dtype: {"bias": table(dtype=dtype)}),
     "learned bias": (HEADS, 24, 24, lambda dtype: {"bias": table(requires_grad=True)}),
+    "sink": (HEADS // 3, 33, 7, lambda dtype: {"sink": sink(requires_grad=True)}),
     "dropout": (HEADS, 24, 24, lambda dtype: {"dropout_p": 0.1}),
     "scale": (HEADS, 24, 24, lambda dtype: {"scale": -2.0}),
     "additive": (
@@ -61,7 +66,7 @@ FORMS = {
 CASES = [
     *product(FORMS, [torch.bfloat16]),
     ("plain", torch.float16),
-    *product(("plain", "odd", "learned bias"), [torch.float32]),
+    *product(("plain", "odd", "learned bias", "sink"), [torch.float32]),
 ]
 # these need the places of the edges, which the tests of Triton hold
 WITHOUT = ("edges", "edges_triton")

@@ -73,7 +73,7 @@ def cells():
     yield from ({"score": score, "mask": mask} for score in scores for mask in masks)
     for normalizer in ("hard, the best", "linear", "delta rule"):
         yield from ({"normalizer": normalizer, "mask": mask} for mask in masks)
-    for option in ("bias", "learned bias", "scale ≤ 0", "grouped heads"):
+    for option in ("bias", "learned bias", "sink", "scale ≤ 0", "grouped heads"):
         yield from ({"option": option, "mask": mask} for mask in ("none", "Causal", "Window"))
 
 

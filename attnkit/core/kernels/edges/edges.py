@@ -36,6 +36,7 @@ from attnkit.core.kernels.edges.scores import (
     sum_edges,
     sum_edges_by_source,
     sum_features,
+    sum_weights,
 )
 from attnkit.core.masks.edges import Edges
 from attnkit.core.precision import no_autocast
@@ -68,6 +69,7 @@ class EdgesKernel(Backend):
     name = "edges"
     needs_mask = "mask=Edges(…) and no other mask"
     reads_edges = True
+    has_sink = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         if not isinstance(inputs.mask, Edges):
@@ -168,6 +170,9 @@ class EdgesKernel(Backend):
             if "value" in wanted:
                 by_source = kept.index_select(0, graph.by_source)
                 parts["value"] = sum_edges_by_source(graph, by_source, by_target)
+            if "sink" in wanted:  # whose weight is what the edges leave
+                left = totals[lanes].flatten() - sum_weights(graph, used).flatten()
+                parts["sink"] = -(left * shift).view(lanes.stop - lanes.start, -1).sum(dim=1)
             group.add_gradients(found, slopes, parts)
             if features_by_target is not None and "features" in wanted:
                 rows = features_by_target.index_select(0, graph.target).mul_(kept[:, None])

@@ -20,6 +20,7 @@ from attnkit.core.kernels.base import (
     device_reasons,
     first_channels,
     multiple_of_8,
+    sink_gradient,
     with_channels,
 )
 from attnkit.core.kernels.edges.edges import EdgesKernel
@@ -76,12 +77,27 @@ class NumbaEdgesKernel(EdgesKernel):
 
     def forward(self, problem: EdgeProblem) -> tuple[Results, Results]:
         """Outputs and sums of features; and two numbers of each softmax."""
-        return _Job(problem).forward()
+        (output, sums), (softmax,) = _Job(problem).forward()
+        if problem.sink is not None:
+            share = torch.sigmoid(_lse(softmax) - problem.sink)  # that of the edges
+            output, sums, _ = output.mul_(share), sums.mul_(share), softmax[..., 1:].mul_(share)
+        return (output, sums), (softmax,)
 
     def backward(
         self, problem: EdgeProblem, results: Results, gradients: Gradients, wanted: set[str]
     ) -> dict[str, Tensor]:
-        return _Job(problem).backward(results, gradients, wanted)
+        found = _Job(problem).backward(results, gradients, wanted - {"sink"})
+        if "sink" in wanted:
+            assert problem.sink is not None
+            *outputs, softmax = results
+            pairs = zip(outputs, gradients, strict=True)
+            found["sink"] = sink_gradient(problem.sink, _lse(softmax), *pairs)
+        return found
+
+
+def _lse(softmax: Tensor) -> Tensor:
+    """The log-sum-exp of each target, [lanes, targets, 1]; ∞ for one without edges."""
+    return softmax[..., :1] - softmax[..., 1:].log()
 
 
 @cache

@@ -15,7 +15,7 @@ from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.edges import Edges
 from attnkit.core.scores.additive import Additive
 
-TENSORS = ("query", "key", "value", "vector", "edge_query", "edge_key", "features", "bias")
+TENSORS = ("query", "key", "value", "vector", "edge_query", "edge_key", "features", "bias", "sink")
 """The fields of `EdgeProblem` that have gradients."""
 
 
@@ -37,6 +37,7 @@ class EdgeProblem:
     vector, bias: [lanes, channels] and [lanes, edges].
     edge_query: [lanes, targets, edge_dim]; edge_key: [lanes, channels, edge_dim].
     features: [edges, edge_dim], the same for all lanes.
+    sink: [lanes, 1, 1], e^sink is added to the sum of each softmax.
     """
 
     adjacency: Adjacency
@@ -53,6 +54,7 @@ class EdgeProblem:
     edge_key: Tensor | None = None
     features: Tensor | None = None
     bias: Tensor | None = None
+    sink: Tensor | None = None
 
     @classmethod
     def of(cls, inputs: Inputs) -> EdgeProblem:
@@ -62,7 +64,9 @@ class EdgeProblem:
         adjacency, score, carried = inputs.mask.adjacency, inputs.score, inputs.edge_features
         key, value = inputs.repeated_heads()
         vector = edge_query = edge_key = features = key_weight = bias = slope = None
-        query, scale = inputs.query, 1.0
+        query, scale, sink = inputs.query, 1.0, inputs.sink
+        if sink is not None:
+            sink = sink.expand(batch, -1).reshape(-1, 1, 1)
         if carried is not None:
             features, key_weight, bias = carried.features, carried.key_weight, carried.bias
             if adjacency.order is not None:
@@ -95,6 +99,7 @@ class EdgeProblem:
             edge_key=edge_key,
             features=features,
             bias=bias,
+            sink=sink,
         )
 
     @property
@@ -148,7 +153,8 @@ SCHEMA = (
     "Tensor? by_source, Tensor? source_offsets, "
     "float scale, float? negative_slope, bool sums_features, float dropout_p, Tensor? seed, "
     "Tensor query, Tensor key, Tensor value, Tensor? vector, "
-    "Tensor? edge_query, Tensor? edge_key, Tensor? features, Tensor? bias"
+    "Tensor? edge_query, Tensor? edge_key, Tensor? features, Tensor? bias, "
+    "Tensor? sink"
 )
 NUM_FLAT = SCHEMA.count(",") + 1
 

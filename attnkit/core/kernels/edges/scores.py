@@ -90,21 +90,32 @@ class Group:
         """Write exp(score_e − shift) to `out`, [edges]; the shift is common to the edges of a
         target.
 
-        Returns what their sums are divided by, [targets, 1]: Σ_e exp(score_e − shift), or 1 where
-        that is 0, of a target that has no edges, or only edges whose score is −∞.
+        Returns what their sums are divided by, [targets, 1]: Σ_e exp(score_e − shift), with
+        exp(sink − shift) if there is a sink, or 1 where that is 0, of a target that has no edges,
+        or only edges whose score is −∞.
         """
         self.scorer().scores(out)
         if self.problem.bias is not None:
             out += self.problem.bias[self.lanes].reshape(-1)
-        low, high = (float(bound) for bound in out.aminmax())
+        bounds, sinks = [*out.aminmax()], None
+        if self.problem.sink is not None:
+            lanes = self.problem.sink[self.lanes].flatten()
+            sinks = lanes.repeat_interleave(self.graph.num_targets // len(lanes))
+            bounds += lanes.aminmax()
+        low, high = float(min(bounds)), float(max(bounds))
         if high - low <= SPREAD:
-            out.sub_(high).exp_()  # one number does for all targets, at less cost
+            shift: float | Tensor = high  # one number does for all targets, at less cost
+            out.sub_(high).exp_()
         else:
             offsets = self.graph.offsets.long()
             largest = torch.segment_reduce(out, "max", offsets=offsets, initial=-torch.inf)
-            largest.masked_fill_(largest == -torch.inf, 0.0)  # −∞ − −∞ would be NaN
+            if sinks is not None:
+                largest = largest.maximum(sinks)
+            shift = largest.masked_fill_(largest == -torch.inf, 0.0)  # −∞ − −∞ would be NaN
             out.sub_(largest.index_select(0, self.graph.target)).exp_()
         totals = sum_weights(self.graph, out)
+        if sinks is not None:
+            totals += (sinks - shift).exp_()[:, None]
         return totals.masked_fill_(totals == 0, 1.0)
 
     def add_gradients(

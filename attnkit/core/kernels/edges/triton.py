@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.kernels.base import add_sink_, sink_gradient
 from attnkit.core.kernels.edges.edges import EdgesKernel, computes_by_operators
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results, solve
 from attnkit.core.masks.adjacency import SplitNodes
@@ -62,6 +63,8 @@ class TritonEdgesKernel(EdgesKernel):
         """The output; and the log-sum-exp of each target."""
         with torch.cuda.device_of(problem.query):  # where Triton launches
             output, lse = _Run(problem).forward()
+        if problem.sink is not None:
+            lse = add_sink_(output, lse, problem.sink)
         return (output,), (lse,)
 
     def backward(
@@ -73,6 +76,9 @@ class TritonEdgesKernel(EdgesKernel):
             found, delta = run.target_gradients(output, lse, gradient, "vector" in wanted)
             if wanted & {"key", "value"}:
                 found |= run.source_gradients(lse, gradient, delta)
+        if "sink" in wanted:
+            assert problem.sink is not None
+            found["sink"] = sink_gradient(problem.sink, lse, (output, gradient))
         return found
 
 
@@ -94,7 +100,8 @@ def _problem_of(inputs: Inputs) -> EdgeProblem:
     if inputs.dropout_p:  # drawn on the device, so nobody waits
         seed = torch.randint(2**62, (1,), device=inputs.query.device)
     tensors = inputs.query, inputs.key, value, vector
-    return EdgeProblem(adjacency, scale, slope, False, inputs.dropout_p, seed, *tensors)
+    sink = None if inputs.sink is None else inputs.sink[:, None, None]
+    return EdgeProblem(adjacency, scale, slope, False, inputs.dropout_p, seed, *tensors, sink=sink)
 
 
 @cache

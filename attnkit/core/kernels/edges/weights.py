@@ -1,7 +1,7 @@
 """Attention weights of the edges of a graph, in memory of edges and heads."""
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,20 +25,21 @@ def edge_weights(
     score: str | Score = "scaled_dot",
     edge_features: EdgeFeatures | None = None,
     scale: float | None = None,
+    sink: Annotated[Tensor, "heads"] | None = None,
 ) -> Annotated[Tensor, "*batch heads edges"]:
     """The weights with which `attend(…, mask=edges)` averages the values, before dropout.
 
         weight_e = softmax over the edges e of a target i of score(query_i, key_j + W_k e_ij) + b_ij
 
-    Those of the edges into one target sum to 1; an edge given twice has a weight for each time.
-    Computed in float32 (float64 if the inputs are) and differentiable. No tensor of edges ×
-    channels is made, unless the kernel "edges" cannot compute the score; then the score is computed
-    by its definition.
+    Those of the edges into one target sum to 1, or to less with a sink; an edge given twice has a
+    weight for each time. Computed in float32 (float64 if the inputs are) and differentiable. No
+    tensor of edges × channels is made, unless the kernel "edges" cannot compute the score; then the
+    score is computed by its definition.
 
     Args:
         query, key: both may lack the batch; kv_heads divides heads.
         edges: the graph.
-        score, scale: as in `attnkit.attend`.
+        score, scale, sink: as in `attnkit.attend`.
         edge_features: what edges add to scores and keys; what they add to the values changes no
             weight.
 
@@ -51,12 +52,19 @@ def edge_weights(
     if not isinstance(edges, Edges):
         raise TypeError(f"edges: expected attnkit.Edges, got {type(edges).__name__}")
     if query.ndim == key.ndim == 3:
-        options = {"score": score, "edge_features": edge_features, "scale": scale}
-        return edge_weights(query[None], key[None], edges, **options)[0]  # type: ignore[arg-type]
+        options: dict[str, Any] = {"score": score, "edge_features": edge_features}
+        return edge_weights(query[None], key[None], edges, **options, scale=scale, sink=sink)[0]
     if isinstance(edge_features, EdgeFeatures):
         edge_features = replace(edge_features, value_weight=None)
     inputs = check_inputs(
-        query, key, key, score=score, mask=edges, edge_features=edge_features, scale=scale
+        query,
+        key,
+        key,
+        score=score,
+        mask=edges,
+        edge_features=edge_features,
+        scale=scale,
+        sink=sink,
     )
     with no_autocast(query):
         exact = in_high_precision(inputs)
@@ -98,5 +106,10 @@ class _Weights:
             slopes = gradient[group.lanes].reshape(-1) * used
             shift = sum_weights(group.graph, slopes).squeeze(1)
             slopes -= shift.index_select(0, group.graph.target) * used
-            group.add_gradients(found, slopes, {})
+            parts = {}
+            if "sink" in wanted:  # whose weight is what the edges leave
+                left = 1 - sum_weights(group.graph, used).flatten()
+                num_lanes = group.lanes.stop - group.lanes.start
+                parts["sink"] = -(left * shift).view(num_lanes, -1).sum(dim=1)
+            group.add_gradients(found, slopes, parts)
         return found

@@ -164,6 +164,19 @@ def test_every_score(name, device, small_chunks):
 
 
 @on_device
+def test_a_sink(device, small_chunks):
+    given = leaves([*tensors(), torch.linspace(-2, 3, HEADS)], torch.float32, device)
+    mask = edges_of("hub", device)
+
+    def run(inputs, backend):
+        return results(attend(*inputs[:3], mask=mask, sink=inputs[3], backend=backend), inputs)
+
+    expected = run(leaves(given, torch.float64, device), "reference")
+    for ours, theirs in zip(run(given, "edges_triton"), expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
+
+
+@on_device
 @pytest.mark.parametrize("graph", ["repeated", "source hub", "complete", "one edge", "no edges"])
 def test_every_graph(graph, device, small_chunks):
     score, parameters = scores()["gatv2"]

@@ -1,0 +1,100 @@
+"""The largest logit of each head, to see training blow up before the loss does."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.capture.watch import heard
+from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.kernels.recompute import in_blocks
+from attnkit.core.kernels.reference import scores_of_edges
+from attnkit.core.listeners import Seen
+from attnkit.core.masks.edges import Edges
+from attnkit.core.normalizers import Hard, Softmax, masked_scores
+from attnkit.core.precision import no_autocast
+from attnkit.core.running import RunningModules
+
+
+class LargestLogits(dict[str, Tensor]):
+    """`logits[layer]`: the largest logit of each head, [heads]."""
+
+
+@contextmanager
+def record_logits(model: nn.Module | None = None) -> Iterator[LargestLogits]:
+    """Collect the largest logit of each head that each layer computes inside the `with` block.
+
+        with attnkit.record_logits(model) as logits:
+            model(images)
+        logits["blocks.11.attention"]    # [heads], of all calls and batch items together
+
+    A logit is score(q_i, k_j) + bias_ij before the softmax, with scale and softcap, where the mask
+    allows it; a sink is none. −∞: no query of the head may look anywhere. Attention blows up where
+    the largest grows without end, and QK-clip (Kimi K2, 2025) scales the weights of queries and
+    keys down where it exceeds a threshold.
+
+    Seen is what `attnkit.capture_attention` sees, but for the convolutions of torch_geometric;
+    linear attention and the delta rule have no logits. The kernels that compute the output do not
+    change: each call computes its scores once more, in blocks of queries in float32 (float64 if the
+    inputs are) without gradients, leaving out the keys that the mask's plan leaves out. That takes
+    about as long as a forward of the kernel "blockwise", so record some of the steps. A layer that
+    runs again in the backward pass does not count. Compiled modules run uncompiled inside the
+    block. What other threads and asyncio tasks run is not collected.
+
+    Args:
+        model: the names of modules come from its `named_modules()`; None: the outermost module that
+            is called. Attention outside of any module is "".
+
+    Raises:
+        ValueError: a module computes its attention by a softmax and a product of its own.
+    """
+    listener = _Logits(model)
+    with heard(listener, listener.running):
+        yield listener.found
+
+
+class _Logits:
+    def __init__(self, model: nn.Module | None) -> None:
+        self.found = LargestLogits()
+        self.running = RunningModules(model)
+        self.running.records.append(self.found)
+
+    def see(self, seen: Seen) -> None:
+        if not isinstance(seen.inputs.normalizer, Softmax | Hard):
+            return
+        name = self.running.innermost_of_model()
+        if seen.module is not None:
+            name = self.running.names.get(seen.module)
+        if name is not None:
+            largest = _largest(seen.inputs)
+            before = self.found.get(name)
+            self.found[name] = largest if before is None else torch.maximum(before, largest)
+
+    def miss(self, what: str, advice: str) -> None:
+        name = self.running.innermost_of_model()
+        if name is not None:
+            raise ValueError(
+                f"model: {name or '(the model)'} computes attention {what}, whose logits are not "
+                f"seen; {advice}"
+            )
+
+
+@torch.no_grad()
+def _largest(inputs: Inputs) -> Tensor:
+    """[heads]."""
+    if inputs.is_empty:
+        return inputs.query.new_full((inputs.query.shape[1],), -torch.inf)
+    if isinstance(inputs.mask, Edges):  # which may carry something
+        with no_autocast(inputs.query):
+            exact = in_high_precision(inputs)
+            exact = replace(exact, key=exact.repeated_heads()[0])
+            scores = scores_of_edges(exact, inputs.mask)
+        return nn.functional.pad(scores, (0, 1), value=-torch.inf).amax((0, 2))
+    (rows,) = in_blocks(replace(inputs, dropout_p=0.0), _largest_of_rows, skips=True)
+    return rows.amax((0, 2))
+
+
+def _largest_of_rows(block: Inputs, allowed: Tensor | None) -> tuple[Tensor]:
+    return (masked_scores(block, allowed).amax(-1),)
