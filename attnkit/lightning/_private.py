@@ -134,8 +134,9 @@ def epoch_ends(trainer: Trainer) -> bool:
 
 
 def stops_now(trainer: Trainer) -> bool:
-    """Whether training ends with the batch that has just ended, as a callback has asked for."""
-    return trainer.should_stop and trainer.fit_loop._can_stop_early
+    """Whether training ends with the batch that has just ended, by max_steps or by a callback."""
+    is_over = 0 <= trainer.max_steps <= trainer.global_step
+    return is_over or (trainer.should_stop and trainer.fit_loop._can_stop_early)
 
 
 def validation_is_next(trainer: Trainer) -> bool:

@@ -15,8 +15,8 @@ class LastCheckpoint(ModelCheckpoint):
 
     It saves at the end of the last epoch, and of others where it is `every_seconds` since it last
     did. A run that is killed repeats these seconds; Ctrl-C and SIGTERM save by `SaveOnSignal`. It
-    saves too where a callback, or `max_time`, ends the training within an epoch, so that it can go
-    on from there.
+    saves too where `max_steps`, `max_time` or a callback ends the training within an epoch, so that
+    it can go on from there.
 
     Args:
         every_seconds: 0 saves after every epoch.

@@ -128,6 +128,23 @@ def test_a_run_that_max_time_ended_can_go_on(mine, attnkit, hers):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.slow
+def test_a_run_that_max_steps_ended_within_an_epoch_can_go_on(attnkit):
+    """It ends as if it had never ended before."""
+    # a constant rate, since others depend on where the training is to end
+    job = (*VIT, "scheduler=constant", "trainer.max_epochs=3", "data.batch_size=300")
+    assert attnkit(*job, "trainer.max_steps=12", "run_dir=whole").code == 0
+    assert attnkit(*job, "trainer.max_steps=7", "run_dir=run").code == 0
+    done = attnkit("resume=run", "trainer.max_steps=12")
+    assert done.code == 0
+    assert "not resumable" not in done.err
+    one, other = (
+        torch.load(Path(folder, "checkpoints/last.ckpt"), weights_only=True)["state_dict"]
+        for folder in ("whole", "run")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_max_time_within_the_last_epoch(mine):
     """The epoch that it broke off is not the end of the run, which can go on as above."""
     limits = ("trainer.max_epochs=1", "trainer.max_time={microseconds: 1}")
