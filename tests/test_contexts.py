@@ -1,6 +1,7 @@
 """What a `with` block of the public table sees and changes is its own thread's or task's alone."""
 
 import asyncio
+import contextvars
 import inspect
 import sys
 import threading
@@ -428,3 +429,49 @@ def test_what_runs_while_an_error_is_handled_is_kept():
             with pytest.raises(RuntimeError):
                 model(x[..., 1:])
     assert len(captured["attention"]) == 1
+
+
+@pytest.mark.parametrize("outer", ["record_backends", "hide_keys"])
+@pytest.mark.parametrize("inner", ["record_backends", "hide_keys", "capture_attention"])
+def test_blocks_of_a_thread_that_was_given_the_context(outer, inner):
+    outer, inner = CASES.get(outer) or MORE[outer], CASES.get(inner) or MORE[inner]
+    model, x = Two(MORE["hide_keys"]).made(0)
+
+    def run():
+        with inner.block(model) as found:
+            return inner.read(found, model(x))
+
+    with outer.block(model) as found:
+        expected = run(), outer.read(found, None)
+
+    async def in_thread():
+        with outer.block(model) as found:
+            return await asyncio.to_thread(run), outer.read(found, None)
+
+    same(asyncio.run(in_thread()), expected)
+
+
+def test_a_block_that_ends_in_another_thread():
+    """Torch refuses it; what follows is right."""
+
+    def held():
+        with attnkit.record_backends():
+            yield
+
+    def count():
+        with attnkit.record_backends() as record:
+            Sdpa()(torch.randn(1, TOKENS, DIM))
+        return record.counts
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        generator = held()
+        one.submit(next, generator).result()
+        with suppress(RuntimeError, ValueError):
+            other.submit(generator.close).result()
+        for pool in (one, other):
+            assert sum(pool.submit(count).result()[""].values()) == 1
+            with attnkit.record_backends() as record:
+                context = contextvars.copy_context()
+                x = torch.randn(1, TOKENS, DIM)
+                pool.submit(context.run, Sdpa(), x).result()
+            assert sum(record.counts[""].values()) == 1

@@ -30,6 +30,20 @@ def positive(**arguments: object) -> None:
             raise ValueError(f"{name}: expected a positive number, got {value}")
 
 
+def as_number(name: str, given: Any) -> float:
+    """A number of Python, NumPy or torch as Python's.
+
+    Raises:
+        TypeError: it is none.
+    """
+    try:
+        if not isinstance(given, str | bytes):
+            return float(given)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(f"{name}: expected a number, got {in_a_line(given)}")
+
+
 def odd(**arguments: int) -> None:
     """Each is a positive odd number."""
     for name, value in arguments.items():
@@ -74,8 +88,17 @@ def as_tensor(name: str, given: Any) -> Tensor:
     is_text = isinstance(given, str | bytes)
     if not is_text and (isinstance(given, Sequence) or hasattr(given, "__array__")):
         with suppress(TypeError, ValueError, RuntimeError):
-            return torch.as_tensor(given)
+            tensor = torch.as_tensor(given)
+            # a list without numbers is none of floats
+            return tensor if tensor.numel() or hasattr(given, "__array__") else tensor.long()
     raise TypeError(f"{name}: expected a tensor or a list of numbers, got {in_a_line(given)}")
+
+
+def tensors_only(**arguments: object) -> None:
+    """TypeError where one is no tensor."""
+    for name, given in arguments.items():
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
 
 
 def not_nested(**tensors: object) -> None:

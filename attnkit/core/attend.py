@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnkit.core.arguments import tensors_only
 from attnkit.core.check import check_inputs
 from attnkit.core.hidden import HIDING, attend_without_hidden
 from attnkit.core.kernels.base import name_what_has_a_second_derivative
@@ -93,11 +94,15 @@ def attend(
         and normalizer in _PLAIN_NORMALIZER
         and backend == "auto"
         and not dropout_p
+        and isinstance(query, Tensor)
+        and isinstance(key, Tensor)
+        and isinstance(value, Tensor)
         and is_torchs_own(query, key, value)
     ):
         output = F.scaled_dot_product_attention(query, key, value)
         name_what_has_a_second_derivative(output, "flash")
         return output
+    tensors_only(query=query, key=key, value=value)
     is_batched = not query.ndim == key.ndim == value.ndim == 3
     if not is_batched:
         query, key, value = query[None], key[None], value[None]

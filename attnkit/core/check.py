@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from attnkit.core.arguments import floating, not_nested
+from attnkit.core.arguments import as_number, floating, not_nested, tensors_only
 from attnkit.core.inputs import Inputs
 from attnkit.core.masks.base import Mask, as_4d, as_mask, check_broadcastable
 from attnkit.core.masks.edges import EdgeFeatures, Edges
@@ -31,6 +31,8 @@ def check_inputs(
     sink: Tensor | None = None,
 ) -> Inputs:
     """Check `attend`'s arguments against each other; ValueError or TypeError name the wrong one."""
+    tensors_only(query=query, key=key, value=value)
+    dropout_p = as_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {dropout_p}")
     if not isinstance(normalizer, Normalizer):
@@ -49,6 +51,7 @@ def check_inputs(
         mask = as_mask(mask)
         mask.check(batch, num_heads, num_queries, num_keys)
     if bias is not None:
+        tensors_only(bias=bias)
         _check_layout("bias", bias)
         floating("bias", bias, query)
         check_broadcastable("bias", bias, (batch, num_heads, num_queries, num_keys))
@@ -63,7 +66,7 @@ def check_inputs(
         bias=bias,
         normalizer=normalizer,
         edge_features=edge_features,
-        dropout_p=float(dropout_p),
+        dropout_p=dropout_p,
         sink=None if sink is None else _sink(sink, query, normalizer),
     )
     if edge_features is not None:

@@ -103,7 +103,8 @@ class Inputs:
     @property
     def is_grouped(self) -> bool:
         """Whether several query heads share a key/value head (grouped-query attention)."""
-        return self.query.shape[1] != self.key.shape[1]
+        # a branch, since torch.compile makes a SymBool of heads that it traces, which torch refuses
+        return True if self.query.shape[1] != self.key.shape[1] else False  # noqa: SIM210
 
     @property
     def is_empty(self) -> bool:

@@ -118,11 +118,11 @@ def _enter(module: nn.Module, args: object) -> None:
         running.enter(module)
     if following:
         _stack.set((*_stack.get(), module))
-    _thread.enter()
+    _local.thread.enter()
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:
-    _thread.leave()
+    _local.thread.leave()
     stack = _stack.get()
     if stack and stack[-1] is module:
         _stack.set(stack[:-1])
@@ -144,12 +144,18 @@ def functions_handled(handler: Handler) -> Iterator[None]:
     torch keeps modes for each thread. A thread that was started with this context, as
     `asyncio.to_thread` does, opens them when a module begins to run there.
     """
-    with _handlers.opened(handler), shared("hooks of all modules", _hooks), _FunctionMode():
-        _thread.num_blocks += 1
+    thread = _local.thread
+    with (
+        thread.inherited(),
+        _handlers.opened(handler),
+        shared("hooks of all modules", _hooks),
+        _FunctionMode(),
+    ):
+        thread.num_blocks += 1
         try:
             yield
         finally:
-            _thread.num_blocks -= 1
+            thread.num_blocks -= 1
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -171,8 +177,8 @@ class _FunctionMode(TorchFunctionMode):
             variable.reset(before)
 
 
-class _Thread(local):
-    """The modes of a thread that has none of a block's own."""
+class _Thread:
+    """The modes of a thread for the blocks that others have opened."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
@@ -181,19 +187,31 @@ class _Thread(local):
 
     def enter(self) -> None:
         """A module begins to run here."""
-        handlers = () if self.num_blocks or self.num_modules else _handlers.get()
-        for _ in handlers:
-            self.modes.enter_context(_FunctionMode())
-        self.num_modules += bool(handlers or self.num_modules)
+        if not self.num_modules:
+            self.modes.enter_context(self.inherited())
+        self.num_modules += 1
 
     def leave(self) -> None:
         """It has ended."""
-        self.num_modules -= bool(self.num_modules)
+        self.num_modules = max(0, self.num_modules - 1)
         if not self.num_modules:
             self.modes.close()
 
+    @contextmanager
+    def inherited(self) -> Iterator[None]:
+        """In the block there is a mode for each handler that came with the context."""
+        with ExitStack() as stack:
+            for _ in () if self.num_blocks or self.num_modules else _handlers.get():
+                stack.enter_context(_FunctionMode())
+            yield
 
-_thread = _Thread()
+
+class _Local(local):
+    def __init__(self) -> None:
+        self.thread = _Thread()
+
+
+_local = _Local()
 
 
 @contextmanager

@@ -247,7 +247,8 @@ def of_network(state: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Ten
     prefix = max(counts, key=lambda prefix: (counts[prefix], -len(prefix)))
     twins = [other for other, count in counts.items() if count >= _WHOLE * counts[prefix] > 0]
     for twin in twins:
-        if not twin.startswith(prefix) and not prefix.startswith(twin):
+        is_inside = twin.startswith(prefix) or prefix.startswith(twin)
+        if not is_inside and not _are_equal(state, own, prefix, twin):
             first, second = sorted((prefix, twin))
             raise ValueError(
                 f"there are two networks in it, under {first!r} and {second!r}; expected one: load "
@@ -256,6 +257,12 @@ def of_network(state: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Ten
     if not counts[prefix] and any(name.startswith(_PREFIX) for name in state):
         prefix = _PREFIX  # in a form that timm turns into its own
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+
+
+def _are_equal(state: Mapping[str, Tensor], own: set[str], one: str, other: str) -> bool:
+    """Whether both are one network, as of a loss that keeps the model."""
+    pairs = [(state.get(one + name), state.get(other + name)) for name in own]
+    return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
 
 
 def of_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

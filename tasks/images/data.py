@@ -159,25 +159,27 @@ class SplitImages(SplitData):
         if self.left_of and self.test_fraction < 1 and (known is None or known.any()):
             rows, why = self._left(images, known)
             if not len(rows):
+                why = why if known is None else "all were in the module's training"
                 raise UserError(
                     f"data: expected images to test, got 0 of {len(images):,}: {why}\n"
                     "  give other images, or test all of them with data.test_fraction=1"
                 )
             total, images = len(images), images.select(rows)
-            how = f" of {total:,}, {why}; data.test_fraction=1 tests all"
+            how = f" of {total:,}; {why}; data.test_fraction=1 tests all"
         else:
             if self.left_of:
                 only_split(self.left_of)
             how = "; what the module was trained on is not known" if self.testing else ""
             if known is not None:
-                how = f", {int(known.sum()) or 'none'} of which the module was trained on"
+                count = int(known.sum())
+                how = f", {count:,} of which were in the module's training" if count else ""
         self.sets[split] = images
         say_tested(self.trainer, split, len(images), how)
 
     def _left(self, images: Any, known: Tensor | None) -> tuple[Tensor, str]:
         """Numbers of the images that a test is of where no test split is given, and why."""
         if known is not None:
-            return (~known).nonzero().flatten(), "those that the module was not trained on"
+            return (~known).nonzero().flatten(), "the others were in the module's training"
         shares = {"val": self.val_fraction, "test": self.test_fraction}
         taken = [share for name, share in shares.items() if name not in self.left_of]
         why = f"split by data.seed={self.seed}, as what the module was trained on is not known"

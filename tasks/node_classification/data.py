@@ -16,7 +16,7 @@ from torch_geometric.utils import homophily
 from attnkit.core.operators.sparse import with_values
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.trained_on import was_trained_on
+from attnkit.lightning.modules.trained_on import KnowsItsTraining, was_trained_on
 from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
 from attnkit.tasks.node_classification.checks import (
@@ -121,6 +121,7 @@ class GraphDataModule(SplitData):
         self.class_names: list[str] = []
         self.node_names: list[str] | None = None
         self._graph: Data | None = None
+        self._has_trained = False
         self._num_splits = 0
         self._neighbors: InNeighbors | None = None
 
@@ -276,26 +277,33 @@ class GraphDataModule(SplitData):
 
     def training_keys(self) -> Tensor:
         """Keys of the nodes of train and val, int64 [nodes]; see `KnowsItsTraining`."""
+        self._has_trained = True
         return node_keys(self.graph)[self.graph.train_mask | self.graph.val_mask]
 
     def _tested(self) -> Data:
-        """The graph; its `test_mask` lacks the nodes that the module was trained on, as those may
-        be with another seed. What train and test share here was said in training."""
+        """The graph; for the test of a module that was trained before, its `test_mask` lacks the
+        nodes of that training. What train and test share here was said in training."""
         graph, module = self.graph, self.trainer.lightning_module if self.trainer else None
+        if not isinstance(module, KnowsItsTraining):
+            return graph
         known = was_trained_on(module, node_keys(graph))
         if known is None:
+            rank_zero_warn("test: it is not known which nodes the module was trained on")
             return graph
         left = graph.test_mask & ~(known & ~(graph.train_mask | graph.val_mask))
         count, total = int(left.sum()), int(graph.test_mask.sum())
-        if not count:
-            raise UserError(
-                f"data: expected nodes to test, got none: the module was trained on all {total:,}\n"
-                "  data.seed, data.split and the fractions of its training leave nodes for a test"
-            )
-        if count < total:
+        if count < total and self._has_trained:
+            rank_zero_warn(f"test: {total - count:,} of {total:,} nodes were in earlier trainings")
+        elif count < total:
+            if not count:
+                raise UserError(
+                    f"data: expected nodes to test, got none: all {total:,} were in the module's "
+                    "training\n  test it with the data.seed, data.split and fractions of its "
+                    "training, or on another graph"
+                )
             rank_zero_warn(
-                f"test: {count:,} nodes of {total:,}, those that the module was not trained on: "
-                "data.seed, data.split or what else makes the split is not as in training"
+                f"test: {count:,} of {total:,} nodes; the others were in the module's training, "
+                "whose data.seed, data.split or what else makes the split was another"
             )
             graph = copy(graph)
             graph.test_mask = left

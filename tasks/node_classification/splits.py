@@ -65,14 +65,32 @@ def has_masks(data: Data) -> bool:
 
 
 def node_keys(graph: Data) -> Tensor:
-    """int64 [nodes]: a key that a node keeps while its number, label and in-neighbours stay.
+    """int64 [nodes]: a key that a node keeps while its number, label and features stay.
 
-    So nodes are known again in a graph to which others were added, but not in another graph.
+    So nodes are known again where others or edges were added, but not in another graph. Where most
+    nodes have the features of another one, the in-neighbours count too.
     """
-    numbers = _mixed(torch.arange(graph.num_nodes))
-    source, target = graph.edge_index
-    neighbors = torch.zeros_like(numbers).index_add_(0, target, numbers[source])
-    return _mixed(_mixed(numbers + graph.y) + neighbors)
+    numbers, features = _mixed(torch.arange(graph.num_nodes)), _row_keys(graph.x)
+    keys = _mixed(numbers + graph.y) + features
+    if 2 * len(features.unique()) < graph.num_nodes:
+        source, target = graph.edge_index
+        keys.index_add_(0, target, numbers[source])
+    return _mixed(keys)
+
+
+def _row_keys(x: Tensor) -> Tensor:
+    """int64 [rows]: sums of the bits of each value, with a factor for its column."""
+    factors = _mixed(torch.arange(1, x.shape[1] + 1))
+    if x.layout != torch.strided:
+        entries = x.to_sparse_coo().coalesce()
+        rows, columns = entries.indices()
+        values = _bits(entries.values()) * factors[columns]
+        return torch.zeros(len(x), dtype=torch.int64).index_add_(0, rows, values)
+    return torch.cat([(_bits(rows) * factors).sum(dim=1) for rows in x.split(4096)])
+
+
+def _bits(values: Tensor) -> Tensor:
+    return (values.float() + 0.0).view(torch.int32).long()  # −0 becomes 0
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 example's, and do not grow with them."""
 
 import inspect
+import io
 
 import pytest
 import torch
@@ -231,8 +232,21 @@ def test_every_mask_is_an_input_of_a_program(mask):
 
     query, key, lengths = drawn(*next(sizes(mask, "batch")))
     given = query, key, as_mask(MASKS[mask](lengths, key))
-    program = torch.export.export(Module(), given).module()
-    torch.testing.assert_close(program(*given), Module()(*given))
+    program = torch.export.export(Module(), given)
+    torch.testing.assert_close(program.module()(*given), Module()(*given))
+    torch.export.save(program, io.BytesIO())
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": 0.3}, {"score": attnkit.Cosine(0.7)}, {"mask": Causal()}], ids=str
+)
+def test_heads_and_numbers_that_are_traced(options):
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    for num_heads in (2, 4, 3):
+        inputs = torch.randn(3, 2, num_heads, 6, 8).unbind()
+        torch.testing.assert_close(compiled(*inputs, **options), attend(*inputs, **options))
+    if "scale" in options:
+        torch.testing.assert_close(compiled(*inputs, scale=0.4), attend(*inputs, scale=0.4))
 
 
 @pytest.mark.slow

@@ -51,14 +51,18 @@ def saved(vit, stand_in_files):
         },
         folder / "numpy.pth",
     )
+    zeros = {n: 0 * t for n, t in state.items()}
     scaler = {"scale": torch.ones(1)}
     torch.save({"scaler": scaler, "net": state, "loss": torch.ones(1)}, folder / "beside.pth")
-    torch.save({"model": {n: 0 * t for n, t in state.items()}, "ema": state}, folder / "ema.pth")
+    torch.save({"model": zeros, "ema": state}, folder / "ema.pth")
+    twice = {prefix + n: t for prefix in ("model.", "criterion.model.") for n, t in state.items()}
+    torch.save({"state_dict": twice}, folder / "twice.pth")
     two = {"lightning": ("model.", "ema."), "moco": ("module.momentum.", "module.backbone.")}
     for name, prefixes in two.items():
-        both = {prefix + n: t for prefix in prefixes for n, t in state.items()}
+        both = {prefixes[0] + n: t for n, t in state.items()}
+        both |= {prefixes[1] + n: t for n, t in zeros.items()}
         torch.save({"state_dict": both}, folder / f"two_{name}.pth")
-    student = {f"backbone.{n}": t for n, t in state.items()}
+    student = {f"backbone.{n}": t for n, t in zeros.items()}
     torch.save({"student": student, "teacher": state, "epoch": 3}, folder / "two_dino.pth")
     torch.save({f"other.{n}.x": t for n, t in state.items()}, folder / "foreign.pth")
     (folder / "transformers").mkdir()
@@ -109,7 +113,8 @@ def test_weights_that_cannot_be_had(monkeypatch):
 @pytest.mark.parametrize(
     "form",
     ["net.safetensors", "net.pth", "of_net.pth", "timm.pth.tar", "run.ckpt", "hf", "compiled.pth",
-     "ddp.pth", "tutorial.pth", "numpy.pth", "beside.pth", "ema.pth"],
+     "ddp.pth", "tutorial.pth", "numpy.pth", "beside.pth", "ema.pth",
+     "twice.pth"],
 )  # fmt: skip
 def test_every_form_of_weights(vit, saved, form):
     images = torch.randn(2, 3, 160, 160)

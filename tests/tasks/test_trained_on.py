@@ -8,6 +8,7 @@ import torch
 from lightning import Trainer
 from PIL import Image
 from torch import nn
+from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
 import attnkit
@@ -21,6 +22,8 @@ from attnkit.tasks.image_classification import (
     MemoryImages,
 )
 from attnkit.tasks.node_classification import DigitsGraphData, NodeClassification
+from attnkit.tasks.node_classification.data import to_sparse_csr
+from attnkit.tasks.node_classification.splits import node_keys
 
 SIDE = 8
 COUNT = 24
@@ -140,7 +143,7 @@ def test_no_image_of_a_training_is_tested(root, capfd, task, change):
     assert not found & seen
     assert change in ("added", "removed") or found == left_out
     assert line == (
-        f"test: {len(found)} images of {count}, those that the module was not trained on; "
+        f"test: {len(found)} images of {count}; the others were in the module's training; "
         "data.test_fraction=1 tests all"
     )
 
@@ -151,23 +154,20 @@ def test_what_is_given_or_asked_for_is_tested_whole_and_said(root, capfd, task):
     data, module, _ = trained(root, make, module_of)
     seen = len(contents(data, "train", "val"))
     every = line_of(module, make(root, num_workers=0, test_fraction=1), capfd)
-    assert every == f"test: {COUNT} images, {seen} of which the module was trained on"
+    assert every == f"test: {COUNT} images, {seen} of which were in the module's training"
     for number, path in enumerate(root.rglob("*.png")):
         draw(path, 100 + number)
     new = make(root, num_workers=0)
-    assert (
-        line_of(module, new, capfd)
-        == f"test: {COUNT} images, none of which the module was trained on"
-    )
+    assert line_of(module, new, capfd) == f"test: {COUNT} images"
 
 
 def test_a_given_test_split_says_which_images_were_trained_on(root, capfd):
     data, module, _ = trained(root, labelled, classifier)
-    assert "none of which" in line_of(module, data, capfd)  # as at the end of a training
+    assert line_of(module, data, capfd).endswith(" images")  # as at the end of a training
     shutil.copytree(root, root.parent / "new" / "test")
     line = line_of(module, labelled(root.parent / "new", num_workers=0), capfd)
     seen = len(contents(data, "train", "val"))
-    assert line == f"test: {COUNT} images, {seen} of which the module was trained on"
+    assert line == f"test: {COUNT} images, {seen} of which were in the module's training"
 
 
 def test_nothing_left_and_nothing_known(root, capfd):
@@ -175,12 +175,12 @@ def test_nothing_left_and_nothing_known(root, capfd):
     for image in root.rglob("*.png"):
         if np.array(Image.open(image)).transpose(2, 0, 1).tobytes() in contents(data, "test"):
             image.unlink()
-    with pytest.raises(UserError, match="got 0 of 22: those that the module was not") as error:
+    with pytest.raises(UserError, match="got 0 of 22: all were in the module's tr") as error:
         line_of(module, labelled(root, num_workers=0), capfd)
     assert len(str(error.value).splitlines()) <= 3
     line = line_of(classifier(data), labelled(root, num_workers=0, test_fraction=0.2), capfd)
     assert line == (
-        "test: 4 images of 22, split by data.seed=0, as what the module was trained on is not "
+        "test: 4 images of 22; split by data.seed=0, as what the module was trained on is not "
         "known; data.test_fraction=1 tests all"
     )
 
@@ -207,7 +207,7 @@ class Arrays(ImageDataModule):
 def test_images_in_memory_are_known_too(root, capfd):
     data, module, _ = trained(root, lambda _, **options: Arrays(**options), classifier)
     again = Arrays(seed=1)
-    assert "those that the module was not trained on" in line_of(module, again, capfd)
+    assert "the others were in the module's training" in line_of(module, again, capfd)
     assert contents(again, "test") == contents(data, "test")
 
 
@@ -226,9 +226,38 @@ def test_no_node_of_a_training_is_tested(tmp_path, batch_size):
     quiet(tmp_path).test(module, datamodule=graph(), verbose=False)
     assert sum(map(len, nodes)) == 1000  # as after the training
     nodes.clear()
-    other = graph(seed=1)
-    with pytest.warns(UserWarning, match=r"nodes of 1,000, those .* not trained on: data.seed"):
+    other = graph(seed=1, k=5)  # the same nodes with other edges
+    with pytest.warns(UserWarning, match=r"of 1,000 nodes; the others .* data.seed"):
         quiet(tmp_path).test(module, datamodule=other, verbose=False)
     tested = torch.cat(nodes)
     assert not seen[tested].any()
     assert len(tested) == int((other.graph.test_mask & ~seen).sum()) < 1000
+    quiet(tmp_path, max_steps=1, limit_val_batches=0).fit(module, datamodule=other)
+    nodes.clear()
+    with pytest.warns(UserWarning, match=r"of 1,000 nodes were in earlier trainings"):
+        quiet(tmp_path).test(module, datamodule=other, verbose=False)
+    assert sum(map(len, nodes)) == 1000  # the split of a training stays whole
+    fresh = NodeClassification(GCN(64, 4, 1, 10), num_classes=10, class_names=data.class_names)
+    with pytest.warns(UserWarning, match="not known which nodes the module was trained on"):
+        quiet(tmp_path).test(fresh, datamodule=graph(), verbose=False)
+
+
+@pytest.mark.parametrize("are_alike", [False, True])
+def test_a_node_is_known_again_in_its_graph_alone(are_alike):
+    """By its features, or where those are alike, by its neighbours too."""
+
+    def graph(seed, edges):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.ones(40, 3) if are_alike else torch.randn(40, 3, generator=generator)
+        edge_index = torch.randint(0, 40, (2, edges), generator=generator)
+        return Data(x=x, edge_index=edge_index, y=torch.arange(40) % 3)
+
+    known = node_keys(graph(0, 200))
+    assert torch.equal(node_keys(graph(0, 200)), known)
+    assert not torch.isin(node_keys(graph(1, 200)), known).any()
+    if not are_alike:
+        assert torch.equal(node_keys(graph(0, 20)), known)
+        assert not torch.isin(node_keys(graph(1, 0)), known).any()
+        sparse = graph(0, 20)
+        sparse.x = to_sparse_csr(sparse.x)
+        assert torch.equal(node_keys(sparse), known)

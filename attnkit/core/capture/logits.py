@@ -41,7 +41,7 @@ def record_logits(model: nn.Module | None = None) -> Iterator[LargestLogits]:
     inputs are) without gradients, leaving out the keys that the mask's plan leaves out. That takes
     about as long as a forward of the kernel "blockwise", so record some of the steps. A layer that
     runs again in the backward pass does not count. Compiled modules run uncompiled inside the
-    block. What other threads and asyncio tasks run is not collected.
+    block. Other threads take part where they run in this context, as `asyncio.to_thread` does.
 
     Args:
         model: the names of modules come from its `named_modules()`; None: the outermost module that

@@ -50,8 +50,8 @@ def capture_attention(
     `scaled_dot_product_attention` (such as timm), and models of transformers, including its eager
     and flex interfaces. For a graph the weights are [edges, heads], in the caller's order. A layer
     that runs again in the backward pass (activation checkpointing) does not count as another call.
-    Compiled modules run uncompiled inside the block, because compiled code cannot be observed. What
-    other threads and asyncio tasks run is not collected.
+    Compiled modules run uncompiled inside the block, because compiled code cannot be observed.
+    Other threads take part where they run in this context, as `asyncio.to_thread` does.
 
     Args:
         model: any module. If your own module has a method

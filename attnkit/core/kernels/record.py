@@ -80,7 +80,7 @@ def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
     one. `torch.nn.MultiheadAttention` does not use its fast path for evaluation, a single operator,
     while it is watched. Modules compiled with torch.compile run uncompiled inside the block, since
     torch cannot observe operators in compiled code; the choice of kernel is the same Python either
-    way. What other threads and asyncio tasks run is not counted.
+    way. Other threads take part where they run in this context, as `asyncio.to_thread` does.
 
     Args:
         model: the names of modules come from its `named_modules()`; None: the outermost module that

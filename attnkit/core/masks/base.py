@@ -356,27 +356,34 @@ def _check_boolean(tensor: Tensor) -> None:
     )
 
 
-def register(kind: type) -> None:
+def register(kind: type, *, has_tensors: bool = True) -> None:
     """Let masks of a kind, a dataclass, pass as pytrees: through torch.export, torch.func and
     Lightning's transfer to a device.
 
     As torch's `register_dataclass` does, but what stands in the place of a tensor or a number is
     not checked: torch.export wraps numbers, and a map may put anything there.
+
+    Args:
+        has_tensors: else masks have no leaves, and are part of the structure.
     """
     names = [own.name for own in fields(kind)]
 
-    def flatten(mask: Any) -> tuple[list[Any], list[str]]:
+    def flatten(mask: Any) -> tuple[list[Any], Any]:
+        if not has_tensors:
+            return [], [getattr(mask, name) for name in names]
         given = [name for name in names if getattr(mask, name) is not None]
         return [getattr(mask, name) for name in given], given
 
-    def flatten_with_keys(mask: Any) -> tuple[list[Any], list[str]]:
+    def flatten_with_keys(mask: Any) -> tuple[list[Any], Any]:
         leaves, given = flatten(mask)
-        return list(zip(map(pytree.GetAttrKey, given), leaves, strict=True)), given
+        keys = map(pytree.GetAttrKey, given if has_tensors else ())
+        return list(zip(keys, leaves, strict=True)), given
 
-    def unflatten(leaves: Iterable[Any], given: Sequence[str]) -> Any:
+    def unflatten(leaves: Iterable[Any], given: Sequence[Any]) -> Any:
+        found = zip(given, leaves, strict=True) if has_tensors else zip(names, given, strict=True)
         mask: Any = object.__new__(kind)
-        for name, leaf in (dict.fromkeys(names) | dict(zip(given, leaves, strict=True))).items():
-            object.__setattr__(mask, name, leaf)
+        for name, value in (dict.fromkeys(names) | dict(found)).items():
+            object.__setattr__(mask, name, value)
         return mask
 
     pytree.register_pytree_node(

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.base import Mask, register
@@ -152,5 +151,5 @@ class Blocks(Mask):
         return Plan.of_grid(ends, kinds)
 
 
-pytree.register_constant(Window2d)
+register(Window2d, has_tensors=False)
 register(Blocks)

@@ -67,7 +67,7 @@ def kept(
                 if isinstance(tensor, Tensor) and isinstance(then, Tensor):
                     _check_unchanged(tensor, then, found.written)
         return found.value
-    tensors = _tensors(mask)
+    tensors = tensors_of(mask)
     if tensors is None:
         return make()
     key = *key, device
@@ -124,7 +124,7 @@ def has_values(device: torch.device) -> bool:
     )
 
 
-def _tensors(mask: Mask) -> list[Tensor] | None:
+def tensors_of(mask: Mask) -> list[Tensor] | None:
     """The mask's tensors; None where it is not known what it is made of."""
     leaves = pytree.tree_leaves(mask)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.base import KEY_BLOCK, Dense, Mask, register
@@ -61,7 +60,7 @@ class Padding(Mask):
     lengths: Annotated[Tensor, "batch", int] | Annotated[Tensor, "batch keys", bool]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", as_tensor("lengths", self.lengths))
+        object.__setattr__(self, "lengths", _signed(as_tensor("lengths", self.lengths)))
         if self.lengths.dtype == torch.bool:
             if self.lengths.ndim != 2:
                 raise ValueError(
@@ -170,7 +169,7 @@ class Packed(Mask):
             given: Any = getattr(self, name)
             if given is None and name == "key_lengths":
                 continue
-            given = as_tensor(name, given)
+            given = _signed(as_tensor(name, given))
             object.__setattr__(self, name, given)
             if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
                 raise TypeError(f"{name}: expected integers [sequences], got {given.dtype}")
@@ -200,6 +199,8 @@ class Packed(Mask):
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if torch.compiler.is_compiling():
             return  # lengths have no values yet
+        if any(map(torch._C._functorch.is_batchedtensor, self.both_lengths)):
+            raise ValueError("mask: torch.vmap over the lengths of Packed is not supported; loop")
         tokens = ("queries", num_queries), ("keys", num_keys)
         for (name, total), lengths in zip(tokens, self.known_lengths, strict=True):
             if min(lengths, default=0) < 0:
@@ -299,6 +300,14 @@ class _PackedTables(Mask):
         return self.sequence[query] == self.key_sequence[key]
 
 
+def _signed(lengths: Tensor) -> Tensor:
+    """Lengths in a dtype that torch computes with; it does not with these."""
+    return lengths.long() if lengths.dtype in _UNSIGNED else lengths
+
+
+_UNSIGNED = torch.uint16, torch.uint32, torch.uint64
+
+
 def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
     if torch.compiler.is_exporting():  # ONNX has no searchsorted
         return (tokens[..., None] >= ends).sum(dim=-1).clamp(max=ends.shape[0] - 1)
@@ -322,8 +331,8 @@ def check_align(mask: Any, num_queries: int, num_keys: int) -> None:
         )
 
 
-pytree.register_constant(Causal)
+register(Causal, has_tensors=False)
 register(Padding)
-pytree.register_constant(Window)
+register(Window, has_tensors=False)
 register(Packed)
 register(_PackedTables)

@@ -6,14 +6,14 @@ Parameters are per query head and act on the query, so that key heads may be sha
 """
 
 from dataclasses import dataclass, field, fields, replace
-from math import isfinite
+from math import inf
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attnkit.core.arguments import floating, positive
+from attnkit.core.arguments import as_number, floating, positive
 from attnkit.core.operators.modes import has_tangent
 from attnkit.core.precision import wide
 
@@ -42,7 +42,8 @@ class Score:
     """The tensor that may be one for each head, and how many dimensions it then has."""
 
     def __post_init__(self) -> None:
-        positive(softcap=self.softcap)
+        if self.softcap is not None:
+            positive(softcap=as_number("softcap", self.softcap))
 
     def check(self, query: Query, key: Key) -> None:
         """ValueError where query and key do not fit each other or the score's tensors."""
@@ -120,7 +121,7 @@ class ScaledDot(Score):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.scale, int | float) and not isfinite(self.scale):
+        if isinstance(self.scale, int | float) and not -inf < self.scale < inf:
             raise ValueError(f"scale: expected a finite number, got {self.scale}")
 
     def check(self, query: Tensor, key: Tensor) -> None:
@@ -319,7 +320,9 @@ def as_score(score: str | Score, scale: float | Annotated[Tensor, "#heads"] | No
         return score
     if not isinstance(score, ScaledDot) or score.scale is not None:
         raise ValueError(f"scale: only for the score 'scaled_dot', got {scale} with {score}")
-    return replace(score, scale=scale if isinstance(scale, Tensor) else float(scale))
+    if not isinstance(scale, Tensor):
+        scale = as_number("scale", scale)
+    return replace(score, scale=scale)
 
 
 def moved(owner: Owner, *args: Any, **kwargs: Any) -> Owner:

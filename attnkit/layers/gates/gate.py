@@ -66,7 +66,8 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     The maps of each gate are stored, detached, under its name in `named_modules()`, in the order of
     its calls. They are the maps that scaled the features, not computed a second time, so running
     statistics of batch norms change as they do without the capture. Compiled modules run uncompiled
-    inside the block. What other threads and asyncio tasks run is not collected.
+    inside the block. Other threads take part where they run in this context, as
+    `asyncio.to_thread` does.
 
     Args:
         model: any module that contains gates of attnkit, or modules of yours with a method `gate`

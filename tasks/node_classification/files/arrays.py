@@ -114,8 +114,8 @@ class Part:
             rank_zero_info(f"{self.where}: the first row is read as {what}, not as a header")
 
     def refuse_index(self, values: np.ndarray, what: str, names: Sequence[str] = ()) -> None:
-        """UserError if the first of several columns of text counts the rows, as an index that was
-        given a name, or has the names of the nodes.
+        """UserError if the first of several columns of text counts the rows, in any order, as an
+        index that was given a name, or has the names of the nodes.
 
         Args:
             values: [rows, columns], of a file whose form is not known (`rows` is None).
@@ -125,11 +125,11 @@ class Part:
             return
         first = values[:, 0]
         counted = np.arange(len(first), dtype=first.dtype)
-        found: list[np.ndarray] = [counted, counted + 1]
+        is_index = any(np.array_equal(np.sort(first), counted + start) for start in (0, 1))
         numbers = numbers_of(np.array(names, str))
         if numbers.dtype.kind != "U":
-            found.append(numbers.astype(first.dtype))
-        if len(first) > 1 and any(np.array_equal(first, index) for index in found):
+            is_index |= np.array_equal(first, numbers.astype(first.dtype))
+        if len(first) > 1 and is_index:
             raise UserError(
                 f"{self.where}: the first column counts the rows or names the nodes: it is an "
                 f"index, or {what}; leave out an index, and put {what} behind another column"

@@ -68,7 +68,7 @@ def blocks(
             with the line.
     """
     if path.suffix == ".parquet":
-        for names, parts in _parquet(path):
+        for names, parts in _parquet(path, in_order=in_order):
             yield _parquet_numbers(path, names, parts, dtype, columns)
         return
     form = Form.of(path)
@@ -178,7 +178,8 @@ def cells(path: Path, count: int | None = None) -> tuple[np.ndarray, list[int]]:
         Parquet hold; and the number of the line of each row of text.
     """
     if path.suffix == ".parquet":
-        parts = [np.stack(columns, axis=1) for _, columns in _parquet(path, words=True)]
+        read = _parquet(path, words=True, count=count)
+        parts = [np.stack(columns, axis=1) for _, columns in read]
         whole = np.concatenate(parts) if parts else np.empty((0, 1), str)
         return whole[:, 0] if whole.shape[1] == 1 else whole, []
     form, rows = Form.of(path), list(_lines(path))
@@ -305,22 +306,30 @@ def _numbered(count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-def _check_index(path: Path, index: np.ndarray, before: int) -> None:
+def _check_index(
+    path: Path,
+    index: np.ndarray,
+    before: int,
+    what: str = "the first column has no name, as an index, but",
+) -> None:
     """UserError unless an index counts the rows, from 0 as pandas does or from 1 as R does."""
     counted = np.arange(before, before + len(index))
-    if index.dtype.kind == "U" or not any(
+    if index.dtype.kind not in "iuf" or not any(
         (index == (counted + start).astype(index.dtype)).all() for start in (0, 1)
     ):
         raise UserError(
-            f"{path}: the first column has no name, as an index, but is not 0, 1, 2, …, the order "
-            "of the nodes; sort the rows and leave it out, or give it a name"
+            f"{path}: {what} is not 0, 1, 2, …, the order of the nodes; sort the rows and leave it "
+            "out, or make it a column with a name"
         )
 
 
-def _parquet(path: Path, *, words: bool = False) -> Iterator[tuple[list[str], list[np.ndarray]]]:
+def _parquet(
+    path: Path, *, words: bool = False, in_order: bool = False, count: int | None = None
+) -> Iterator[tuple[list[str], list[np.ndarray]]]:
     """Names and columns of each block of rows, without pandas' index.
 
     Args:
+        in_order: whether an index has to count the rows, as it also has to if they are `count`.
         words: columns of words are text, where nothing is ""; else they are objects.
     """
     refuse_stand_in(path)
@@ -336,8 +345,15 @@ def _parquet(path: Path, *, words: bool = False) -> Iterator[tuple[list[str], li
             index |= {i for i in (schema.pandas_metadata or {}).get("index_columns", ())
                       if isinstance(i, str)}  # fmt: skip
             names = [name for name in schema.names if name not in index]
-            for batch in file.iter_batches(ROWS, columns=names):
-                parts = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
+            checked = [*index] if in_order or file.metadata.num_rows == count else []
+            before = 0
+            for batch in file.iter_batches(ROWS, columns=[*names, *checked]):
+                for name in checked:
+                    values = batch.column(name).to_numpy(zero_copy_only=False)
+                    _check_index(path, values, before, f"its index {name!r}")
+                before += batch.num_rows
+                columns = [batch.column(name) for name in names]
+                parts = [column.to_numpy(zero_copy_only=False) for column in columns]
                 if words:
                     parts = [_texts(part) if part.dtype.kind == "O" else part for part in parts]
                 yield names, parts

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from support import TOLERANCES, assert_equal, with_gradients
@@ -330,6 +331,11 @@ def test_one_error_gives_every_reason():
         ),
         ({"normalizer": "delta_rule"}, r"'delta_rule' has a tensor, give the object.*DeltaRule"),
         ({"edge_features": torch.ones(1)}, "edge_features: expected attnkit.EdgeFeatures, got T"),
+        ({"query": None}, "query: expected a tensor, got NoneType"),
+        ({"value": np.ones((2, 4, 5, 8))}, "value: expected a tensor, got ndarray"),
+        ({"bias": [[0.0]]}, "bias: expected a tensor, got list"),
+        ({"dropout_p": "0.1"}, "dropout_p: expected a number, got '0.1'"),
+        ({"scale": [0.5]}, r"scale: expected a number, got \[0.5\]"),
         ({"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
         (
             {"backend": "flahs"},

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from attnkit.core.attend import attend
 from attnkit.core.masks.base import And, Dense, as_mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Blocks, Window2d
@@ -91,6 +92,15 @@ def test_integers_of_numpy_and_torch_are_integers(integer):
         assert Blocks(grid, given).sizes == Blocks(grid, size).sizes
 
 
+def test_numbers_of_every_kind():
+    expected = rows(Padding([2]), 2, 4), rows(Packed([1, 3]), 4, 4)
+    for dtype in (np.uint8, np.int16, np.uint16, np.uint32, np.uint64):
+        lengths, packed = np.array([2], dtype), torch.from_numpy(np.array([1, 3], dtype))
+        assert (rows(Padding(lengths), 2, 4), rows(Packed(packed), 4, 4)) == expected
+        attend(*[torch.ones(1, 1, 4, 4)] * 3, mask=Padding(lengths) & Packed(packed))
+    assert Edges([[], []], 3).num_edges == 0
+
+
 @pytest.mark.parametrize("form", [torch.tensor, np.array, list, tuple])
 def test_masks_take_lists_and_arrays(form):
     edges, grid, allowed = [[0, 1, 2], [2, 0, 1]], [[True, False], [True, True]], [[True, False]]
@@ -126,6 +136,13 @@ def test_masks_take_lists_and_arrays(form):
         (lambda: Padding(torch.ones(3).bool()), ValueError, r"boolean Padding is \[batch, keys\]"),
         (lambda: Dense(torch.zeros(2, 2)), TypeError, "True = may look.*additive terms go into"),
         (lambda: as_mask([True]), TypeError, "got list"),
+        (
+            lambda: torch.vmap(lambda n: attend(*[torch.ones(1, 6, 4)] * 3, mask=Packed(n)))(
+                torch.tensor([[2, 4], [3, 3]])
+            ),
+            ValueError,
+            "torch.vmap over the lengths of Packed",
+        ),
         *[
             (lambda make=make, given=given: make(given), TypeError, "expected a tensor or a list")
             for make in (

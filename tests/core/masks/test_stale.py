@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -90,6 +91,30 @@ def test_memory_that_is_written_to(name, write):
             for _ in range(2):  # made, and kept
                 output = run(mask=mask)
             assert torch.equal(output, run(mask=make(content.clone()))), backend
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_memory_that_is_written_to_before_the_backward(name):
+    """The gradient is of what was computed, or there is none."""
+    make, first, then = MASKS[name]
+    inputs = torch.randn(3, 1, 2, TOKENS, 4, generator=torch.Generator().manual_seed(0))
+    inputs = inputs.requires_grad_()
+    served = 0
+    for backend in ("block_sparse", "blockwise", "flash", "math", "edges", "edges_numba"):
+        given = first.clone()
+        try:
+            output = attend(*inputs.unbind(), mask=make(given), backend=backend)
+            expected = attend(*inputs.unbind(), mask=make(first.clone()), backend=backend)
+        except attnkit.UnsupportedError:
+            continue
+        served += 1
+        (right,) = torch.autograd.grad(expected.square().sum(), inputs)
+        given.copy_(then)
+        found = None
+        with suppress(RuntimeError):  # torch says so
+            (found,) = torch.autograd.grad(output.square().sum(), inputs)
+        assert found is None or torch.equal(found, right), backend
+    assert served > 1
 
 
 @pytest.mark.parametrize("clone", COPIES)

@@ -492,6 +492,7 @@ def test_tanh_saturates_exactly():
         (lambda: ScaledDot(float("nan")), "scale: expected a finite number, got nan"),
         (lambda: ScaledDot(-float("inf")), "scale: expected a finite number, got -inf"),
         (lambda: ScaledDot(torch.ones(3)), r"scale: expected a number or a tensor .*, got \[3\]"),
+        (lambda: ScaledDot(softcap="2"), "softcap: expected a number, got '2'"),
         (lambda: ScaledDot(softcap=0.0), "softcap: expected a positive number, got 0.0"),
         (lambda: Score(), r"Score defines no uncapped\(\)"),
     ],

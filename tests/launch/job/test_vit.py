@@ -68,7 +68,7 @@ def test_all_files_of_another_folder_are_tested(attnkit, trained, tmp_path):
         "trainer=cpu", "run_dir=again",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "test: 7 images, none of which the module was trained on" in done.out + done.err
+    assert "test: 7 images" in done.out + done.err
 
 
 def test_predict(attnkit, trained, tmp_path):
