@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import TRACED_PARTS
 from attnkit.core.kernels.block_steps import query_blocks
 from attnkit.core.masks.base import Mask, as_4d
-from attnkit.core.masks.kept import has_values, kept
+from attnkit.core.masks.kept import is_read_quickly, kept
 from attnkit.core.masks.plan import SOME
 from attnkit.core.operators.modes import has_tangent
 from attnkit.core.precision import no_autocast
@@ -331,10 +330,7 @@ def _allowed(block: Inputs, start: tuple[int, int], whole: Inputs) -> Tensor | N
 def _reads(inputs: Inputs, mask: Mask, sizes: Sizes) -> tuple[Sizes, Reads]:
     """The sizes of blocks, smaller ones where the mask leaves much out, and what they read."""
     device = inputs.query.device
-    leaves = (leaf for leaf in pytree.tree_leaves(mask) if isinstance(leaf, Tensor))
-    if inputs.num_keys < LEAST_KEYS:
-        return sizes, {}
-    if not has_values(device) or not all(leaf.is_cpu for leaf in leaves):  # nor wait for a GPU
+    if inputs.num_keys < LEAST_KEYS or not is_read_quickly(mask, device):
         return sizes, {}
     items, rows = max(sizes[0]), min(ROWS, max(sizes[1]))
     key = (inputs.query.shape[0], inputs.num_queries, inputs.num_keys, items, rows)
