@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import choice, floating, positive
+from attnkit.core.masks.kept import has_values
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.scores.kinds import ScaledDot, moved
 
@@ -357,6 +358,8 @@ def revived(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The scores where rows that may look nowhere look everywhere, so that their gradients are
     finite; and which rows these are, [batch, heads, rows, 1], for their output to become 0."""
     dead = scores.detach().amax(dim=-1, keepdim=True) == -torch.inf
+    if scores.is_cpu and has_values(scores.device) and not dead.any():  # nor wait for a GPU
+        return scores, dead
     return scores.masked_fill(dead, 0.0), dead
 
 

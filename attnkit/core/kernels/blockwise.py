@@ -12,7 +12,8 @@ from attnkit.core.normalizers import masked_scores, revived, softmax
 
 
 class Blockwise(Backend):
-    """Any score in blocks of queries, computed again in the backward: no queries × keys memory.
+    """Any score in blocks of queries; the backward computes all but a few again: no queries × keys
+    memory.
 
     Computed in float32 (float64 if the inputs are).
     """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from math import prod
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -25,7 +27,7 @@ from attnkit.core.kernels.base import (
 from attnkit.core.masks.base import And, Mask, Not, Or
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Blocks, Window2d
-from attnkit.core.masks.kept import has_values, kept
+from attnkit.core.masks.kept import has_values, is_read_quickly, kept
 from attnkit.core.masks.plan import QueryBlocks
 from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
 
@@ -34,7 +36,9 @@ if TYPE_CHECKING:  # importing it takes as long as importing half of torch
 
 
 PAYS = 2**24  # queries × keys
+MOST = 0.5  # of them, by the plan
 BLOCK = 128  # queries and keys of a block
+LISTED = 128  # places for the blocks of a row, before there are more for rows that have more
 BLOCKS_AT_ONCE = 256  # whose 2²² queries and keys are looked at together
 READ = 2**28  # queries × keys, before which looking at all is quicker than waiting for a GPU
 
@@ -60,10 +64,20 @@ class Flex(Backend):
 
     def pays(self, inputs: Inputs) -> bool:
         # before, a fused kernel with the dense mask is faster, and nothing is compiled
+        if inputs.num_queries * inputs.num_keys < PAYS:
+            return False
+        share = self.share(inputs)
+        if share is not None:
+            return share <= MOST
         sparse = Window | Window2d | Packed | Blocks
-        return inputs.num_queries * inputs.num_keys >= PAYS and any(
-            isinstance(part, sparse) for part in _simple(inputs.mask)
-        )
+        return any(isinstance(part, sparse) for part in _simple(inputs.mask))
+
+    def share(self, inputs: Inputs) -> float | None:
+        mask, device = inputs.mask, inputs.query.device
+        if mask is None or not is_read_quickly(mask, device):
+            return None
+        sizes = inputs.num_queries, inputs.num_keys
+        return _kept(mask, "_share", sizes, device, _share)
 
     def compute(self, inputs: Inputs) -> Tensor:
         inputs = inputs.as_scaled_dot()
@@ -79,7 +93,7 @@ class Flex(Backend):
             from torch.nn.attention import flex_attention as flex
 
             options["return_aux"] = flex.AuxRequest(lse=True)
-        output = _flex_attention(inputs)(*tensors, options)
+        output = _flex_attention(inputs, blocks)(*tensors, options)
         if sink is not None:
             output, aux = output
             share = torch.sigmoid(aux.lse - sink[:, None])  # of which flex has the derivative
@@ -97,77 +111,116 @@ def block_mask(mask: Mask, query: Tensor, num_keys: int) -> BlockMask:
         num_keys,
     )
     if torch.compiler.is_compiling():
-        return _new_block_mask(mask, sizes, query.device)
-    if not pytree.tree_leaves(mask):  # one of the same numbers has the same blocks
-        return _kept_block_mask(mask, sizes, query.device)
-    make = partial(_new_block_mask, mask, sizes, query.device)
-    return kept(mask, "_blocks", sizes, query.device, make)
+        return _new_block_mask(mask, query.device, *sizes)
+    return _kept(mask, "_blocks", sizes, query.device, _new_block_mask)
 
 
-@lru_cache(maxsize=16)
-def _kept_block_mask(mask: Mask, sizes: tuple, device: torch.device) -> BlockMask:
+def _kept(
+    mask: Mask, name: str, sizes: tuple, device: torch.device, make: Callable[..., Any]
+) -> Any:
+    """What is made of the mask, kept with it; of one without tensors, for all that are equal."""
+    if not pytree.tree_leaves(mask):
+        return _made(make, mask, device, *sizes)
+    return kept(mask, name, sizes, device, partial(make, mask, device, *sizes))
+
+
+@lru_cache(maxsize=32)
+def _made(make: Callable[..., Any], *arguments: Any) -> Any:
     with torch.inference_mode(False):  # for training too
-        return _new_block_mask(mask, sizes, device)
+        return make(*arguments)
 
 
-def _new_block_mask(mask: Mask, sizes: tuple, device: torch.device) -> BlockMask:
+def _share(mask: Mask, _: torch.device, num_queries: int, num_keys: int) -> float:
+    blocks = QueryBlocks.of_size(BLOCK, num_queries, num_keys)
+    return mask.plan(blocks).simplified().count(BLOCK).share
+
+
+def _new_block_mask(
+    mask: Mask,
+    device: torch.device,
+    batch: int | None,
+    num_heads: int | None,
+    num_queries: int,
+    num_keys: int,
+) -> BlockMask:
     from torch.nn.attention import flex_attention as flex
 
-    batch, num_heads, num_queries, num_keys = sizes
-    moved = mask.to(device).tabulated(num_queries, num_keys)
-    function = _function(moved, num_queries, num_keys)
-    tensors = [leaf for leaf in pytree.tree_leaves(mask) if isinstance(leaf, Tensor)]
-    is_read_quickly = all(tensor.is_cpu for tensor in tensors)
-    if not has_values(device) or not (is_read_quickly or num_queries * num_keys >= READ):
-        return flex.create_block_mask(function, batch, num_heads, num_queries, num_keys, device)
+    sizes = batch, num_heads, num_queries, num_keys
+    function = _function(mask.to(device).tabulated(num_queries, num_keys), num_queries, num_keys)
+    waits = not is_read_quickly(mask, device) and num_queries * num_keys < READ
+    if not has_values(device) or waits:
+        return flex.create_block_mask(function, *sizes, device)
     # create_block_mask looks at each query and key, and runs out of memory at 96,000 tokens
     # (attention-gym 149, pytorch 151043); here queries and keys of partial blocks are looked at
-    full, partial = (table.to(device) for table in _tables(mask, *sizes))
-    return flex.BlockMask.from_kv_blocks(
-        *_counted(partial),
-        *_counted(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=function,
-        seq_lengths=(num_queries, num_keys),
-    )
+    row, column, is_full, shape, columns = _blocks(mask, *sizes)
+    lane, block = np.divmod(row, shape[2])
+    of_keys = lane * columns + column
+    # what has 16 bits is sorted by counting
+    order = of_keys.astype(np.min_scalar_type(prod(shape[:2]) * columns)).argsort(kind="stable")
+    rows_of_keys = *shape[:2], columns
+    by_queries = _listed(row, column, is_full, shape, columns)
+    by_keys = _listed(of_keys[order], block[order], is_full[order], rows_of_keys, shape[2])
+    tables = (table.to(device) for table in (*by_queries, *by_keys))
+    arguments: list[Any] = [(num_queries, num_keys), *tables, (BLOCK, BLOCK), function]
+    return flex.BlockMask(*arguments)
 
 
-def _tables(
+def _blocks(
     mask: Mask, batch: int | None, num_heads: int | None, num_queries: int, num_keys: int
-) -> tuple[Tensor, Tensor]:
-    """Which blocks of BLOCK × BLOCK the mask allows all and which some of, each [items, heads,
-    query blocks, key blocks]. A block that is cut by the end of the tokens is not full."""
-    blocks = QueryBlocks.of_size(BLOCK, num_queries, num_keys)
-    plan = mask.plan(blocks).simplified().expanded(batch or 1, num_heads or 1, len(blocks.start))
-    full, seen = (torch.from_numpy(table) for table in plan.tables(BLOCK))
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int, int], int]:
+    """The blocks of BLOCK × BLOCK that the mask allows some of: their row, column, and whether it
+    allows all; the rows, [items, heads, query blocks], and how many columns there are. A block
+    that is cut by the end of the tokens is not full."""
+    starts = QueryBlocks.of_size(BLOCK, num_queries, num_keys)
+    shape = batch or 1, num_heads or 1, len(starts.start)
+    row, column, is_full = mask.plan(starts).simplified().expanded(*shape).blocks(BLOCK)
+    columns = -(-num_keys // BLOCK)
     if num_queries % BLOCK:
-        full[:, :, -1] = False
+        is_full &= row % shape[2] < shape[2] - 1
     if num_keys % BLOCK:
-        full[..., -1] = False
-    partial = seen & ~full
+        is_full &= column < columns - 1
     if isinstance(mask, Causal | Window | Padding | Blocks):
-        return full, partial  # whose plans are exact
+        return row, column, is_full, shape, columns  # whose plans are exact
     function = _function(mask.tabulated(num_queries, num_keys), num_queries, num_keys)
     tensors = (leaf for leaf in pytree.tree_leaves(mask) if isinstance(leaf, Tensor))
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     within = torch.arange(BLOCK, device=device)
-    for where in partial.nonzero().split(BLOCKS_AT_ONCE):
-        item, head, row, column = where.to(device)[:, :, None, None].unbind(1)
-        query, key = row * BLOCK + within[:, None], column * BLOCK + within
-        last = num_queries - 1, num_keys - 1
+    last = num_queries - 1, num_keys - 1
+    is_seen = np.ones_like(is_full)
+    unsure = np.flatnonzero(~is_full)
+    for some in np.split(unsure, range(BLOCKS_AT_ONCE, len(unsure), BLOCKS_AT_ONCE)):
+        places = np.stack([*np.unravel_index(row[some], shape), column[some]])
+        item, head, first, start = torch.from_numpy(places).to(device)[..., None, None]
+        query, key = first * BLOCK + within[:, None], start * BLOCK + within
         allowed = function(item, head, query.clamp(max=last[0]), key.clamp(max=last[1]))
         allowed = allowed & (query <= last[0]) & (key <= last[1])
-        allowed = allowed.expand(len(where), BLOCK, BLOCK).flatten(1)
-        every, some = allowed.all(1).cpu(), allowed.any(1).cpu()
-        full[where.unbind(1)] = every
-        partial[where.unbind(1)] = some & ~every
-    return full, partial
+        allowed = allowed.expand(len(some), BLOCK, BLOCK).flatten(1)
+        is_full[some], is_seen[some] = allowed.all(1).cpu(), allowed.any(1).cpu()
+    return row[is_seen], column[is_seen], is_full[is_seen], shape, columns
 
 
-def _counted(table: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are True, and their columns before those of the others."""
-    columns = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return table.sum(-1, dtype=torch.int32), columns.to(torch.int32)
+def _listed(
+    row: np.ndarray,
+    column: np.ndarray,
+    is_full: np.ndarray,
+    shape: tuple[int, int, int],
+    num_columns: int,
+) -> Iterator[Tensor]:
+    """Of partial and of full blocks, in order of their rows, how many each row has and their
+    columns, where blocks × blocks would be too many numbers for long sequences. Both are equally
+    wide: the kernel for few queries asks only the first. There are few widths: each is a program.
+    """
+    num_rows = prod(shape)
+    chosen = ~is_full, is_full
+    counts = [np.bincount(row[some], minlength=num_rows) for some in chosen]
+    most = max(int(count.max()) for count in counts)
+    width = min(num_columns, max(LISTED, 1 << most.bit_length()))
+    for some, count in zip(chosen, counts, strict=True):
+        columns = np.zeros((num_rows, width), np.int32)
+        place = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+        columns[row[some], place] = column[some]
+        yield torch.from_numpy(count.astype(np.int32)).view(shape)
+        yield torch.from_numpy(columns).view(*shape, width)
 
 
 def _function(mask: Mask, num_queries: int, num_keys: int) -> Callable[..., Tensor]:
@@ -177,13 +230,14 @@ def _function(mask: Mask, num_queries: int, num_keys: int) -> Callable[..., Tens
     return may_look
 
 
-def _flex_attention(inputs: Inputs) -> Callable[..., Any]:
+def _flex_attention(inputs: Inputs, blocks: BlockMask) -> Callable[..., Any]:
     if torch.compiler.is_compiling():
         return _call_flex
     tensors = inputs.query, inputs.key, inputs.value
     kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
     mask = None if pytree.tree_leaves(inputs.mask) else inputs.mask
-    return _compiled((*kinds, torch.is_grad_enabled(), mask))
+    widths = blocks.kv_indices.shape, getattr(blocks.q_indices, "shape", None)
+    return _compiled((*kinds, *widths, torch.is_grad_enabled(), mask))
 
 
 @lru_cache(maxsize=256)

@@ -1,28 +1,27 @@
 """Any function of attention's inputs, a block of batch items and query rows at a time.
 
-Forward and backward hold the inputs, the output, their gradients and one block: the backward
+Forward and backward hold the inputs, the output, their gradients and few blocks: the backward
 calls the function again for each block (Chen et al., Training Deep Nets with Sublinear Memory Cost,
-2016), with the same random numbers.
+2016), with the same random numbers. What the last blocks computed is kept for it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, compress, product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import TRACED_PARTS
 from attnkit.core.kernels.block_steps import query_blocks
 from attnkit.core.masks.base import Mask, as_4d
-from attnkit.core.masks.kept import has_values, kept
+from attnkit.core.masks.kept import is_read_quickly, kept
 from attnkit.core.masks.plan import SOME
 from attnkit.core.operators.modes import has_tangent
 from attnkit.core.precision import no_autocast
@@ -58,6 +57,9 @@ Sizes = tuple[list[int], list[int]]
 Reads = dict[tuple[int, int], Read]
 """What blocks read, by their first batch item and row; empty where all read all keys."""
 
+Graph = tuple[dict[str, Tensor], tuple[Tensor, ...]]
+"""The tensors of a block, and the function's outputs of them."""
+
 LEAST_KEYS = 512  # with fewer, blocks of many items are quicker than blocks of few keys
 ROWS = 192  # of a block that reads some of the keys
 DENSE = 0.8  # of queries × keys: where so much is read, reading all is quicker
@@ -65,6 +67,7 @@ DENSE = 0.8  # of queries × keys: where so much is read, reading all is quicker
 # Scores computed at once, of which a step holds several copies: 8 MB each in float32 on the CPU,
 # more would be no faster; elsewhere enough to keep a GPU busy.
 BLOCK_SCORES = {"cpu": 2**21, "other": 2**24}
+KEPT = 2  # on the CPU, of how many times as many scores what was computed is kept for the backward
 
 
 def in_blocks(
@@ -94,7 +97,11 @@ def in_blocks(
             or has_tangent(tensors)
         ):
             return _checkpointed(function, exact, sizes, reads)
-        return _Recomputed.apply(function, exact, sizes, reads, *tensors)
+        # Where what is saved is hooked, as by torch's checkpoints, the hooks would see each block.
+        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        keeps = exact.query.is_cpu and torch.is_grad_enabled() and not is_hooked
+        room = KEPT * BLOCK_SCORES["cpu"] if keeps else 0
+        return _Recomputed.apply(function, exact, sizes, reads, room, *tensors)
 
 
 def _can_recompute(inputs: Inputs) -> bool:
@@ -121,6 +128,7 @@ class _Recomputed(torch.autograd.Function):
         inputs: Inputs,
         sizes: Sizes,
         reads: Reads,
+        room: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -128,10 +136,20 @@ class _Recomputed(torch.autograd.Function):
         ctx.function, ctx.sizes, ctx.reads = function, sizes, reads
         ctx.inputs = _with(inputs, dict.fromkeys(_tensors(inputs)))
         ctx.names = tuple(_tensors(inputs))
+        ctx.wanted = list(compress(ctx.names, ctx.needs_input_grad[5:]))
+        ctx.graphs = {}  # of the last blocks, which draw the last random numbers
         ctx.random_state = _random_state(inputs)
         outputs: tuple[Tensor, ...] = ()
-        for start, block in _blocks(inputs, sizes):
-            results = function(*_read(block, start, inputs, reads))
+        blocks = list(_blocks(inputs, sizes))
+        counts = [_num_scores(block, reads.get(start)) for start, block in blocks]
+        num_left = sum(counts)
+        for (start, block), count in zip(blocks, counts, strict=True):
+            read = _read(block, start, inputs, reads)
+            if num_left <= room:
+                ctx.graphs[start] = _, results = _graph(function, *read, ctx.wanted)
+            else:
+                results = function(*read)
+            num_left -= count
             outputs = outputs or tuple(_as_large_as(inputs.query, result) for result in results)
             for output, result in zip(outputs, results, strict=True):
                 _place(output, start, result).copy_(result)
@@ -140,17 +158,17 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        wanted = [
-            name for name, needed in zip(ctx.names, ctx.needs_input_grad[4:], strict=True) if needed
-        ]
+        wanted = ctx.wanted
         inputs = _with(ctx.inputs, tensors)
         with no_autocast(inputs.query), _replayed(ctx.random_state):
             if torch.is_grad_enabled():  # create_graph
                 outputs = _checkpointed(ctx.function, inputs, ctx.sizes, ctx.reads)
                 found = _derivatives(outputs, tensors, wanted, gradients, create_graph=True)
             else:
-                found = _sums(ctx.function, inputs, ctx.sizes, ctx.reads, wanted, gradients)
-        return None, None, None, None, *(found.get(name) for name in ctx.names)
+                found = _sums(
+                    ctx.function, inputs, ctx.sizes, ctx.reads, wanted, gradients, ctx.graphs
+                )
+        return None, None, None, None, None, *(found.get(name) for name in ctx.names)
 
 
 def _sums(
@@ -160,18 +178,16 @@ def _sums(
     reads: Reads,
     wanted: list[str],
     gradients: tuple[Tensor | None, ...],
+    graphs: dict[tuple[int, int], Graph],
 ) -> dict[str, Tensor]:
-    """The gradients of the wanted tensors, each block's added to those before."""
+    """The gradients of the wanted tensors, each block's added to those before; takes its graph from
+    those that were kept."""
     tensors = _tensors(inputs)
     totals = {name: torch.zeros_like(tensors[name]) for name in wanted}
     places = _blocks(_with(inputs, tensors | totals), sizes)
     for (start, block), (_, place) in zip(_blocks(inputs, sizes), places, strict=True):
-        block, allowed = _read(block, start, inputs, reads)
-        cut = {name: tensor.detach() for name, tensor in _tensors(block).items()}
-        for name in wanted:
-            cut[name].requires_grad_()
-        with torch.enable_grad():
-            outputs = function(_with(block, cut), allowed)
+        graph = graphs.pop(start, None)
+        cut, outputs = graph or _graph(function, *_read(block, start, inputs, reads), wanted)
         of_outputs = [
             None if gradient is None else _place(gradient, start, output)
             for gradient, output in zip(gradients, outputs, strict=True)
@@ -181,6 +197,17 @@ def _sums(
             if name in found:
                 _add(name, total, found[name], reads.get(start))
     return totals
+
+
+def _graph(
+    function: BlockFunction, block: Inputs, allowed: Tensor | None, wanted: list[str]
+) -> Graph:
+    """What the function gives for a block, with the graph to the wanted of its tensors alone."""
+    cut = {name: tensor.detach() for name, tensor in _tensors(block).items()}
+    for name in wanted:
+        cut[name].requires_grad_()
+    with torch.enable_grad():
+        return cut, function(_with(block, cut), allowed)
 
 
 def _derivatives(
@@ -303,10 +330,7 @@ def _allowed(block: Inputs, start: tuple[int, int], whole: Inputs) -> Tensor | N
 def _reads(inputs: Inputs, mask: Mask, sizes: Sizes) -> tuple[Sizes, Reads]:
     """The sizes of blocks, smaller ones where the mask leaves much out, and what they read."""
     device = inputs.query.device
-    leaves = (leaf for leaf in pytree.tree_leaves(mask) if isinstance(leaf, Tensor))
-    if inputs.num_keys < LEAST_KEYS:
-        return sizes, {}
-    if not has_values(device) or not all(leaf.is_cpu for leaf in leaves):  # nor wait for a GPU
+    if inputs.num_keys < LEAST_KEYS or not is_read_quickly(mask, device):
         return sizes, {}
     items, rows = max(sizes[0]), min(ROWS, max(sizes[1]))
     key = (inputs.query.shape[0], inputs.num_queries, inputs.num_keys, items, rows)
@@ -380,6 +404,10 @@ def _read(
     keys = torch.cat([torch.arange(a, a + size, device=device) for a, size in read.runs])
     places = items[:, None, None, None], heads[:, None, None], rows[:, None], keys
     return block, as_4d(mask.allows(*places, whole.num_queries, whole.num_keys))
+
+
+def _num_scores(block: Inputs, read: Read | None) -> int:
+    return block.query.shape[:3].numel() * (block.num_keys if read is None else read.num_keys)
 
 
 def _add(name: str, total: Tensor, found: Tensor, read: Read | None) -> None:

@@ -124,6 +124,13 @@ def has_values(device: torch.device) -> bool:
     )
 
 
+def is_read_quickly(mask: Mask, device: torch.device) -> bool:
+    """Whether what the mask says may be read and kept on this device, without waiting for a GPU."""
+    leaves = pytree.tree_leaves(mask)  # of a mask of the user's, which may hold anything, itself
+    is_there = (leaf.is_cpu if isinstance(leaf, Tensor) else type(leaf) is int for leaf in leaves)
+    return has_values(device) and all(is_there)
+
+
 def tensors_of(mask: Mask) -> list[Tensor] | None:
     """The mask's tensors; None where it is not known what it is made of."""
     leaves = pytree.tree_leaves(mask)

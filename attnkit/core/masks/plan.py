@@ -183,18 +183,15 @@ class Plan:
                 yield runs
                 runs, offset = [], end
 
-    def tables(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which blocks of so many keys are `ALL`, and which are not `NONE`, [items, heads, blocks,
-        key blocks]; of a simplified plan."""
+    def blocks(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Blocks of so many keys that are not `NONE`, row by row, each [number]: their row of all
+        [items × heads × blocks], their place in it, and whether they are `ALL`; of a simplified
+        plan."""
+        (row, column), full = (_one_by_one(*runs(size)) for runs in (self._seen, self._full))
         columns = -(-self.width // size)
-        found = []
-        for row, first, after in (self._full(size), self._seen(size)):
-            changes = np.zeros((prod(self.shape), columns + 1), np.int16)
-            np.add.at(changes, (row, first), 1)
-            np.add.at(changes, (row, after), -1)
-            inside = changes.cumsum(axis=1, dtype=np.int16)[:, :-1] > 0
-            found.append(inside.reshape(*self.shape, columns))
-        return found[0], found[1]
+        is_full = np.zeros(len(row), bool)
+        is_full[np.searchsorted(row * columns + column, full[0] * columns + full[1])] = True
+        return row, column, is_full
 
     def count(self, size: int) -> BlockCounts:
         """How many blocks of so many keys the rows have, by answer; of a simplified plan."""
@@ -224,6 +221,15 @@ class Plan:
 
     def _row_of_runs(self) -> np.ndarray:
         return np.maximum(self.ends - 1, 0) // max(1, self.width)
+
+
+def _one_by_one(
+    row: np.ndarray, first: np.ndarray, after: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of runs `first` … `after` − 1 each number, and its row."""
+    counts = after - first
+    shift = first - (counts.cumsum() - counts)
+    return np.repeat(row, counts), np.arange(counts.sum()) + np.repeat(shift, counts)
 
 
 def _combined(a: Plan, b: Plan, operation: Callable[..., np.ndarray]) -> Plan:

@@ -136,6 +136,13 @@ class ScaledDot(Score):
         query, key, factor = self.as_dot(query, key)
         return factor * (query @ key.transpose(-2, -1))
 
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        # of the query there are fewer numbers to multiply than of the scores
+        query, key, factor = self.as_dot(query, key)
+        if self.softcap is None:
+            return (factor * query) @ key.transpose(-2, -1)
+        return self.softcap * (factor / self.softcap * query @ key.transpose(-2, -1)).tanh()
+
     def dot_dim(self, head_dim: int) -> int:
         return head_dim
 

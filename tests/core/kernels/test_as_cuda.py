@@ -113,7 +113,7 @@ def test_every_kernel_that_serves(mask):
 @pytest.mark.parametrize("backend", ["auto", "varlen", "flex"])
 def test_the_second_step_sends_nothing_to_the_gpu(mask, backend):
     """Nor waits for it: a number that is read raises an error here."""
-    flex._kept_block_mask.cache_clear()
+    flex._made.cache_clear()
     with as_cuda.cuda_without_a_gpu() as transfers:
         given = MASKS[mask]()
         tensors, _ = make("plain", torch.bfloat16)
@@ -128,6 +128,27 @@ def test_the_second_step_sends_nothing_to_the_gpu(mask, backend):
     # the lengths of packed sequences were on the CPU, and so are plans of what holds no tensors
     is_planned = backend == "flex" and mask in ("causal", "window", "grid", "~window")
     assert bool(sent[0]) == (mask.startswith("packed") or is_planned)
+
+
+def test_flex_is_chosen_by_the_share_of_the_plan():
+    """Where the mask's numbers are on the GPU, which would be waited for, by its kind."""
+    with as_cuda.cuda_without_a_gpu():
+        query = torch.randn(1, 2, 4096, 16, device="cuda", dtype=torch.bfloat16)
+        few, many = torch.tensor([1000]), torch.tensor([4000])
+        for mask, share in (
+            (attnkit.Window(3000, 3000), None),
+            (attnkit.Window(64, 64), 94 / 1024),
+            (attnkit.Padding(many), None),
+            (attnkit.Padding(few), 8 / 32),
+            (attnkit.Padding(few.to("cuda")), None),
+            (attnkit.Blocks(torch.ones(64, 64, device="cuda") > 0, 64), -1),
+        ):
+            chosen = attnkit.explain_backends(query, query, query, mask=mask).chosen
+            assert (chosen == "flex") == (share is not None), mask
+            if share is not None and share > 0:
+                with attnkit.record_backends() as record:
+                    attnkit.attend(query, query, query, mask=mask)
+                assert record.shares == {"": {"flex": share}}
 
 
 def test_no_gradient_is_left_to_cudnn_with_a_mask():

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from functools import partial
 from random import Random
 
 import pytest
 import torch
 from random_masks import random_mask, random_sizes
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import attnkit
 from attnkit import Additive, Causal, Dense, Gaussian, Packed, Padding, ScaledDot, Window, attend
@@ -191,9 +193,35 @@ def test_a_block_asks_for_the_mask_of_its_own_items():
     mask = Causal() & Counted(torch.arange(64) % 128)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(recompute.BLOCK_SCORES, "cpu", 2 * 128 * 32)
+        patch.setattr(recompute, "KEPT", 0)
         attnkit.attend(*tensors, mask=mask, backend="blockwise").sum().backward()
     assert len(sizes) == 2 * 64 * 4
     assert max(sizes) == 128
+
+
+@pytest.mark.parametrize(("kept", "again"), [(0, 4), (2, 2), (4, 0)])
+def test_the_last_blocks_are_not_computed_again(kept, again, monkeypatch):
+    """But for a second backward, or within a checkpoint, which computes all again once more."""
+    calls = []
+
+    def counted(score, query, key):
+        calls.append(len(query))
+        return score.definition(query, key)
+
+    monkeypatch.setattr(ScaledDot, "scores", counted)
+    monkeypatch.setitem(recompute.BLOCK_SCORES, "cpu", 16 * 64)
+    monkeypatch.setattr(recompute, "KEPT", kept)
+    tensors = [torch.randn(1, 1, 64, 3, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    attention = partial(attend, dropout_p=0.3, backend="blockwise")
+    output = attention(*tensors)
+    first, second = (
+        torch.autograd.grad(output.sum(), tensors, retain_graph=True) for _ in range(2)
+    )
+    torch.testing.assert_close(first, second)
+    assert len(calls) == 4 + again + 4
+    calls.clear()
+    checkpoint(attention, *tensors, use_reentrant=False).sum().backward()
+    assert len(calls) == 4 + 4 + 4
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -160,7 +160,7 @@ def test_explanations_say_what_a_mask_costs():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_tables_and_counts_are_of_the_answers(seed):
+def test_blocks_and_counts_are_of_the_answers(seed):
     draw = Random(seed)
     for _ in range(20):
         sizes = random_sizes(draw)
@@ -170,8 +170,9 @@ def test_tables_and_counts_are_of_the_answers(seed):
         columns = [answers[..., start : start + size] for start in range(0, num_keys, size)]
         full = np.stack([(column == ALL).all(-1) for column in columns], axis=-1)
         seen = np.stack([(column != NONE).any(-1) for column in columns], axis=-1)
-        assert (plan.tables(size)[0] == full).all()
-        assert (plan.tables(size)[1] == seen).all()
+        row, column, is_full = plan.blocks(size)
+        assert (np.stack([row, column]) == seen.reshape(-1, seen.shape[-1]).nonzero()).all()
+        assert (is_full == full[seen]).all()
         found = plan.count(size)
         assert (found.full, found.partial) == (full.sum(), (seen & ~full).sum())
         assert found.skipped == (~seen).sum()

@@ -141,9 +141,10 @@ def test_block_masks_are_the_definition(name):
 
 
 def as_dense(num_blocks, indices):
-    """Which blocks are named, [items, heads, rows, columns]."""
+    """Which blocks are named, [items, heads, rows, columns]; more than there are here."""
     named = torch.arange(indices.shape[-1]) < num_blocks[..., None]
-    return torch.zeros(indices.shape, dtype=torch.bool).scatter_(-1, indices.long(), named)
+    dense = torch.zeros(*indices.shape[:-1], 6, dtype=torch.long)
+    return dense.scatter_add_(-1, indices.long(), named.long()).bool()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -153,6 +154,7 @@ def test_block_masks_have_the_blocks_of_torch(seed, monkeypatch):
     from torch.nn.attention.flex_attention import create_block_mask
 
     monkeypatch.setattr(flex, "BLOCKS_AT_ONCE", 7)
+    monkeypatch.setattr(flex, "LISTED", 1)
     draw = Random(seed)
     for _ in range(3):
         sizes = 2, 3, draw.randint(100, 700), draw.randint(100, 700)
@@ -179,12 +181,18 @@ def test_block_masks_have_the_blocks_of_torch(seed, monkeypatch):
 
 
 def test_block_masks_are_made_for_many_tokens():
-    """At 100,000 tokens queries × keys are 10 GB of booleans."""
-    tokens = 100_000
-    query = torch.empty(1, 1, tokens, 16)
-    for mask, most in ((Window(300, 300) & Causal(), 4), (Packed([1000] * 100), 17)):
-        blocks = block_mask(mask, query, tokens)
+    """At 100,000 tokens queries × keys are 10 GB of booleans; at a million, blocks × blocks are 244
+    MB of numbers for each of four tables."""
+    for tokens, mask, most in (
+        (100_000, Window(300, 300) & Causal(), 4),
+        (100_000, Packed([1000] * 100), 17),
+        (10**6, Window(300, 300), 7),
+        (10**6, Window(20_000, 0), 158),
+    ):
+        blocks = block_mask(mask, torch.empty(1, 1, tokens, 1), tokens)
         assert (blocks.kv_num_blocks + blocks.full_kv_num_blocks).max() <= most
+        assert blocks.kv_indices.shape == blocks.full_kv_indices.shape  # as one kernel takes it
+        assert max(blocks.kv_indices.shape[-1], blocks.q_indices.shape[-1]) <= 256
 
 
 def test_block_masks_leave_empty_blocks_out():
