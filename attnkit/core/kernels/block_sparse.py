@@ -153,6 +153,7 @@ class _Attention(torch.autograd.Function):
         if sink is not None:
             lse = add_sink_(output, lse[..., None], sink)[..., 0]
         # the backward reads the mask again, so torch must notice where it was written to since
+        assert inputs.mask is not None
         read = tensors_of(inputs.mask) or ()
         ctx.save_for_backward(query, key, value, sink, output, lse, *read)
         ctx.inputs, ctx.steps = inputs, steps
