@@ -93,7 +93,7 @@ def attend(
         and score in _PLAIN_SCORE
         and normalizer in _PLAIN_NORMALIZER
         and backend == "auto"
-        and not dropout_p
+        and dropout_p == 0
         and isinstance(query, Tensor)
         and isinstance(key, Tensor)
         and isinstance(value, Tensor)

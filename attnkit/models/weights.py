@@ -248,7 +248,7 @@ def of_network(state: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Ten
     twins = [other for other, count in counts.items() if count >= _WHOLE * counts[prefix] > 0]
     for twin in twins:
         is_inside = twin.startswith(prefix) or prefix.startswith(twin)
-        if not is_inside and not _are_equal(state, own, prefix, twin):
+        if not is_inside and not _are_equal(state, prefix, twin):
             first, second = sorted((prefix, twin))
             raise ValueError(
                 f"there are two networks in it, under {first!r} and {second!r}; expected one: load "
@@ -259,10 +259,13 @@ def of_network(state: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Ten
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
 
 
-def _are_equal(state: Mapping[str, Tensor], own: set[str], one: str, other: str) -> bool:
-    """Whether both are one network, as of a loss that keeps the model."""
-    pairs = [(state.get(one + name), state.get(other + name)) for name in own]
-    return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+def _are_equal(state: Mapping[str, Tensor], *prefixes: str) -> bool:
+    """Whether the same is under both, as of a loss that keeps the model."""
+    one, other = (
+        {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+        for prefix in prefixes
+    )
+    return one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
 
 
 def of_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

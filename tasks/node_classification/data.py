@@ -122,6 +122,7 @@ class GraphDataModule(SplitData):
         self.node_names: list[str] | None = None
         self._graph: Data | None = None
         self._has_trained = False
+        self._keys: Tensor | None = None
         self._num_splits = 0
         self._neighbors: InNeighbors | None = None
 
@@ -164,6 +165,7 @@ class GraphDataModule(SplitData):
                 raise UserError(f"{self.label_of(node)}: node {node} of {name} has no label")
         if not self.predicts and (oddities := oddities_of(data)):
             rank_zero_warn(f"data: {'; '.join(oddities)}")
+        self._keys = node_keys(data) if self.normalize_features else None
         data.x = self._prepared(data.x)
         if self.positions is not None:
             data.positions = node_positions(data, self.positions, self.position_dim, self.seed)
@@ -278,7 +280,11 @@ class GraphDataModule(SplitData):
     def training_keys(self) -> Tensor:
         """Keys of the nodes of train and val, int64 [nodes]; see `KnowsItsTraining`."""
         self._has_trained = True
-        return node_keys(self.graph)[self.graph.train_mask | self.graph.val_mask]
+        return self._node_keys()[self.graph.train_mask | self.graph.val_mask]
+
+    def _node_keys(self) -> Tensor:
+        """By the features as they were loaded."""
+        return node_keys(self.graph) if self._keys is None else self._keys
 
     def _tested(self) -> Data:
         """The graph; for the test of a module that was trained before, its `test_mask` lacks the
@@ -286,7 +292,7 @@ class GraphDataModule(SplitData):
         graph, module = self.graph, self.trainer.lightning_module if self.trainer else None
         if not isinstance(module, KnowsItsTraining):
             return graph
-        known = was_trained_on(module, node_keys(graph))
+        known = was_trained_on(module, self._node_keys())
         if known is None:
             rank_zero_warn("test: it is not known which nodes the module was trained on")
             return graph

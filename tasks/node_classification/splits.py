@@ -67,15 +67,15 @@ def has_masks(data: Data) -> bool:
 def node_keys(graph: Data) -> Tensor:
     """int64 [nodes]: a key that a node keeps while its number, label and features stay.
 
-    So nodes are known again where others or edges were added, but not in another graph. Where most
-    nodes have the features of another one, the in-neighbours count too.
+    So nodes are known again where others or edges were added, but not in another graph. Of a node
+    with the features of another one the in-neighbours have to stay, too.
     """
     numbers, features = _mixed(torch.arange(graph.num_nodes)), _row_keys(graph.x)
+    _, kinds, counts = features.unique(return_inverse=True, return_counts=True)
+    source, target = graph.edge_index
+    neighbors = torch.zeros_like(numbers).index_add_(0, target, numbers[source])
     keys = _mixed(numbers + graph.y) + features
-    if 2 * len(features.unique()) < graph.num_nodes:
-        source, target = graph.edge_index
-        keys.index_add_(0, target, numbers[source])
-    return _mixed(keys)
+    return _mixed(torch.where(counts[kinds] > 1, keys + neighbors, keys))
 
 
 def _row_keys(x: Tensor) -> Tensor:

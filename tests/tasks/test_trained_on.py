@@ -226,7 +226,7 @@ def test_no_node_of_a_training_is_tested(tmp_path, batch_size):
     quiet(tmp_path).test(module, datamodule=graph(), verbose=False)
     assert sum(map(len, nodes)) == 1000  # as after the training
     nodes.clear()
-    other = graph(seed=1, k=5)  # the same nodes with other edges
+    other = graph(seed=1, k=5, normalize_features=True)  # the same nodes
     with pytest.warns(UserWarning, match=r"of 1,000 nodes; the others .* data.seed"):
         quiet(tmp_path).test(module, datamodule=other, verbose=False)
     tested = torch.cat(nodes)
@@ -258,6 +258,11 @@ def test_a_node_is_known_again_in_its_graph_alone(are_alike):
     if not are_alike:
         assert torch.equal(node_keys(graph(0, 20)), known)
         assert not torch.isin(node_keys(graph(1, 0)), known).any()
+        more = graph(0, 200)  # one whose features are those of the first
+        more.x = torch.cat([more.x, more.x[:1]])
+        more.y = torch.cat([more.y, more.y[:1]])
+        more.num_nodes = 41
+        assert torch.isin(node_keys(more), known).sum() >= 39
         sparse = graph(0, 20)
         sparse.x = to_sparse_csr(sparse.x)
         assert torch.equal(node_keys(sparse), known)

@@ -1,6 +1,6 @@
 """The base of all kernels: what each can serve, when it is worthwhile, and its computation."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
+from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.kept import tensors_of
 from attnkit.core.normalizers import Normalizer, Softmax
 from attnkit.core.operators.modes import has_tangent
 from attnkit.core.scores.kinds import ScaledDot
@@ -155,6 +157,24 @@ def empty_reasons(inputs: Inputs) -> Iterator[str]:
             f"needs sizes above zero, got query {list(inputs.query.shape)}, "
             f"key {list(inputs.key.shape)}, value {list(inputs.value.shape)}"
         )
+
+
+def unwritten(mask: Mask | None) -> Callable[[], None]:
+    """For a backward that reads the mask again: a function that raises RuntimeError where its
+    tensors were written to since, as far as torch counts that."""
+    if mask is None or torch.compiler.is_compiling():
+        return lambda: None
+    tensors = [tensor for tensor in tensors_of(mask) or () if not tensor.is_inference()]
+    versions = [tensor._version for tensor in tensors]
+
+    def check() -> None:
+        if [tensor._version for tensor in tensors] != versions:
+            raise RuntimeError(
+                "mask: its numbers were written to between forward and backward; give each call a "
+                "mask of its own, or write after the backward"
+            )
+
+    return check
 
 
 def with_channels(tensor: Tensor, size: int) -> Tensor:

@@ -31,13 +31,14 @@ from attnkit.core.kernels.base import (
     functorch_reasons,
     refuse_second_derivative,
     sink_gradient,
+    unwritten,
     with_channels,
 )
 from attnkit.core.kernels.block_steps import Lane, Step, Steps, Task, grid_of
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
-from attnkit.core.masks.kept import has_values, kept, tensors_of
+from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.sequences import Packed, Window
 from attnkit.core.operators.modes import is_plain
 from attnkit.core.precision import cast_bias, wide
@@ -152,17 +153,16 @@ class _Attention(torch.autograd.Function):
         _run([partial(share.forward, task) for share in shares for task in share.lane.tasks], query)
         if sink is not None:
             lse = add_sink_(output, lse[..., None], sink)[..., 0]
-        # the backward reads the mask again, so torch must notice where it was written to since
-        assert inputs.mask is not None
-        read = tensors_of(inputs.mask) or ()
-        ctx.save_for_backward(query, key, value, sink, output, lse, *read)
+        ctx.save_for_backward(query, key, value, sink, output, lse)
+        ctx.check_mask = unwritten(inputs.mask)
         ctx.inputs, ctx.steps = inputs, steps
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sink, output, lse, *_ = ctx.saved_tensors
-        refuse_second_derivative("block_sparse", *gradients, query, key, value, sink, output, lse)
+        refuse_second_derivative("block_sparse", *gradients, *ctx.saved_tensors)
+        ctx.check_mask()
+        query, key, value, sink, output, lse = ctx.saved_tensors
         rows = query, output, lse, channels_in_order(gradients[0])
         # sums of many steps: in float32 where the kernel computes in half precision
         totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]

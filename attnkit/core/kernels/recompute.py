@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from attnkit.core.inputs import Inputs, in_high_precision
-from attnkit.core.kernels.base import TRACED_PARTS
+from attnkit.core.kernels.base import TRACED_PARTS, unwritten
 from attnkit.core.kernels.block_steps import query_blocks
 from attnkit.core.masks.base import Mask, as_4d
 from attnkit.core.masks.kept import is_read_quickly, kept
@@ -133,6 +133,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
+        ctx.check_mask = unwritten(inputs.mask)
         ctx.function, ctx.sizes, ctx.reads = function, sizes, reads
         ctx.inputs = _with(inputs, dict.fromkeys(_tensors(inputs)))
         ctx.names = tuple(_tensors(inputs))
@@ -157,6 +158,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.check_mask()
         tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         wanted = ctx.wanted
         inputs = _with(ctx.inputs, tensors)
@@ -242,8 +244,10 @@ def _checkpointed(
     """The same by torch's checkpoints, which find every tensor that the function reads, and whose
     gradients have derivatives."""
     draws = inputs.dropout_p > 0 or inputs.normalizer.draws
+    check_mask = unwritten(inputs.mask)
 
     def of_block(block: Inputs, start: tuple[int, int]) -> tuple[Tensor, ...]:
+        check_mask()
         return function(*_read(block, start, inputs, reads))
 
     results = [
