@@ -46,10 +46,10 @@ SCRIPTED = "compiled by torch.jit.script, which knows no annotation but Tensor"
 WITHOUT_SHAPES = {
     "Mask.allows": "indices of any shapes that broadcast",
     "Packed.within": "as Mask.allows",
-    "_Several.fold": "as Mask.allows",
     "Mask.to": "any tensors",
     "capture_attention": "the weights of modules of every kind",
     "capture_gates": "the gates of modules of every kind",
+    "record_logits": "the heads of modules of every kind",
     "Projections.project": "between the parts of a block, of tokens in a batch or without",
     "Projections.project_query": "as Projections.project",
     "Projections.project_memory": "as Projections.project",

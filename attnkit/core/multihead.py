@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.arguments import choice, not_nested, share
+from attnkit.core.arguments import choice, in_a_line, not_nested, share
 from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.masks.base import Mask
-from attnkit.core.normalizers import Normalizer, learned_normalizer
+from attnkit.core.normalizers import LearnedDeltaRule, Normalizer, Softmax, learned_normalizer
 from attnkit.core.projections import Projections
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
@@ -122,6 +122,14 @@ class MultiHeadAttention(Projections):
             gates = num_heads if gate == "head" else num_heads * self.value_head_dim
             self.gate_proj = nn.Linear(dim, gates, bias=bias)
         self.out_proj = nn.Linear(num_heads * self.value_head_dim, dim, bias=out_bias)
+        if not isinstance(sink, bool):
+            raise TypeError(f"sink: expected True or False, got {in_a_line(sink)}")
+        if (
+            sink
+            and isinstance(self.normalizer, Normalizer | LearnedDeltaRule)
+            and not isinstance(self.normalizer, Softmax)
+        ):
+            raise ValueError(f"sink: expected softmax, to whose sums it is added, got {normalizer}")
         self.sink = nn.Parameter(torch.empty(num_heads)) if sink else None
         self.reset_parameters()
 

@@ -164,6 +164,10 @@ def test_what_is_masked_changes_nothing():
     ("arguments", "message"),
     [
         ((22, 5), "num_heads: 5 does not divide dim 22"),
+        ((20, 5, {"sink": "yes"}), "sink: expected True or False, got 'yes'"),
+        ((20, 5, {"sink": torch.zeros(5)}), r"sink: expected True or False, got a tensor \[5\]"),
+        ((20, 5, {"sink": True, "normalizer": "linear"}), "sink: expected softmax, .* got linear"),
+        ((20, 5, {"sink": True, "normalizer": "delta_rule"}), "sink: expected softmax, .* got del"),
         ((22, 0), "num_heads: expected at least 1, got 0"),
         ((22, 11, {"num_kv_heads": 2}), "num_kv_heads: 2 does not divide num_heads 11"),
         ((22, 11, {"head_dim": 0}), "head_dim: expected at least 1, got 0"),
@@ -174,7 +178,7 @@ def test_what_is_masked_changes_nothing():
 )
 def test_wrong_sizes_are_named(arguments, message):
     *sizes, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         MultiHeadAttention(*sizes, **options)
 
 

@@ -1,6 +1,7 @@
 """Every part of a graph, as NumPy, pandas and others write it: used as it is meant, or refused."""
 
 import gzip
+import json
 from importlib.util import find_spec
 
 import numpy as np
@@ -254,6 +255,10 @@ WRONG = {
         change("features.csv", "id,a\n" + counted(start=1)),
         "features.csv: the first column counts the rows or names the nodes: it is an index, or",
     ),
+    "an index in another order": (
+        change("features.csv", "id,a\n" + "".join(f"{5 * n % NODES},1\n" for n in range(NODES))),
+        "features.csv: the first column counts the rows or names the nodes: it is an index, or",
+    ),
     "an index and no header": (
         change("features.csv", counted()),
         "features.csv: the first column counts the rows or names the nodes: it is an index, or",
@@ -327,6 +332,29 @@ def test_what_may_be_meant_otherwise_is_refused(tmp_path, case):
         graph_of(tmp_path)
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("part", ["features", "labels"])
+def test_an_index_in_parquet_counts_the_rows(tmp_path, part):
+    """As in text; pandas writes it as a column, of which the metadata say that it is the index."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, values in parts().items():
+        if name != part:
+            np.save(tmp_path / f"{name}.npy", values)
+    values = parts()[part]
+    columns = {f"f{i}": c for i, c in enumerate(values.reshape(len(values), -1).T)}
+    metadata = {"pandas": json.dumps({"index_columns": ["__index_level_0__"]})}
+
+    def write(order):
+        table = pyarrow.table(columns | {"__index_level_0__": order})
+        parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / f"{part}.parquet")
+
+    write(np.arange(NODES))
+    assert graph_of(tmp_path).graph.num_nodes == NODES
+    write(np.arange(NODES)[::-1])
+    with pytest.raises(UserError, match=rf"{part}.parquet: its index .* is not 0, 1, 2"):
+        graph_of(tmp_path)
 
 
 def test_a_mask_of_two_nodes_may_be_their_numbers(tmp_path):

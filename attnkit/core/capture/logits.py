@@ -18,12 +18,8 @@ from attnkit.core.precision import no_autocast
 from attnkit.core.running import RunningModules
 
 
-class LargestLogits(dict[str, Tensor]):
-    """`logits[layer]`: the largest logit of each head, [heads]."""
-
-
 @contextmanager
-def record_logits(model: nn.Module | None = None) -> Iterator[LargestLogits]:
+def record_logits(model: nn.Module | None = None) -> Iterator[dict[str, Tensor]]:
     """Collect the largest logit of each head that each layer computes inside the `with` block.
 
         with attnkit.record_logits(model) as logits:
@@ -57,7 +53,7 @@ def record_logits(model: nn.Module | None = None) -> Iterator[LargestLogits]:
 
 class _Logits:
     def __init__(self, model: nn.Module | None) -> None:
-        self.found = LargestLogits()
+        self.found: dict[str, Tensor] = {}
         self.running = RunningModules(model)
         self.running.records.append(self.found)
 

@@ -147,7 +147,8 @@ class _Recomputed(torch.autograd.Function):
         for (start, block), count in zip(blocks, counts, strict=True):
             read = _read(block, start, inputs, reads)
             if num_left <= room:
-                ctx.graphs[start] = _, results = _graph(function, *read, ctx.wanted)
+                graph = _graph(function, *read, ctx.wanted)
+                ctx.graphs[start], results = graph, graph[1]
             else:
                 results = function(*read)
             num_left -= count
