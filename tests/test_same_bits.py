@@ -115,7 +115,9 @@ CASES = {
 }  # fmt: skip
 SIZE = 5
 OTHER_SIZES = (8,)
-OFFSETS = (16, 1)  # numbers of 4 bytes before the first
+# Numbers of 4 bytes before the first: memory as torch and as malloc align it. At other addresses
+# torch's own flash operator gives other last digits on processors without AVX-512 (EPYC of 2021).
+OFFSETS = (16, 4)
 
 
 def moved(tensor, offset):

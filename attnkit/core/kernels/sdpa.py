@@ -44,7 +44,6 @@ flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 LEAST_QUERIES = 256  # of a part: with fewer, splitting costs what it gains
-SHORT = 64  # tokens: with a bias cuDNN lost at 49 and won at 2,048 of them, on an H100
 
 
 class Sdpa(Backend):
@@ -292,10 +291,11 @@ class Cudnn(Sdpa):
             yield "needs more than one query and one key"
 
     def pays(self, inputs: Inputs) -> bool:
-        if inputs.has_attn_mask:
-            # Since torch 2.11 the query's gradient can be NaN (pytorch 196678, trl 7181): with a
-            # mask or bias, a length of 64 more than a multiple of 128, and scores below −88.
-            return not _trains(inputs) and max(inputs.num_queries, inputs.num_keys) > SHORT
+        # Not with a mask or bias: since torch 2.11 the query's gradient can be NaN (pytorch 196678,
+        # trl 7181). Masks, and causal models, are also where lengths change from step to step, and
+        # each new length costs cuDNN up to a second (FunASR 3704).
+        if inputs.has_attn_mask or inputs.is_causal:
+            return False
         # where torch itself prefers it: elsewhere flash is as fast
         return torch.cuda.get_device_capability(inputs.query.device) in ((9, 0), (10, 0))
 

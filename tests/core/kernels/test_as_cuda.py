@@ -151,22 +151,23 @@ def test_flex_is_chosen_by_the_share_of_the_plan():
                 assert record.shares == {"": {"flex": share}}
 
 
-def test_no_gradient_is_left_to_cudnn_with_a_mask():
-    """Its backward can give NaN there: pytorch 196678."""
+def test_cudnn_is_left_alone_with_masks_and_where_lengths_change():
+    """Its backward can give NaN with a mask (pytorch 196678), and it plans anew for each length
+    (FunASR 3704). Without a mask, as in a ViT, it is chosen."""
     with as_cuda.cuda_without_a_gpu():
         shape = 1, 2, 704, 64
         tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
         bias = torch.randn(704, 704, device="cuda", dtype=torch.bfloat16)
         mask = attnkit.Padding(torch.tensor([700], device="cuda"))
-        for options in ({"mask": mask}, {"bias": bias}):
-            assert attnkit.explain_backends(*tensors, **options).chosen == "cudnn"
-            trained = [tensor.requires_grad_() for tensor in tensors]
-            assert attnkit.explain_backends(*trained, **options).chosen == "efficient"
-            with torch.no_grad():
-                assert attnkit.explain_backends(*trained, **options).chosen == "cudnn"
-            tensors = [tensor.detach() for tensor in trained]
-        trained = [tensor.requires_grad_() for tensor in tensors]
-        assert attnkit.explain_backends(*trained).chosen == "cudnn"
+        for is_trained in (False, True):
+            given = [tensor.detach().requires_grad_(is_trained) for tensor in tensors]
+            for options, expected in (
+                ({"mask": mask}, "efficient"),
+                ({"bias": bias}, "efficient"),
+                ({"mask": attnkit.Causal()}, "flash"),
+                ({}, "cudnn"),
+            ):
+                assert attnkit.explain_backends(*given, **options).chosen == expected
 
 
 def networks():
