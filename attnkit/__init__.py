@@ -101,21 +101,21 @@ _HOME = {
     "assert_attention": "attnkit.checks.run",
     "insert_attention": "attnkit.surgery.insert",
     "remove_attention": "attnkit.surgery.insert",
-    "sight": "attnkit.sight",
-    "diagnose_attention": "attnkit.sight.diagnosis.diagnose",
-    "edge_fidelity": "attnkit.sight.graphs.fidelity",
-    "explain": "attnkit.sight.explain",
-    "Explanation": "attnkit.sight.explanation",
-    "Sight": "attnkit.sight.training.sight",
-    "AttentionMaps": "attnkit.sight.training.attention_maps",
+    "interpret": "attnkit.interpret",
+    "diagnose_attention": "attnkit.interpret.diagnosis.diagnose",
+    "edge_fidelity": "attnkit.interpret.graphs.fidelity",
+    "explain": "attnkit.interpret.explain",
+    "Explanation": "attnkit.interpret.explanation",
+    "Interpret": "attnkit.interpret.training.callback",
+    "AttentionMaps": "attnkit.interpret.training.attention_maps",
     "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
     "load": "attnkit.lightning.export.exported",
     "metrics": "attnkit.metrics",
-    "trust": "attnkit.sight.trust.judge",
-    "Trust": "attnkit.sight.trust.result",
-    "perturbation_curves": "attnkit.sight.trust.curves",
+    "trust": "attnkit.interpret.trust.judge",
+    "Trust": "attnkit.interpret.trust.result",
+    "perturbation_curves": "attnkit.interpret.trust.curves",
 }
 
 __all__ = [*_HOME]
@@ -135,7 +135,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from attnkit import checks, finetune, interop, lightning, metrics, sight
+    from attnkit import checks, finetune, interop, interpret, lightning, metrics
     from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend
@@ -167,6 +167,15 @@ if TYPE_CHECKING:
     from attnkit.core.scores.additive import Additive
     from attnkit.core.scores.kinds import Cosine, Gaussian, General, ScaledDot
     from attnkit.core.weights import attention_weights
+    from attnkit.interpret.diagnosis.diagnose import diagnose_attention
+    from attnkit.interpret.explain import explain
+    from attnkit.interpret.explanation import Explanation
+    from attnkit.interpret.graphs.fidelity import edge_fidelity
+    from attnkit.interpret.training.attention_maps import AttentionMaps
+    from attnkit.interpret.training.callback import Interpret
+    from attnkit.interpret.trust.curves import perturbation_curves
+    from attnkit.interpret.trust.judge import trust
+    from attnkit.interpret.trust.result import Trust
     from attnkit.layers.gates.bam import BAM
     from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
     from attnkit.layers.gates.coordinate import CoordinateAttention
@@ -201,14 +210,5 @@ if TYPE_CHECKING:
     from attnkit.models.polynormer import Polynormer
     from attnkit.models.sgformer import SGFormer
     from attnkit.models.vit import ViT
-    from attnkit.sight.diagnosis.diagnose import diagnose_attention
-    from attnkit.sight.explain import explain
-    from attnkit.sight.explanation import Explanation
-    from attnkit.sight.graphs.fidelity import edge_fidelity
-    from attnkit.sight.training.attention_maps import AttentionMaps
-    from attnkit.sight.training.sight import Sight
-    from attnkit.sight.trust.curves import perturbation_curves
-    from attnkit.sight.trust.judge import trust
-    from attnkit.sight.trust.result import Trust
     from attnkit.surgery.insert import insert_attention, remove_attention
     from attnkit.surgery.replace import replace_attention

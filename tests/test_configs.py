@@ -58,7 +58,7 @@ TRAINED = [
     " scheduler=plateau trainer=cpu",
     "task=vit data=needle_digits trainer=cpu",
     "task=spatial data=planted_shortcut trainer=cpu",
-    "task=channel data=digit_grid callbacks=sight trainer=cpu",
+    "task=channel data=digit_grid callbacks=interpret trainer=cpu",
     *(f"task=vit trainer={trainer}" for trainer in ("gpu", "ddp", "fsdp")),
     "task=vit model=timm scheduler=polynomial trainer=cpu",
     "task=vit experiment=cifar10_vit data=image_folder trainer=cpu",

@@ -509,7 +509,7 @@ def captioning():
         yield called(captioner.generate, images, but={"words": said})
 
 
-def sight():
+def interpret():
     options = {"image_size": (12, 20), "patch_size": 4, "in_channels": 18, "num_classes": 31}
     vit = attnkit.ViT(**options, dim=24, depth=1, num_heads=2)
     images, classes = floats("batch channels height width"), integers("batch", below="classes")
@@ -533,7 +533,7 @@ EXAMPLES = {
     "tokens": tokens,
     "graphs": graphs,
     "captioning": captioning,
-    "sight": sight,
+    "interpret": interpret,
 }
 
 

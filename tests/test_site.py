@@ -13,7 +13,7 @@ import attnkit
 
 ROOT = Path(__file__).parent.parent
 MODULES = ("", ".checks", ".finetune", ".interop", ".layers", ".lightning", ".metrics", ".models",
-           ".sight", ".surgery")  # fmt: skip
+           ".interpret", ".surgery")  # fmt: skip
 
 
 def found(dotted):

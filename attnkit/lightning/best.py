@@ -16,7 +16,7 @@ _LESS = {"loss", "error", "err", "mae", "mse", "rmse", "nll", "perplexity", "ppl
          "ece", "fid"}  # fmt: skip
 _MORE = {"accuracy", "acc", "f1", "auroc", "auc", "ap", "map", "precision", "recall", "iou", "miou",
          "dice", "bleu", "rouge", "rouge_l", "cider", "cider_d", "meteor", "spice", "r2",
-         "sight_gap", "sight_words"}  # fmt: skip
+         "interpret_gap", "interpret_words"}  # fmt: skip
 
 
 def mode_of(monitor: str) -> Mode | None:

@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy
 from truths import Row, details, kept, overview
 
 import attnkit
+from attnkit.interpret import METHODS
 from attnkit.metrics.localisation import area
 from attnkit.models import ResNet
-from attnkit.sight import METHODS
 from attnkit.tasks.image_classification import (
     DigitGrid,
     ImageClassification,

@@ -25,8 +25,8 @@ from torchmetrics.functional.classification import binary_auroc
 from truths import Row, details, kept, overview
 
 import attnkit
-from attnkit.sight.graphs.methods import EDGE_METHODS
-from attnkit.sight.trust.agreement import spearman, with_random_weights
+from attnkit.interpret.graphs.methods import EDGE_METHODS
+from attnkit.interpret.trust.agreement import spearman, with_random_weights
 from attnkit.tasks.node_classification import DictionaryLookupData, InfectionData
 
 TRUTHS = {

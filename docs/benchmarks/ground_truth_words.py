@@ -21,11 +21,11 @@ from torch.nn.functional import adaptive_avg_pool2d
 from truths import Row, details, kept, overview
 
 import attnkit
+from attnkit.interpret.captions import METHODS
+from attnkit.interpret.sentences import Sentences
+from attnkit.interpret.trust.agreement import spearman, with_random_weights
 from attnkit.metrics.localisation import area, mass
 from attnkit.models.captioning.word_decoder import PAD, START
-from attnkit.sight.captions import METHODS
-from attnkit.sight.sentences import Sentences
-from attnkit.sight.trust.agreement import spearman, with_random_weights
 from attnkit.tasks.captioning import ImageCaptioning, ScenesData
 
 

@@ -17,8 +17,8 @@ import torch
 from measure import table
 
 import attnkit
-from attnkit.sight import METHODS
-from attnkit.sight.trust import Trust
+from attnkit.interpret import METHODS
+from attnkit.interpret.trust import Trust
 from attnkit.tasks.image_classification import DigitsData
 
 COLUMNS = {

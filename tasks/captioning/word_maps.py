@@ -9,11 +9,11 @@ from lightning import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from attnkit.interpret.colours import overlay_scale
+from attnkit.interpret.picture import Panel, Row, as_picture, draw, save
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import in_log_folder, replacing
 from attnkit.models.captioning.word_decoder import END, PAD
-from attnkit.sight.colours import overlay_scale
-from attnkit.sight.picture import Panel, Row, as_picture, draw, save
 
 
 class WordMaps(Callback):

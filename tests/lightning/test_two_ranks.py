@@ -18,7 +18,7 @@ def test_two_ranks_write_one_of_everything(tmp_path):
 
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     maps = {f"attention_maps/{name}.png" for name in ("epoch_001", "epoch_002", "test")}
-    maps |= {f"sight/{name}.png" for name in ("epoch_001", "epoch_002", "scores")}
+    maps |= {f"interpret/{name}.png" for name in ("epoch_001", "epoch_002", "scores")}
     assert files == {"best.ckpt", "learning_curves.png", "results.json"} | maps
 
     results = json.loads((tmp_path / "results.json").read_text())

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from attnkit import AttentionMaps, MultiHeadAttention, Sight
+from attnkit import AttentionMaps, Interpret, MultiHeadAttention
 from attnkit.lightning import (
     EMA,
     KernelRecord,
@@ -60,7 +60,7 @@ if __name__ == "__main__":
         callbacks=[
             KernelRecord(),
             AttentionMaps(num_images=2),
-            Sight(num_images=2, every_n_epochs=2),
+            Interpret(num_images=2, every_n_epochs=2),
             Throughput(),
             EMA(),
             LearningCurves(),

@@ -12,6 +12,9 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Subset
 
+from attnkit.interpret.by_turns import by_turns, num_rows
+from attnkit.interpret.progress import steps
+from attnkit.interpret.report import Report
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import screen
@@ -23,9 +26,6 @@ from attnkit.lightning.explained import Explained
 from attnkit.lightning.telling.say import say
 from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config
-from attnkit.sight.by_turns import by_turns, num_rows
-from attnkit.sight.progress import steps
-from attnkit.sight.report import Report
 
 _PACKAGES = ("attnkit", "torch", "timm")
 

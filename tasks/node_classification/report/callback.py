@@ -12,11 +12,11 @@ from attnkit.core.capture.layers import ChosenCalls, LayerChoice
 from attnkit.core.capture.undisturbed import undisturbed
 from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.kernels.record import unrecorded
+from attnkit.interpret.diagnosis.recorder import Layout, Recorder
+from attnkit.interpret.diagnosis.sampling import Sampling
+from attnkit.interpret.picture import save
 from attnkit.lightning.files import write_csv
 from attnkit.lightning.telling.say import say
-from attnkit.sight.diagnosis.recorder import Layout, Recorder
-from attnkit.sight.diagnosis.sampling import Sampling
-from attnkit.sight.picture import save
 from attnkit.tasks.node_classification.data import FullGraph
 from attnkit.tasks.node_classification.layerwise import sub_graphs
 from attnkit.tasks.node_classification.report.neighbourhoods import (

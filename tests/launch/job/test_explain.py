@@ -147,7 +147,7 @@ REFUSED = [
     ),
     (("images=RUNS/pictures", "data.batch_size=3"), "data.batch_size=3: has no effect in run="),
     (("explain.device=cuda:99",), "explain.device: 'cuda:99' is not available"),
-    (("explain.sead=1",), "explain.sead: attnkit.sight.report.Report has no such key"),
+    (("explain.sead=1",), "explain.sead: attnkit.interpret.report.Report has no such key"),
     (("trainer=cpu",), "trainer=cpu: has no effect in run=explain"),
 ]
 

@@ -1,0 +1,244 @@
+"""What is asked of a graph: a model, what it is called with, a node and a class."""
+
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
+from operator import index as as_integer
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.arguments import in_a_line
+from attnkit.core.capture.calls import EdgeCall
+from attnkit.core.capture.layers import Layers
+from attnkit.core.capture.watch import watch_attention
+from attnkit.core.masks.edges import Edges
+from attnkit.core.multihead import MultiHeadAttention
+from attnkit.interpret.graphs.part import of_nodes, renumbered
+from attnkit.interpret.methods.question import logits_of
+from attnkit.layers.graph.attention import GraphAttention
+
+
+class GraphQuestion:
+    """y is the logit of a class for one node, or for the graph.
+
+    Attributes:
+        model: in evaluation while `looking` is open.
+        edge_index: [2, edges], as the caller gave them.
+        index: the node; None: the graph, of which the model gives one row.
+        target: the class; after `ask` the predicted one, where none was given.
+        logits: [classes], of the first `ask`.
+        candidates: [edges], bool: from which the node can be reached in as many steps as the model
+            takes; no other edge can change y.
+        notes: what was assumed, a sentence each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        index: int | None = None,
+        target: int | None = None,
+        num_hops: int | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        index, target = _number("index", index), _number("target", target)
+        num_hops = _number("num_hops", num_hops, least=1)
+        self.model = model
+        self.index = index
+        self.target = target
+        self.logits: Tensor | None = None
+        self.notes: list[str] = []
+        self._num_nodes = 0
+        self._known_part: GraphQuestion | None = None
+        self._is_part_known = False
+        self._read(inputs)
+        self.num_hops = count_hops(model) if num_hops is None else num_hops
+        if index is None or self.num_hops is None:
+            self.candidates = torch.ones_like(self.edge_index[0], dtype=torch.bool)
+        else:
+            self.candidates = self.reached(self.num_hops - 1)[self.edge_index[1]]
+            self.notes.append(
+                f"{int(self.candidates.sum())} of {self.num_edges} edges reach the node in "
+                f"{self.num_hops} steps."
+            )
+
+    @property
+    def num_edges(self) -> int:
+        return self.edge_index.shape[1]
+
+    def answers(self, keep: Tensor | None = None) -> Tensor:
+        """The logits [nodes or 1, classes] with these edges alone, [edges] bool; None: with all."""
+        args, kwargs = self.args, self.kwargs
+        if keep is not None:
+            args = tuple(self._kept(place, given, keep) for place, given in enumerate(args))
+            kwargs = {name: self._kept(name, given, keep) for name, given in kwargs.items()}
+        return logits_of(self.model(*args, **kwargs), type(self.model).__name__)
+
+    def ask(self, keep: Tensor | None = None) -> Tensor:
+        """The logits [classes] of the node or the graph, with these edges alone."""
+        if keep is not None and (part := self._part()) is not None:
+            return part.ask(keep[self.candidates])
+        found = self.answers(keep)
+        if self.index is None and len(found) != 1:
+            raise ValueError(f"index: expected one of the {len(found)} nodes, got None")
+        if self.index is not None and self.index >= len(found):
+            raise ValueError(f"index: the model answers for {len(found)} nodes, got {self.index}")
+        logits = found[self.index or 0]
+        if self.target is None:
+            self.target = int(logits.argmax())
+        if self.target >= len(logits):
+            raise ValueError(f"target: the model has {len(logits)} classes, got {self.target}")
+        if self.logits is None:
+            self.logits, self._num_nodes = logits.detach(), len(found)
+        return logits
+
+    def _part(self) -> "GraphQuestion | None":
+        """The same question of the edges that can reach the node, whose answer is the same, where
+        they are few; None where they are not, or the model looks at more of the graph than that,
+        by a norm over all nodes, say."""
+        if self.index is None or self.logits is None or self._is_part_known:
+            return self._known_part
+        self._is_part_known = True
+        given = self.edge_index[:, self.candidates]
+        nodes, edges, index = renumbered(given, self.index)
+        is_named = all(place in self.names for place in range(len(self.args)))
+        if not edges.shape[1] or 2 * len(nodes) > self._num_nodes or not is_named:
+            return None
+
+        def thin(place: int | str, one: Any) -> Any:
+            if place == self.place and not isinstance(one, Edges):
+                return edges
+            return of_nodes(self._kept(place, one, self.candidates), nodes, edges, self._num_nodes)
+
+        inputs = {name: thin(name, one) for name, one in self.kwargs.items()}
+        inputs |= {self.names[place]: thin(place, one) for place, one in enumerate(self.args)}
+        part = GraphQuestion(self.model, inputs, index, self.target, self.num_hops)
+        part._is_part_known = True
+        if torch.allclose(part.ask(), self.logits, rtol=1e-4, atol=1e-4):
+            self._known_part = part
+        return self._known_part
+
+    def calls(self, layers: Layers = None, *, graph: bool = False) -> tuple[list[EdgeCall], Tensor]:
+        """The attention along the edges asked of, in its order, and the logit of the class; in
+        autograd's graph if asked for.
+
+        Raises:
+            ValueError: there is none, or it goes along other edges.
+        """
+        with torch.set_grad_enabled(graph), watch_attention(self.model, layers) as heard:
+            logits = self.ask()
+        calls = [call for call in heard if isinstance(call, EdgeCall)]
+        if not calls:
+            raise ValueError(
+                f"method: {type(self.model).__name__} has no attention along edges; expected "
+                "'occlusion' or 'random'"
+            )
+        for call in calls:
+            own = call.edge_index[:, : self.num_edges]
+            if call.edge_type is not None or not torch.equal(own, self.edge_index):
+                raise ValueError(
+                    f"layers: {call.layer!r} goes along other edges than those of the inputs; "
+                    "expected 'occlusion', or layers that do not"
+                )
+        return calls, logits[self.target or 0]
+
+    def reached(self, num_hops: int, num_nodes: int = 0) -> Tensor:
+        """The nodes from which the node is reached in at most so many steps, [nodes] bool."""
+        source, target = self.edge_index
+        size = max(int(self.edge_index.max()) + 1, (self.index or 0) + 1, num_nodes)
+        nodes = torch.zeros(size, dtype=torch.bool, device=source.device)
+        nodes[self.index] = True  # without an index all are
+        for _ in range(num_hops):
+            nodes[source[nodes[target]]] = True
+        return nodes
+
+    def _read(self, inputs: Any) -> None:
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            self.kwargs = dict(inputs)
+        elif isinstance(inputs, Sequence):
+            self.args = tuple(inputs)
+        else:
+            raise TypeError(
+                "inputs: expected (x, edge_index, …) or a dictionary of arguments, got "
+                f"{type(inputs).__name__}"
+            )
+        parameters = signature(self.model.forward).parameters.values()
+        named = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        self.names: dict[int | str, str] = {name: name for name in self.kwargs}
+        self.names |= dict(enumerate(named[: len(self.args)]))
+        given: dict[int | str, Any] = dict(enumerate(self.args))
+        given.update(self.kwargs)
+        places = [place for place in given if self.names.get(place) == "edge_index"]
+        places += [place for place, one in given.items() if _is_edges(one)]
+        if not places or not _is_edges(given[places[0]]):
+            raise TypeError(
+                "inputs: expected edges, integers [2, edges] or attnkit.Edges, named edge_index; a "
+                "graph of several types of edges, or a sparse matrix, is not explained"
+            )
+        self.place = places[0]
+        edges = given[self.place]
+        self.edge_index: Tensor = edges.edge_index if isinstance(edges, Edges) else edges
+        if hasattr(self.edge_index, "as_tensor"):
+            self.edge_index = self.edge_index.as_tensor()
+        if not self.num_edges:
+            raise ValueError("inputs: a graph without edges")
+        # all that is made of the nodes is then in the graph, also where parameters are frozen
+        self.args = tuple(map(_with_gradient, self.args))
+        self.kwargs = {name: _with_gradient(one) for name, one in self.kwargs.items()}
+
+    def _kept(self, place: int | str, given: Any, keep: Tensor) -> Any:
+        """The argument without the edges that are left out."""
+        if isinstance(given, Edges):
+            return Edges(given.edge_index[:, keep], *given.sizes)
+        if place == self.place:
+            return self.edge_index[:, keep]
+        is_of_edges = self.names.get(place, "").startswith("edge") and isinstance(given, Tensor)
+        if is_of_edges and given.ndim and len(given) == self.num_edges:
+            return given[keep]
+        return given
+
+
+def _number(name: str, given: Any, least: int = 0) -> int | None:
+    """An integer, also one of a tensor or array without dimensions."""
+    if given is None:
+        return None
+    try:
+        number = as_integer(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {in_a_line(given)}") from None
+    if number < least:
+        raise ValueError(f"{name}: expected {least} or more, got {number}")
+    return number
+
+
+def count_hops(model: nn.Module) -> int | None:
+    """The steps that messages take in a model: its layers along edges; None where nodes also see
+    each other without edges."""
+    from torch_geometric.nn import MessagePassing
+
+    hops = 0
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention | nn.MultiheadAttention):
+            return None
+        if isinstance(module, GraphAttention | MessagePassing):
+            steps = getattr(module, "K", 1)
+            hops += steps if isinstance(steps, int) else 1
+    return hops or None
+
+
+def _is_edges(given: Any) -> bool:
+    if isinstance(given, Edges):
+        return True
+    is_tensor = isinstance(given, Tensor) and given.layout is torch.strided and given.ndim == 2
+    return is_tensor and len(given) == 2 and given.dtype in (torch.int32, torch.int64)
+
+
+def _with_gradient(given: Any) -> Any:
+    if isinstance(given, Tensor) and given.is_floating_point() and given.layout is torch.strided:
+        with torch.inference_mode(False):
+            return given.detach().clone().requires_grad_()
+    return given

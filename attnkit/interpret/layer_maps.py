@@ -1,0 +1,181 @@
+"""What a layer of attention, or a gate, makes of one image, in a form that can be drawn."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from attnkit.core.capture.weights import capture_attention
+from attnkit.core.kernels.record import unrecorded
+from attnkit.core.running import module_name
+from attnkit.interpret.colours import OVERLAY, Scale
+from attnkit.interpret.explain import explain
+from attnkit.interpret.methods.grid import find_grid
+from attnkit.interpret.picture import Panel, Row, as_picture, draw
+from attnkit.layers.gates.gate import capture_gates
+from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
+from attnkit.layers.maps.spatial import SpatialAttention
+from attnkit.lightning.errors import UserError
+
+_WEIGHTS = "attention_weights"
+_LABELS = {"attention": "attention / uniform attention", "gate": "gate, mean of channels"}
+_OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
+
+
+class LayerMap(NamedTuple):
+    """`values` is [rows, columns] over the image, [channels], or [channels, channels].
+
+    `kind` says how to read them: "attention" as a multiple of what uniform attention would give, so
+    that 1 is uniform; "gate" between 0 and 1.
+    """
+
+    layer: str
+    kind: str
+    values: Tensor
+    over: str
+    """Over what: "image", "channels" or "pairs of channels"."""
+    prefix: float | None = None
+    """Of attention over tokens, what the class and register tokens before the image took."""
+
+
+def chosen_layers(model: nn.Module, layer: int | str) -> tuple[str, list[str]]:
+    """Whether a model is looked at by its "attention" or its "gate"s, and the names of the layers.
+
+    Gates are looked at where there is no attention.
+
+    Args:
+        model: any module.
+        layer: a position among the layers, or a name (`*` matches anything).
+
+    Raises:
+        UserError: it has neither, or no such layer.
+    """
+    modules = {module_name(name): module for name, module in model.named_modules()}
+    found = {
+        "attention": [n for n, m in modules.items() if callable(getattr(m, _WEIGHTS, None))],
+        "gate": [n for n, m in modules.items() if callable(getattr(type(m), "gate", None))],
+    }
+    kind = next((kind for kind, names in found.items() if names), None)
+    if kind is None:
+        raise UserError(
+            f"{type(model).__name__} has neither attention with weights nor gates: nothing to draw"
+            "\n  insert_attention puts them in; replace_attention makes timm's visible"
+        )
+    names = found[kind]
+    if isinstance(layer, int):
+        chosen = names[layer : layer + 1 or None] if -len(names) <= layer else []
+    else:
+        chosen = [name for name in names if fnmatchcase(name, layer)]
+    if not chosen:
+        raise UserError(f"layer: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
+    return kind, chosen
+
+
+@torch.no_grad()
+def layer_maps(
+    model: nn.Module, image: Tensor, layer: int | str, num_prefix_tokens: int | None
+) -> tuple[list[LayerMap], Any]:
+    """The maps of some layers over an image [channels, height, width], and the model's output."""
+    kind, names = chosen_layers(model, layer)
+    with ExitStack() as stack:
+        stack.enter_context(unrecorded())
+        captured: dict[str, list[Tensor]] = stack.enter_context(
+            capture_gates(model) if kind == "gate" else capture_attention(model, names)
+        )
+        output = model(image[None])
+    maps = []
+    for name in names:
+        if name not in captured:
+            raise UserError(f"layer: {name!r} did not run")
+        values = captured[name][-1].float().cpu()
+        if kind == "gate":
+            maps.append(_of_gate(name, values[0]))
+        else:
+            maps.append(_of_attention(name, model, values, image, num_prefix_tokens))
+    return maps, output
+
+
+def _of_gate(name: str, values: Tensor) -> LayerMap:
+    if values[0].numel() == 1:
+        return LayerMap(name, "gate", values.flatten(), "channels")
+    return LayerMap(name, "gate", values.mean(0), "image")
+
+
+def _of_attention(
+    name: str, model: nn.Module, weights: Tensor, image: Tensor, num_prefix_tokens: int | None
+) -> LayerMap:
+    layer, around = (model.get_submodule(path) for path in (name, name.rpartition(".")[0]))
+    num_keys = weights.shape[-1]
+    if isinstance(layer, _OVER_CHANNELS):
+        pairs = weights[0].mean(0) * num_keys
+        return LayerMap(name, "attention", pairs, "pairs of channels")
+    if isinstance(around, SpatialAttention) and around.pattern == "axial":
+        lines = weights.mean(dim=(1, 2)) * num_keys  # each row or column is an item of the batch
+        is_column = layer is around.column_attention
+        return LayerMap(name, "attention", lines.T if is_column else lines, "image")
+    if len(weights) > 1:
+        raise UserError(
+            f"layer: {name!r} attends within {len(weights)} parts of the image, windows or the "
+            "like, which are not drawn; inspect.layer or the argument layer chooses another"
+        )
+    height, width = image.shape[-2:]
+    grid = find_grid(model, num_keys, (height, width), None, num_prefix_tokens)
+    rows = weights[0].mean(0)
+    row = rows[0] if grid.num_prefix_tokens and _has_class_token(model) else rows.mean(0)
+    values = row[grid.num_prefix_tokens :].reshape(grid.rows, grid.columns)
+    took = 1 - float(values.sum()) if grid.num_prefix_tokens else None
+    return LayerMap(name, "attention", values * num_keys, "image", took)
+
+
+def _has_class_token(model: nn.Module) -> bool:
+    """Whether the first of the prefix tokens is one, as far as the model says."""
+    said = (m for m in model.modules() if isinstance(getattr(m, "num_prefix_tokens", None), int))
+    module = next(said, None)
+    return getattr(module, "class_token", getattr(module, "cls_token", True)) is not None
+
+
+def rollout_map(model: nn.Module, image: Tensor, num_prefix_tokens: int | None) -> LayerMap:
+    """`attnkit.explain`'s rollout of an image, as a multiple of uniform attention."""
+    pixels = image if image.is_floating_point() else image.float() / 255
+    seen = explain(model, pixels[None], None, "rollout", num_prefix_tokens=num_prefix_tokens)
+    assert seen.tokens is not None
+    assert seen.share is not None
+    took = float(seen.share[0]) if seen.num_prefix_tokens else None
+    values = seen.map[0].cpu() * seen.tokens.shape[1]
+    return LayerMap("rollout", "attention", values, "image", took)
+
+
+def draw_layers(
+    images: Tensor, maps: Sequence[Sequence[LayerMap]], titles: Sequence[str]
+) -> Figure:
+    """A column for each image: the image, and a row for each layer with its scale.
+
+    Attention is shown as a multiple of uniform attention, gates between 0 and 1: a uniform map
+    has one colour.
+
+    Args:
+        images: [batch, channels, height, width], uint8, or floats of any range.
+        maps: for each image, the maps of the layers.
+        titles: for each image.
+    """
+    pictures = [as_picture(image) for image in images]
+    rows = [Row([Panel(one, title=said) for one, said in zip(pictures, titles, strict=True)])]
+    for layers in zip(*maps, strict=True):
+        first = layers[0]
+        largest = max(float(one.values.max()) for one in layers)
+        scale = Scale(0.0, 1.0 if first.kind == "gate" else max(2.0, largest), OVERLAY)
+        label = first.kind if first.over == "channels" else _LABELS[first.kind]
+        panels = [_panel(*both) for both in zip(layers, pictures, strict=True)]
+        panels[0] = panels[0]._replace(title=first.layer)  # once for the row
+        rows.append(Row(panels, scale, label))
+    return draw(rows, across=len(images))
+
+
+def _panel(one: LayerMap, picture: np.ndarray) -> Panel:
+    took = "" if one.prefix is None else f"class and register tokens: {100 * one.prefix:.0f} %"
+    return Panel(picture if one.over == "image" else None, one.values, below=took)

@@ -1,0 +1,80 @@
+"""The gradient of the answer with respect to the image: alone, or along a way from a baseline."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnkit.core.arguments import at_least
+from attnkit.interpret.methods.grid import patch_grid
+from attnkit.interpret.methods.question import Question
+
+
+def input_gradient(question: Question) -> Tensor:
+    """Saliency (Simonyan et al., Deep Inside Convolutional Networks, 2014), [batch, rows, columns].
+
+        Σ over channels, and over the pixels of a patch, of |∂y/∂x|
+
+    A model without a `patch_size` has a number for each pixel.
+    """
+    (gradient,) = question.gradients(question.ask(), [question.images])
+    return over_patches(question, gradient.abs())
+
+
+def integrated_gradients(
+    question: Question, *, baseline: float | Tensor = 0.0, num_steps: int = 32
+) -> Tensor:
+    """Integrated gradients (Sundararajan et al., Axiomatic Attribution for Deep Networks, 2017),
+    [batch, rows, columns], signed.
+
+        (x − x′) ∫ ∂y/∂x at x′ + α (x − x′) dα,   summed over channels and the pixels of a patch
+
+    The sum over a map is y(x) − y(x′), to the precision of the integral, which is taken by the
+    Gauss–Legendre rule; a note says how far it is off.
+
+    Args:
+        baseline: x′, a number or a tensor that broadcasts to the images. 0 is the mean colour of
+            images normalized by their mean.
+        num_steps: points of the rule, a forward and a backward each.
+    """
+    at_least(1, num_steps=num_steps)
+    images = question.images.detach()
+    start = torch.as_tensor(baseline, dtype=images.dtype, device=images.device)
+    try:
+        start = start.expand_as(images)
+    except RuntimeError:
+        raise ValueError(
+            f"baseline: expected a number or a tensor that broadcasts to {list(images.shape)}, "
+            f"got {list(start.shape)}"
+        ) from None
+    end = question.ask().detach()
+    points, weights = np.polynomial.legendre.leggauss(num_steps)
+    total = torch.zeros_like(images)
+    for point, weight in zip((points + 1) / 2, weights / 2, strict=True):
+        between = (start + float(point) * (images - start)).requires_grad_()
+        (gradient,) = question.gradients(question.ask(between), [between])
+        total += float(weight) * gradient
+    total *= images - start
+    with torch.no_grad():
+        missing = (end - question.ask(start) - total.flatten(1).sum(dim=1)).abs().max()
+    question.notes.append(f"integral off by at most {float(missing):.2g} of y")
+    return over_patches(question, total)
+
+
+def over_patches(question: Question, pixels: Tensor) -> Tensor:
+    """The sum over channels and over each patch, [batch, channels, height, width] to a map."""
+    values = pixels.sum(dim=1)
+    height, width = values.shape[-2:]
+    grid = question.grid or patch_grid(question.model, (height, width))
+    return values if grid is None else sum_over(values, grid)
+
+
+def sum_over(values: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The sum over each place of a grid, [batch, height, width] to [batch, rows, columns]."""
+    height, width = values.shape[-2:]
+    if height % grid[0] or width % grid[1]:
+        raise ValueError(
+            f"grid: {grid[0]} x {grid[1]} does not divide an image of {height} x {width} pixels"
+        )
+    patch = height // grid[0], width // grid[1]
+    return F.avg_pool2d(values[:, None], patch)[:, 0] * (patch[0] * patch[1])

@@ -1,0 +1,233 @@
+"""The layers of attention as steps between tokens, and which tokens the answer is read from."""
+
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.watch import watch_attention
+from attnkit.interpret.methods.flow import Step
+from attnkit.interpret.methods.grid import Grid, find_grid
+from attnkit.interpret.methods.question import Layers, Question
+from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
+from attnkit.surgery.replace import is_served
+
+_OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
+OTHERS = "grad_cam, input_gradient, integrated_gradients or occlusion need no attention"
+
+
+class Chain(NamedTuple):
+    """A model's attention as it ran for a question.
+
+    steps: of all layers, in the order in which they ran; `is_used` are those that were asked for.
+    start: [batch, queries of the last step], 1 over their number at those that y depends on.
+    grid: of the tokens.
+    y: [batch], in the graph.
+    """
+
+    steps: list[Step]
+    start: Tensor
+    grid: Grid
+    y: Tensor
+
+    @property
+    def used(self) -> list[Step]:
+        return [step for step in self.steps if step.is_used]
+
+    def output_gradients(self, question: Question, *, keep: bool = False) -> list[Tensor]:
+        """∂y/∂O of each step; of those that are not used, an empty tensor."""
+        found = iter(
+            question.gradients(self.y, [step.call.output for step in self.used], keep=keep)
+        )
+        return [next(found) if step.is_used else torch.empty(0) for step in self.steps]
+
+    def rows_read(self) -> list[Tensor]:
+        """For each step the distribution over its queries that is read, [batch, queries].
+
+        A residual connection keeps a token at its place. Below learned queries it is the mean over
+        all tokens, since they look at all.
+        """
+        rows: list[Tensor] = []
+        r = self.start
+        for step in reversed(self.steps):
+            rows.append(r)
+            r = step.kept(r)
+            if step.rows is None:
+                r = torch.full_like(r, 1 / step.num_tokens)
+        return rows[::-1]
+
+
+def watch(question: Question, method: str, default: Layers = None) -> Chain:
+    """Run the model once, and read its attention as steps from token to token.
+
+    Which rows of the last layer are read is seen from the gradient of y: the class token's alone,
+    or all patches' where they are averaged, whatever the model calls them. Likewise, queries that
+    do not depend on the layer before are learned ones of a pooling.
+
+    Raises:
+        ValueError: layers that were not asked for properly, that ran twice, or whose tokens are
+            not the same from layer to layer.
+        RuntimeError: the model has no gradient.
+    """
+    calls: list[Any] = []
+    try:
+        with watch_attention(question.model) as calls:
+            y = question.ask()
+    except ValueError as error:
+        if not calls:
+            question.ask()  # raises what has nothing to do with attention
+        said = str(error)
+        if not is_served(question.model):
+            said = said.partition("; ")[0]  # replace_attention, which it names, refuses too
+        raise ValueError(f"{said}, or take another method: {OTHERS}") from None
+    calls = _without_unread(calls, y, question)
+    _check_calls(calls, question, method)
+    steps = _steps(calls, question)
+    last = steps[-1].call
+    (gradient,) = question.gradients(y, [last.output], keep=True)
+    is_read = (gradient != 0).flatten(0, 1).any(dim=-1).any(dim=0)
+    if not is_read.any():
+        raise RuntimeError(
+            f"model: its logits do not depend on the last layer of attention, {last.layer!r}; "
+            + OTHERS
+        )
+    exact = torch.float64 if last.query.dtype == torch.float64 else torch.float32
+    start = (is_read.to(exact) / is_read.sum()).expand(question.batch, -1).contiguous()
+    chosen = chosen_layers([step.call.layer for step in steps], question.layers, default)
+    for step, is_used in zip(steps, chosen, strict=True):
+        step.is_used = is_used
+    height, width = question.images.shape[-2:]
+    grid = find_grid(
+        question.model,
+        steps[0].num_tokens,
+        (height, width),
+        question.grid,
+        question.num_prefix_tokens,
+    )
+    question.notes.append(
+        f"grid {grid.rows} x {grid.columns} behind {grid.num_prefix_tokens} prefix tokens, "
+        f"{grid.source}"
+    )
+    question.chain = Chain(steps, start, grid, y)
+    return question.chain
+
+
+def _without_unread(calls: Sequence[Any], y: Tensor, question: Question) -> list[Any]:
+    """The calls up to the last one that y depends on: some models have a pooling they don't use."""
+    for number in reversed(range(len(calls))):
+        output = calls[number].output
+        if not (output.requires_grad and y.requires_grad):
+            break
+        if (
+            torch.autograd.grad(y.sum(), output, retain_graph=True, allow_unused=True)[0]
+            is not None
+        ):
+            unread = [call.layer for call in calls[number + 1 :]]
+            question.notes += [f"the logits do not depend on {layer!r}" for layer in unread]
+            return list(calls[: number + 1])
+    return list(calls)
+
+
+def has_token_attention(question: Question) -> bool:
+    """Whether the model has attention, and all of it is between the tokens of a whole image."""
+    try:
+        with torch.no_grad(), watch_attention(question.model) as calls:
+            question.forward(question.images.clone())
+    except ValueError:  # none is seen; whatever else it was, the next run raises it again
+        return False
+    return bool(calls) and _why_no_chain(calls, question) is None
+
+
+def _check_calls(calls: Sequence[Any], question: Question, method: str) -> None:
+    why = _why_no_chain(calls, question)
+    if why is not None:
+        raise ValueError(f"method: {method!r} follows tokens from layer to layer, but {why}")
+    layer, times = Counter(call.layer for call in calls).most_common(1)[0]
+    if times > 1:
+        raise ValueError(
+            f"model: the layer {layer or '(itself)'!r} ran {times} times, and its calls cannot be "
+            "told apart; give each a module of its own"
+        )
+
+
+def _why_no_chain(calls: Sequence[Any], question: Question) -> str | None:
+    """Why the calls are not layers over the tokens of a whole image."""
+    batch = question.batch
+    num_tokens = getattr(calls[0], "num_keys", 0)
+    for number, call in enumerate(calls):
+        if not isinstance(call, AttentionCall):
+            return f"{call.layer!r} attends over the edges of a graph"
+        if isinstance(question.module(call.layer), _OVER_CHANNELS):
+            return f"{call.layer!r} attends over channels, which are not places; {OTHERS}"
+        if len(call.query) != batch:
+            pieces = len(call.query) // batch
+            return f"{call.layer!r} attends within windows, {pieces} an image; {OTHERS}"
+        is_last = number + 1 == len(calls)
+        square = call.num_queries == call.num_keys == num_tokens
+        if not square and not (is_last and call.num_queries < call.num_keys <= num_tokens):
+            return (
+                f"{call.layer!r} has {call.num_queries} queries and {call.num_keys} keys where "
+                f"{calls[0].layer!r} has {num_tokens}; {OTHERS}"
+            )
+    return None
+
+
+def _steps(calls: Sequence[Any], question: Question) -> list[Step]:
+    num_tokens = calls[0].num_keys
+    steps: list[Step] = []
+    for number, call in enumerate(calls):
+        rows: Tensor | None = torch.arange(call.num_queries, device=call.query.device)
+        if call.num_queries < num_tokens:
+            rows = _tokens_of_queries(question, call, calls[number - 1] if number else None)
+        steps.append(Step(call, rows, num_tokens))
+    return steps
+
+
+def _tokens_of_queries(
+    question: Question, call: AttentionCall, before: AttentionCall | None
+) -> Tensor | None:
+    """Which token each query is, by the row of the layer before that it depends on; None: none."""
+    if before is None:
+        question.notes.append(f"queries of {call.layer!r} assumed to be the first tokens")
+        return torch.arange(call.num_queries, device=call.query.device)
+    rows = []
+    for number in range(call.num_queries):
+        query = call.query[:, :, number].sum()
+        if not query.requires_grad:
+            return None
+        (gradient,) = torch.autograd.grad(
+            query, before.output, retain_graph=True, allow_unused=True
+        )
+        if gradient is None:
+            return None
+        sizes = gradient.abs().sum(dim=(0, 1, 3))
+        if not sizes.any():
+            return None
+        rows.append(sizes.argmax())
+    return torch.stack(rows)
+
+
+def chosen_layers(names: list[str], layers: Layers, default: Layers) -> list[bool]:
+    """Which of the layers are asked for, by position or by name (`*` matches anything)."""
+    layers = default if layers is None else layers
+    if layers is None:
+        return [True] * len(names)
+    chosen = [False] * len(names)
+    for layer in [layers] if isinstance(layers, int | str) else layers:
+        if isinstance(layer, int) and not isinstance(layer, bool):
+            found = [range(len(names))[layer]] if -len(names) <= layer < len(names) else []
+        else:
+            found = [n for n, name in enumerate(names) if fnmatchcase(name, str(layer))]
+        if not found:
+            raise ValueError(
+                f"layers: {layer!r} is none of the {len(names)} attention layers {', '.join(names)}"
+            )
+        for number in found:
+            chosen[number] = True
+    if not any(chosen):
+        raise ValueError("layers: expected at least one, got none")
+    return chosen

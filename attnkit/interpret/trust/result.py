@@ -1,0 +1,165 @@
+"""What `attnkit.trust` returns: scores beside those of other maps, as a table and in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, NamedTuple
+
+from torch import Tensor
+
+from attnkit.interpret.trust.removal import REMOVALS
+
+SENSITIVE = 0.1
+"""Of class sensitivity, from which on a map is called class-specific."""
+SURVIVING = 0.5
+"""Of similarity to the map of random weights, from which on a map is said to survive them."""
+VERDICTS = (
+    "better than random",
+    "no better than random",
+    "better than centre",
+    "no better than centre",
+    "better than input gradient",
+    "no better than input gradient",
+    "class-specific",
+    "not class-specific",
+    "survives random weights",
+    "does not survive random weights",
+)
+"""All that is ever said."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score of the map, and of what it is held against; None where that has none.
+
+    within: a random map is this near to `random` 19 times in 20: two standard errors.
+    """
+
+    name: str
+    map: float
+    random: float | None = None
+    within: float | None = None
+    centre: float | None = None
+    input_gradient: float | None = None
+    oracle: float | None = None
+
+
+class Fall(NamedTuple):
+    """The target's mean probability without a share of the patches.
+
+    low, high: `random` ± two standard errors over the random orders.
+    """
+
+    share: float
+    whole: float
+    without: float
+    random: float
+    low: float
+    high: float
+    num_orders: int
+
+    def sentence(self, removal: str, num_images: int) -> str:
+        """What a prediction loses without the patches that the map ranks first, or random ones."""
+        percent = f"{100 * self.share:.0f} %"
+        whole, without = f"{self.whole:.2f}", f"{self.without:.2f}"
+        goes = "goes" if whole == without else "falls" if self.without < self.whole else "rises"
+        p = "p" if num_images == 1 else f"the mean p of {num_images} images"
+        return (
+            f"Without the {percent} of patches that this map ranks first ({REMOVALS[removal]}), "
+            f"{p} {goes} from {whole} to {without}; without a random {percent}, to "
+            f"{self.random:.2f} ({self.low:.2f} to {self.high:.2f}, {self.num_orders} orders)."
+        )
+
+
+@dataclass(eq=False, repr=False)
+class Trust:
+    """How far to trust a map: `print(repr(trust))` is a table, `print(trust)` says it in sentences.
+
+    scores: each of the map, beside those of random maps, of a Gaussian about the middle, of the
+        size of the input gradient, and, with masks, of the masks themselves.
+    verdicts: of each kind of removal, of "class" and of "weights"; all words are of `VERDICTS`.
+    falls: what is lost without a fifth of the patches, by kind of removal.
+    gaps: the perturbation gap of each image in probability, by kind of removal.
+    curves: the target's probability at the shares `removed`, by kind of removal and by map;
+        two orders each, most-first and least-first, of "random" as many as there were.
+    unavailable: what could not be done, and why.
+    num_forwards: images that went through the model, for each image.
+    """
+
+    num_images: int
+    removed: Annotated[Tensor, "points"]
+    scores: list[Score] = field(default_factory=list)
+    verdicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    falls: dict[str, Fall] = field(default_factory=dict)
+    gaps: dict[str, Annotated[Tensor, "batch"]] = field(default_factory=dict)
+    curves: dict[str, dict[str, Annotated[Tensor, "_ batch points"]]] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    num_forwards: float = 0.0
+
+    def __getitem__(self, name: str) -> Score:
+        """The score of a name."""
+        for score in self.scores:
+            if score.name == name:
+                return score
+        names = ", ".join(repr(score.name) for score in self.scores)
+        raise KeyError(f"{name!r} is not one of the scores {names}")
+
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """The table: by score and by map, without what there is not."""
+        return {
+            score.name: {
+                name: value
+                for name, value in asdict(score).items()
+                if name != "name" and value is not None
+            }
+            for score in self.scores
+        }
+
+    def __str__(self) -> str:
+        sentences = [
+            self.falls[removal].sentence(removal, self.num_images)
+            for removal in list(self.falls)[:1]
+        ]
+        said = {name: words for name, words in self.verdicts.items() if name in REMOVALS}
+        for words in dict.fromkeys(said.values()):
+            kinds = " and ".join(REMOVALS[name] for name in said if said[name] == words)
+            sentences.append(f"{kinds.capitalize()}: {', '.join(words)}.")
+        if len({words[0] for words in said.values()}) > 1:
+            sentences.append("The kinds of removal disagree.")
+        of_map = [
+            f"{word} ({self[name].map:.2f})"
+            for about, name in (("class", CLASS_SENSITIVITY), ("weights", RANDOM_WEIGHTS))
+            for word in self.verdicts.get(about, ())
+        ]
+        if of_map:
+            bad = ", which is bad" if VERDICTS[8] in self.verdicts.get("weights", ()) else ""
+            sentences.append(f"The map: {', '.join(of_map)}{bad}.")
+        for name, reason in self.unavailable.items():
+            sentences.append(f"Not available: {REMOVALS.get(name, name)}; {reason}.")
+        return " ".join(sentences)
+
+    def __repr__(self) -> str:
+        rows: list[tuple[str, ...]] = [("", "map", "random", "centre", "input gradient", "oracle")]
+        for score in self.scores:
+            random = _number(score.random) + ("" if not score.within else f" ± {score.within:.3f}")
+            others = (score.centre, score.input_gradient, score.oracle)
+            rows.append((score.name, _number(score.map), random, *map(_number, others)))
+        filled = [n for n, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
+        widths = [max(len(row[n]) for row in rows) for n in filled]
+        lines = [
+            "  ".join(
+                f"{row[n]:<{width}}" if n == 0 else f"{row[n]:>{width}}"
+                for n, width in zip(filled, widths, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+        images = f"{self.num_images} image{'s' * (self.num_images > 1)}"
+        return "\n".join([*lines, f"{images}, {self.num_forwards:.0f} forwards each"])
+
+
+CLASS_SENSITIVITY = "class sensitivity"
+RANDOM_WEIGHTS = "similarity, all weights random"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{round(value, 3) + 0.0:.3f}"

@@ -1,0 +1,214 @@
+"""How far to trust the map of each word: all words of all sentences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnkit.core.arguments import at_least
+from attnkit.interpret.methods.question import looking
+from attnkit.interpret.progress import shown
+from attnkit.interpret.sentences import Sentences
+from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS, removed_counts, shares
+from attnkit.interpret.trust.places import as_pixels, removal_ranks
+from attnkit.metrics.perturbation import perturbation_gap
+
+ORDERS = 64
+"""Random orders, half of them the others reversed."""
+SHARE_BELOW = 0.95
+"""Of random maps, beyond which a map is better than random."""
+
+
+class WordScore(NamedTuple):
+    """Of the map of one word, with p the word's probability behind the words before it.
+
+    gap: as of `attnkit.trust`, of p; regions get the mean colour of the image.
+    within: 19 random maps in 20 have a smaller gap.
+    probability: p with the whole image.
+    first: row and column of the region that the map ranks first.
+    without: p without that region.
+    without_random: p without a random region: the mean over all.
+    without_each: p without each region alone.
+    """
+
+    gap: float
+    within: float
+    probability: float
+    first: tuple[int, int]
+    without: float
+    without_random: float
+    without_each: Annotated[Tensor, "map_height map_width"]
+
+    @property
+    def is_better(self) -> bool:
+        """Better than a random map."""
+        return self.gap > self.within
+
+
+@dataclass(eq=False, repr=False)
+class WordTrust:
+    """How far to trust the maps of words.
+
+    scores: for each image, one for each word of its sentence, without what stands behind the end.
+    num_forwards: images that went through the captioner, for each image.
+    """
+
+    scores: list[list[WordScore]]
+    num_forwards: int
+
+    def __str__(self) -> str:
+        lines = []
+        for number, words in enumerate(self.scores):
+            better = sum(word.is_better for word in words)
+            gap = sum(word.gap for word in words) / max(1, len(words))
+            lines.append(
+                f"image {number}: {better} of {len(words)} words have a map better than random; "
+                f"mean gap in p {gap:.3f}"
+            )
+        return "\n".join([*lines, f"({self.num_forwards} forward passes per image)"])
+
+
+def trust_words(
+    sentences: Sentences,
+    images: Annotated[Tensor, "batch channels height width"],
+    maps: Annotated[Tensor, "batch words map_height map_width"],
+    *,
+    fractions: Sequence[float] | None = None,
+    full: bool = False,
+    orders: int = ORDERS,
+    seed: int = 0,
+    batch_size: int = 64,
+) -> WordTrust:
+    """Score the map of every word by what the word's probability loses without the regions.
+
+    One forward gives the probabilities of all words of a sentence, so that random orders and the
+    image without each region are computed once for all of them:
+
+        2 + regions + fractions · (orders + 2 · words)      forwards an image
+
+    Curves have a point where one region is gone, too. A word's map is better than random if its gap
+    is larger than that of 19 random orders in 20. Two standard errors would not do for a single
+    image: of a word that hangs on one region, a random gap is spread evenly, and no map's is
+    larger than 1.8 of its standard deviations.
+
+    Regions get the mean colour of their image. They are not hidden from attention, since nothing
+    tells those of the image from the words before by their number; `Explanation.trust` of a word
+    does so where it can.
+
+    Args:
+        sentences: the captioner and what it said.
+        maps: for each word; larger = matters more.
+        fractions, seed, batch_size: as of `attnkit.trust`.
+        full: whether fractions are seven instead of two, where None are given.
+        orders: random orders, an even number.
+
+    Raises:
+        ValueError: maps of other words; fractions that take away nothing or all; orders.
+    """
+    at_least(2, orders=orders)
+    at_least(1, batch_size=batch_size)
+    if orders % 2:
+        raise ValueError(f"orders: expected an even number, half of them reversed, got {orders}")
+    if maps.shape[:2] != sentences.said.shape:
+        raise ValueError(
+            f"maps: expected [batch, words, …] = {list(sentences.said.shape)}, got "
+            f"{list(maps.shape)}"
+        )
+    (batch, words), grid = maps.shape[:2], (maps.shape[2], maps.shape[3])
+    places = grid[0] * grid[1]
+    fractions = fractions or (FULL_FRACTIONS if full else FRACTIONS)
+    counts = word_counts(fractions, places)
+    inner = counts[2:-1]
+    if not inner:
+        raise ValueError(
+            f"fractions: expected one that is more than one and not all of {places} regions, "
+            f"got {list(fractions)}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    by_lot = torch.rand(orders // 2 * batch, *grid, generator=generator)
+    lots = _both(removal_ranks(by_lot, generator).unflatten(0, (-1, batch)))
+    ranks = removal_ranks(maps.detach().cpu().flatten(0, 1), generator)
+    ranks = _both(ranks.unflatten(0, (batch, words)).transpose(0, 1))
+    each = torch.eye(places, dtype=torch.bool)[:, None].expand(-1, batch, -1)
+    ends = torch.tensor([False, True])[:, None, None].expand(-1, batch, places)
+    removed = [
+        torch.stack([order < count for count in inner])
+        for both in (lots, ranks)
+        for order in both.flatten(0, 1)
+    ]
+    steps = torch.cat([ends, each, *removed])
+    found = _answers(sentences, images, steps.to(images.device), grid, batch_size).cpu()
+    whole, alone, between = found.split([2, places, len(steps) - 2 - places])
+    of_random, of_words = between.unflatten(0, (-1, 2, len(inner))).split([len(lots), words])
+    at = shares(counts)
+    gaps = perturbation_gap(*_curves(whole, alone, of_random, lots), at)
+    within = torch.cat([gaps, -gaps]).quantile(SHARE_BELOW, dim=0)
+    # each word's own probability without what its own map ranks first
+    own = perturbation_gap(*_curves(whole, alone, of_words, ranks), at).diagonal(dim1=0, dim2=2)
+    first = _first(ranks[:, 0])
+    scores = [
+        [
+            WordScore(
+                gap=float(own[image, word]),
+                within=float(within[image, word]),
+                probability=float(whole[0, image, word]),
+                first=divmod(int(first[word, image]), grid[1]),
+                without=float(alone[first[word, image], image, word]),
+                without_random=float(alone[:, image, word].mean()),
+                without_each=alone[:, image, word].unflatten(0, grid),
+            )
+            for word in range(words)
+            if sentences.is_word[image, word]
+        ]
+        for image in range(batch)
+    ]
+    return WordTrust(scores, len(steps))
+
+
+def word_counts(fractions: Sequence[float], places: int) -> list[int]:
+    """How many regions are gone at each point of a curve: none, one, those of fractions, all."""
+    return sorted({*removed_counts(fractions, places), 1})
+
+
+def _both(
+    most: Annotated[Tensor, "orders batch places", int],
+) -> Annotated[Tensor, "orders 2 batch places", int]:
+    """Most-first and least-first."""
+    return torch.stack((most, most.shape[2] - 1 - most), dim=1)
+
+
+def _first(ranks: Annotated[Tensor, "*orders places", int]) -> Annotated[Tensor, "*orders", int]:
+    """The place that goes first."""
+    return (ranks == 0).int().argmax(dim=-1)
+
+
+def _answers(
+    sentences: Sentences, images: Tensor, removed: Tensor, grid: tuple[int, int], batch_size: int
+) -> Annotated[Tensor, "_ batch words"]:
+    """The probability of each word of the images without some regions."""
+    size = (images.shape[2], images.shape[3])
+    colour = images.mean(dim=(2, 3), keepdim=True)
+    found = []
+    with looking(sentences.captioner), torch.no_grad():
+        for some in shown(removed.split(max(1, batch_size // len(images))), "trust of words"):
+            covered = as_pixels(some.flatten(0, 1), grid, size).unflatten(0, some.shape[:2])
+            painted = torch.where(covered, colour, images).flatten(0, 1)
+            found.append(sentences.probability(painted).unflatten(0, some.shape[:2]))
+    return torch.cat(found)
+
+
+def _curves(
+    whole: Annotated[Tensor, "2 batch words"],
+    alone: Annotated[Tensor, "places batch words"],
+    inner: Annotated[Tensor, "orders 2 _ batch words"],
+    ranks: Annotated[Tensor, "orders 2 batch places", int],
+) -> tuple[Tensor, Tensor]:
+    """Most-first and least-first, [orders, batch, words, points]."""
+    ends = whole[None, None].expand(*inner.shape[:2], -1, -1, -1)
+    one = alone[_first(ranks), torch.arange(whole.shape[1])][:, :, None]
+    curves = torch.cat([ends[:, :, :1], one, inner, ends[:, :, 1:]], dim=2).movedim(2, -1)
+    return curves[:, 0], curves[:, 1]

@@ -1,0 +1,31 @@
+"""The picture of a node in docs/interpret.md, of a GATv2 that learned the infection graph.
+
+python docs/interpret_graph.py docs/interpret_graph.png
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+
+import attnkit
+from attnkit.tasks.node_classification import InfectionData
+
+NODE = 46  # three edges from an infected node
+
+
+def main(path):
+    from ground_truth_graphs import trained
+
+    data = InfectionData(seed=0)
+    data.setup()
+    graph = data.graph
+    model = trained("gatv2", "infection", data, seed=0).eval()
+    inputs = graph.x, graph.edge_index
+    seen = attnkit.explain(model, inputs, index=NODE, method="occlusion")
+    print(seen.trust())
+    seen.save(path, labels=graph.y, class_names=data.class_names)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,329 @@
+"""Sections of images: their numbers, and what a browser makes of them."""
+
+import base64
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+from torch import nn
+
+import attnkit
+from attnkit.interpret.colours import scale_of
+from attnkit.interpret.diagnosis.findings import SINK
+from attnkit.interpret.page.attention import attention_of, cell_grid
+from attnkit.interpret.page.curves import sentences
+from attnkit.interpret.page.heads import scale_of_weights
+from attnkit.interpret.page.images import image_sections
+from attnkit.interpret.page.page import write_page
+from attnkit.interpret.page.section import Table
+from attnkit.interpret.page.without import Without, without_each
+
+ROWS, COLUMNS = 3, 5
+NAMES = [f"<script>alert({number})</script>" for number in range(3)]
+
+
+def vit(seed=0):
+    torch.manual_seed(seed)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(12, 20), patch_size=4, depth=4, embed_dim=24,
+        num_heads=2, num_classes=3,
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.5 if parameter.ndim > 1 else 0.2))
+        model.blocks[1].attn.qkv.weight[:48] *= 10  # so that some heads have a sink
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return vit()
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randn(2, 3, 12, 20, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def seen(model, images):
+    return [attnkit.explain(model, images, method=name) for name in ("relevance", "occlusion")]
+
+
+@pytest.fixture(scope="module")
+def trusts(seen):
+    return [one.trust() for one in seen]
+
+
+@pytest.fixture(scope="module")
+def sections(seen, trusts, model, images):
+    other = (seen[0].target + 1) % 3
+    return image_sections(
+        seen,
+        trusts,
+        titles=["one.png", "<b>two</b>.png"],
+        labels=[1, 2],
+        class_names=NAMES,
+        against={"next class": attnkit.explain(model, images, target=other.tolist())},
+    )
+
+
+@pytest.fixture(scope="module")
+def path(sections, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "explain.html"
+    table = Table(["method", "gap"], [["relevance", 0.5]])
+    return write_page(path, title="Looks", facts=["model: vit"], table=table, sections=sections)
+
+
+def pixels(uri):
+    data = base64.b64decode(uri.partition(",")[2])
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def test_what_a_patch_looks_at_is_the_attention_of_its_row(model, images, seen, sections):
+    attention = attention_of(seen[0])
+    with attnkit.capture_attention(model) as weights:
+        model(images)
+    assert [one.layer for one in attention.looks] == [f"blocks.{n}.attn" for n in (0, 2, 3)]
+    for one in attention.looks:
+        rows = weights[one.layer][0].mean(dim=1)
+        torch.testing.assert_close(one.weights, rows[:, 1:, 1:] * (ROWS * COLUMNS + 1))
+        torch.testing.assert_close(one.prefix, rows[:, 1:, 0])
+    # a tile of the sheet at the patch's place
+    scale = scale_of_weights([one.weights[1] for one in attention.looks])
+    for one, data in zip(attention.looks, sections[1].data["looks"], strict=True):
+        sheet = pixels(data["sheet"])
+        assert sheet.shape == (ROWS**2, COLUMNS**2, 3)
+        for row in range(ROWS):
+            for column in range(COLUMNS):
+                place = row * COLUMNS + column
+                top, left = row * ROWS, column * COLUMNS
+                tile = sheet[top : top + ROWS, left : left + COLUMNS]
+                levels = scale.levels(one.weights[1, place].unflatten(0, (ROWS, COLUMNS)))
+                assert (tile == scale.palette[levels]).all()
+                assert data["most"][place] == int(one.weights[1, place].argmax())
+
+
+def test_heads_are_those_of_the_table_of_layers(model, images):
+    one = attnkit.explain(model, images[:1])
+    heads = attention_of(one).heads
+    found = [
+        (layer.layer, head, layer.entropy[0, head], layer.share[0, head], layer.receiver[0, head])
+        for layer in heads
+        for head in range(2)
+    ]
+    assert len(found) == 8
+    for row, (layer, head, entropy, share, receiver) in zip(one.layers, found, strict=True):
+        assert (row.layer, row.head, row.receiver) == (layer, head, int(receiver))
+        assert float(entropy) == pytest.approx(row.entropy, abs=1e-5)
+        assert float(share) == pytest.approx(row.receiver_share, abs=1e-5)
+    with attnkit.capture_attention(model, rows=0) as weights:
+        model(images[:1])
+    expected = weights["blocks.2.attn"][0][0, :, 0, 1:] * (ROWS * COLUMNS + 1)
+    torch.testing.assert_close(heads[2].weights[0], expected)
+
+
+def test_p_without_a_patch_is_that_of_a_curve_that_removes_it(model, images, seen):
+    found = without_each(seen[0])
+    assert (found.grid, found.kind) == ((ROWS, COLUMNS), "tokens masked")
+    torch.testing.assert_close(found.whole, seen[0].probability)
+    for place in (0, 7, 14):
+        map = torch.zeros(2, ROWS * COLUMNS)
+        map[:, place] = 1
+        curve = attnkit.perturbation_curves(
+            model, images, seen[0].target.tolist(), map.unflatten(1, (ROWS, COLUMNS)),
+            removal="mask", fractions=[1 / 15],
+        )  # fmt: skip
+        torch.testing.assert_close(found.p[:, place], curve.most_first[:, 1])
+
+
+def test_large_grids_are_coarser():
+    assert cell_grid(14, 14) == (14, 14)
+    assert cell_grid(37, 37) == (13, 13)
+    assert cell_grid(24, 40) == (12, 20)
+
+
+def test_pooled_attention_is_the_mean_of_its_patches(model, images, seen, monkeypatch):
+    fine = attention_of(seen[0])
+    monkeypatch.setattr("attnkit.interpret.page.attention.MOST_CELLS", 6)
+    coarse = attention_of(seen[0])
+    assert coarse.grid == (2, 3)
+    for a, b in zip(coarse.heads, fine.heads, strict=True):
+        expected = nn.functional.adaptive_avg_pool2d(
+            b.weights.unflatten(2, (ROWS, COLUMNS)), (2, 3)
+        )
+        torch.testing.assert_close(a.weights, expected.flatten(2))
+    assert coarse.looks[0].weights.shape == (2, 6, 6)
+
+
+def test_methods_have_one_scale_for_all_images(sections, seen):
+    scale = scale_of([seen[1].map], is_signed=True)
+    for number, section in enumerate(sections):
+        (uri,) = re.findall(r'src="([^"]+)" alt="Map: occlusion\.', section.html)
+        assert (pixels(uri) == scale.palette[scale.levels(seen[1].map[number])]).all()
+
+
+def test_another_checkpoint_is_shown_with_the_difference(seen, images):
+    other = attnkit.explain(vit(seed=1), images)
+    sections = image_sections(seen[:1], against={"checkpoint B": other}, patches=False)
+    both = scale_of([seen[0].map, other.map])
+    difference = seen[0].map - other.map
+    signed = scale_of([difference], is_signed=True)
+    for number, section in enumerate(sections):
+        drawn = re.findall(r'src="([^"]+)" alt="Map: ([^.]+)\.', section.html)
+        found = {name: pixels(uri) for uri, name in drawn}
+        assert list(found) == ["relevance", "checkpoint B", "minus checkpoint B"]
+        assert (found["relevance"] == both.palette[both.levels(seen[0].map[number])]).all()
+        assert (found["checkpoint B"] == both.palette[both.levels(other.map[number])]).all()
+        colours = signed.palette[signed.levels(difference[number])]
+        assert (found["minus checkpoint B"] == colours).all()
+
+
+def test_eight_images_of_a_large_vit_take_two_megabytes(tmp_path, monkeypatch):
+    """12 layers of 12 heads over 196 patches; p without each, which costs 1,568 forwards, drawn."""
+    model = timm.create_model("vit_tiny_patch16_224", embed_dim=24, num_heads=12, num_classes=9)
+    with torch.no_grad():  # attention that is far from even takes most
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)
+    photos = [load_sample_image(name) for name in ("china.jpg", "flower.jpg")]
+    tall = [torch.tensor(photo).permute(2, 0, 1)[None] / 255 for photo in photos]
+    cut = [photo[..., 60 * n : 60 * n + 400] for n in range(4) for photo in tall]
+    images = torch.cat([nn.functional.interpolate(one, (224, 224), mode="area") for one in cut])
+    p = Without((14, 14), torch.rand(8, 196), torch.rand(8), "tokens masked")
+    monkeypatch.setattr("attnkit.interpret.page.images.without_each", lambda *_: p)
+    seen = [attnkit.explain(model.eval(), images, method=m) for m in ("attention", "centre")]
+    other = attnkit.explain(model, images + 0.1, method="attention")
+    sections = image_sections(seen, against={"brighter": other})
+    path = tmp_path / "explain.html"
+    write_page(path, title="8", facts=[], table=Table([], []), sections=sections)
+    assert len(sections[7].data["looks"]) == 3
+    assert len(sections[7].data["heads"]["entropy"]) == 12
+    assert path.stat().st_size < 2_000_000
+
+
+def test_sentences_are_of_the_image(trusts):
+    for number in range(2):
+        for trust in trusts:
+            for kind, (lost, verdict) in zip(trust.curves, sentences(trust, number), strict=True):
+                whole, without = trust.curves[kind]["map"][0, number, :2].tolist()
+                assert f"from {whole:.2f} to {without:.2f}; without a random 20 %" in lost
+                gap = float(trust.gaps[kind][number])
+                assert verdict.startswith(f"Gap {gap:.2f},".replace("-", "−"))
+                within = float(re.search(r"± ([\d.]+)", verdict)[1])
+                if abs(gap - within) > 0.01:
+                    assert ("no better" in verdict) == (gap < within)
+
+
+def test_names_are_escaped(sections, path):
+    text = path.read_text()
+    assert "<script>alert" not in text
+    assert "<b>two" not in text
+    assert "&lt;b&gt;two&lt;/b&gt;.png" in text
+    assert all(section.data["target"] in NAMES for section in sections)
+
+
+def test_a_network_without_attention_has_the_rest():
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+    seen = attnkit.explain(network.eval(), torch.randn(1, 3, 8, 8), method="input_gradient")
+    (section,) = image_sections([seen])
+    assert "Not shown: what patches look at, layers and heads." in section.html
+    assert "looks" not in section.data
+    assert section.data["kind"] == "mean colour"
+    assert len(section.data["without"]) == section.data["rows"] * section.data["columns"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"explanations": []}, "explanations: expected at least one"),
+        ({"trusts": [None]}, "trusts: expected one for each of 2"),
+        ({"titles": ["one"]}, "titles: expected 2"),
+        ({"labels": [1, 2, 3]}, "labels: expected 2"),
+    ],
+)
+def test_lists_of_other_lengths(seen, given, message):
+    with pytest.raises(ValueError, match=message):
+        image_sections(**{"explanations": seen} | given)
+
+
+def test_hover_click_and_keys(open_page, path, sections):
+    page = open_page(path)
+    data = sections[0].data
+    section = page.locator("#s0")
+    frame, said = section.locator(".frame.main"), section.locator(".said").first
+    box = frame.bounding_box()
+    frame.hover(position={"x": box["width"] * 3.5 / COLUMNS, "y": box["height"] * 1.5 / ROWS})
+    place, last = 1 * COLUMNS + 3, data["looks"][-1]
+    row, column = divmod(last["most"][place], COLUMNS)
+    assert said.text_content().startswith(
+        f"The patch at row 1, column 3 looks most at row {row}, column {column}, "
+        f"{last['times'][place]:g} times uniform attention, in blocks.3.attn; class and register "
+        f"tokens get {last['prefix'][place]} %."
+    )
+    # the tile that is drawn
+    script = "c => [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]"
+    canvas = section.locator(".looks canvas")
+    page.wait_for_function("document.querySelector('#s0 .looks canvas') !== null")
+    page.wait_for_timeout(100)
+    drawn = np.array(canvas.evaluate(script), dtype=np.uint8).reshape(ROWS, COLUMNS, 4)[..., :3]
+    sheet = pixels(last["sheet"])
+    assert (drawn == sheet[ROWS : 2 * ROWS, 3 * COLUMNS : 4 * COLUMNS]).all()
+    # another patch by the keyboard, taken away by Enter
+    frame.focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    place = 2 * COLUMNS + 2
+    p = data["without"][place]
+    text = said.text_content()
+    assert "Without the patch at row 2, column 2 (tokens masked), p(" in text
+    digits = 2 if f"{p:.2f}" != f"{data['whole']:.2f}" else 4
+    assert text.endswith(f"from {data['whole']:.{digits}f} to {p:.{digits}f}.")
+    assert section.locator(".gone").is_visible()
+    # it stays away while another patch is looked at
+    page.keyboard.press("ArrowUp")
+    assert said.text_content().startswith("The patch at row 1, column 2 looks most at ")
+    assert said.text_content().endswith(text.partition(". Without")[2])
+    frame.click(position={"x": box["width"] * 2.5 / COLUMNS, "y": box["height"] * 2.5 / ROWS})
+    assert "Without" not in said.text_content()
+    assert not section.locator(".gone").is_visible()
+    # another layer
+    section.locator("select").select_option("0")
+    assert "in blocks.0.attn" in said.text_content()
+
+
+def test_hover_a_head(open_page, path, sections):
+    page = open_page(path)
+    heads, tiles = sections[1].data["heads"], page.locator("#s1 .tiles")
+    tiles.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    text = page.locator("#s1 .heads .said").text_content()
+    assert text.startswith(f"blocks.1.attn, head 1: entropy {heads['entropy'][1][1]:.2f}; ")
+    assert text.endswith(f"gets most, {round(100 * heads['share'][1][1])} %.")
+    is_sink = [share >= SINK for row in heads["share"] for share in row]
+    assert 0 < sum(is_sink) < len(is_sink)
+    assert page.locator("#s1 .tiles .sink").count() == sum(is_sink)
+
+
+@pytest.mark.parametrize("wide", [1280, 400])
+def test_nothing_is_cut_off(open_page, path, wide):
+    page = open_page(path, viewport={"width": wide, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= wide
+    assert page.locator("h2").all_text_contents() == ["one.png", "<b>two</b>.png"]
+    assert all(page.locator("img").evaluate_all("all => all.map(one => one.naturalWidth > 0)"))
+    assert page.locator("img:not([alt])").count() == 0
+
+
+def test_the_data_is_json(path):
+    for text in re.findall(r'<script type="application/json">(.*?)</script>', path.read_text()):
+        assert json.loads(text)["rows"] == ROWS

@@ -1,0 +1,80 @@
+"""Vision models of transformers, through the attention that they run by default."""
+
+import pytest
+import torch
+
+from attnkit.interpret import METHODS, explain
+
+pytestmark = pytest.mark.slow  # transformers alone takes long to import
+
+SIZES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "image_size": 32,
+    "patch_size": 8,
+}
+# how many prefix tokens, and which tokens the classifier reads
+MODELS = {
+    "ViT": (1, [0]),
+    "DeiT": (2, [0]),
+    "Beit": (1, range(1, 17)),
+    "Dinov2": (1, range(17)),
+    "Dinov2WithRegisters": (5, [0, *range(5, 21)]),
+    "CLIP": (1, range(1, 17)),
+    "Siglip": (0, range(16)),
+    "IJepa": (0, range(16)),
+}
+
+
+def build(name):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")
+    if name in ("CLIP", "Siglip"):
+        config = config(vision_config=SIZES, num_labels=7)
+    else:
+        config = config(**SIZES, num_labels=7)
+    model = getattr(transformers, f"{name}ForImageClassification")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_relevance_is_autograd_through_transformers_own_weights(name):
+    model, (prefix, read) = build(name), MODELS[name]
+    images, target = torch.randn(2, 3, 32, 32), torch.tensor([5, 2])
+    seen = explain(model, images, target)
+    assert seen.num_prefix_tokens == prefix
+    model.set_attn_implementation("eager")
+    output = model(images, output_attentions=True)
+    y = output.logits.gather(1, target[:, None]).sum()
+    weights = [one for one in output.attentions if one.shape[-2:] == (prefix + 16, prefix + 16)]
+    assert len(weights) == 3
+    matrix = torch.eye(prefix + 16).expand(2, -1, -1)
+    for attention, gradient in zip(weights, torch.autograd.grad(y, weights), strict=True):
+        matrix = matrix + (gradient * attention).relu().mean(dim=1) @ matrix
+    expected = (matrix - torch.eye(prefix + 16))[:, [*read]].mean(dim=1).detach()
+    torch.testing.assert_close(seen.tokens, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_method_gives_a_map(name):
+    model, images = build(name), torch.randn(2, 3, 32, 32)
+    for method in METHODS:
+        seen = explain(model, images, method=method)
+        assert seen.map.shape == (2, 4, 4), method
+        assert seen.map.isfinite().all(), method
+        assert not any("output projection" in note for note in seen.notes)
+
+
+def test_windows_are_refused():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"embed_dim": 12, "depths": [1, 1], "num_heads": [3, 3], "window_size": 4}
+    config = transformers.SwinConfig(image_size=32, patch_size=4, num_labels=7, **sizes)
+    model = transformers.SwinForImageClassification(config)
+    with pytest.raises(ValueError, match="attends within windows, 4 an image; grad_cam"):
+        explain(model, torch.randn(2, 3, 32, 32))
+    assert explain(model, torch.randn(2, 3, 32, 32), method="grad_cam").map.shape[0] == 2

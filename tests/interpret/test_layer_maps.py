@@ -1,0 +1,236 @@
+"""What the layers of a model do with an image, as maps and as a picture."""
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attnkit import (
+    CBAM,
+    ChannelAttention,
+    MultiHeadAttention,
+    SpatialAttention,
+    SqueezeExcitation,
+    ViT,
+    capture_attention,
+    explain,
+)
+from attnkit.interpret.colours import Scale, overlaid
+from attnkit.interpret.layer_maps import LayerMap, draw_layers, layer_maps, rollout_map
+from attnkit.lightning import UserError
+
+
+class Bright(nn.Module):
+    """Its tokens are the means of 7 x 7 patches; each looks at the brightest."""
+
+    def __init__(self, num_prefix_tokens: int = 0) -> None:
+        super().__init__()
+        self.num_prefix_tokens = num_prefix_tokens
+        self.attention = MultiHeadAttention(1, num_heads=1)
+        with torch.no_grad():  # queries are 1, keys are ten times the brightness
+            self.attention.in_proj.weight.copy_(torch.tensor([[0.0], [10.0], [1.0]]))
+            self.attention.in_proj.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))
+
+    def forward(self, images):
+        patches = F.avg_pool2d(images.mean(1, keepdim=True), 7).flatten(2).transpose(1, 2)
+        return self.attention(F.pad(patches, (0, 0, self.num_prefix_tokens, 0)))
+
+
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1, 3])
+def test_the_map_lies_over_the_image_as_the_patches_do(num_prefix_tokens):
+    image = torch.zeros(3, 21, 35)  # 3 x 5 patches
+    image[:, 7:14, 21:28] = 1.0
+    (found,), _ = layer_maps(Bright(num_prefix_tokens), image, -1, None)
+    expected = torch.ones(3, 5)
+    expected[1, 3] = torch.e**10
+    tokens = 15 + num_prefix_tokens
+    torch.testing.assert_close(found.values, tokens * expected / (expected.sum() + tokens - 15))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_registers": 2},
+        {"pooling": "mean"},
+        {"pooling": "attention"},
+        {"pooling": "attention", "class_token": True},
+        {"pooling": "mean", "num_registers": 2},
+        {"pooling": "mean", "positions": "rotary2d"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_the_last_layer_and_rollout_of_our_vit(options):
+    """The class token's row, the pooling's, or the mean over all where there is no class token."""
+    vit, image = make_vit(**options), torch.randn(3, 6, 10)
+    with torch.no_grad():  # so that the layers look at different places
+        for parameter in vit.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    with capture_attention(vit) as captured:
+        vit(image[None])
+    *_, weights = (weights[0][0].mean(0) for weights in captured.values())
+    shown = weights.mean(0) if options.get("pooling") == "mean" else weights[0]
+    expected = shown[-15:].reshape(3, 5)
+    assert expected.std() > 1e-3
+    (found,), _ = layer_maps(vit, image, -1, None)
+    torch.testing.assert_close(found.values, expected * weights.shape[1])
+    if options.get("class_token"):
+        return  # the pooling has fewer keys, and rollout cannot follow
+    seen = explain(vit, image[None], method="rollout")
+    found = rollout_map(vit, image, None)
+    torch.testing.assert_close(found.values, seen.map[0] * seen.tokens.shape[1])
+    took = float(seen.share[0]) if seen.num_prefix_tokens else None
+    assert found.prefix == (took and pytest.approx(took))
+
+
+def make_vit(**options):
+    options = {"dim": 12, "depth": 2, "num_heads": 3, "num_classes": 3, **options}
+    return ViT(image_size=(6, 10), patch_size=2, **options).eval()
+
+
+def test_tokens_that_are_no_grid():
+    with pytest.raises(
+        ValueError, match="grid: 16 tokens do not form a grid over an image of 21 x 35"
+    ):
+        layer_maps(Bright(1), torch.rand(3, 21, 35), -1, 2)
+
+
+def picture(*maps):
+    """The figure of one image under these maps, and its rows of panels."""
+    image = torch.zeros(1, 1, 6, 10, dtype=torch.uint8)
+    figure = draw_layers(image, [maps], ["true: a\npredicted: b (93 %)"])
+    bars = "attention / uniform attention", "gate, mean of channels"
+    return figure, [axes for axes in figure.axes if axes.get_ylabel() not in bars]
+
+
+def test_an_even_map_looks_even_and_has_a_scale():
+    even = LayerMap("blocks.1.attention", "attention", torch.ones(3, 5), "image")
+    figure, (top, below) = picture(even)
+    assert top.get_title("left") == "true: a\npredicted: b (93 %)"
+    assert below.get_title("left") == "blocks.1.attention"
+    (bar,) = (axes for axes in figure.axes if axes not in (top, below))
+    assert bar.get_ylabel() == "attention / uniform attention"
+    assert bar.get_ylim() == (0, 2)  # so that its colour is the middle one
+    assert not list(below.texts)
+    uneven = even._replace(values=torch.tensor([[0.5, 7.0]]), prefix=0.613)
+    figure, (_, below) = picture(uneven)
+    assert figure.axes[-1].get_ylim() == (0, 7)
+    assert [text.get_text() for text in below.texts] == ["class and register tokens: 61 %"]
+    gate = LayerMap("gate", "gate", torch.full((3, 5), 0.5), "image")
+    assert picture(gate)[0].axes[-1].get_ylim() == (0, 1)
+
+
+def test_each_place_has_one_colour_and_the_image_shows_through():
+    """Of 6 x 7 pixels and 2 x 3 places: rows 0 to 2, columns 0 to 2, 3 and 4, 5 and 6."""
+    values = np.array([[0.0, 0.5, 1.0], [2.0, 0.25, 0.75]])
+    scale = Scale(0.0, 1.0, "OrRd")
+    white = overlaid(np.ones((6, 7, 3)), values, scale)
+    assert white.shape == (240, 280, 3)  # 40 for each pixel
+    colour = matplotlib.colormaps["OrRd"]
+    for (row, column), pixels in {
+        (0, 0): white[:120, :94], (0, 1): white[:120, 94:187], (1, 2): white[120:, 187:],
+    }.items():  # fmt: skip
+        expected = np.broadcast_to(colour(values[row, column])[:3], pixels.shape)
+        np.testing.assert_allclose(pixels, expected)
+    np.testing.assert_allclose(white[239, 0], colour(1.0)[:3])  # beyond the scale's end
+    black = overlaid(np.zeros((6, 7, 3)), values, scale)
+    np.testing.assert_allclose(black, 0.68 * white)
+
+
+def test_what_the_prefix_took():
+    vit = make_vit(num_registers=2)
+    image = torch.randn(3, 6, 10)
+    (found,), _ = layer_maps(vit, image, -1, None)
+    with capture_attention(vit, layers=-1) as captured:
+        vit(image[None])
+    (weights,) = captured["blocks.1.attention"]
+    assert found.prefix == pytest.approx(float(weights[0].mean(0)[0, :3].sum()), abs=1e-6)
+    assert layer_maps(make_vit(pooling="mean"), image, -1, None)[0][0].prefix is None
+
+
+def test_gates_of_channels_are_a_curve():
+    gate = LayerMap("se", "gate", torch.tensor([0.2, 0.9, 0.4]), "channels")
+    _, (_, below) = picture(gate)
+    (line,) = below.get_lines()
+    assert line.get_ydata() == pytest.approx([0.2, 0.9, 0.4])
+    assert (below.get_ylim(), below.get_ylabel()) == ((0, 1), "gate")
+
+
+def test_what_each_kind_of_layer_gives():
+    image = torch.rand(6, 8, 8)
+    kinds = {
+        "cbam": (CBAM(6, reduction=2), "gate", "image", (8, 8)),
+        "se": (SqueezeExcitation(6, reduction=2), "gate", "channels", (6,)),
+        "channel": (ChannelAttention(6), "attention", "pairs of channels", (6, 6)),
+        "spatial": (SpatialAttention(6), "attention", "image", (8, 8)),
+    }
+    for name, (layer, kind, over, shape) in kinds.items():
+        model = nn.Sequential(layer).eval()
+        (found,), _ = layer_maps(model, image, -1, None)
+        assert (found.kind, found.over, tuple(found.values.shape)) == (kind, over, shape), name
+        if kind == "attention":
+            assert found.values.mean() == pytest.approx(1, abs=1e-4)  # of uniform attention
+        else:
+            assert found.values.min() > 0
+            assert found.values.max() < 1
+
+
+class Axial(nn.Module):
+    """Positions are the means of 7 x 7 pixels; each looks at the brightest of its row, then of its
+    column, in which all are then as bright as the brightest of their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spatial = SpatialAttention(1, pattern="axial", residual=None)
+        with torch.no_grad():
+            for attention in (self.spatial.attention, self.spatial.column_attention):
+                attention.in_proj.weight.copy_(torch.tensor([[0.0], [10.0], [1.0]]))
+                attention.in_proj.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))
+                attention.out_proj.weight.fill_(1.0)
+                attention.out_proj.bias.zero_()
+
+    def forward(self, images):
+        return self.spatial(F.avg_pool2d(images.mean(1, keepdim=True), 7))
+
+
+def test_axial_attention_is_drawn_along_rows_and_columns():
+    image = torch.zeros(3, 21, 35)  # 3 x 5 positions
+    image[:, 7:14, 21:28] = 1.0
+    model = Axial().eval()
+    (rows, columns), _ = layer_maps(model, image, "*", None)
+    assert [rows.layer, columns.layer] == ["spatial.attention", "spatial.column_attention"]
+    share = torch.e**10 / (torch.e**10 + 4)
+    expected = torch.ones(3, 5)
+    expected[1] = 5 * (1 - share) / 4
+    expected[1, 3] = 5 * share
+    torch.testing.assert_close(rows.values, expected)
+    after = model.spatial.attention.in_proj.weight[2].item() * share  # how bright row 1 is then
+    share = torch.e ** (10 * after) / (torch.e ** (10 * after) + 2)
+    expected = torch.full((3, 5), 3 * (1 - share) / 2)
+    expected[1] = 3 * share
+    torch.testing.assert_close(columns.values, expected)
+    assert rows.over == columns.over == "image"
+
+
+def test_a_map_of_one_row_or_column():
+    for size, shapes in (((7, 35), [(1, 5), (1, 5)]), ((21, 7), [(3, 1), (3, 1)])):
+        found, _ = layer_maps(Axial().eval(), torch.rand(3, *size), "*", None)
+        assert [one.values.shape for one in found] == shapes
+
+
+class Windows(nn.Module):
+    """Attention within the upper and the lower half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(1, num_heads=1)
+
+    def forward(self, images):
+        return self.attention(images.mean(1).reshape(2, -1, 1))
+
+
+def test_windows_are_refused():
+    with pytest.raises(UserError, match="layer: 'attention' attends within 2 parts of the image"):
+        layer_maps(Windows(), torch.rand(3, 6, 5), -1, None)

@@ -1,0 +1,180 @@
+"""Scores and maps while a model trains."""
+
+import itertools
+import re
+from types import SimpleNamespace
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import FSDPStrategy
+from matplotlib.image import imread
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import attnkit
+from attnkit.interpret.training.callback import Interpret
+from attnkit.lightning import MetricsCSV, UserError
+from attnkit.lightning.explained import Explained
+from attnkit.models.captioning.word_decoder import END, PAD
+
+
+def test_scores_and_pictures_go_to_every_logger(vit, loader, trainer, tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoardLogger(tmp_path, name="", version="")
+    table = MetricsCSV(tmp_path)
+    interpret = Interpret(num_images=4, every_n_epochs=2)
+    trained = trainer([interpret], logger=[board, table], max_epochs=4)
+    trained.fit(vit(), loader, loader)
+    said = capsys.readouterr().out
+
+    names = sorted(path.name for path in (tmp_path / "interpret").iterdir())
+    assert names == ["epoch_001.png", "epoch_003.png", "epoch_004.png", "scores.png"]
+    assert all(imread(tmp_path / "interpret" / name).std() > 0.1 for name in names)
+    scores = {"gap", "random", "gap_centre", "gap_input_gradient", "class_sensitivity"}
+    expected = {f"interpret_{name}" for name in scores | {"prefix_share"}}
+    assert set(interpret.history) == expected
+    assert all([epoch for epoch, _ in points] == [1, 3, 4] for points in interpret.history.values())
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert len(events.Images("val/interpret")) == 3
+    seen = [event.value for event in events.Scalars("val/interpret_gap")]
+    assert seen == pytest.approx([value for _, value in interpret.history["interpret_gap"]])
+    assert "val/interpret_gap" in (tmp_path / "metrics.csv").read_text()
+    cost = r"interpret: relevance of 4 images, .+ each time; 3 times, "
+    cost += r"(about \d+ s|less than a second)\n"
+    assert len(re.findall(cost, said)) == 1
+    assert re.search(r"interpret: \d+\.\d s, \d+\.\d % of the training; .*scores\.png", said)
+
+
+def test_the_scores_are_those_of_trust(vit, loader, trainer, tmp_path):
+    interpret, module = Interpret(num_images=5, folder=tmp_path / "maps"), vit()
+    trainer([interpret], max_epochs=1).fit(module, loader, loader)
+    images = loader.dataset.tensors[0][:5]  # 0, 1, 2, 3, 4: of as many classes
+    trust = attnkit.explain(module, images).trust(removals=["mask"])
+    score = trust["gap in p, tokens masked"]
+    assert interpret.history["interpret_gap"] == [(1, pytest.approx(score.map, abs=1e-6))]
+    assert interpret.history["interpret_random"] == [(1, pytest.approx(score.within, abs=1e-6))]
+    assert interpret.history["interpret_gap_centre"] == [(1, pytest.approx(score.centre, abs=1e-6))]
+    share = float(attnkit.explain(module, images).share.mean())
+    assert interpret.history["interpret_prefix_share"] == [(1, pytest.approx(share, abs=1e-6))]
+
+
+def test_the_cost_that_is_said_is_that_of_a_look(
+    vit, loader, trainer, tmp_path, monkeypatch, capsys
+):
+    """By a clock that goes 7 s in each."""
+    now = itertools.count(step=7)
+    clock = SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr("attnkit.interpret.training.callback.time", clock)
+    interpret = Interpret(5, every_n_epochs=2, folder=tmp_path / "maps")
+    trainer([interpret], max_epochs=6).fit(vit(), loader, loader)
+    said = capsys.readouterr().out
+    assert "interpret: relevance of 5 images, about 7 s each time; 4 times, about 28 s\n" in said
+    assert "interpret: 28.0 s, " in said
+
+
+def test_of_as_many_classes_as_the_batch_has(vit, trainer, tmp_path):
+    """Seven images of three classes in order: one of each before a second of any."""
+    images, labels = torch.rand(7, 1, 8, 8), torch.tensor([4, 4, 4, 4, 1, 1, 9])
+    interpret = Interpret(num_images=4, folder=tmp_path / "maps")
+    trained = trainer([interpret], max_epochs=1)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=7)
+    trained.validate(vit(), loader, verbose=False)
+    assert interpret._batch[1].tolist() == [1, 4, 9, 1]
+    assert torch.equal(interpret._batch[0], images[[4, 0, 6, 5]])
+
+
+def test_training_is_the_same_with_it_and_after_a_resumption(vit, loader, trainer, tmp_path):
+    """Weights bit for bit: no random number, gradient or mode is touched, dropout included."""
+
+    def fitted(interpret, max_epochs=2, **options):
+        module = vit()
+        trained = trainer([interpret] if interpret else [], max_epochs=max_epochs)
+        trained.fit(module, loader, loader, **options)
+        return module, trained
+
+    first, again = (Interpret(num_images=2, every_n_epochs=1) for _ in "12")
+    plain, looked = fitted(None)[0], fitted(first)[0]
+    _, half = fitted(Interpret(num_images=2, every_n_epochs=1), max_epochs=1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = [fitted(one, ckpt_path=tmp_path / "half.ckpt")[0] for one in (None, again)]
+    for one, other in ((plain, looked), resumed):
+        for name, value in one.state_dict().items():
+            assert torch.equal(other.state_dict()[name], value), name
+    assert [epoch for epoch, _ in again.history["interpret_gap"]] == [1, 2]
+    assert again.history["interpret_gap"][0] == first.history["interpret_gap"][0]
+
+
+def test_a_network_with_channel_attention_has_maps_of_the_image(
+    classifier, loader, trainer, tmp_path
+):
+    """64 channels are no 8 x 8 positions."""
+    network = nn.Sequential(
+        nn.Conv2d(1, 64, 3, padding=1), attnkit.ChannelAttention(64), nn.AdaptiveAvgPool2d(4),
+        nn.Conv2d(64, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+    interpret = Interpret(num_images=2, folder=tmp_path / "maps")
+    trainer([interpret], max_epochs=1).fit(classifier(network), loader, loader)
+    assert interpret._look == ("grad_cam", "mean")
+
+
+class Captions(lightning.LightningModule):
+    def __init__(self, decoder=attnkit.TransformerDecoder) -> None:
+        super().__init__()
+        encoder = attnkit.ViTEncoder((8, 12), dim=16, depth=1, num_heads=2, patch_size=2)
+        self.model = attnkit.Captioner(encoder, decoder(23, 7, dim=16))
+
+    def explained(self, batch):
+        said = torch.tensor([[7, 9, END], [5, END, PAD]])
+        names = [["a", "cat", "<end>"], ["dogs", "<end>"]]
+        images = batch["image"]
+        return Explained(self.model, images, images, sentences=said, words=names)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def test_captions(trainer, tmp_path):
+    module = Captions()
+    batch = {"image": torch.rand(2, 3, 8, 12), "references": [["a cat"], ["dogs"]]}
+    interpret = Interpret(folder=tmp_path / "maps")
+    loader = DataLoader([batch], batch_size=None)
+    trainer([interpret]).validate(module, loader, verbose=False)
+    words = [w for s in attnkit.explain(module, batch["image"], module.explained(batch).sentences)
+             .trust_words().scores for w in s]  # fmt: skip
+    gap = sum(word.gap for word in words) / 5
+    assert interpret.history["interpret_gap"] == [(1, pytest.approx(gap, abs=1e-6))]
+    assert (tmp_path / "maps" / "epoch_001.png").exists()
+
+
+def test_an_lstm_has_its_attention(trainer, tmp_path):
+    module, interpret = Captions(attnkit.RecurrentDecoder), Interpret(folder=tmp_path / "maps")
+    loader = DataLoader([{"image": torch.rand(2, 3, 8, 12)}], batch_size=None)
+    trainer([interpret]).validate(module, loader, verbose=False)
+    assert interpret._look == ("attention", "mean")
+
+
+def test_what_it_does_not_show_is_refused_before_training(vit, loader, trainer):
+    module = vit()
+    with pytest.raises(
+        UserError, match="Interpret: method: expected one of attention, value_weighted"
+    ):
+        trainer([Interpret(method="rollot")]).fit(module, loader, loader)
+    module.explained = lambda batch: Explained(module, (batch[0], None))
+    with pytest.raises(UserError, match="Interpret: expected images or captions, got a graph"):
+        trainer([Interpret()]).fit(module, loader, loader)
+    texts = DataLoader(TensorDataset(torch.rand(4, 3), torch.ones(4).long()))
+    with pytest.raises(UserError, match="Interpret: expected a batch that begins with images"):
+        trainer([Interpret()]).validate(Texts(), texts)
+    sharded = SimpleNamespace(strategy=object.__new__(FSDPStrategy))
+    with pytest.raises(UserError, match="Interpret: expected a strategy that keeps all weights"):
+        Interpret().setup(sharded, module, "fit")
+    with pytest.raises(ValueError, match="every_n_epochs: expected 1 or more, got 0"):
+        Interpret(every_n_epochs=0)
+
+
+class Texts(lightning.LightningModule):
+    def validation_step(self, batch, batch_idx):
+        pass
