@@ -22,6 +22,7 @@ def test_own_score(example, capsys):
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]))
 
 
+@pytest.mark.slow
 def test_swap_attention(example, tmp_path, capsys):
     picture = tmp_path / "seen.png"
     accuracy = example("swap_attention.py")["main"]("se", epochs=2, picture=str(picture))

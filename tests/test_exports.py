@@ -61,7 +61,9 @@ def test_load_gives_the_module_back(name, tmp_path):
         assert torch.equal(found[key], output)
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize(
+    "name", [TRACED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TRACED[1:])]
+)
 def test_torch_export(name, tmp_path):
     module = SCRIPT.random_module(MODELS[name])
     written = Export(tmp_path / "export", ["torch_export"])(module)
@@ -74,6 +76,7 @@ def test_torch_export(name, tmp_path):
         assert not [name for name in used if "attnkit" in name]
 
 
+@pytest.mark.slow
 def test_onnx(tmp_path):
     for name in ONNX_EXTRA:
         pytest.importorskip(name)

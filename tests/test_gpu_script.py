@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-BY_ITSELF = ("choice", "syncs", "edges", "windows", "kernels")
-STARTS_PROCESSES = ("tests", "jobs", "vit", "decoding")  # or compiles
+QUICK = ("choice", "windows", "kernels")
+SLOW = ("syncs", "edges", "tests", "jobs", "vit", "decoding")
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def benchmarks(repository, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "part", [*BY_ITSELF, *(pytest.param(p, marks=pytest.mark.slow) for p in STARTS_PROCESSES)]
+    "part", [*QUICK, *(pytest.param(part, marks=pytest.mark.slow) for part in SLOW)]
 )
 def test_each_part_has_rows(part, benchmarks, tmp_path):
     module = importlib.import_module(f"gpu_parts.{part}")

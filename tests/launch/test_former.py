@@ -22,6 +22,7 @@ from attnkit.lightning.build.renamed import _FORMER
 # What `run=test ckpt=…` gave at that commit.
 TESTED = {"vit": 2.4948318004608154, "graph": 2.2987916469573975}
 FORMER = Path(__file__).parent.parent / "former"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -178,6 +178,7 @@ def _rows(folder):
         return {row["record"]: row for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_runs_writes_a_table_and_goes_on_after_a_failure(attnkit, own, tmp_path):
     published = {"mean": 0.0, "std": 0.1, "runs": 3}
     fails = {**OF_HERS, "module": {"fail_at": 0}}
@@ -206,6 +207,7 @@ def test_runs_writes_a_table_and_goes_on_after_a_failure(attnkit, own, tmp_path)
     assert "within spread: |now - reference|" in done.out
 
 
+@pytest.mark.slow
 def test_against_what_is_on_record_where_nothing_is_published(attnkit, own):
     ours = {"mean": 1.1, "std": 5.0, "runs": 2}
     record = {"ours": ours, "date": "2026-11-23", "machine": "hers", "why": None}
