@@ -54,6 +54,7 @@ def test_the_zoo_has_every_choice_and_names_only_what_there_is():
     assert {name for name in classes if not hasattr(attnkit, name)} == set()
 
 
+@pytest.mark.slow
 def test_it_builds(tmp_path):
     pytest.importorskip("mkdocs", reason="pip install 'attnkit[docs]'")
     command = sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site"

@@ -304,9 +304,17 @@ def test_windows_do_not_grow_with_batch_and_tokens(name):
     assert nodes(2, 1) == nodes(5, 3)
 
 
-@pytest.mark.parametrize("value_dim", [5, 12])
 @pytest.mark.parametrize(
-    "mask", [Window(5, 3), Window2d(13, 11, 1, 2), Window2d(11, 12, 1, 1, 11)], ids=str
+    ("mask", "value_dim"),
+    [
+        (Window(5, 3), 12),
+        (Window2d(13, 11, 1, 2), 12),
+        pytest.param(Window(5, 3), 5, marks=pytest.mark.slow),
+        pytest.param(Window2d(13, 11, 1, 2), 5, marks=pytest.mark.slow),
+        pytest.param(Window2d(11, 12, 1, 1, 11), 5, marks=pytest.mark.slow),
+        pytest.param(Window2d(11, 12, 1, 1, 11), 12, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_compiled_windows_with_values_of_other_channels(mask, value_dim):
     """The scale is that of the queries' own channels, not of those they are filled up to."""

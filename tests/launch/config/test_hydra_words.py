@@ -42,6 +42,7 @@ def key(overrides):
     return [override.partition("=")[0] for override in overrides]
 
 
+@pytest.mark.slow
 def test_the_folders_of_a_study(mine, attnkit, hers):
     pytest.importorskip("optuna")
     done = mine(

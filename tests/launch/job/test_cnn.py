@@ -65,6 +65,7 @@ def test_timms_network(attnkit):
     assert any("layer1.0.attention" in name for name in state)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_needs_no_pretrained_weights(attnkit, monkeypatch):
     """Which cannot be had here: timm is asked, and given weights of its first ones."""
     asked, create = [], timm.create_model

@@ -92,7 +92,9 @@ def test_equals_a_target_without_edges(dtype, score, dead, lanes_are, monkeypatc
 
 
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
+)
 def test_equals_it_when_compiled(dtype, score):
     torch._dynamo.reset()
     tensors, graph, left, _ = given("some targets", dtype)
