@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.capture.calls import AttentionCall, Call
-from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
+from attnkit.core.capture.layers import LayerChoice, Layers
 from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.listeners import is_recomputed, unheard
 from attnkit.core.multihead import MultiHeadAttention
@@ -83,7 +83,7 @@ def capture_attention(
 
     served = {module: _is_told(module) for module in found.values()}
     with ExitStack() as stack:
-        running = stack.enter_context(told_of_attention(model, ChosenCalls(choice, keep), served))
+        running = stack.enter_context(told_of_attention(model, keep, choice, served))
         running.records.append(captured)
         for name, module in found.items():
             if served[module] or not choice.has(name):
