@@ -49,11 +49,11 @@ class LayerChoice:
         lasting = [asked for asked in self.asked if isinstance(asked, str) or asked >= 0]
         return any(self._is_meant(asked, name) for asked in lasting)
 
-    def check(self) -> None:
-        """ValueError if something that is asked for is not a layer."""
+    def check(self, others: Sequence[str] = ()) -> None:
+        """ValueError if something that is asked for is neither a layer nor one of the others."""
         names = list(dict.fromkeys([*self.names, *self.ran]))
         for asked in self.asked or ():
-            if not any(self._is_meant(asked, name) for name in names):
+            if not any(self._is_meant(asked, name) for name in (*names, *others)):
                 ran = "" if self.is_known else " that ran"
                 raise ValueError(
                     f"layers: {asked!r} is none of the {len(names)} attention layers{ran}: "

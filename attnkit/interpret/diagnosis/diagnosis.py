@@ -122,7 +122,7 @@ def _layer_means(rows: list[Row]) -> list[Row]:
         groups.setdefault((row["layer"], row["call"], row["edge_type"]), []).append(row)
     means = []
     for heads in groups.values():
-        mean = {"head": len(heads)}
+        mean: Row = {"head": len(heads)}
         for name in MEASURES:
             known = [row[name] for row in heads if row[name] is not None]
             mean[name] = sum(known) / len(known) if known else None
