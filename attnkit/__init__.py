@@ -55,7 +55,7 @@ _HOME = {
     "record_logits": "attnkit.core.capture.logits",
     "attention_weights": "attnkit.core.weights",
     "capture_attention": "attnkit.core.capture.weights",
-    "count_multiply_adds": "attnkit.core.capture.multiply_adds",
+    "count_multiply_adds": "attnkit.core.operators.multiply_adds",
     "MultiHeadAttention": "attnkit.core.multihead",
     "AttentionPool": "attnkit.layers.tokens.pooling",
     "SpatialAttention": "attnkit.layers.maps.spatial",
@@ -141,7 +141,6 @@ if TYPE_CHECKING:
     from attnkit.core.attend import attend
     from attnkit.core.cache import KeyValueCache
     from attnkit.core.capture.logits import record_logits
-    from attnkit.core.capture.multiply_adds import count_multiply_adds
     from attnkit.core.capture.weights import capture_attention
     from attnkit.core.kernels.choose import UnsupportedError, explain_backends
     from attnkit.core.kernels.delta_rule import delta_rule
@@ -154,6 +153,7 @@ if TYPE_CHECKING:
     from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
+    from attnkit.core.operators.multiply_adds import count_multiply_adds
     from attnkit.core.positions.absolute import (
         FactorizedPositions2d,
         LearnedPositions1d,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.checks.calls import Call, takes_mask
-from attnkit.core.capture.undisturbed import buffers_of, undisturbed
+from attnkit.core.running import buffers_of, undisturbed
 
 BATCH = 3
 

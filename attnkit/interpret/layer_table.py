@@ -1,11 +1,12 @@
 """What each layer and head of attention did at the tokens that the answer is read from."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from attnkit.interpret.methods.tokens import Chain
+from attnkit.interpret.text_table import text_table
 
 MOST_ROWS = 16
 
@@ -30,22 +31,11 @@ class LayerTable(list[LayerRow]):
     """A list of `LayerRow`, which is printed as a table."""
 
     def __repr__(self) -> str:
-        rows: list[tuple[Any, ...]] = [("layer", "head", "entropy", "largest receiver", "prefix")]
-        rows += [
-            (
-                row.layer or "(itself)",
-                row.head,
-                f"{row.entropy:.3f}",
-                f"{row.receiver_share:.3f} at {row.receiver}",
-                f"{row.prefix_share:.3f}",
-            )
-            for row in self
-        ]
-        widths = [max(len(str(row[place])) for row in rows) for place in range(5)]
-        return "\n".join(
-            "  ".join(f"{cell!s:<{wide}}" for cell, wide in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        table = [["layer", "head", "entropy", "largest receiver", "prefix"]]
+        for layer, head, entropy, receiver, share, prefix in self:
+            numbers = f"{entropy:.3f}", f"{share:.3f} at {receiver}", f"{prefix:.3f}"
+            table.append([layer or "(itself)", str(head), *numbers])
+        return text_table(table, num_left=5)
 
 
 def layer_table(chain: Chain) -> LayerTable:
@@ -62,22 +52,17 @@ def layer_table(chain: Chain) -> LayerTable:
         chosen = torch.linspace(0, len(queries) - 1, min(MOST_ROWS, len(queries))).round().long()
         weights = step.call.weights(rows=queries[chosen.to(queries.device)]).double()
         num_keys = weights.shape[-1]
-        entropy = torch.special.entr(weights).sum(dim=-1).mean(dim=(0, 2)) / math.log(
-            max(2, num_keys)
-        )
+        entropies = torch.special.entr(weights).sum(dim=-1).mean(dim=(0, 2))
         received = weights.mean(dim=(0, 2))  # [heads, keys]
         first = step.num_tokens - num_keys
-        share, receiver = received.max(dim=-1)
-        prefix = received[:, : max(0, chain.grid.num_prefix_tokens - first)].sum(dim=-1)
-        for head in range(len(received)):
-            table.append(
-                LayerRow(
-                    step.call.layer,
-                    head,
-                    float(entropy[head]),
-                    first + int(receiver[head]),
-                    float(share[head]),
-                    float(prefix[head]),
-                )
-            )
+        shares, receivers = received.max(dim=-1)
+        num_prefix = max(0, chain.grid.num_prefix_tokens - first)
+        columns = (
+            (entropies / math.log(max(2, num_keys))).tolist(),
+            (first + receivers).tolist(),
+            shares.tolist(),
+            received[:, :num_prefix].sum(dim=-1).tolist(),
+        )
+        for head, numbers in enumerate(zip(*columns, strict=True)):
+            table.append(LayerRow(step.call.layer, head, *numbers))
     return table

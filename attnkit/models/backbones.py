@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import pair
-from attnkit.core.capture.undisturbed import evaluating
+from attnkit.core.running import evaluating
 from attnkit.models.weights import (
     asking_hub,
     check_name,

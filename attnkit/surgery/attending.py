@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from attnkit.core.capture.undisturbed import undisturbed
+from attnkit.core.running import undisturbed
 from attnkit.surgery.dry_run import examples_for
 
 SOFTMAX = "a softmax is taken"

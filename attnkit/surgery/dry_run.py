@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
-from attnkit.core.capture.undisturbed import undisturbed
+from attnkit.core.running import undisturbed
 from attnkit.surgery.hooks import hooks_of
 from attnkit.surgery.paths import Node, Paths, node_of
 

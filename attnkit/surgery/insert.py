@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.capture.multiply_adds import count_multiply_adds
-from attnkit.core.capture.undisturbed import undisturbed
+from attnkit.core.operators.multiply_adds import count_multiply_adds
+from attnkit.core.running import undisturbed
 from attnkit.surgery.hooks import (
     AttendInput,
     AttendOutput,

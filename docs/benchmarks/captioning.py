@@ -17,7 +17,7 @@ from measure import alternate, machine, table
 from torch.utils.benchmark import Timer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from attnkit.core.capture.multiply_adds import count_multiply_adds
+from attnkit.core.operators.multiply_adds import count_multiply_adds
 from attnkit.models.captioning.generate import generate
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 from attnkit.models.captioning.word_decoder import END, PAD, START

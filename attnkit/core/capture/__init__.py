@@ -1,1 +1,1 @@
-"""Looking at modules while they run: weights, multiply-adds; nothing is changed."""
+"""Watching the attention of any model while it runs; nothing is changed."""

@@ -1,7 +1,6 @@
 """One attention that ran, over dense tokens or over the edges of a graph: what went in, what came
 out, and its weights."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -74,7 +73,10 @@ class AttentionCall:
             IndexError: no such row or head.
         """
         rows, heads = self._chosen(rows, heads)
-        return _joined([weights for _, weights, _ in self._blocks(rows, heads)])
+        with torch.no_grad(), no_autocast(self.query):
+            exact = of_heads(self.inputs, heads)
+            blocks = [weights_of_rows(exact, block, heads) for block in row_blocks(exact, rows)]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
     def weight_gradient(
         self,
@@ -93,8 +95,9 @@ class AttentionCall:
         """
         self._check_gradient(output_gradient)
         rows, heads = self._chosen(rows, heads)
-        blocks = self._blocks(rows, heads, output_gradient, needs_weights=False)
-        return _joined([gradient for _, _, gradient in blocks])
+        with torch.no_grad(), no_autocast(self.query):
+            value = of_heads(self.inputs, heads).value
+            return output_gradient[:, heads][:, :, rows].to(value.dtype) @ value.transpose(2, 3)
 
     def propagate(
         self,
@@ -122,43 +125,19 @@ class AttentionCall:
             )
         if output_gradient is not None:
             self._check_gradient(output_gradient)
-        dtype = wide(self.query.dtype)
-        r = r.detach().to(dtype)
+        r = r.detach().to(wide(self.query.dtype))
         _, heads = self._chosen(None, None)
         total = r.new_zeros(r.shape[0], self.num_keys)
         rows = (r != 0).any(dim=0).nonzero()[:, 0]
-        for block, weights, gradient in self._blocks(
-            rows, heads, output_gradient, block_elements=PROPAGATED_ELEMENTS
-        ):
-            if output_gradient is not None:
-                weights = weights.mul_(gradient).relu_()
-            total += (r[:, None, None, block] @ weights).sum(dim=(1, 2))
-        return total / len(heads)
-
-    def _blocks(
-        self,
-        rows: Tensor,
-        heads: Tensor,
-        output_gradient: Tensor | None = None,
-        *,
-        needs_weights: bool = True,
-        block_elements: int | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Some rows, their weights and the gradient of these, an empty tensor where not asked."""
-        nothing = self.query.new_empty(0)
         with torch.no_grad(), no_autocast(self.query):
             exact = of_heads(self.inputs, heads)
-            if output_gradient is not None:
-                output_gradient = output_gradient[:, heads].to(exact.value.dtype)
-        for block in row_blocks(exact, rows, block_elements):
-            with torch.no_grad(), no_autocast(self.query):
-                weights = weights_of_rows(exact, block, heads) if needs_weights else nothing
-                gradient = (
-                    nothing
-                    if output_gradient is None
-                    else output_gradient[:, :, block] @ exact.value.transpose(2, 3)
-                )
-            yield block, weights, gradient
+            for block in row_blocks(exact, rows, PROPAGATED_ELEMENTS):
+                weights = weights_of_rows(exact, block, heads)
+                if output_gradient is not None:
+                    received = output_gradient[:, :, block].to(exact.value.dtype)
+                    weights.mul_(received @ exact.value.transpose(2, 3)).relu_()
+                total += (r[:, None, None, block] @ weights).sum(dim=(1, 2))
+        return total / len(heads)
 
     def _chosen(self, rows: Indices, heads: Indices) -> tuple[Tensor, Tensor]:
         mask, device = self.inputs.mask, self.query.device
@@ -267,10 +246,6 @@ class EdgeCall:
 
 
 Call = AttentionCall | EdgeCall
-
-
-def _joined(blocks: list[Tensor]) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
 def is_of_edges(inputs: Inputs, *, is_batched: bool) -> bool:

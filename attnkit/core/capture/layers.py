@@ -1,9 +1,7 @@
 """Selects layers of a model that are known only once it has run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-
-from attnkit.core.capture.calls import Call
 
 Layers = int | str | Sequence[int | str] | None
 """Positions or names (`*` matches anything); None for all."""
@@ -37,25 +35,25 @@ class LayerChoice:
         return self.asked is None or any(self._is_meant(asked, name) for asked in self.asked)
 
     def may_have(self, name: str) -> bool:
-        """Whether it may be, once more layers have run: the first from the end is then further
-        from it."""
+        """Whether it is, or may be once more layers have run, which puts it further from the
+        end."""
         if self.has(name) or self.is_known or name not in self.names:
             return self.has(name)
         from_end = self.names.index(name) - len(self.names)
         return any(isinstance(asked, int) and asked < from_end for asked in self.asked or ())
 
     def is_sure(self, name: str) -> bool:
-        """Whether it is asked for, and would be if more layers ran."""
+        """Whether it is, however many layers run after it."""
         if self.asked is None or self.is_known:
             return self.has(name)
         lasting = [asked for asked in self.asked if isinstance(asked, str) or asked >= 0]
         return any(self._is_meant(asked, name) for asked in lasting)
 
-    def check(self) -> None:
-        """ValueError if something that is asked for is not a layer."""
+    def check(self, others: Sequence[str] = ()) -> None:
+        """ValueError if something that is asked for is neither a layer nor one of the others."""
         names = list(dict.fromkeys([*self.names, *self.ran]))
         for asked in self.asked or ():
-            if not any(self._is_meant(asked, name) for name in names):
+            if not any(self._is_meant(asked, name) for name in (*names, *others)):
                 ran = "" if self.is_known else " that ran"
                 raise ValueError(
                     f"layers: {asked!r} is none of the {len(names)} attention layers{ran}: "
@@ -66,28 +64,3 @@ class LayerChoice:
         if isinstance(asked, str):
             return fnmatchcase(name, asked)
         return -len(self.names) <= asked < len(self.names) and self.names[asked] == name
-
-
-class ChosenCalls:
-    """Hands on the calls of the layers asked for: at once, or, of a position from the end, when
-    the model has run."""
-
-    def __init__(self, choice: LayerChoice, keep: Callable[[Call], None]) -> None:
-        self.choice = choice
-        self.keep = keep
-        self.waiting: list[Call] = []
-
-    def add(self, call: Call) -> None:
-        self.choice.note(call.layer)
-        if not self.waiting and self.choice.is_sure(call.layer):
-            self.keep(call)
-        else:
-            self.waiting.append(call)
-            self.waiting[:] = [call for call in self.waiting if self.choice.may_have(call.layer)]
-
-    def settle(self) -> None:
-        """The model has run."""
-        for call in self.waiting:
-            if self.choice.has(call.layer):
-                self.keep(call)
-        self.waiting.clear()

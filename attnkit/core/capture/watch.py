@@ -1,12 +1,12 @@
 """The attention of a model, told call by call while it runs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
 from attnkit.core.capture.calls import AttentionCall, Call, edge_call, is_of_edges
-from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
+from attnkit.core.capture.layers import LayerChoice, Layers
 from attnkit.core.capture.pyg import attention_convolutions, watch_convolutions
 from attnkit.core.capture.torch_functions import FunctionTap
 from attnkit.core.capture.transformers import watch_interface
@@ -38,30 +38,33 @@ def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Ca
             in a way that is not seen, by a softmax and a product of its own.
     """
     calls: list[Call] = []
-    chosen = ChosenCalls(LayerChoice(layers), calls.append)
-    with told_of_attention(model, chosen) as running:
+    with told_of_attention(model, calls.append, LayerChoice(layers)) as running:
         running.records.append(calls)
         yield calls
 
 
 @contextmanager
 def told_of_attention(
-    model: nn.Module, chosen: ChosenCalls, served: Mapping[nn.Module, bool] | None = None
+    model: nn.Module,
+    hear: Callable[[Call], None],
+    choice: LayerChoice | None = None,
+    served: Mapping[nn.Module, bool] | None = None,
 ) -> Iterator[RunningModules]:
-    """In the block the calls of the model go to `chosen` as they run; gives the modules that do.
+    """In the block `hear` is told the calls of attention in the model; gives the modules that run.
+
+    It is told as they run, and of layers whose position counts from the end when the model has run.
 
     Args:
+        choice: the layers that it is told of; None: all.
         served: modules whose attention others serve; with whether it is told nevertheless, where it
             is that of `attend`.
 
     Raises:
         ValueError: as `watch_attention`, at the end of the model's forward or of the block.
     """
-    running = RunningModules(model)
-    listener = _Listener(running, chosen, served or {})
-    running.records += [chosen.choice.ran, chosen.choice.names, chosen.waiting, listener.missed]
+    listener = _Listener(model, hear, choice or LayerChoice(None), served or {})
     with ExitStack() as stack:
-        stack.enter_context(heard(listener, running))
+        stack.enter_context(heard(listener, listener.running))
         stack.callback(model.register_forward_hook(listener.has_run).remove)
         convolutions = {
             name: module
@@ -69,10 +72,10 @@ def told_of_attention(
             if module not in listener.served
         }
         if convolutions:
-            stack.enter_context(watch_convolutions(convolutions, chosen.add))
-        yield running
+            stack.enter_context(watch_convolutions(convolutions, listener.add))
+        yield listener.running
         listener.settle()
-        chosen.choice.check()
+        listener.choice.check()
 
 
 @contextmanager
@@ -90,33 +93,46 @@ def heard(listener: Listener, running: RunningModules) -> Iterator[None]:
 
 
 class _Listener:
-    """Names the layer of what ran, and tells it."""
+    """Names the layer of each attention that ran, and tells those that are asked for."""
 
     def __init__(
         self,
-        running: RunningModules,
-        chosen: ChosenCalls,
+        model: nn.Module,
+        hear: Callable[[Call], None],
+        choice: LayerChoice,
         served: Mapping[nn.Module, bool],
     ) -> None:
-        self.running = running
-        self.chosen = chosen
+        self.running = RunningModules(model)
+        self.hear = hear
+        self.choice = choice
         self.served = served
+        self.waiting: list[Call] = []
         self.missed: dict[str, tuple[str, str]] = {}
+        self.running.records += [choice.ran, choice.names, self.waiting, self.missed]
 
     def see(self, seen: Seen) -> None:
         layer = self._layer(seen)
         if layer is None:
             return
         if is_of_edges(seen.inputs, is_batched=seen.is_batched):
-            self.chosen.add(edge_call(layer, seen.inputs, seen.output))
+            self.add(edge_call(layer, seen.inputs, seen.output))
         else:
-            self.chosen.add(AttentionCall(layer, seen.tap, seen.inputs, seen.output))
+            self.add(AttentionCall(layer, seen.tap, seen.inputs, seen.output))
 
     def miss(self, what: str, advice: str) -> None:
         layer = self._layer(None)
         if layer is not None:
             self.missed[layer] = what, advice
-            self.chosen.choice.note(layer)
+            self.choice.note(layer)
+
+    def add(self, call: Call) -> None:
+        """A call of attention ran."""
+        self.choice.note(call.layer)
+        if not self.waiting and self.choice.is_sure(call.layer):
+            self.hear(call)
+        else:
+            self.waiting.append(call)
+            self.waiting[:] = [call for call in self.waiting if self.choice.may_have(call.layer)]
 
     def _layer(self, seen: Seen | None) -> str | None:
         """The name of the layer; None where it is none of the model's, or served by others."""
@@ -137,10 +153,12 @@ class _Listener:
 
     def settle(self) -> None:
         """The model has run: ValueError where what was asked for is not seen."""
-        choice = self.chosen.choice
-        self.chosen.settle()
+        for call in self.waiting:
+            if self.choice.has(call.layer):
+                self.hear(call)
+        self.waiting.clear()
         kind = type(self.running.model).__name__
-        missed = [name for name in self.missed if choice.has(name)]
+        missed = [name for name in self.missed if self.choice.has(name)]
         if missed:
             what, advice = self.missed[missed[0]]
             first = ", ".join(name or "(the model)" for name in missed[:3])
@@ -149,7 +167,7 @@ class _Listener:
                 f"model: {kind} computes attention {what}, which are not seen, in {first}{more}; "
                 f"{advice}, or leave them out by layers="
             )
-        if not choice.names and not choice.ran:
+        if not self.choice.names and not self.choice.ran:
             raise ValueError(
                 f"model: {kind} has no attention of attnkit or of torch's functions that ran in "
                 "the block; if it computes its own, attnkit.replace_attention(model) first"

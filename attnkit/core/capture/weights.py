@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from attnkit.core.capture.calls import AttentionCall, Call
-from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
+from attnkit.core.capture.layers import LayerChoice, Layers
 from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.listeners import is_recomputed, unheard
 from attnkit.core.multihead import MultiHeadAttention
@@ -75,15 +74,15 @@ def capture_attention(
         if callable(getattr(module, "attention_weights", None))
     }
     choice = LayerChoice(layers, list(found) if found else None)
-    if found:
-        _check_names(choice, model)
+    if found:  # what is not even a module is refused before the model runs
+        choice.check([module_name(name) for name, _ in model.named_modules()])
 
     def keep(call: Call) -> None:
         captured.setdefault(call.layer, []).append(_weights(call, rows, heads))
 
     served = {module: _is_told(module) for module in found.values()}
     with ExitStack() as stack:
-        running = stack.enter_context(told_of_attention(model, ChosenCalls(choice, keep), served))
+        running = stack.enter_context(told_of_attention(model, keep, choice, served))
         running.records.append(captured)
         for name, module in found.items():
             if served[module] or not choice.has(name):
@@ -118,12 +117,3 @@ def _weights(call: Call, rows: Indices, heads: Indices) -> Tensor:
         return of_edges(call.weights, rows, heads)
     except IndexError as error:
         raise IndexError(f"{call.layer}: {error}") from None
-
-
-def _check_names(choice: LayerChoice, model: nn.Module) -> None:
-    """ValueError, before the model runs, if what is asked for is not a module."""
-    modules = [module_name(name) for name, _ in model.named_modules()]
-    for asked in choice.asked or ():
-        is_module = isinstance(asked, str) and any(fnmatchcase(name, asked) for name in modules)
-        if not is_module and asked not in range(-len(choice.names), len(choice.names)):
-            choice.check()

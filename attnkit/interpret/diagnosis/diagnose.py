@@ -1,21 +1,28 @@
 """`attnkit.diagnose_attention`: the health of a model's attention in one pass."""
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.core.capture.calls import Call, EdgeCall
-from attnkit.core.capture.layers import ChosenCalls, LayerChoice, Layers
-from attnkit.core.capture.undisturbed import undisturbed
+from attnkit.core.capture.calls import AttentionCall, Call, EdgeCall
+from attnkit.core.capture.layers import LayerChoice, Layers
+from attnkit.core.capture.pyg import attention_convolutions, softmax_replaced
 from attnkit.core.capture.watch import told_of_attention
-from attnkit.interpret.diagnosis.diagnosis import Diagnosis
-from attnkit.interpret.diagnosis.edges import measure_edges
-from attnkit.interpret.diagnosis.findings import findings_of
-from attnkit.interpret.diagnosis.norms import HighNorms
-from attnkit.interpret.diagnosis.recorder import Layout, Recorder
-from attnkit.interpret.diagnosis.sampling import Sampling
-from attnkit.interpret.diagnosis.uniform import uniform_attention
+from attnkit.core.running import module_name, undisturbed
+from attnkit.interpret.diagnosis.diagnosis import MEASURES, Diagnosis, Row, findings_of
+from attnkit.interpret.diagnosis.measures import Sampling, measure_edges, measure_tokens
+from attnkit.interpret.methods.grid import find_grid
+from attnkit.layers.graph.attention import GraphAttention
+from attnkit.layers.graph.heads import NodeHeads
+
+TIMES_THE_MEDIAN = 4  # from here on the norm of a token is called high
 
 
 def diagnose_attention(
@@ -66,31 +73,133 @@ def diagnose_attention(
     if images is None and grid is not None:
         raise ValueError("grid: only images [batch, channels, height, width] have patches on one")
     mask = kwargs.get("attention_mask") if real_tokens is None else real_tokens
-    real = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    layout = Layout(
+    recorder = Recorder(
         model,
-        None if images is None else (images.shape[-2], images.shape[-1]),
-        grid,
-        num_prefix_tokens,
-        real,
+        Sampling(num_rows, min(16, num_rows), seed=seed),
+        image_size=None if images is None else (images.shape[-2], images.shape[-1]),
+        grid=grid,
+        num_prefix_tokens=num_prefix_tokens,
+        real=mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None,
     )
-    recorder = Recorder(layout, Sampling(num_rows, min(16, num_rows), seed=seed))
-    norms = HighNorms()
-    chosen = ChosenCalls(LayerChoice(layers), recorder.hear)
-    with undisturbed(model), told_of_attention(model, chosen), norms.measured(model):
+    told = told_of_attention(model, recorder.hear, LayerChoice(layers))
+    with undisturbed(model), told, _high_norms(model) as high_norms:
         output = model(*args, **kwargs)
-    rows = recorder.rows
-    if real_tokens is not None and not layout.has_met_padding:
+    if real_tokens is not None and not recorder.has_met_padding:
         raise ValueError(
             f"real_tokens: no attention ran over [batch, tokens] = {list(real_tokens.shape)}"
         )
-    for row in rows:
-        row["high_norm"] = norms.of(row["layer"])
-    accuracy = uniform_accuracy = None
-    if labels is not None:
-        accuracy, uniform_accuracy = _accuracies(model, args, kwargs, output, labels)
-    findings = findings_of(rows, accuracy, uniform_accuracy)
-    return Diagnosis(rows, findings, list(recorder.notes), accuracy, uniform_accuracy)
+    for row in recorder.rows:
+        around = [name for name in high_norms if f"{row['layer']}.".startswith(f"{name}.")]
+        row["high_norm"] = high_norms[max(around, key=len)] if around else None
+    accuracies = () if labels is None else _accuracies(model, args, kwargs, output, labels)
+    findings = findings_of(recorder.rows, *accuracies)
+    return Diagnosis(recorder.rows, findings, list(recorder.notes), *accuracies)
+
+
+@dataclass
+class Recorder:
+    """Receives calls of attention, and keeps a row of a `Diagnosis` for each head.
+
+    model, sampling: what runs, and how many of its queries are measured.
+    image_size: height and width of the images that the model is given; None: it has none.
+    grid, num_prefix_tokens: of their patches; None: found.
+    real: [batch, tokens], False for padding; None: there is none.
+    rows: head by head.
+    notes: what was sampled or assumed, the keys of a dictionary.
+    has_met_padding: whether attention over as many tokens as `real` has run.
+    """
+
+    model: nn.Module
+    sampling: Sampling
+    image_size: tuple[int, int] | None = None
+    grid: tuple[int, int] | None = None
+    num_prefix_tokens: int | None = None
+    real: Tensor | None = None
+    rows: list[Row] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    has_met_padding: bool = False
+    _times: Counter[tuple[str, Any]] = field(default_factory=Counter)
+
+    def hear(self, call: Call) -> None:
+        """Attention ran."""
+        edge_type: tuple[str, str, str] | None = None
+        by_degree: dict[str, Tensor] | None = None
+        if isinstance(call, EdgeCall):
+            edge_type = call.edge_type
+            found, by_degree = measure_edges(call, self.sampling)
+        else:
+            found = self._of_tokens(call)
+        number = self._times[call.layer, edge_type]
+        self._times[call.layer, edge_type] += 1
+        for head in range(call.num_heads):
+            row = {"layer": call.layer, "call": number, "edge_type": edge_type, "head": head}
+            row |= dict.fromkeys(MEASURES)
+            row |= {name: float(of_heads[head]) for name, of_heads in found.items()}
+            if by_degree is not None:
+                of_degrees = {name: float(of_heads[head]) for name, of_heads in by_degree.items()}
+                row["entropy_by_degree"] = of_degrees
+            self.rows.append(row)
+
+    def _of_tokens(self, call: AttentionCall) -> dict[str, Tensor]:
+        sampling, num_keys = self.sampling, call.num_keys
+        num_prefix, grid = self.num_prefix_tokens, None
+        if self.image_size is not None:
+            try:
+                known = self.grid, self.num_prefix_tokens
+                found = find_grid(self.model, num_keys, self.image_size, *known)
+            except ValueError:
+                self._note(f"grid: the {num_keys} keys of {call.layer or '(itself)'} form none.")
+            else:
+                num_prefix, grid = found.num_prefix_tokens, (found.rows, found.columns)
+                self._note(f"grid: {found.rows} x {found.columns}, {found.source}.")
+        drawn = f"drawn with the seed {sampling.seed}"
+        if call.num_queries > sampling.rows:
+            self._note(f"{sampling.rows} queries of each layer, {drawn}.")
+        if call.num_queries > sampling.compared or num_keys > sampling.keys:
+            self._note(
+                f"divergence and static: of at most {sampling.compared} queries and, of those that "
+                f"are ranked, {sampling.keys} keys, {drawn}."
+            )
+        real = self.real
+        if real is not None and real.shape != (len(call.query), num_keys):
+            real = None
+        self.has_met_padding |= real is not None
+        return measure_tokens(call, sampling, num_prefix_tokens=num_prefix, grid=grid, real=real)
+
+    def _note(self, sentence: str) -> None:
+        self.notes[sentence] = None
+
+
+@contextmanager
+def _high_norms(model: nn.Module) -> Iterator[dict[str, float]]:
+    """In the block, of each part of a list of modules that ran the share of its tokens whose norm
+    is over 4 times their median.
+
+    In large vision transformers these are patches without content that serve as memory (Darcet et
+    al., Vision Transformers Need Registers, 2024; their bound is of one model, ours relative).
+    """
+    shares: dict[str, float] = {}
+    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+    def measure(name: str, output: object) -> None:
+        while isinstance(output, tuple | list) and len(output):
+            output = output[0]
+        # nodes, or tokens of a batch; maps of convolutions are neither
+        if isinstance(output, Tensor) and output.ndim in (2, 3) and output.numel():
+            norms = output.detach().float().norm(dim=-1)
+            bound = TIMES_THE_MEDIAN * norms.median(dim=-1, keepdim=True).values
+            shares[name] = float((norms > bound).float().mean())
+
+    with ExitStack() as stack:
+        for name, parent in model.named_modules():
+            for part, module in parent.named_children() if isinstance(parent, lists) else ():
+                if next(module.children(), None) is not None:
+                    path = module_name(f"{name}.{part}".removeprefix("."))
+                    handle = module.register_forward_hook(
+                        lambda module, args, output, path=path: measure(path, output)
+                    )
+                    stack.callback(handle.remove)
+        yield shares
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -126,13 +235,12 @@ def _accuracies(
 
     def hear(call: Call) -> None:
         if isinstance(call, EdgeCall):
-            distance = measure_edges(call, Sampling())[0].get("uniform")
+            distance = measure_edges(call, Sampling(compared=0, pairs=0))[0].get("uniform")
             if distance is None or bool((distance < 1e-3).all()):
                 return
         left.append(call.layer)
 
-    chosen = ChosenCalls(LayerChoice(None), hear)
-    with undisturbed(model), uniform_attention(model), told_of_attention(model, chosen):
+    with undisturbed(model), _uniform_attention(model), told_of_attention(model, hear):
         uniform = model(*args, **kwargs)
     if left:
         raise ValueError(
@@ -144,3 +252,27 @@ def _accuracies(
         raise ValueError("labels: all are negative, and no node counts")
     right = [(logits.argmax(dim=1) == labels)[counted] for logits in (output, uniform)]
     return float(right[0].float().mean()), float(right[1].float().mean())
+
+
+@contextmanager
+def _uniform_attention(model: nn.Module) -> Iterator[None]:
+    """In the block every `GraphAttention` and every convolution of torch_geometric weighs the edges
+    into a node by 1 / degree; what is averaged stays what it is."""
+
+    def of_zeros(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda src, *args, **kwargs: softmax(torch.zeros_like(src), *args, **kwargs)
+
+    def without_keys(module: nn.Module, args: object, nodes: NodeHeads) -> NodeHeads:
+        return nodes._replace(key=torch.zeros_like(nodes.key))  # equal keys have equal scores
+
+    with ExitStack() as stack:
+        convolutions = list(attention_convolutions(model).values())
+        stack.enter_context(softmax_replaced(convolutions, of_zeros))
+        for heads in [m.projections for m in model.modules() if isinstance(m, GraphAttention)]:
+
+            def without_key_weight(features: Tensor, whole: Any = heads.edge_features) -> Any:
+                return replace(whole(features), key_weight=None, bias=None)
+
+            stack.callback(heads.register_forward_hook(without_keys).remove)
+            stack.enter_context(patch.object(heads, "edge_features", without_key_weight))
+        yield

@@ -1,13 +1,50 @@
-"""What `attnkit.diagnose_attention` returns."""
+"""What `attnkit.diagnose_attention` returns: a table of numbers, and what stands out in it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from attnkit.interpret.text_table import text_table
+
+Row = dict[str, Any]
 
 MEASURES = (
     "entropy", "sink", "prefix", "padding", "distance", "divergence", "static", "uniform",
     "high_norm",
 )  # fmt: skip
 MOST_ROWS = 48  # of the printed table, which else has one row for each layer
+SINK = 0.5  # from this share on, one key is said to take the attention of a head
+
+
+class _Sign(NamedTuple):
+    """What stands out in a column: the numbers of which heads, and in which words."""
+
+    column: str
+    is_met: Callable[[float], bool]
+    words: str
+
+
+SIGNS = (
+    _Sign("padding", lambda value: value > 0, "look at padding, which must be 0"),
+    _Sign(
+        "static",
+        lambda value: value >= 0.999,
+        "rank the keys alike for every query (static score ≥ 0.999), so that they cannot depend on "
+        "the query",
+    ),
+    _Sign(
+        "entropy",
+        lambda value: value >= 0.99,
+        "spread evenly over what they see (normalised entropy ≥ 0.99), as a mean would",
+    ),
+    _Sign(
+        "sink",
+        lambda value: value >= SINK,
+        f"give {SINK:.0%} or more of their attention to one key; gates and registers are what is "
+        "known to help",
+    ),
+)
+"""In the order in which a user should act on them."""
 
 
 @dataclass(eq=False, repr=False)
@@ -29,60 +66,72 @@ class Diagnosis:
         high_norm: share of tokens behind the layer's block with a norm over 4 × their median.
 
         and of graphs `entropy_by_degree`: the entropy of nodes with 2, 3–4, 5–8, … edges.
-    findings: what stands out, a sentence each.
+    findings: what stands out, a sentence each, at most five.
     notes: what was drawn or assumed, a sentence each.
     accuracy, uniform_accuracy: of a graph model with labels, as it is and with 1/degree in the
         place of attention.
     """
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     findings: list[str]
     notes: list[str] = field(default_factory=list)
     accuracy: float | None = None
     uniform_accuracy: float | None = None
 
     def __repr__(self) -> str:
-        rows, heading = self.rows, "head"
+        rows, heading, below = self.rows, "head", [""]
         if len(rows) > MOST_ROWS:
             rows, heading = _layer_means(rows), "heads"
+            below = ["means over the heads of a layer; `rows` has each", ""]
         shown = [name for name in MEASURES if any(row[name] is not None for row in rows)]
         table = [["layer", heading, *shown]]
-        table += [
-            [_name(row), str(row["head"]), *(_number(row[name]) for name in shown)] for row in rows
-        ]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                f"{cell:<{width}}" if place == 0 else f"{cell:>{width}}"
-                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        for row in rows:
+            numbers = ("–" if row[name] is None else f"{row[name]:.3f}" for name in shown)
+            table.append([_place(row), str(row["head"]), *numbers])
+        return "\n".join([text_table(table), *below, *self.findings, *self.notes])
+
+
+def findings_of(
+    rows: list[Row], accuracy: float | None = None, uniform_accuracy: float | None = None
+) -> list[str]:
+    """At most five sentences on what stands out, each with its numbers; one that says so where
+    nothing does."""
+    found = []
+    if accuracy is not None and uniform_accuracy is not None:
+        found.append(
+            f"accuracy: {accuracy:.4f} with attention, {uniform_accuracy:.4f} with 1/degree in its "
+            f"place; attention is worth {accuracy - uniform_accuracy:+.4f}."
+        )
+    for column, is_met, words in SIGNS:
+        measured = [row for row in rows if row[column] is not None]
+        chosen = [row for row in measured if is_met(row[column])]
+        if chosen:
+            places = ", ".join(f"{_place(row)} head {row['head']}" for row in chosen[:3])
+            more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
+            low, high = (f"{least(row[column] for row in chosen):.4g}" for least in (min, max))
+            found.append(
+                f"{column}: {len(chosen)} of {len(measured)} heads {words}: {places}{more}; "
+                + (f"{low}." if low == high else f"{low} to {high}.")
             )
-            for line in table
-        ]
-        if heading == "heads":
-            lines.append("means over the heads of a layer; `rows` has each")
-        return "\n".join([*lines, "", *self.findings, *self.notes])
+    return found or ["nothing stands out: no head is on padding, static, even or a sink."]
 
 
-def _layer_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+def _layer_means(rows: list[Row]) -> list[Row]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["layer"], row["call"], row["edge_type"]), []).append(row)
     means = []
     for heads in groups.values():
-        known = {name: [row[name] for row in heads if row[name] is not None] for name in MEASURES}
-        mean = {
-            name: sum(values) / len(values) if values else None for name, values in known.items()
-        }
-        means.append({**heads[0], **mean, "head": len(heads)})
+        mean: Row = {"head": len(heads)}
+        for name in MEASURES:
+            known = [row[name] for row in heads if row[name] is not None]
+            mean[name] = sum(known) / len(known) if known else None
+        means.append(heads[0] | mean)
     return means
 
 
-def _name(row: dict[str, Any]) -> str:
+def _place(row: Row) -> str:
     words = [row["layer"] or "(itself)"]
     words += [f"call {row['call']}"] if row["call"] else []
     words += [" ".join(row["edge_type"])] if row["edge_type"] else []
     return ", ".join(words)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import in_a_line
-from attnkit.core.capture.undisturbed import undisturbed
 from attnkit.core.contexts import uncompiled
 from attnkit.core.kernels.record import unrecorded
-from attnkit.core.running import module_name
+from attnkit.core.running import module_name, undisturbed
 
 Target = int | Sequence[int] | Annotated[Tensor, "batch", int] | None
 Layers = int | str | Sequence[int | str] | None

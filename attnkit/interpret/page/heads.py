@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit.interpret.colours import Scale
-from attnkit.interpret.diagnosis.findings import SINK
+from attnkit.interpret.diagnosis.diagnosis import SINK
 from attnkit.interpret.page.attention import Attention
 from attnkit.interpret.page.html import colour_bar, escaped, map_uri
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from attnkit.core.capture.multiply_adds import count_multiply_adds
+from attnkit.core.operators.multiply_adds import count_multiply_adds
 from attnkit.launch import STARTED
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom

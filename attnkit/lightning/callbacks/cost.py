@@ -7,7 +7,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities import move_data_to_device
 
-from attnkit.core.capture.multiply_adds import count_multiply_adds
+from attnkit.core.operators.multiply_adds import count_multiply_adds
 
 
 class Cost(Callback):

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.capture.undisturbed import evaluating
+from attnkit.core.running import evaluating
 from attnkit.models.captioning.generate import Method, Sentences, generate
 from attnkit.models.captioning.image_encoders import ImageEncoder
 from attnkit.models.captioning.word_decoder import Logits, Memory, WordDecoder, Words

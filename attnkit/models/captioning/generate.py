@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.arguments import at_least, choice, positive
-from attnkit.core.capture.undisturbed import evaluating
+from attnkit.core.running import evaluating
 from attnkit.models.captioning.beam_search import beam_search
 from attnkit.models.captioning.word_decoder import (
     END,

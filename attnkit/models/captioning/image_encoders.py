@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torchvision.ops import Conv2dNormActivation
 
 from attnkit.core.arguments import at_least, pair
-from attnkit.core.capture.undisturbed import evaluating
 from attnkit.core.positions.absolute import sincos_2d
+from attnkit.core.running import evaluating
 from attnkit.core.scores.learned import ScoreName
 from attnkit.models.backbones import timm_backbone
 from attnkit.models.vit import Images, PositionKind, ViT

@@ -10,10 +10,9 @@ from torch import Tensor, distributed, nn
 from torch_geometric.data import Data
 
 from attnkit.core.capture.calls import Call, EdgeCall
-from attnkit.core.capture.layers import ChosenCalls, LayerChoice
-from attnkit.core.capture.undisturbed import undisturbed
 from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.kernels.record import unrecorded
+from attnkit.core.running import undisturbed
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import write_csv
@@ -142,7 +141,7 @@ def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) ->
 
     model = cast(nn.Module, module.model)
     try:
-        with undisturbed(module), told_of_attention(model, ChosenCalls(LayerChoice(None), hear)):
+        with undisturbed(module), told_of_attention(model, hear):
             cast(Any, module).logits(batch)
     except ValueError as error:
         raise UserError(f"predict.attention: {first_line(error)}") from error

@@ -8,12 +8,11 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from attnkit.core.capture.layers import ChosenCalls, LayerChoice
-from attnkit.core.capture.undisturbed import undisturbed
 from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.kernels.record import unrecorded
-from attnkit.interpret.diagnosis.recorder import Layout, Recorder
-from attnkit.interpret.diagnosis.sampling import Sampling
+from attnkit.core.running import undisturbed
+from attnkit.interpret.diagnosis.diagnose import Recorder
+from attnkit.interpret.diagnosis.measures import Sampling
 from attnkit.interpret.picture import save
 from attnkit.lightning.files import write_csv
 from attnkit.lightning.telling.say import say
@@ -125,10 +124,9 @@ def entropies(module: nn.Module, batch: Data) -> list[dict[str, Any]]:
     """A row of `attnkit.diagnose_attention` for each head, of what costs little; none where the
     model has no attention that can be seen."""
     model = cast(nn.Module, module.model)
-    recorder = Recorder(Layout(model, None, None, None, None), Sampling(compared=0, pairs=0))
-    chosen = ChosenCalls(LayerChoice(None), recorder.hear)
+    recorder = Recorder(model, Sampling(compared=0, pairs=0))
     try:
-        with undisturbed(module), told_of_attention(model, chosen):
+        with undisturbed(module), told_of_attention(model, recorder.hear):
             cast(Any, module).logits(batch)
     except ValueError as error:
         if not str(error).startswith("model: "):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import attnkit
-from attnkit.core.capture.undisturbed import evaluating
+from attnkit.core.running import evaluating
 
 IMAGE, DIM = 32, 12
 

@@ -6,7 +6,7 @@ from scipy.spatial.distance import jensenshannon
 from scipy.stats import entropy as scipy_entropy
 from scipy.stats import kendalltau
 
-from attnkit.interpret.diagnosis.divergence import divergence_of_heads, entropy, static_score
+from attnkit.interpret.diagnosis.measures import divergence_of_heads, entropy, static_score
 
 BATCH, HEADS, ROWS, KEYS = 2, 3, 5, 11
 
@@ -26,6 +26,7 @@ def test_entropy(weights):
 def test_divergence_is_scipys(weights):
     is_row = torch.ones(BATCH, HEADS, ROWS, dtype=torch.bool)
     is_row[1, :, 3] = False
+    by_head = weights.transpose(0, 1), is_row.transpose(0, 1)
     places = [(b, r) for b in range(BATCH) for r in range(ROWS) if is_row[b, 0, r]]
     expected = [
         sum(
@@ -38,15 +39,15 @@ def test_divergence_is_scipys(weights):
         for head in range(HEADS)
     ]
     torch.testing.assert_close(
-        divergence_of_heads(weights, is_row), torch.tensor(expected).float(), atol=1e-5, rtol=1e-5
+        divergence_of_heads(*by_head), torch.tensor(expected).float(), atol=1e-5, rtol=1e-5
     )
 
 
 def test_heads_without_a_key_in_common_are_one_bit_apart():
-    weights = torch.eye(HEADS).view(1, HEADS, 1, HEADS)
-    is_row = torch.ones(1, HEADS, 1, dtype=torch.bool)
+    weights = torch.eye(HEADS).view(HEADS, 1, HEADS)
+    is_row = torch.ones(HEADS, 1, dtype=torch.bool)
     torch.testing.assert_close(divergence_of_heads(weights, is_row), torch.ones(HEADS))
-    alike = weights[:, :1].expand(-1, HEADS, -1, -1)
+    alike = weights[:1].expand(HEADS, -1, -1)
     assert divergence_of_heads(alike, is_row).tolist() == [0.0] * HEADS
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import attnkit
 from attnkit.interpret.colours import scale_of
-from attnkit.interpret.diagnosis.findings import SINK
+from attnkit.interpret.diagnosis.diagnosis import SINK
 from attnkit.interpret.page.attention import attention_of, cell_grid
 from attnkit.interpret.page.curves import sentences
 from attnkit.interpret.page.heads import scale_of_weights

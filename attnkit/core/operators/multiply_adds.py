@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit.core.scores.additive  # noqa: F401  registers its operator
-from attnkit.core.capture.undisturbed import undisturbed
 from attnkit.core.contexts import dispatch_flags_kept, shared, uncompiled
 from attnkit.core.kernels.edges.edges import by_operators
+from attnkit.core.running import undisturbed
 
 
 def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any) -> int:
