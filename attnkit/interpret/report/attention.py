@@ -216,7 +216,7 @@ def heads_data(attention: Attention, image: int) -> dict[str, Any]:
         "tiles": tiles,
         "bar": colour_bar(scale, _UNIT),
         "reads": "the class token" if attention.num_prefix_tokens else "the tokens that are read",
-        "sink": f"{SINK:.0%}",
+        "sink": f"{100 * SINK:.0f} %",
     }
 
 

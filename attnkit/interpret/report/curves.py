@@ -43,7 +43,7 @@ def patch_curves(trusts: Mapping[str, Trust], image: int, target: str) -> list[d
                 "alt": f"p({target}) against the share of patches removed, {REMOVALS[kind]}",
                 "y": f"p({_cut(target)})",
                 "x": "patches removed",
-                "ticks": [(x, f"{x:.0%}") for x in (0, 0.5, 1)],
+                "ticks": [(x, f"{100 * x:.0f} %") for x in (0, 0.5, 1)],
                 "band": _band(xs, random.amin(dim=0), random.amax(dim=0)),
                 "lines": lines,
                 "legend": [*legend, {"style": "band", "name": f"{len(random)} random orders"}],
@@ -82,7 +82,7 @@ def edge_curves(fidelity: EdgeFidelity, target: str) -> list[dict[str, Any]]:
                 "lines": [
                     _line("mean", xs, left("random_{}")),
                     _line("level", [0, 1], [p, p]),
-                    _line("c0 solid", xs, left("{}")),
+                    _line("c0 solid", xs, left("{}"), dots=True),
                 ],
                 "legend": legend if name == "minus" else [],
                 "note": "",
@@ -111,8 +111,10 @@ def patch_sentences(trust: Trust, image: int) -> list[tuple[str, str]]:
     return said
 
 
-def _line(style: str, xs: Sequence[float], ys: Sequence[float] | Tensor) -> dict[str, Any]:
-    return {"style": style, "points": _points(xs, ys)}
+def _line(
+    style: str, xs: Sequence[float], ys: Sequence[float] | Tensor, *, dots: bool = False
+) -> dict[str, Any]:
+    return {"style": style, "points": _points(xs, ys), "dots": dots}
 
 
 def _band(

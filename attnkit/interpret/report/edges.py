@@ -68,7 +68,7 @@ def edge_section(
         ["edge", *([f"{kind} of its source"] if classes else []), "value", "share", "steps"]
     ]
     for row in rows:
-        edge, share = f"{row.source} → {row.target}", f"{row.share:.0%}"
+        edge, share = f"{row.source} → {row.target}", f"{100 * row.share:.0f} %"
         table.append([edge, *class_of(row.source), short(row.score), share, row.steps])
     first = ", ".join(f"{row.source} → {row.target} ({short(row.score)})" for row in rows[:3])
     what = "the graph" if seen.index is None else f"node {seen.index}"
@@ -96,7 +96,7 @@ def edge_section(
     ]
     notes = [left_out(ego)]
     if seen.share:
-        notes.append(f"Self-loops that layers added took {seen.share:.0%}.")
+        notes.append(f"Self-loops that layers added took {100 * seen.share:.0f} %.")
     return {
         "kind": "graph",
         "title": title,
@@ -123,7 +123,7 @@ def _edges(ego: EgoGraph, seen: GraphExplanation) -> list[dict[str, Any]]:
     edges = []
     for edge in ego.edges:
         start, *others = (_at(*point) for point in edge.curve)
-        share = f", {abs(edge.score) / sizes:.0%} of all" if sizes else ""
+        share = f", {100 * abs(edge.score) / sizes:.0f} % of all" if sizes else ""
         edges.append(
             {
                 "style": _STYLES[edge.colour],

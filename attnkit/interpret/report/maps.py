@@ -223,7 +223,7 @@ def _about(explained: Explained, one: Explanation, image: int) -> str:
         text = f"For {name}, p = {number(p)}. "
     text += _largest(as_numbers(one.map[image]))
     if one.share is not None and one.num_prefix_tokens:
-        text += f" Class and register tokens took {float(one.share[image]):.0%}."
+        text += f" Class and register tokens took {100 * float(one.share[image]):.0f} %."
     return text
 
 
@@ -256,8 +256,8 @@ def _word_lines(score: Any) -> list[str]:
     verdict = "better than random" if score.is_better else "no better than random"
     return [
         f"p {number(score.probability)}, without its first region {number(score.without)}",
-        f"gap {number(score.gap)}",
-        f"{verdict} ({number(score.within)})",
+        f"gap {short(score.gap)}",
+        f"{verdict} ({short(score.within)})",
     ]
 
 

@@ -140,14 +140,17 @@ class Patches:
 
     @classmethod
     def worth(cls, row: Row) -> dict[str, str]:
-        verdicts = " ".join(row.get(f"verdict_{kind}", "") for kind in cls.gaps)
-        if not verdicts.strip():
+        verdicts = [row[f"verdict_{kind}"] for kind in cls.gaps if f"verdict_{kind}" in row]
+        if not verdicts:
             return {}
         gap = f"gap {' and '.join(row[kind] for kind in cls.gaps if row[kind])}"
+        worse = ["no better than random" in verdict for verdict in verdicts]
         said = {"Better than a random map however patches are removed": gap}
-        if "no better than random" in verdicts:
+        if all(worse):
             said = {"No better than a random map, so not what the answer depends on": gap}
-        if "no better than centre" in verdicts:
+        elif any(worse):
+            said = {"Better than a random map in one way of removing patches, not in another": gap}
+        if any("no better than centre" in verdict for verdict in verdicts):
             said["No better than always pointing at the centre"] = gap
         if (sensitivity := row.get("class_sensitivity")) is not None and sensitivity < SENSITIVE:
             words = "Nearly the same map for every class, so no reason for this one"

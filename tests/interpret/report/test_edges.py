@@ -52,12 +52,12 @@ def test_what_edges_and_nodes_say(seen, tmp_path):
     says = [edge["says"] for edge in section["edges"]]
     (said,) = (one for one in says if one.startswith(f"{first.source} → {first.target}: "))
     assert float(said.split()[4].rstrip(",")) == pytest.approx(first.score, rel=0.01)
-    assert f"{first.share:.0%} of all" in said
+    assert f"{100 * first.share:.0f} % of all" in said
     of_nodes = [node["says"] for node in section["nodes"]]
     assert "Node 0, class <b>sheep</b>: the node that was asked for." in of_nodes
     assert "Node 3, class not known." in of_nodes
     assert section["fidelity"] == str(seen.fidelity())
-    assert f"{seen.share:.0%}" in section["notes"][1]
+    assert f"{100 * seen.share:.0f} %" in section["notes"][1]
     assert section["table"][1][0] == f"{first.source} → {first.target}"
     assert section_of(seen, labels=None)["table"][0][1] == "predicted class of its source"
     assert section_of(seen, fidelity=False)["curves"] == []

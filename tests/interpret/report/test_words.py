@@ -62,11 +62,11 @@ def test_what_is_no_better_than_random_is_faded_and_says_so():
     made = section([score(0.3, 0.1), score(0.1, 0.1), score(-0.2, 0.1)])
     assert [one["faded"] for one in made["figures"]] == [False, True, True]
     assert [one["lines"][2] for one in made["figures"]] == [
-        "better than random (0.10)",
-        "no better than random (0.10)",
-        "no better than random (0.10)",
+        "better than random (0.1)",
+        "no better than random (0.1)",
+        "no better than random (0.1)",
     ]
-    assert made["figures"][2]["lines"][1] == "gap −0.20"
+    assert made["figures"][2]["lines"][1] == "gap −0.2"
     assert made["figures"][0]["lines"][0] == "p 0.97, without its first region 0.31"
     assert "The maps of 1 of 3 words are better than random" in made["caption"]
     assert made["data"]["words"][0]["without"][5] == pytest.approx(0.9)

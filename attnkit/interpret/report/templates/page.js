@@ -29,7 +29,11 @@ function things(box) {
   const at = (rank) => all.find((thing) => Number(thing.dataset.rank) === rank);
   within.addEventListener("pointerover", (event) => choose(event.target.closest("[data-rank]")));
   within.addEventListener("focus", () => choose(chosen ?? all[0]));
-  keys(within, (down, right) => choose(at(Number(chosen.dataset.rank) + across * down + right)));
+  keys(within, (down, right) => {
+    const rank = Number(chosen.dataset.rank), next = rank + across * down + right;
+    const isInRow = across === 1 || Math.floor(next / across) === Math.floor(rank / across);
+    if (down || isInRow) choose(at(next));
+  });
 }
 
 // Places of a grid, the same in all frames of a section: patches of an image, or regions of which
@@ -152,6 +156,6 @@ function wordsAt({ columns, words }) {
 }
 
 for (const box of document.querySelectorAll(".things")) things(box);
-for (const section of document.querySelectorAll("section.maps")) {
+for (const section of document.querySelectorAll("section[data-kind='maps']")) {
   maps(section, JSON.parse(section.querySelector("script").textContent));
 }
