@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.methods.question import logits_of, looking
 from attnkit.interpret.report.attention import (
+    Without,
     attention_of,
     heads_data,
     looks_data,
@@ -30,18 +31,18 @@ class _Maps(NamedTuple):
     """What one figure shows of each image: maps [batch, rows, columns] that share a scale.
 
     unit: what the numbers of the scale are.
-    says: what stands below the map of an image.
+    says: what stands below the map of each image.
     """
 
     title: str
     values: Tensor
     scale: Scale
     unit: str
-    says: Callable[[int], str]
+    says: Sequence[str]
 
     def figure(self, image: int) -> dict[str, Any]:
         """The figure of one image, for the template."""
-        says, count = self.says(image), len(self.values)
+        says, count = self.says[image], len(self.values)
         unit = self.unit if count == 1 else f"{self.unit}; one scale for {count} images"
         return _figure(self.title, self.values[image], self.scale, says) | {
             "bar": colour_bar(self.scale, unit),
@@ -67,14 +68,9 @@ def image_sections(
         notes.append(f"Not shown: what patches look at, layers and heads. {_reason(error)}")
     without = without_each(first, attention.grid if attention else None, batch_size)
     drop = (without.whole[:, None] - without.p).unflatten(1, without.grid)
-
-    def without_one(image: int) -> str:
-        low, high = (number(float(p)) for p in without.p[image].aminmax())
-        p = f"p({names[image]}) is {number(float(without.whole[image]))}"
-        return f"{p}, and without one patch {low} to {high} ({without.kind})."
-
+    says = [_without_one(without, image, target) for image, target in enumerate(names)]
     scale = scale_of([drop], is_signed=True)
-    shown.append(_Maps("Each patch removed", drop, scale, "what p loses", without_one))
+    shown.append(_Maps("Each patch removed", drop, scale, "what p loses", says))
     sections = []
     for image, target in enumerate(names):
         looks = looks_data(attention, image) if attention and attention.looks else None
@@ -189,7 +185,8 @@ def _shown(explained: Explained, found: Sequence[Judged]) -> list[_Maps]:
         beside["another class"] = _of_another_class(explained, first)
 
     def maps(name: str, one: Explanation, scale: Scale) -> _Maps:
-        return _Maps(name, one.map, scale, one.method, lambda image: _about(explained, one, image))
+        says = [_about(explained, one, image) for image in range(len(one.map))]
+        return _Maps(name, one.map, scale, one.method, says)
 
     both = scale_of(
         [first.map, *(other.map for other in beside.values())], is_signed=first.is_signed
@@ -200,11 +197,9 @@ def _shown(explained: Explained, found: Sequence[Judged]) -> list[_Maps]:
     for name, other in beside.items():
         difference = first.map - other.map
         scale = scale_of([difference], is_signed=True)
-        says = f"{first.method} minus that of {name}; red: more in the first."
+        says = [f"{first.method} minus that of {name}; red: more in the first."] * len(difference)
         shown.append(maps(name, other, both))
-        shown.append(
-            _Maps(f"minus {name}", difference, scale, "difference", lambda _, says=says: says)
-        )
+        shown.append(_Maps(f"minus {name}", difference, scale, "difference", says))
     return shown
 
 
@@ -214,6 +209,12 @@ def _of_another_class(explained: Explained, seen: Explanation) -> Explanation:
         logits = logits_of(explained.model(explained.inputs)).clone()
     logits.scatter_(1, seen.target[:, None], -torch.inf)
     return explain(explained.model, explained.inputs, logits.argmax(dim=1), seen.method)
+
+
+def _without_one(without: Without, image: int, target: str) -> str:
+    low, high = (number(float(p)) for p in without.p[image].aminmax())
+    p = f"p({target}) is {number(float(without.whole[image]))}"
+    return f"{p}, and without one patch {low} to {high} ({without.kind})."
 
 
 def _about(explained: Explained, one: Explanation, image: int) -> str:

@@ -6,7 +6,7 @@ Python prepares plain data, `templates/` lays it out: `page.html`, `page.css` an
 import base64
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from attnkit.lightning.files import write_text
 
 _LOSSLESS = 64 * 64  # pixels of an image up to which it is stored without loss
 
-Section = Mapping[str, Any]
+Section = dict[str, Any]
 """One thing that a page shows, as the template reads it: `title`, `kind` ("maps" or "graph"), what
 that kind shows, and `data` for the script. Texts are plain; the template escapes them."""
 Table = Sequence[Sequence[Any]]

@@ -147,7 +147,7 @@ class Report:
 
     def num_steps(self, explained: Explained) -> int:
         """How often `step` is called."""
-        return len(self.methods) * len(self.nodes or [None]) + 1
+        return len(self.methods) * max(1, len(self.nodes or ())) + 1
 
     def __call__(
         self,
@@ -178,7 +178,8 @@ class Report:
         if explained.sentences is not None:
             asked = explained.sentences
         found = []
-        for node in self.nodes or [None]:
+        nodes: Sequence[int | None] = self.nodes or [None]
+        for node in nodes:
             index = {} if node is None else {"index": node}
             for method in self.methods:
                 step(method if node is None else f"node {node}: {method}")
