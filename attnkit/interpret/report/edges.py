@@ -17,7 +17,6 @@ from attnkit.interpret.graphs.ego import (
     legend,
     width_samples,
 )
-from attnkit.interpret.graphs.explanation import GraphExplanation
 from attnkit.interpret.graphs.fidelity import EdgeFidelity
 from attnkit.interpret.report.curves import edge_curves
 from attnkit.interpret.report.findings import Judged
@@ -40,10 +39,12 @@ def edge_sections(explained: Explained, found: Sequence[Judged]) -> list[Section
 
 
 def edge_section(
-    title: str, seen: GraphExplanation, fidelity: EdgeFidelity | None, explained: Explained
+    title: str, seen: Any, fidelity: EdgeFidelity | None, explained: Explained
 ) -> Section:
-    """A node, or a graph: the drawing that `GraphExplanation.save` makes, whose edges and nodes say
-    what they are where one points at them or goes through them by the arrow keys.
+    """A node, or a graph: the drawing that `save` of its explanation makes.
+
+    Its edges and nodes say what they are where one points at them or goes through them by the
+    arrow keys.
 
     Args:
         title: of the section.
@@ -94,9 +95,9 @@ def edge_section(
         {"style": _STYLES[colour], "width": round(_width(part), 1), "name": name}
         for colour, part, name in width_samples(ego)
     ]
-    notes = [left_out(ego)]
+    target, notes = explained.class_name(int(seen.target)), [left_out(ego)]
     if seen.share:
-        notes.append(f"Self-loops that layers added took {100 * seen.share:.0f} %.")
+        notes.append(f"Self-loops that layers added took {100 * float(seen.share):.0f} %.")
     return {
         "kind": "graph",
         "title": title,
@@ -108,22 +109,23 @@ def edge_section(
         "size": round(size, 1),
         "widths": {"title": f"{seen.method} of an edge", "samples": widths},
         "colours": {"title": kind, "samples": legend(colours, drawn, explained.class_names)},
-        "curves": edge_curves(fidelity, explained.class_name(seen.target)) if fidelity else [],
+        "curves": edge_curves(fidelity, target) if fidelity else [],
         "fidelity": str(fidelity) if fidelity else "",
         "table": table,
         "notes": [*notes, *seen.notes],
     }
 
 
-def _edges(ego: EgoGraph, seen: GraphExplanation) -> list[dict[str, Any]]:
+def _edges(ego: EgoGraph, seen: Any) -> list[dict[str, Any]]:
     """The lines and heads of arrows; `rank` is 0 for the widest."""
-    sizes = float(seen.edges.abs().sum()) / (1 - seen.share) if seen.share < 1 else 0.0
+    share = float(seen.share or 0.0)
+    sizes = float(seen.edges.abs().sum()) / (1 - share) if share < 1 else 0.0
     ranked = sorted(ego.edges, key=lambda edge: -edge.width)
     rank = {edge.place: number for number, edge in enumerate(ranked)}
     edges = []
     for edge in ego.edges:
         start, *others = (_at(*point) for point in edge.curve)
-        share = f", {100 * abs(edge.score) / sizes:.0f} % of all" if sizes else ""
+        part = f", {100 * abs(edge.score) / sizes:.0f} % of all" if sizes else ""
         edges.append(
             {
                 "style": _STYLES[edge.colour],
@@ -131,7 +133,7 @@ def _edges(ego: EgoGraph, seen: GraphExplanation) -> list[dict[str, Any]]:
                 "width": round(_width(edge.width), 2),
                 "line": f"M{start}{'Q' if len(others) == 2 else 'C'}{' '.join(others)}",
                 "head": f"M{'L'.join(_at(*point) for point in edge.head)}Z",
-                "says": f"{edge.source} → {edge.target}: {seen.method} {short(edge.score)}{share}.",
+                "says": f"{edge.source} → {edge.target}: {seen.method} {short(edge.score)}{part}.",
             }
         )
     return edges

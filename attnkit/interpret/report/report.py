@@ -14,8 +14,8 @@ from attnkit.core.arguments import at_least
 from attnkit.interpret.explain import explain
 from attnkit.interpret.report.cost import cost_of
 from attnkit.interpret.report.findings import PAGE, Findings, Judged, findings_of, table_of
+from attnkit.interpret.report.kinds import KINDS
 from attnkit.interpret.report.page import write_page
-from attnkit.interpret.report.units import UNITS
 from attnkit.interpret.usual_method import usual_method
 from attnkit.lightning.explained import Explained
 
@@ -90,19 +90,19 @@ class Report:
         Raises:
             ValueError: a method, a class, nodes or other arguments that this does not have.
         """
-        kind, unit = explained.kind, UNITS[explained.kind]
-        for name, why in unit.refused.items():
+        kind, known = explained.kind, KINDS[explained.kind]
+        for name, why in known.refused.items():
             if (given := getattr(self, name)) is not None:
                 raise ValueError(f"{name}: expected none for {kind}, got {given!r}; {kind} {why}")
         if self._chooses:
             self.methods = [usual_method(explained)]
         for method in self.methods:
-            if method not in unit.methods:
+            if method not in known.methods:
                 raise ValueError(
-                    f"method: expected one of {', '.join(unit.methods)} for {kind}, got {method!r}"
+                    f"method: expected one of {', '.join(known.methods)} for {kind}, got {method!r}"
                 )
         if self.target is not None:
-            blind = next((m for m in self.methods if not unit.methods[m].has_target), None)
+            blind = next((m for m in self.methods if not known.methods[m].has_target), None)
             if blind is not None:
                 raise ValueError(
                     f"target: {blind!r} gives the same map for every class; leave one of them out"
@@ -173,7 +173,9 @@ class Report:
             ValueError, TypeError, RuntimeError: as `attnkit.explain` and `attnkit.trust`.
         """
         self.check(explained)
-        unit = UNITS[explained.kind]
+        name, kind = explained.kind, KINDS[explained.kind]
+        if against is not None and (why := kind.refused.get("against")):
+            raise ValueError(f"against: expected none for {name}; {name} {why}")
         asked: Any = self.class_of(explained)
         if explained.sentences is not None:
             asked = explained.sentences
@@ -184,19 +186,19 @@ class Report:
             for method in self.methods:
                 step(method if node is None else f"node {node}: {method}")
                 seen = explain(explained.model, explained.inputs, asked, method, **index)
-                other = None if against is None else unit.compare(against, seen)
-                trust = None if self.trust == "none" else unit.judge(seen, explained, self)
+                other = None if against is None else kind.compare(against, seen)
+                trust = None if self.trust == "none" else kind.judge(seen, explained, self)
                 found.append(Judged(method, seen, trust, other))
         step("the page")
-        rows = unit.rows(explained, found)
-        summary = unit.summary(rows)
+        rows = kind.rows(explained, found)
+        summary = kind.summary(rows)
         findings = Findings(
             rows,
-            {name: _array(values) for name, values in unit.arrays(explained, found).items()},
-            sections=unit.sections(explained, found, self),
-            shown=table_of(summary, unit.columns),
-            caption=unit.caption if any(one.trust for one in found) else "",
-            said=findings_of(summary, unit.worth),
+            {name: _array(values) for name, values in kind.arrays(explained, found).items()},
+            sections=kind.sections(explained, found, self),
+            shown=table_of(summary, kind.columns),
+            caption=kind.caption if any(one.trust for one in found) else "",
+            said=findings_of(summary, kind.worth),
         )
         folder = Path(folder)
         findings.write(folder)
@@ -207,7 +209,7 @@ class Report:
             title=title,
             facts=facts,
             found=findings.said,
-            reading=untested + unit.reading,
+            reading=untested + kind.reading,
             table=findings.shown,
             caption=findings.caption,
         )

@@ -51,3 +51,6 @@ def test_another_model_is_refused(graph, tmp_path):
     report = Report(method="occlusion", nodes=[3], against="elsewhere")
     with pytest.raises(ValueError, match="against: expected none for nodes, got 'elsewhere'"):
         report(Explained(gat(1), graph), tmp_path)
+    report, first = Report(method="occlusion", nodes=[3]), Explained(gat(1), graph)
+    with pytest.raises(ValueError, match="none for nodes; nodes of another model are"):
+        report(first, tmp_path, against=Explained(gat(2), graph))

@@ -1,4 +1,4 @@
-"""What a report needs to know of patches, words and edges; a class each, without a state.
+"""What a report needs to know of images, captions and nodes; a class each, without a state.
 
 methods: of `attnkit.explain`, by name.
 refused: arguments of `Report` that do not apply, and why.
@@ -38,7 +38,7 @@ _SANITY = ("class_sensitivity", "similarity_random_weights", "similarity_another
 _NO_NODES = "are explained image by image; leave it out"
 
 
-class Patches:
+class Images:
     """Images: a row for each method, judged over all of them, and a section for each image."""
 
     methods: Mapping[str, Any] = METHODS
@@ -181,7 +181,7 @@ class Patches:
         return arrays
 
 
-class Words:
+class Captions:
     """Sentences of a captioner: a row for each method and word, and a section for each sentence."""
 
     methods: Mapping[str, Any] = captions.METHODS
@@ -277,7 +277,7 @@ class Words:
         return {**arrays, "sentences": explained.sentences, "words": np.array(texts)}
 
 
-class Edges:
+class Nodes:
     """Nodes of a graph: a row for each node and method, and a section for each node."""
 
     methods: Mapping[str, Any] = EDGE_METHODS
@@ -318,13 +318,13 @@ class Edges:
         rows = []
         for method, seen, trust, _ in found:
             row: Row = {"node": seen.index, "map": method}
-            row |= {"class": explained.class_name(seen.target)}
-            row |= {"predicted": explained.class_name(seen.predicted), "label": None}
-            row |= {"probability": seen.probability, "edges": int(seen.candidates.sum())}
+            row |= {"class": explained.class_name(int(seen.target))}
+            row |= {"predicted": explained.class_name(int(seen.predicted)), "label": None}
+            row |= {"probability": float(seen.probability), "edges": int(seen.candidates.sum())}
             if explained.truth is not None:
                 row["label"] = explained.class_name(int(explained.truth[seen.index]))
             if seen.share:
-                row["self_loops_share"] = seen.share
+                row["self_loops_share"] = float(seen.share)
             if trust is not None:
                 of_plus = ("plus", "random_plus", "random_plus_low", "random_plus_high")
                 for name in (*of_plus, "minus", "random_minus"):
@@ -379,7 +379,7 @@ class Edges:
         return {**arrays, "edge_index": found[0].seen.edge_index}
 
 
-UNITS: dict[str, Any] = {"images": Patches, "sentences": Words, "nodes": Edges}
+KINDS: dict[str, Any] = {"images": Images, "sentences": Captions, "nodes": Nodes}
 """By `Explained.kind`."""
 
 
