@@ -1,6 +1,6 @@
 """The picture of the page in docs/interpret.md: a small ViT learns digits, a browser opens it.
 
-    python docs/interpret_page.py [explain.html [docs/interpret_page.png]]
+    python docs/interpret_page.py [FOLDER [docs/interpret_page.png]]
 
 About a minute on two cores; the picture needs Chromium and playwright, the page does not.
 """
@@ -15,9 +15,8 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 import attnkit
-from attnkit.interpret.page.images import image_sections
-from attnkit.interpret.page.page import write_page
-from attnkit.interpret.page.section import Table
+from attnkit.interpret.report import Report
+from attnkit.lightning import Explained
 
 TRAINED = 1500  # of 1797
 SHOWN = 8
@@ -39,7 +38,7 @@ def learn(images, labels):
     return model.eval()
 
 
-def write(path):
+def write(folder):
     digits = load_digits()
     images = torch.tensor(digits.images).float()[:, None] / 16
     labels = torch.tensor(digits.target)
@@ -47,24 +46,16 @@ def write(path):
     with torch.no_grad():
         right = (model(images[TRAINED:]).argmax(1) == labels[TRAINED:]).float().mean()
     shown = slice(TRAINED, TRAINED + SHOWN)
-    seen = [attnkit.explain(model, images[shown], method=name) for name in ("relevance", "rollout")]
-    trusts = [one.trust() for one in seen]
-    second = model(images[shown]).topk(2).indices[:, 1]
-    sections = image_sections(
-        seen,
-        trusts,
-        titles=[f"Digit {number}" for number in range(shown.start, shown.stop)],
-        labels=labels[shown].tolist(),
-        against={"second class": attnkit.explain(model, images[shown], target=second.tolist())},
+    explained = Explained(
+        model,
+        images[shown],
+        pictures=images[shown],
+        truth=labels[shown],
+        names=[f"Digit {number}" for number in range(shown.start, shown.stop)],
     )
-    header = ["method", "gap", "random ±", "centre", "input gradient", "class sensitivity"]
-    rows = [
-        [one.method, gap.map, gap.within, gap.centre, gap.input_gradient, sensitivity.map]
-        for one, trust in zip(seen, trusts, strict=True)
-        for gap, sensitivity in [(trust.scores[0], trust["class sensitivity"])]
-    ]
-    write_page(
-        path,
+    Report(methods=["relevance", "rollout"])(
+        explained,
+        folder,
         title="Where a ViT looks: 8 digits",
         facts=[
             f"Model: ViT, 3 layers of 4 heads, 16 patches; {100 * right:.0f} % right",
@@ -72,8 +63,6 @@ def write(path):
             f"Images: the first {SHOWN} of the test set",
             f"Versions: attnkit {attnkit.__version__}, torch {torch.__version__.partition('+')[0]}",
         ],
-        table=Table(header, rows),
-        sections=sections,
     )
 
 
@@ -97,7 +86,7 @@ def take_picture(path, picture):
 
 
 if __name__ == "__main__":
-    page = Path(sys.argv[1] if len(sys.argv) > 1 else "explain.html")
-    write(page)
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "digits")
+    write(folder)
     if len(sys.argv) > 2:
-        take_picture(page, Path(sys.argv[2]))
+        take_picture(folder / "explain.html", Path(sys.argv[2]))

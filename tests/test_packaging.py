@@ -91,7 +91,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, repository):
     expected = {
         f"attnkit/{prefix}{path.relative_to(repository / folder).as_posix()}"
         for folder, prefix in (("attnkit", ""), ("tasks", "tasks/"), ("conf", "conf/"))
-        for pattern in ("*.py", "*.yaml", "py.typed", "assets/*")
+        for pattern in ("*.py", "*.yaml", "py.typed", "templates/*")
         for path in (repository / folder).rglob(pattern)
     }
     assert {f"attnkit/{name}" for name in ("tasks/__init__.py", "conf/config.yaml")} <= expected

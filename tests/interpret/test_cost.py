@@ -18,7 +18,7 @@ def counted(tmp_path):
     def count(report, explained):
         images = []
         explained.model.register_forward_pre_hook(lambda _, args: images.append(len(args[0])))
-        said = num_forwards(report._asked(explained), explained)
+        said = num_forwards(report, explained)
         report(explained, tmp_path)
         return said, sum(images)
 

@@ -148,6 +148,17 @@ def legend(
     return shown
 
 
+def width_samples(ego: EgoGraph) -> list[tuple[str, float, str]]:
+    """What a legend says of widths: colours, widths from 0 to 1, and the numbers they stand for."""
+    signs = sorted({1 if edge.score >= 0 else -1 for edge in ego.edges if edge.width})[::-1]
+    samples = [
+        (FOR if sign > 0 else AGAINST, width, f"{sign * width * ego.largest:.3g}".replace("-", "−"))
+        for sign in signs
+        for width in (1.0, 0.5)
+    ]
+    return [*samples, (OTHER, 0.0, "other edges")]
+
+
 def left_out(ego: EgoGraph) -> str:
     """Which edges are drawn how, in a sentence."""
     others = len(ego.edges) - ego.num_ranked

@@ -13,7 +13,6 @@ from matplotlib.patches import Circle, PathPatch, Polygon
 from matplotlib.path import Path
 
 from attnkit.interpret.graphs.ego import (
-    AGAINST,
     FOR,
     NO_CLASS,
     OTHER,
@@ -22,6 +21,7 @@ from attnkit.interpret.graphs.ego import (
     class_colours,
     left_out,
     legend,
+    width_samples,
 )
 from attnkit.interpret.graphs.fidelity import EdgeFidelity
 from attnkit.lightning.telling.text import in_picture
@@ -108,13 +108,10 @@ def _legends(
     panel: Axes, ego: EgoGraph, shown: list[tuple[str, str]], method: str, classes_are: str
 ) -> None:
     """The widths of edges and the colours of classes, below the graph."""
-    lines = []
-    for sign in sorted({1 if edge.score >= 0 else -1 for edge in ego.edges if edge.width})[::-1]:
-        for share in (1.0, 0.5):
-            label = f"{sign * share * ego.largest:.3g}".replace("-", "−")
-            colour = FOR if sign > 0 else AGAINST
-            lines.append(Line2D([], [], color=colour, lw=_points(share), label=label))
-    lines.append(Line2D([], [], color=OTHER, lw=_THIN, label="other edges"))
+    lines = [
+        Line2D([], [], color=colour, lw=_points(width), label=label)
+        for colour, width, label in width_samples(ego)
+    ]
     style: dict[str, Any] = {"fontsize": 8, "title_fontsize": 8, "frameon": False}
     style |= {"alignment": "left", "loc": "upper left", "borderaxespad": 0}
     widths = panel.legend(

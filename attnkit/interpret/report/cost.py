@@ -1,18 +1,22 @@
 """What explanations cost, before they begin."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from attnkit.interpret.graphs.question import GraphQuestion
 from attnkit.interpret.methods.grid import patch_grid
 from attnkit.interpret.methods.question import looking
-from attnkit.interpret.report.asked import Asked
 from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS
 from attnkit.interpret.trust.words import ORDERS, word_counts
 from attnkit.lightning.explained import Explained
+
+if TYPE_CHECKING:
+    from attnkit.interpret.report.report import Report
 
 _JUDGING = {"none": 0, "fast": 70, "full": 250}
 _OF_EDGES = {"none": 0, "fast": 210, "full": 2010}
@@ -21,9 +25,9 @@ _PATCHES = (8, 8)  # of a model that does not say
 _MOST_PATCHES = 256  # that the page leaves out one by one
 
 
-def cost_of(asked: Asked, explained: Explained) -> str:
+def cost_of(report: Report, explained: Explained) -> str:
     """How many forwards, and how long they take, from a first batch."""
-    forwards, (at_once, ask) = num_forwards(asked, explained), _first_batch(asked, explained)
+    forwards, (at_once, ask) = num_forwards(report, explained), _first_batch(report, explained)
     seconds = []
     with looking(explained.model), torch.no_grad():
         for _ in range(2):  # the first one warms up
@@ -34,36 +38,36 @@ def cost_of(asked: Asked, explained: Explained) -> str:
     return f"about {forwards:,} forwards {what}, {duration(forwards * min(seconds) / at_once)}"
 
 
-def num_forwards(asked: Asked, explained: Explained) -> int:
+def num_forwards(report: Report, explained: Explained) -> int:
     """About how many images, or how often a part of a graph, go through the model."""
-    methods = len(asked.methods)
+    methods, is_full = len(report.methods), report.trust == "full"
     if explained.kind == "nodes":
-        return len(asked.nodes) * methods * (_EXPLAINING + _OF_EDGES[asked.trust])
+        return len(report.nodes or ()) * methods * (_EXPLAINING + _OF_EDGES[report.trust])
     images = len(explained.inputs)
     if explained.kind == "sentences":
         rows, columns = cast(Any, explained.model).grid
-        counts = word_counts(FULL_FRACTIONS if asked.is_full else FRACTIONS, rows * columns)
+        counts = word_counts(FULL_FRACTIONS if is_full else FRACTIONS, rows * columns)
         longest = max(map(len, explained.words), default=0)
         of_orders = (len(counts) - 3) * (ORDERS + 2 * longest)
-        judging = 0 if asked.trust == "none" else 2 + rows * columns + of_orders
+        judging = 0 if report.trust == "none" else 2 + rows * columns + of_orders
         return images * methods * (_EXPLAINING + judging)
     height, width = explained.inputs.shape[-2:]
     rows, columns = patch_grid(explained.model, (height, width)) or _PATCHES
-    page, judging = min(rows * columns, _MOST_PATCHES), _JUDGING[asked.trust]
-    judging += rows * columns if asked.is_full else 0
+    page, judging = min(rows * columns, _MOST_PATCHES), _JUDGING[report.trust]
+    judging += rows * columns if is_full else 0
     return images * (methods * (_EXPLAINING + judging) + page)
 
 
-def _first_batch(asked: Asked, explained: Explained) -> tuple[int, Callable[[], object]]:
+def _first_batch(report: Report, explained: Explained) -> tuple[int, Callable[[], object]]:
     """How many are asked of at once, and what asks the model."""
     if explained.kind == "nodes":
-        question = GraphQuestion(explained.model, explained.inputs, asked.nodes[0])
+        question = GraphQuestion(explained.model, explained.inputs, (report.nodes or [0])[0])
         with looking(explained.model), torch.no_grad():
             question.ask()
         every = torch.ones_like(question.candidates)
         return 1, lambda: question.ask(every)
-    images = explained.inputs[: asked.batch_size]
-    rest = () if explained.sentences is None else (explained.sentences[: asked.batch_size],)
+    images = explained.inputs[: report.batch_size]
+    rest = () if explained.sentences is None else (explained.sentences[: report.batch_size],)
     return len(images), lambda: explained.model(images, *rest)
 
 

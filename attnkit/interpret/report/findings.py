@@ -1,20 +1,32 @@
-"""What was found, in the forms that are kept: rows, arrays, parts of a page."""
+"""What was found, in the forms that are kept: rows, arrays, sentences, parts of a page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from attnkit.interpret.report.page import Section
 from attnkit.lightning.files import replacing, write_csv
 from attnkit.lightning.telling.text import cell
 
 SCORES, MAPS, PAGE = "scores.csv", "maps.npz", "explain.html"
+MOST_SAID = 5
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 """By column; what is not known is None or left out."""
+
+
+class Judged(NamedTuple):
+    """One method's explanation, how far to trust it, and the same of another model; each None where
+    it was not asked for."""
+
+    method: str
+    seen: Any
+    trust: Any
+    other: Any
 
 
 @dataclass(eq=False)
@@ -26,12 +38,12 @@ class Findings:
     sections: of the page, one a thing explained.
     shown: the table on the screen: headings, which may have several lines, then rows of texts.
     caption: below it.
-    said: sentences, the most important first.
+    said: at most five sentences, the most important first.
     """
 
     rows: list[Row]
     arrays: dict[str, np.ndarray]
-    sections: list[Any] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
     shown: Sequence[Sequence[str]] = ()
     caption: str = ""
     said: list[str] = field(default_factory=list)
@@ -65,12 +77,45 @@ class Findings:
         return table
 
 
+def findings_of(rows: Sequence[Row], worth: Callable[[Row], Mapping[str, str]]) -> list[str]:
+    """At most five sentences, each with the rows it holds of and their numbers.
+
+    Args:
+        rows: of a table; `name` is what a row is called.
+        worth: what is worth saying of a row, and its number.
+    """
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        for words, value in worth(row).items():
+            said.setdefault(words, []).append(f"{row['name']} ({value})")
+    return [
+        f"{words}: {', '.join(named[:4])}" + (f" and {len(named) - 4} more." if named[4:] else ".")
+        for words, named in list(said.items())[:MOST_SAID]
+    ]
+
+
+def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> list[list[str]]:
+    """Headings, and rows of texts, of the columns that are filled in some row.
+
+    Args:
+        columns: by heading, which may have several lines, the name of the number or the text.
+    """
+    cells = [[_shown(row.get(name)) for name in columns.values()] for row in rows]
+    filled = [place for place in range(len(columns)) if any(line[place] for line in cells)]
+    headings = [*columns]
+    return [[line[place] for place in filled] for line in (headings, *cells)]
+
+
 def number(value: float | None, within: float | None = None) -> str:
-    """Of a number two digits, with ± a range; of None nothing."""
+    """Two digits of a number, with ± a range; nothing of None."""
     if value is None:
         return ""
     text = f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
     return text if within is None else f"{text} ± {within:.2f}"
+
+
+def _shown(value: Any) -> str:
+    return number(value) if value is None or isinstance(value, float) else str(value)
 
 
 def _cell(value: Any) -> str:

@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from torch import Tensor
+
 from attnkit.core.arguments import at_least
-from attnkit.interpret import captions
-from attnkit.interpret.graphs.methods import EDGE_METHODS
-from attnkit.interpret.methods.table import METHODS
-from attnkit.interpret.page.page import write_page
-from attnkit.interpret.page.section import Table
-from attnkit.interpret.report.asked import Asked, Step
+from attnkit.interpret.explain import explain
 from attnkit.interpret.report.cost import cost_of
-from attnkit.interpret.report.findings import PAGE, Findings
-from attnkit.interpret.report.images import explain_images
-from attnkit.interpret.report.nodes import explain_nodes
-from attnkit.interpret.report.sentences import explain_sentences
+from attnkit.interpret.report.findings import PAGE, Findings, Judged, findings_of, table_of
+from attnkit.interpret.report.kinds import KINDS
+from attnkit.interpret.report.page import write_page
 from attnkit.interpret.usual_method import usual_method
 from attnkit.lightning.explained import Explained
 
 MOST_IMAGES = 64
 TRUSTS = ("fast", "full", "none")
-_METHODS: Mapping[str, Mapping[str, Any]] = {
-    "images": METHODS,
-    "sentences": captions.METHODS,
-    "nodes": EDGE_METHODS,
-}
-_NO_NODES = "are explained image by image; leave it out"
-_WITHOUT: Mapping[str, Mapping[str, str]] = {
-    "images": {"nodes": _NO_NODES},
-    "sentences": {
-        "nodes": _NO_NODES,
-        "target": "are explained for each word they have; leave it out",
-        "against": "of another model may be others; explain it in a run of its own, with ckpt=",
-    },
-    "nodes": {},
-}
-"""By what is explained, arguments that it does not have, and why."""
 
 
 class Report:
@@ -61,7 +42,7 @@ class Report:
         num_images: how many images to show, at most 64.
         target: the class to explain, its name or its number; None: the predicted one.
         nodes: of a graph, their numbers.
-        against: another checkpoint, whose maps are shown next to the first ones.
+        against: another checkpoint, whose maps of images are shown next to the first ones.
         batch_size: images in a forward.
         seed: of random orders.
         device: where the model runs; None: a GPU if there is one.
@@ -109,26 +90,34 @@ class Report:
         Raises:
             ValueError: a method, a class, nodes or other arguments that this does not have.
         """
-        kind, known = explained.kind, _METHODS[explained.kind]
-        for name, why in _WITHOUT[kind].items():
+        kind, known = explained.kind, KINDS[explained.kind]
+        for name, why in known.refused.items():
             if (given := getattr(self, name)) is not None:
                 raise ValueError(f"{name}: expected none for {kind}, got {given!r}; {kind} {why}")
         if self._chooses:
             self.methods = [usual_method(explained)]
         for method in self.methods:
-            if method not in known:
+            if method not in known.methods:
                 raise ValueError(
-                    f"method: expected one of {', '.join(known)} for {kind}, got {method!r}"
+                    f"method: expected one of {', '.join(known.methods)} for {kind}, got {method!r}"
                 )
         if self.target is not None:
-            blind = next((m for m in self.methods if not known[m].has_target), None)
+            blind = next((m for m in self.methods if not known.methods[m].has_target), None)
             if blind is not None:
                 raise ValueError(
                     f"target: {blind!r} gives the same map for every class; leave one of them out"
                 )
             self.class_of(explained)
         if kind == "nodes":
-            self._check_nodes(explained)
+            last = len(explained.inputs[0]) - 1
+            if not self.nodes:
+                raise ValueError(
+                    f"nodes: expected the numbers of the nodes to explain, 0 to {last}, such as "
+                    "nodes=[12,51]"
+                )
+            for node in self.nodes:
+                if not 0 <= node <= last:
+                    raise ValueError(f"nodes: expected numbers from 0 to {last}, got {node}")
 
     def class_of(self, explained: Explained) -> int | None:
         """The number of the class that is asked for.
@@ -154,13 +143,11 @@ class Report:
 
     def cost(self, explained: Explained) -> str:
         """How many forwards this will take, and how long, from a first batch; after `check`."""
-        return cost_of(self._asked(explained), explained)
+        return cost_of(self, explained)
 
     def num_steps(self, explained: Explained) -> int:
         """How often `step` is called."""
-        if explained.kind == "nodes":
-            return len(self.methods) * len(self.nodes or ())
-        return len(self.methods) * (1 if self.trust == "none" else 2) + 1
+        return len(self.methods) * max(1, len(self.nodes or ())) + 1
 
     def __call__(
         self,
@@ -170,7 +157,7 @@ class Report:
         title: str = "Explanations",
         facts: Sequence[str] = (),
         against: Explained | None = None,
-        step: Step = lambda doing: None,
+        step: Callable[[str], None] = lambda doing: None,
     ) -> Findings:
         """Explain, judge and write; returns what was found.
 
@@ -186,38 +173,48 @@ class Report:
             ValueError, TypeError, RuntimeError: as `attnkit.explain` and `attnkit.trust`.
         """
         self.check(explained)
-        asked = self._asked(explained)
-        if explained.kind == "images":
-            found = explain_images(asked, explained, against, step)
-        elif explained.kind == "sentences":
-            found = explain_sentences(asked, explained, step)
-        else:
-            found = explain_nodes(asked, explained, against, step)
-        folder = Path(folder)
-        found.write(folder)
-        facts = [*facts, f"table: {found.caption}"] if found.caption else facts
-        headings, *rows = found.shown
-        table = Table([heading.replace("\n", " ") for heading in headings], rows)
-        write_page(folder / PAGE, title=title, facts=facts, table=table, sections=found.sections)
-        return found
-
-    def _asked(self, explained: Explained) -> Asked:
-        return Asked(
-            methods=tuple(self.methods),
-            target=self.class_of(explained),
-            trust=self.trust,
-            nodes=tuple(self.nodes or ()),
-            batch_size=self.batch_size,
-            seed=self.seed,
+        name, kind = explained.kind, KINDS[explained.kind]
+        if against is not None and (why := kind.refused.get("against")):
+            raise ValueError(f"against: expected none for {name}; {name} {why}")
+        asked: Any = self.class_of(explained)
+        if explained.sentences is not None:
+            asked = explained.sentences
+        found = []
+        nodes: Sequence[int | None] = self.nodes or [None]
+        for node in nodes:
+            index = {} if node is None else {"index": node}
+            for method in self.methods:
+                step(method if node is None else f"node {node}: {method}")
+                seen = explain(explained.model, explained.inputs, asked, method, **index)
+                other = None if against is None else kind.compare(against, seen)
+                trust = None if self.trust == "none" else kind.judge(seen, explained, self)
+                found.append(Judged(method, seen, trust, other))
+        step("the page")
+        rows = kind.rows(explained, found)
+        summary = kind.summary(rows)
+        findings = Findings(
+            rows,
+            {name: _array(values) for name, values in kind.arrays(explained, found).items()},
+            sections=kind.sections(explained, found, self),
+            shown=table_of(summary, kind.columns),
+            caption=kind.caption if any(one.trust for one in found) else "",
+            said=findings_of(summary, kind.worth),
         )
+        folder = Path(folder)
+        findings.write(folder)
+        untested = "These maps were not tested against random ones. " * (self.trust == "none")
+        write_page(
+            folder / PAGE,
+            findings.sections,
+            title=title,
+            facts=facts,
+            found=findings.said,
+            reading=untested + kind.reading,
+            table=findings.shown,
+            caption=findings.caption,
+        )
+        return findings
 
-    def _check_nodes(self, explained: Explained) -> None:
-        number = len(explained.inputs[0])
-        if not self.nodes:
-            raise ValueError(
-                f"nodes: expected the numbers of the nodes to explain, 0 to {number - 1}, such as "
-                "nodes=[12,51]"
-            )
-        for node in self.nodes:
-            if not 0 <= node < number:
-                raise ValueError(f"nodes: expected numbers from 0 to {number - 1}, got {node}")
+
+def _array(values: Tensor | np.ndarray) -> np.ndarray:
+    return values.cpu().numpy() if isinstance(values, Tensor) else values

@@ -42,7 +42,7 @@ def test_the_mass_on_what_a_word_names(explained, tmp_path):
     explained.named = []
     found = Report(method="attention", trust="none")(explained, tmp_path)
     assert "mass_over_chance" not in found.header
-    assert len(found.shown[0]) == 6
+    assert found.shown[0] == ["map", "words", "mean p"]
 
 
 def test_full_has_seven_shares(explained, tmp_path):

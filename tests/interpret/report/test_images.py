@@ -16,13 +16,18 @@ from torch import nn
 import attnkit
 from attnkit.interpret.colours import scale_of
 from attnkit.interpret.diagnosis.diagnosis import SINK
-from attnkit.interpret.page.attention import attention_of, cell_grid
-from attnkit.interpret.page.curves import sentences
-from attnkit.interpret.page.heads import scale_of_weights
-from attnkit.interpret.page.images import image_sections
-from attnkit.interpret.page.page import write_page
-from attnkit.interpret.page.section import Table
-from attnkit.interpret.page.without import Without, without_each
+from attnkit.interpret.report.attention import (
+    Without,
+    attention_of,
+    cell_grid,
+    scale_of_weights,
+    without_each,
+)
+from attnkit.interpret.report.curves import patch_curves, patch_sentences
+from attnkit.interpret.report.findings import Judged
+from attnkit.interpret.report.maps import image_sections
+from attnkit.interpret.report.page import write_page
+from attnkit.lightning import Explained
 
 ROWS, COLUMNS = 3, 5
 NAMES = [f"<script>alert({number})</script>" for number in range(3)]
@@ -62,23 +67,33 @@ def trusts(seen):
 
 
 @pytest.fixture(scope="module")
-def sections(seen, trusts, model, images):
-    other = (seen[0].target + 1) % 3
-    return image_sections(
-        seen,
-        trusts,
-        titles=["one.png", "<b>two</b>.png"],
-        labels=[1, 2],
+def explained(model, images):
+    return Explained(
+        model,
+        images,
+        pictures=images,
+        names=["one.png", "<b>two</b>.png"],
+        truth=torch.tensor([1, 2]),
         class_names=NAMES,
-        against={"next class": attnkit.explain(model, images, target=other.tolist())},
     )
+
+
+@pytest.fixture(scope="module")
+def sections(explained, seen, trusts):
+    both = zip(seen, trusts, strict=True)
+    return image_sections(explained, [Judged(one.method, one, t, None) for one, t in both])
 
 
 @pytest.fixture(scope="module")
 def path(sections, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "explain.html"
-    table = Table(["method", "gap"], [["relevance", 0.5]])
-    return write_page(path, title="Looks", facts=["model: vit"], table=table, sections=sections)
+    table = [["method", "gap"], ["relevance", 0.5]]
+    return write_page(path, sections, title="Looks", facts=["model: vit"], table=table)
+
+
+def maps_of(section):
+    """The pixels of the maps by their titles."""
+    return {one["title"]: pixels(one["uri"]) for one in section["figures"]}
 
 
 def pixels(uri):
@@ -97,7 +112,7 @@ def test_what_a_patch_looks_at_is_the_attention_of_its_row(model, images, seen, 
         torch.testing.assert_close(one.prefix, rows[:, 1:, 0])
     # a tile of the sheet at the patch's place
     scale = scale_of_weights([one.weights[1] for one in attention.looks])
-    for one, data in zip(attention.looks, sections[1].data["looks"], strict=True):
+    for one, data in zip(attention.looks, sections[1]["data"]["looks"], strict=True):
         sheet = pixels(data["sheet"])
         assert sheet.shape == (ROWS**2, COLUMNS**2, 3)
         for row in range(ROWS):
@@ -151,7 +166,7 @@ def test_large_grids_are_coarser():
 
 def test_pooled_attention_is_the_mean_of_its_patches(model, images, seen, monkeypatch):
     fine = attention_of(seen[0])
-    monkeypatch.setattr("attnkit.interpret.page.attention.MOST_CELLS", 6)
+    monkeypatch.setattr("attnkit.interpret.report.attention.MOST_CELLS", 6)
     coarse = attention_of(seen[0])
     assert coarse.grid == (2, 3)
     for a, b in zip(coarse.heads, fine.heads, strict=True):
@@ -164,25 +179,35 @@ def test_pooled_attention_is_the_mean_of_its_patches(model, images, seen, monkey
 
 def test_methods_have_one_scale_for_all_images(sections, seen):
     scale = scale_of([seen[1].map], is_signed=True)
-    for number, section in enumerate(sections):
-        (uri,) = re.findall(r'src="([^"]+)" alt="Map: occlusion\.', section.html)
-        assert (pixels(uri) == scale.palette[scale.levels(seen[1].map[number])]).all()
+    for image, section in enumerate(sections):
+        found = maps_of(section)["occlusion"]
+        assert (found == scale.palette[scale.levels(seen[1].map[image])]).all()
+        bar = next(one["bar"] for one in section["figures"] if one["title"] == "occlusion")
+        assert bar["label"] == "occlusion; one scale for 2 images"
 
 
-def test_another_checkpoint_is_shown_with_the_difference(seen, images):
-    other = attnkit.explain(vit(seed=1), images)
-    sections = image_sections(seen[:1], against={"checkpoint B": other}, patches=False)
-    both = scale_of([seen[0].map, other.map])
-    difference = seen[0].map - other.map
-    signed = scale_of([difference], is_signed=True)
-    for number, section in enumerate(sections):
-        drawn = re.findall(r'src="([^"]+)" alt="Map: ([^.]+)\.', section.html)
-        found = {name: pixels(uri) for uri, name in drawn}
-        assert list(found) == ["relevance", "checkpoint B", "minus checkpoint B"]
-        assert (found["relevance"] == both.palette[both.levels(seen[0].map[number])]).all()
-        assert (found["checkpoint B"] == both.palette[both.levels(other.map[number])]).all()
-        colours = signed.palette[signed.levels(difference[number])]
-        assert (found["minus checkpoint B"] == colours).all()
+def test_what_is_compared_has_one_scale_and_its_difference(explained, seen, images):
+    """Another checkpoint, and the likeliest of the other classes."""
+    checkpoint = attnkit.explain(vit(seed=1), images)
+    sections = image_sections(explained, [Judged("relevance", seen[0], None, checkpoint)])
+    with torch.no_grad():
+        logits = explained.model(images)
+    second = logits.scatter(1, seen[0].target[:, None], -torch.inf).argmax(1)
+    other = attnkit.explain(explained.model, images, target=second.tolist())
+    both = scale_of([seen[0].map, checkpoint.map, other.map])
+    for image, section in enumerate(sections):
+        found = maps_of(section)
+        assert [*found] == [
+            "relevance", "the other checkpoint", "minus the other checkpoint", "another class",
+            "minus another class", "Each patch removed",
+        ]  # fmt: skip
+        assert (found["relevance"] == both.palette[both.levels(seen[0].map[image])]).all()
+        for name, one in (("the other checkpoint", checkpoint), ("another class", other)):
+            assert (found[name] == both.palette[both.levels(one.map[image])]).all()
+            difference = seen[0].map - one.map
+            signed = scale_of([difference], is_signed=True)
+            colours = signed.palette[signed.levels(difference[image])]
+            assert (found[f"minus {name}"] == colours).all()
 
 
 def test_eight_images_of_a_large_vit_take_two_megabytes(tmp_path, monkeypatch):
@@ -196,28 +221,44 @@ def test_eight_images_of_a_large_vit_take_two_megabytes(tmp_path, monkeypatch):
     cut = [photo[..., 60 * n : 60 * n + 400] for n in range(4) for photo in tall]
     images = torch.cat([nn.functional.interpolate(one, (224, 224), mode="area") for one in cut])
     p = Without((14, 14), torch.rand(8, 196), torch.rand(8), "tokens masked")
-    monkeypatch.setattr("attnkit.interpret.page.images.without_each", lambda *_: p)
+    monkeypatch.setattr("attnkit.interpret.report.maps.without_each", lambda *_: p)
     seen = [attnkit.explain(model.eval(), images, method=m) for m in ("attention", "centre")]
     other = attnkit.explain(model, images + 0.1, method="attention")
-    sections = image_sections(seen, against={"brighter": other})
-    path = tmp_path / "explain.html"
-    write_page(path, title="8", facts=[], table=Table([], []), sections=sections)
-    assert len(sections[7].data["looks"]) == 3
-    assert len(sections[7].data["heads"]["entropy"]) == 12
+    found = [Judged(one.method, one, None, other) for one in seen]
+    sections = image_sections(Explained(model, images, pictures=images), found)
+    path = write_page(tmp_path / "explain.html", sections, title="8")
+    assert len(sections[7]["data"]["looks"]) == 3
+    assert len(sections[7]["heads"]["tiles"]) == 12 * 12
     assert path.stat().st_size < 2_000_000
 
 
 def test_sentences_are_of_the_image(trusts):
-    for number in range(2):
+    for image in range(2):
         for trust in trusts:
-            for kind, (lost, verdict) in zip(trust.curves, sentences(trust, number), strict=True):
-                whole, without = trust.curves[kind]["map"][0, number, :2].tolist()
+            said = patch_sentences(trust, image)
+            for kind, (lost, verdict) in zip(trust.curves, said, strict=True):
+                whole, without = trust.curves[kind]["map"][0, image, :2].tolist()
                 assert f"from {whole:.2f} to {without:.2f}; without a random 20 %" in lost
-                gap = float(trust.gaps[kind][number])
+                gap = float(trust.gaps[kind][image])
                 assert verdict.startswith(f"Gap {gap:.2f},".replace("-", "−"))
                 within = float(re.search(r"± ([\d.]+)", verdict)[1])
                 if abs(gap - within) > 0.01:
                     assert ("no better" in verdict) == (gap < within)
+
+
+def test_curves_have_their_numbers_at_their_height(trusts, path):
+    trust = trusts[0]
+    for kind, figure in zip(trust.curves, patch_curves({"a": trust}, 1, "cat"), strict=True):
+        most, least = (line["points"] for line in figure["lines"])
+        for points, order in ((most, 0), (least, 1)):
+            wanted = trust.curves[kind]["map"][order, 1]
+            torch.testing.assert_close(torch.tensor(points)[:, 0], trust.removed.float())
+            torch.testing.assert_close(torch.tensor(points)[:, 1], wanted)
+        assert figure["y"] == "p(cat)"
+    drawn = path.read_text().split('<section id="s1"')[1]
+    (line,) = re.findall(r'<polyline class="c0 solid" points="([^"]+)', drawn)[:1]
+    first = trust.curves["mask"]["map"][0, 1, 0]
+    assert line.split()[0] == f"0.0,{130 * (1 - float(first)):.1f}"
 
 
 def test_names_are_escaped(sections, path):
@@ -225,39 +266,30 @@ def test_names_are_escaped(sections, path):
     assert "<script>alert" not in text
     assert "<b>two" not in text
     assert "&lt;b&gt;two&lt;/b&gt;.png" in text
-    assert all(section.data["target"] in NAMES for section in sections)
+    assert all(section["data"]["target"] in NAMES for section in sections)
 
 
-def test_a_network_without_attention_has_the_rest():
+def test_a_network_without_attention_has_the_rest(tmp_path):
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
     )
-    seen = attnkit.explain(network.eval(), torch.randn(1, 3, 8, 8), method="input_gradient")
-    (section,) = image_sections([seen])
-    assert "Not shown: what patches look at, layers and heads." in section.html
-    assert "looks" not in section.data
-    assert section.data["kind"] == "mean colour"
-    assert len(section.data["without"]) == section.data["rows"] * section.data["columns"]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"explanations": []}, "explanations: expected at least one"),
-        ({"trusts": [None]}, "trusts: expected one for each of 2"),
-        ({"titles": ["one"]}, "titles: expected 2"),
-        ({"labels": [1, 2, 3]}, "labels: expected 2"),
-    ],
-)
-def test_lists_of_other_lengths(seen, given, message):
-    with pytest.raises(ValueError, match=message):
-        image_sections(**{"explanations": seen} | given)
+    images = torch.randn(1, 3, 8, 8)
+    seen = attnkit.explain(network.eval(), images, method="input_gradient")
+    explained = Explained(network, images, pictures=images)
+    (section,) = image_sections(explained, [Judged("input_gradient", seen, None, None)])
+    assert section["notes"][0].startswith("Not shown: what patches look at, layers and heads.")
+    assert section["looks"] is section["heads"] is section["data"]["looks"] is None
+    assert section["data"]["kind"] == "mean colour"
+    assert len(section["data"]["without"]) == section["data"]["rows"] * section["data"]["columns"]
+    text = write_page(tmp_path / "page.html", [section], title="CNN").read_text()
+    assert "Not shown: what patches look at" in text
+    assert "Layers and heads" not in text
 
 
 def test_hover_click_and_keys(open_page, path, sections):
     page = open_page(path)
-    data = sections[0].data
+    data = sections[0]["data"]
     section = page.locator("#s0")
     frame, said = section.locator(".frame.main"), section.locator(".said").first
     box = frame.bounding_box()
@@ -301,21 +333,25 @@ def test_hover_click_and_keys(open_page, path, sections):
     assert "in blocks.0.attn" in said.text_content()
 
 
-def test_hover_a_head(open_page, path, sections):
+def test_heads_by_keyboard(open_page, path, sections, model, images):
     page = open_page(path)
-    heads, tiles = sections[1].data["heads"], page.locator("#s1 .tiles")
+    attention = attention_of(attnkit.explain(model, images))
+    tiles, said = page.locator("#s1 .tiles"), page.locator("#s1 .heads .said")
     tiles.focus()
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowRight")
-    text = page.locator("#s1 .heads .said").text_content()
-    assert text.startswith(f"blocks.1.attn, head 1: entropy {heads['entropy'][1][1]:.2f}; ")
-    assert text.endswith(f"gets most, {round(100 * heads['share'][1][1])} %.")
-    is_sink = [share >= SINK for row in heads["share"] for share in row]
+    assert said.text_content().startswith("blocks.0.attn, head 0: entropy ")
+    for key in ("ArrowLeft", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowUp", "ArrowDown"):
+        page.keyboard.press(key)
+    one = attention.heads[1]
+    assert said.text_content().startswith(
+        f"blocks.1.attn, head 1: entropy {float(one.entropy[1, 1]):.2f}; "
+    )
+    assert said.text_content().endswith(f"gets most, {100 * float(one.share[1, 1]):.0f} %.")
+    is_sink = [bool(share >= SINK) for one in attention.heads for share in one.share[1]]
     assert 0 < sum(is_sink) < len(is_sink)
     assert page.locator("#s1 .tiles .sink").count() == sum(is_sink)
 
 
-@pytest.mark.parametrize("wide", [1280, 400])
+@pytest.mark.parametrize("wide", [1280, 380])
 def test_nothing_is_cut_off(open_page, path, wide):
     page = open_page(path, viewport={"width": wide, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= wide

@@ -1,0 +1,295 @@
+"""What a page shows of patches and heads: what each looks at, and what p is without a patch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnkit.interpret.colours import Scale
+from attnkit.interpret.diagnosis.diagnosis import SINK
+from attnkit.interpret.explanation import Explanation
+from attnkit.interpret.layer_table import MOST_ROWS
+from attnkit.interpret.methods.flow import Step
+from attnkit.interpret.methods.question import Question, looking
+from attnkit.interpret.methods.tokens import Chain, watch
+from attnkit.interpret.report.page import colour_bar, map_uri
+from attnkit.interpret.trust.curves import answers_without
+from attnkit.interpret.trust.places import removal_grid
+from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal
+
+MOST_CELLS = 256
+"""Places of a page's grid: what one looks at is as many numbers for each."""
+MOST_LAYERS = 3
+"""Of which the page holds what every patch looks at; 196 patches are 40 kB a layer and image."""
+BLOCK_ELEMENTS = 2**22  # weights held at once
+_SIDE = 44  # pixels of a thumbnail, at least a pixel for each place
+_UNIT = "attention / uniform; higher is clipped"
+
+Grid = tuple[int, int]
+
+
+class Looks(NamedTuple):
+    """What each place looks at in a layer, the mean over its heads.
+
+    weights: [batch, places, places], 1 = uniform attention over all keys.
+    prefix: [batch, places], the share of class and register tokens.
+    """
+
+    layer: str
+    num_heads: int
+    weights: Annotated[Tensor, "batch places places"]
+    prefix: Annotated[Tensor, "batch places"]
+
+
+class Heads(NamedTuple):
+    """What is looked at by the tokens that the answer is read from, head by head.
+
+    weights: [batch, heads, places], 1 = uniform attention over all keys.
+    entropy: [batch, heads], −Σ a log a / log(keys).
+    share, receiver: [batch, heads], what the token gets that gets most, and which it is.
+    """
+
+    layer: str
+    weights: Annotated[Tensor, "batch heads places"]
+    entropy: Annotated[Tensor, "batch heads"]
+    share: Annotated[Tensor, "batch heads"]
+    receiver: Annotated[Tensor, "batch heads", int]
+
+
+class Attention(NamedTuple):
+    """Of all images of an explanation, on a grid of at most `MOST_CELLS` places.
+
+    columns: of the model's own grid, by which tokens are numbered.
+    """
+
+    grid: Grid
+    columns: int
+    num_prefix_tokens: int
+    looks: list[Looks]
+    heads: list[Heads]
+
+
+class Without(NamedTuple):
+    """The target's probability without each place of the grid alone.
+
+    whole: [batch], with all.
+    kind: how a place is taken away, in words.
+    """
+
+    grid: Grid
+    p: Annotated[Tensor, "batch places"]
+    whole: Annotated[Tensor, "batch"]
+    kind: str
+
+
+def attention_of(explanation: Explanation) -> Attention:
+    """One pass over the images of an explanation.
+
+    Raises:
+        ValueError: the model has no attention between the tokens of a whole image.
+    """
+    model, images = explanation.model, explanation.images
+    prefix = None if explanation.tokens is None else explanation.num_prefix_tokens
+    question = Question(model, images, explanation.target, None, own_grid(explanation), prefix)
+    with looking(model):
+        chain = watch(question, "attention")
+        of_model = chain.grid.rows, chain.grid.columns
+        grid = cell_grid(*of_model)
+        whole = [step for step in chain.steps if step.call.num_queries == step.num_tokens]
+        looks = [_looks(step, chain, grid) for step in _some(whole)]
+        rows = chain.rows_read()
+        heads = [
+            _heads(step, read, chain, grid) for step, read in zip(chain.steps, rows, strict=True)
+        ]
+    return Attention(grid, of_model[1], chain.grid.num_prefix_tokens, looks, heads)
+
+
+def without_each(
+    explanation: Explanation, grid: Grid | None = None, batch_size: int = 64
+) -> Without:
+    """A forward for each place of each image: tokens masked where the model allows it, else the
+    mean colour.
+
+    Args:
+        grid: of the places; None: the model's patches, or coarser, of at most 256 places.
+    """
+    model, images, target = explanation.model, explanation.images, explanation.target
+    question = Question(model, images, target, grid=own_grid(explanation))
+    if grid is None:
+        grid = cell_grid(*removal_grid(question, explanation.map))
+    with looking(model), torch.no_grad():
+        question.ask()
+        try:
+            kind, answer = "mask", removal("mask", question, grid)
+        except NotAvailableError:
+            kind, answer = "mean", removal("mean", question, grid)
+        alone = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=images.device)
+        none = torch.zeros_like(alone[:1])
+        removed = torch.cat([none, alone])[:, None].expand(-1, len(images), -1)
+        said = f"leaving one patch out, {REMOVALS[kind]}"
+        _, p = answers_without(question, answer, removed, batch_size, said)
+    return Without(grid, p[1:].T, p[0], REMOVALS[kind])
+
+
+def patch_data(without: Without, image: int, target: str) -> dict[str, Any]:
+    """What the page's script says of p without a patch."""
+    rows, columns = without.grid
+    return {
+        "rows": rows,
+        "columns": columns,
+        "target": target,
+        "kind": without.kind,
+        "whole": round(float(without.whole[image]), 4),
+        "without": [round(p, 4) for p in without.p[image].tolist()],
+    }
+
+
+def scale_of_weights(weights: Sequence[Tensor]) -> Scale:
+    """From 0 to what 99 of 100 weights are below, and at least to twice uniform attention.
+
+    A few keys that nearly everything looks at would leave all else dark.
+    """
+    values = torch.cat([one.flatten() for one in weights]).sort().values
+    return Scale(0.0, max(2.0, float(values[int(0.99 * (len(values) - 1))])))
+
+
+def looks_data(attention: Attention, image: int) -> dict[str, Any]:
+    """What each patch looks at: the scale, and for each layer a sheet of tiles, one at the place of
+    each patch, with the numbers that are said."""
+    scale = scale_of_weights([one.weights[image] for one in attention.looks])
+    layers = []
+    for one in attention.looks:
+        weights = one.weights[image]
+        times, most = weights.max(dim=1)
+        tiles = weights.unflatten(0, attention.grid).unflatten(2, attention.grid)
+        shares = one.prefix[image].tolist() if attention.num_prefix_tokens else []
+        layers.append(
+            {
+                "layer": one.layer or "(itself)",
+                "heads": one.num_heads,
+                "sheet": map_uri(_sheet(tiles), scale),
+                "most": most.tolist(),
+                "times": [round(value, 1) for value in times.tolist()],
+                "prefix": [round(100 * value) for value in shares],
+            }
+        )
+    return {"layers": layers, "bar": colour_bar(scale, _UNIT)}
+
+
+def heads_data(attention: Attention, image: int) -> dict[str, Any]:
+    """A row of thumbnails for each layer: of each head what it looks at, as tiles of one sheet, its
+    entropy, and whether one token gets half of it or more."""
+    rows, columns = attention.grid
+    layers = attention.heads
+    most = max(one.weights.shape[1] for one in layers)
+    scale = scale_of_weights([one.weights[image] for one in layers])
+    sheet = torch.zeros(len(layers), most, rows, columns)
+    tiles = []
+    for number, one in enumerate(layers):
+        name = one.layer or "(itself)"
+        sheet[number, : one.weights.shape[1]] = one.weights[image].unflatten(1, attention.grid)
+        of_image = (one.entropy[image], one.share[image], one.receiver[image])
+        for head, (entropy, share, token) in enumerate(
+            zip(*map(Tensor.tolist, of_image), strict=True)
+        ):
+            gets = f"{_token(attention, token)} gets most, {100 * share:.0f} %"
+            tiles.append(
+                {
+                    "layer": number,
+                    "head": head,
+                    "entropy": round(entropy, 3),
+                    "sink": share >= SINK,
+                    "says": f"{name}, head {head}: entropy {entropy:.2f}; {gets}.",
+                }
+            )
+    each = max(1, round(_SIDE / max(rows, columns)))
+    return {
+        "layers": [one.layer or "(itself)" for one in layers],
+        "heads": most,
+        "wide": each * columns,
+        "high": each * rows,
+        "sheet": map_uri(_sheet(sheet), scale),
+        "tiles": tiles,
+        "bar": colour_bar(scale, _UNIT),
+        "reads": "the class token" if attention.num_prefix_tokens else "the tokens that are read",
+        "sink": f"{100 * SINK:.0f} %",
+    }
+
+
+def _token(attention: Attention, number: int) -> str:
+    prefix = attention.num_prefix_tokens
+    if number < prefix:
+        return "the class token" if prefix == 1 else f"class or register token {number}"
+    row, column = divmod(number - prefix, attention.columns)
+    return f"the patch at row {row}, column {column}"
+
+
+def _sheet(tiles: Tensor) -> Tensor:
+    """[down, across, rows, columns] as one map, tile beside tile."""
+    return tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def own_grid(explanation: Explanation) -> Grid | None:
+    """Rows and columns of the model's patches, where the explanation is of them."""
+    rows, columns = explanation.map.shape[1:]
+    return None if explanation.tokens is None else (rows, columns)
+
+
+def cell_grid(rows: int, columns: int) -> Grid:
+    """The grid itself, or one so much coarser that it has at most `MOST_CELLS` places."""
+    for side in range(1, max(rows, columns) + 1):
+        coarse = -(-rows // side), -(-columns // side)
+        if coarse[0] * coarse[1] <= MOST_CELLS:
+            return coarse
+    raise AssertionError
+
+
+def _some(steps: list[Step]) -> list[Step]:
+    """The last, the first and one between: what a page has room for."""
+    if len(steps) <= MOST_LAYERS:
+        return steps
+    return [steps[0], steps[len(steps) // 2], steps[-1]]
+
+
+def _looks(step: Step, chain: Chain, grid: Grid) -> Looks:
+    call, prefix = step.call, chain.grid.num_prefix_tokens
+    of_model = chain.grid.rows, chain.grid.columns
+    rows = torch.arange(prefix, call.num_queries, device=call.query.device)
+    block = max(1, BLOCK_ELEMENTS // (len(call.query) * call.num_heads * call.num_keys))
+    found = [call.weights(rows=some).mean(dim=1) for some in rows.split(block)]
+    weights = torch.cat(found, dim=1).float()
+    patches = _pooled(weights[:, :, prefix:], of_model, grid) * call.num_keys
+    patches = _pooled(patches.transpose(1, 2), of_model, grid).transpose(1, 2)
+    shares = _pooled(weights[:, :, :prefix].sum(dim=2)[:, None], of_model, grid)[:, 0]
+    return Looks(call.layer, call.num_heads, patches, shares)
+
+
+def _heads(step: Step, read: Tensor, chain: Chain, grid: Grid) -> Heads:
+    """As `layer_table`, image by image: of the queries that are read at most `MOST_ROWS`."""
+    call = step.call
+    queries = read.any(dim=0).nonzero()[:, 0]
+    chosen = torch.linspace(0, len(queries) - 1, min(MOST_ROWS, len(queries))).round().long()
+    weights = call.weights(rows=queries[chosen.to(queries.device)]).float()
+    entropy = torch.special.entr(weights).sum(dim=-1).mean(dim=2)
+    received = weights.mean(dim=2)  # [batch, heads, keys]
+    first = step.num_tokens - call.num_keys
+    share, receiver = received.max(dim=-1)
+    patches = received[:, :, max(0, chain.grid.num_prefix_tokens - first) :]
+    return Heads(
+        call.layer,
+        _pooled(patches, (chain.grid.rows, chain.grid.columns), grid) * call.num_keys,
+        entropy / torch.tensor(max(2, call.num_keys)).log(),
+        share,
+        first + receiver,
+    )
+
+
+def _pooled(values: Tensor, fine: Grid, grid: Grid) -> Tensor:
+    """The mean of what falls into each place, over the last dimension."""
+    if fine == grid:
+        return values
+    return F.adaptive_avg_pool2d(values.unflatten(-1, fine), grid).flatten(-2)

@@ -1,0 +1,132 @@
+"""The curves of a page: what is left of p while patches or edges are taken away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from attnkit.interpret.graphs.fidelity import EdgeFidelity
+from attnkit.interpret.trust.gaps import fall
+from attnkit.interpret.trust.removal import REMOVALS
+from attnkit.interpret.trust.result import VERDICTS, Trust
+from attnkit.metrics.perturbation import perturbation_gap
+
+_COLOURS = 6  # of lines, in the style sheet
+
+
+def patch_curves(trusts: Mapping[str, Trust], image: int, target: str) -> list[dict[str, Any]]:
+    """A figure for each kind of removal: p against the share of patches removed.
+
+    Args:
+        trusts: by the names of the maps.
+        image: which of the batch.
+        target: the name of the class.
+    """
+    figures = []
+    for kind in dict.fromkeys(kind for trust in trusts.values() for kind in trust.curves):
+        of_kind = {name: trust for name, trust in trusts.items() if kind in trust.curves}
+        first = next(iter(of_kind.values()))
+        xs = first.removed.tolist()
+        random = first.curves[kind]["random"][:, image]
+        lines, legend = [], []
+        for number, (name, trust) in enumerate(of_kind.items()):
+            colour = f"c{number % _COLOURS}"
+            most, least = trust.curves[kind]["map"][:, image]
+            lines += [_line(f"{colour} solid", xs, most), _line(f"{colour} dashed", xs, least)]
+            legend.append({"style": f"{colour} solid", "name": name})
+        figures.append(
+            {
+                "title": f"Patches removed: {REMOVALS[kind]}",
+                "alt": f"p({target}) against the share of patches removed, {REMOVALS[kind]}",
+                "y": f"p({_cut(target)})",
+                "x": "patches removed",
+                "ticks": [(x, f"{100 * x:.0f} %") for x in (0, 0.5, 1)],
+                "band": _band(xs, random.amin(dim=0), random.amax(dim=0)),
+                "lines": lines,
+                "legend": [*legend, {"style": "band", "name": f"{len(random)} random orders"}],
+                "note": "Solid: highest-ranked patches first; dashed: lowest-ranked first.",
+            }
+        )
+    return figures
+
+
+def edge_curves(fidelity: EdgeFidelity, target: str) -> list[dict[str, Any]]:
+    """Two figures over k: p without the edges that rank first, and p with these alone."""
+    p, rows = fidelity.probability, fidelity.rows
+    ks = [row["k"] for row in rows]
+    last = math.log(ks[-1] / ks[0]) or 1.0
+    xs = [math.log(k / ks[0]) / last for k in ks]
+    legend = [
+        {"style": "c0 solid", "name": "edges as ranked"},
+        {"style": "band", "name": f"{fidelity.num_draws} random orders and their mean"},
+        {"style": "level", "name": "all edges"},
+    ]
+    figures = []
+    for name, title in (("plus", "without the first k edges"), ("minus", "with these alone")):
+
+        def left(key: str, name: str = name) -> list[float]:
+            return [p - row[key.format(name)] for row in rows]
+
+        said = ", ".join(f"{y:.2f} at k = {k:g}" for k, y in zip(ks, left("{}"), strict=True))
+        figures.append(
+            {
+                "title": f"p({_cut(target)}) {title}",
+                "alt": f"p({target}) {title}: {said}; with all edges {p:.2f}.",
+                "y": f"p({_cut(target)})",
+                "x": "k, edges",
+                "ticks": [(x, f"{k:g}") for x, k in zip(xs, ks, strict=True)],
+                "band": _band(xs, left("random_{}_low"), left("random_{}_high")),
+                "lines": [
+                    _line("mean", xs, left("random_{}")),
+                    _line("level", [0, 1], [p, p]),
+                    _line("c0 solid", xs, left("{}"), dots=True),
+                ],
+                "legend": legend if name == "minus" else [],
+                "note": "",
+            }
+        )
+    return figures
+
+
+def patch_sentences(trust: Trust, image: int) -> list[tuple[str, str]]:
+    """What one image loses where the map points, and whether that is more than a random map loses,
+    for each kind of removal."""
+    said = []
+    for kind, curves in trust.curves.items():
+        one = {name: values[:, image : image + 1] for name, values in curves.items()}
+        point = int((trust.removed - trust.falls[kind].share).abs().argmin())
+        random = one["random"]
+        drawn = perturbation_gap(random[::2], random[1::2], trust.removed)
+        within = 2 * float(drawn.square().mean().sqrt())
+        gap = float(trust.gaps[kind][image])
+        lost = fall(one, trust.removed, point)
+        # two standard errors of a mean reach beyond what a probability can be
+        lost = lost._replace(low=max(0.0, lost.low), high=min(1.0, lost.high))
+        verdict = VERDICTS[0] if gap > within else VERDICTS[1]
+        judged = f"Gap {gap:.2f}, random maps 0 ± {within:.2f}: {verdict}.".replace("-", "−")
+        said.append((lost.sentence(kind, 1), judged))
+    return said
+
+
+def _line(
+    style: str, xs: Sequence[float], ys: Sequence[float] | Tensor, *, dots: bool = False
+) -> dict[str, Any]:
+    return {"style": style, "points": _points(xs, ys), "dots": dots}
+
+
+def _band(
+    xs: Sequence[float], low: Sequence[float] | Tensor, high: Sequence[float] | Tensor
+) -> list[tuple[float, float]]:
+    return [*_points(xs, low), *_points(xs, high)[::-1]]
+
+
+def _points(xs: Sequence[float], ys: Sequence[float] | Tensor) -> list[tuple[float, float]]:
+    """Places from 0 to 1 in both directions."""
+    return [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
+
+
+def _cut(name: str) -> str:
+    return name if len(name) < 16 else f"{name[:14]}…"

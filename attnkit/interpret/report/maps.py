@@ -1,0 +1,279 @@
+"""Sections of a page that show maps: of images by several methods, or of a caption's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnkit.interpret.colours import Scale, as_numbers, overlay_scale, scale_of
+from attnkit.interpret.explain import explain
+from attnkit.interpret.explanation import Explanation
+from attnkit.interpret.methods.question import logits_of, looking
+from attnkit.interpret.report.attention import (
+    Without,
+    attention_of,
+    heads_data,
+    looks_data,
+    patch_data,
+    without_each,
+)
+from attnkit.interpret.report.curves import patch_curves, patch_sentences
+from attnkit.interpret.report.findings import Judged, number
+from attnkit.interpret.report.page import Section, colour_bar, image_uri, map_uri, short
+from attnkit.lightning.explained import Explained
+from attnkit.metrics.localisation import area, mass
+
+
+class _Maps(NamedTuple):
+    """What one figure shows of each image: maps [batch, rows, columns] that share a scale.
+
+    unit: what the numbers of the scale are.
+    says: what stands below the map of each image.
+    """
+
+    title: str
+    values: Tensor
+    scale: Scale
+    unit: str
+    says: Sequence[str]
+
+    def figure(self, image: int) -> dict[str, Any]:
+        """The figure of one image, for the template."""
+        says, count = self.says[image], len(self.values)
+        unit = self.unit if count == 1 else f"{self.unit}; one scale for {count} images"
+        return _figure(self.title, self.values[image], self.scale, says) | {
+            "bar": colour_bar(self.scale, unit),
+            "lines": [says],
+        }
+
+
+def image_sections(
+    explained: Explained, found: Sequence[Judged], batch_size: int = 64
+) -> list[Section]:
+    """A section for each image of a batch: its maps, curves, patches and heads.
+
+    Each method's maps have one scale for all images, so that they can be compared by eye. What is
+    said of patches and heads is of the class that the first method explains: a forward for each
+    patch, of `batch_size` images.
+    """
+    first = found[0].seen
+    names = [explained.class_name(int(target)) for target in first.target]
+    shown, notes, attention = _shown(explained, found), [], None
+    try:
+        attention = attention_of(first)
+    except (ValueError, RuntimeError) as error:
+        notes.append(f"Not shown: what patches look at, layers and heads. {_reason(error)}")
+    without = without_each(first, attention.grid if attention else None, batch_size)
+    drop = (without.whole[:, None] - without.p).unflatten(1, without.grid)
+    says = [_without_one(without, image, target) for image, target in enumerate(names)]
+    scale = scale_of([drop], is_signed=True)
+    shown.append(_Maps("Each patch removed", drop, scale, "what p loses", says))
+    sections = []
+    for image, target in enumerate(names):
+        looks = looks_data(attention, image) if attention and attention.looks else None
+        sees = "what it looks at; " if looks else ""
+        section = _section(explained.name(image), first.images[image])
+        section |= {
+            "caption": _prediction(explained, first, image),
+            "figures": [maps.figure(image) for maps in shown],
+            "hint": f"Point at a patch, or press Tab and arrow keys: {sees}click or press Enter: p "
+            "without it.",
+            "looks": looks,
+            "curves": patch_curves({j.method: j.trust for j in found if j.trust}, image, target),
+            "said": [
+                {"title": one.method, "sentences": patch_sentences(one.trust, image)}
+                for one in found
+                if one.trust
+            ],
+            "heads": heads_data(attention, image) if attention else None,
+            "notes": notes,
+            "data": patch_data(without, image, target) | {"looks": looks and looks["layers"]},
+        }
+        sections.append(section)
+    return sections
+
+
+def word_sections(explained: Explained, found: Sequence[Judged]) -> list[Section]:
+    """A section for each sentence: its words, each with its map over the image in light tones.
+
+    All maps of a sentence have one scale, whose numbers are beside it. A judged word has its gap,
+    its probability and what is left of it without the region that its map ranks first; a map no
+    better than random is faded and says so.
+    """
+    seen, trust = found[0].seen, found[0].trust
+    assert explained.pictures is not None
+    sections = []
+    for image, words in enumerate(explained.words):
+        scores = trust.scores[image] if trust else [None] * len(words)
+        maps = as_numbers(seen.words[image, : len(words)])
+        scale = overlay_scale(maps, is_signed=seen.is_signed)
+        figures, told = [], []
+        over = over_chance(explained, seen, image)
+        for word, values, score, times in zip(words, maps, scores, over, strict=True):
+            figure = _figure(word, values, scale, _largest(values))
+            figure["lines"] = _word_lines(score) if score else [_largest(values)]
+            if times is not None:
+                figure["lines"].append(f"{short(times)} × chance on what it names")
+            figure["faded"] = bool(score) and not score.is_better
+            figures.append(figure)
+            data = {"word": word, "values": _rounded(values)}
+            if score:
+                data |= {"p": score.probability, "without": _rounded(score.without_each)}
+            told.append(data)
+        section = _section(f"{explained.name(image)}: {' '.join(words)}", explained.pictures[image])
+        section |= {
+            "overlay": True,
+            "bar": colour_bar(scale, f"{seen.method}, one scale for all words"),
+            "caption": _sentence(words, trust and scores),
+            "figures": figures,
+            "hint": "Point at a region, or press Tab and arrow keys: which words looked at it.",
+            "data": {"rows": maps.shape[1], "columns": maps.shape[2], "words": told},
+        }
+        sections.append(section)
+    return sections
+
+
+def over_chance(explained: Explained, seen: Explanation, image: int) -> list[float | None]:
+    """For each word whose object is known, the share of its map there over the object's area."""
+    assert seen.words is not None
+    known = explained.named[image] if explained.named else {}
+    found: list[float | None] = []
+    for place in range(len(explained.words[image])):
+        mask = known.get(place)
+        if mask is None or not mask.any():
+            found.append(None)
+        else:
+            found.append(float(mass(seen.words[image, place][None], mask[None]) / area(mask[None])))
+    return found
+
+
+def _section(title: str, picture: Tensor) -> dict[str, Any]:
+    """What every section of maps has, and what only some have, left out."""
+    left_out = {"overlay": False, "bar": None, "looks": None, "heads": None}
+    return left_out | {
+        "kind": "maps",
+        "title": title,
+        "picture": image_uri(picture),
+        "shape": f"{picture.shape[-1]} / {picture.shape[-2]}",
+        "curves": [],
+        "said": [],
+        "notes": [],
+    }
+
+
+def _figure(title: str, values: Any, scale: Scale, says: str) -> dict[str, Any]:
+    """A map with its title and the text that stands for it."""
+    return {
+        "title": title,
+        "uri": map_uri(values, scale),
+        "alt": f"Map: {title}. {says}",
+        "bar": None,
+        "faded": False,
+    }
+
+
+def _shown(explained: Explained, found: Sequence[Judged]) -> list[_Maps]:
+    """The maps of each method, then those that the first is compared with, and the differences."""
+    first = found[0].seen
+    beside: dict[str, Explanation] = {}
+    if found[0].other is not None:
+        beside["the other checkpoint"] = found[0].other
+    if first.has_target:
+        beside["another class"] = _of_another_class(explained, first)
+
+    def maps(name: str, one: Explanation, scale: Scale) -> _Maps:
+        says = [_about(explained, one, image) for image in range(len(one.map))]
+        return _Maps(name, one.map, scale, one.method, says)
+
+    both = scale_of(
+        [first.map, *(other.map for other in beside.values())], is_signed=first.is_signed
+    )
+    shown = [maps(found[0].method, first, both)]
+    for method, seen, _, _ in found[1:]:
+        shown.append(maps(method, seen, scale_of([seen.map], is_signed=seen.is_signed)))
+    for name, other in beside.items():
+        difference = first.map - other.map
+        scale = scale_of([difference], is_signed=True)
+        says = [f"{first.method} minus that of {name}; red: more in the first."] * len(difference)
+        shown.append(maps(name, other, both))
+        shown.append(_Maps(f"minus {name}", difference, scale, "difference", says))
+    return shown
+
+
+def _of_another_class(explained: Explained, seen: Explanation) -> Explanation:
+    """The same method for the likeliest of the other classes."""
+    with looking(explained.model), torch.no_grad():
+        logits = logits_of(explained.model(explained.inputs)).clone()
+    logits.scatter_(1, seen.target[:, None], -torch.inf)
+    return explain(explained.model, explained.inputs, logits.argmax(dim=1), seen.method)
+
+
+def _without_one(without: Without, image: int, target: str) -> str:
+    low, high = (number(float(p)) for p in without.p[image].aminmax())
+    p = f"p({target}) is {number(float(without.whole[image]))}"
+    return f"{p}, and without one patch {low} to {high} ({without.kind})."
+
+
+def _about(explained: Explained, one: Explanation, image: int) -> str:
+    text = "The same for every class. "
+    if one.has_target:
+        name, p = explained.class_name(int(one.target[image])), float(one.probability[image])
+        text = f"For {name}, p = {number(p)}. "
+    text += _largest(as_numbers(one.map[image]))
+    if one.share is not None and one.num_prefix_tokens:
+        text += f" Class and register tokens took {100 * float(one.share[image]):.0f} %."
+    return text
+
+
+def _largest(values: Any) -> str:
+    rows, columns = values.shape
+    row, column = divmod(int(values.argmax()), columns)
+    where = f"row {row}, column {column} of {rows} × {columns}"
+    return f"Largest {short(float(values[row, column]))} at {where}."
+
+
+def _prediction(explained: Explained, first: Explanation, image: int) -> str:
+    target, predicted = int(first.target[image]), int(first.predicted[image])
+    text = f"Predicted: {explained.class_name(predicted)}"
+    if target != predicted:
+        text += f"; explained: {explained.class_name(target)}"
+    text += f", p = {number(float(first.probability[image]))}"
+    if explained.truth is not None:
+        text += f"; label: {explained.class_name(int(explained.truth[image]))}"
+    return f"{text}."
+
+
+def _reason(error: Exception) -> str:
+    """An error's message, without what an argument could do about it."""
+    text = str(error).partition("; ")[0].partition(", or take another method")[0]
+    text = text.removeprefix("model: ")
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _word_lines(score: Any) -> list[str]:
+    verdict = "better than random" if score.is_better else "no better than random"
+    return [
+        f"p {number(score.probability)}, without its first region {number(score.without)}",
+        f"gap {short(score.gap)}",
+        f"{verdict} ({short(score.within)})",
+    ]
+
+
+def _sentence(words: Sequence[str], scores: Sequence[Any] | None) -> str:
+    sentence = " ".join(word for word in words if not word.startswith("<"))
+    if not scores:
+        return f"“{sentence}”. How far to trust the maps was not measured."
+    better = sum(score.is_better for score in scores)
+    return (
+        f"“{sentence}”. The maps of {better} of {len(words)} words are better than random: what "
+        "their p loses where the map points, the gap, is more than for 19 random maps in 20, whose "
+        "bound stands in brackets. The others are faded. Regions taken away get the image's mean "
+        "colour."
+    )
+
+
+def _rounded(values: Any) -> list[float]:
+    return [float(f"{value:.3g}") for value in as_numbers(values).flatten()]
