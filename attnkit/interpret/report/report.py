@@ -10,9 +10,11 @@ from typing import Any, Literal
 from attnkit.core.arguments import at_least
 from attnkit.interpret import captions
 from attnkit.interpret.graphs.methods import EDGE_METHODS
+from attnkit.interpret.layer_maps import draw_layer, first_of
 from attnkit.interpret.methods.table import METHODS
 from attnkit.interpret.page.page import write_page
 from attnkit.interpret.page.section import Table
+from attnkit.interpret.picture import save
 from attnkit.interpret.report.asked import Asked, Step
 from attnkit.interpret.report.cost import cost_of
 from attnkit.interpret.report.findings import PAGE, Findings
@@ -22,6 +24,7 @@ from attnkit.interpret.report.sentences import explain_sentences
 from attnkit.interpret.usual_method import usual_method
 from attnkit.lightning.explained import Explained
 
+LAYERS = "layers.png"
 MOST_IMAGES = 64
 TRUSTS = ("fast", "full", "none")
 _METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -37,7 +40,7 @@ _WITHOUT: Mapping[str, Mapping[str, str]] = {
         "target": "are explained for each word they have; leave it out",
         "against": "of another model may be others; explain it in a run of its own, with ckpt=",
     },
-    "nodes": {},
+    "nodes": {"layer": "have edges and no image to draw on; leave it out"},
 }
 """By what is explained, arguments that it does not have, and why."""
 
@@ -62,6 +65,10 @@ class Report:
         target: the class to explain, its name or its number; None: the predicted one.
         nodes: of a graph, their numbers.
         against: another checkpoint, whose maps are shown next to the first ones.
+        layer: also draw what a layer does, by its position or its name (`*` matches anything):
+            attention over the image as a multiple of uniform attention, attention over channels,
+            gates; for sentences its attention at each word. Leaves `layers.png`, and the numbers
+            in `maps.npz` as `layer_<name>`.
         batch_size: images in a forward.
         seed: of random orders.
         device: where the model runs; None: a GPU if there is one.
@@ -80,6 +87,7 @@ class Report:
         target: str | int | None = None,
         nodes: Sequence[int] | None = None,
         against: str | Path | None = None,
+        layer: int | str | None = None,
         batch_size: int = 64,
         seed: int = 0,
         device: str | None = None,
@@ -101,7 +109,8 @@ class Report:
         self._chooses = not asked
         self.trust, self.num_images, self.target = trust, num_images, target
         self.nodes = None if nodes is None else list(nodes)
-        self.against, self.batch_size, self.seed, self.device = against, batch_size, seed, device
+        self.against, self.layer = against, layer
+        self.batch_size, self.seed, self.device = batch_size, seed, device
 
     def check(self, explained: Explained) -> None:
         """Check the settings before anything that takes long; choose the method if none was given.
@@ -129,6 +138,8 @@ class Report:
             self.class_of(explained)
         if kind == "nodes":
             self._check_nodes(explained)
+        if self.layer is not None:
+            draw_layer(first_of(explained), self.layer)
 
     def class_of(self, explained: Explained) -> int | None:
         """The number of the class that is asked for.
@@ -194,6 +205,10 @@ class Report:
         else:
             found = explain_nodes(asked, explained, against, step)
         folder = Path(folder)
+        if self.layer is not None:
+            picture, maps = draw_layer(explained, self.layer)
+            found.arrays |= {f"layer_{name}": one.cpu().numpy() for name, one in maps.items()}
+            save(folder / LAYERS, picture)
         found.write(folder)
         facts = [*facts, f"table: {found.caption}"] if found.caption else facts
         headings, *rows = found.shown

@@ -45,8 +45,7 @@ class Kind:
         command: dotted name of the function that carries the command line out, given a `Request`
             (job/request.py) and the launcher of ranks or None, and returns the exit code.
         stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
-        needs: which of `ckpt`, `sweep`, `inspect`, `explain`, `export` and `reproduce` must be
-            there.
+        needs: which of `ckpt`, `sweep`, `explain`, `export` and `reproduce` must be there.
         leaves: arguments of the trainer it does not read.
         in_sweeps: whether `-m` runs several of them.
         has_table: whether its work shows a table of its own, in the place of that of the figures.
@@ -109,14 +108,6 @@ KINDS = {
             work="attnkit.launch.job.evaluation.predict",
             stage="predict",
             needs=("ckpt",),
-            leaves=_FIT | {"limit_test_batches"},
-        ),
-        Kind(
-            "inspect",
-            _OBJECTS | {"predict", "inspect", "ckpt", "images", "rank_logs"},
-            work="attnkit.launch.job.evaluation.predict",
-            stage="predict",
-            needs=("ckpt", "inspect"),
             leaves=_FIT | {"limit_test_batches"},
         ),
         Kind(
