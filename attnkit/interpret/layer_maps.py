@@ -19,7 +19,6 @@ from attnkit.interpret.colours import OVERLAY, Scale
 from attnkit.interpret.explain import explain
 from attnkit.interpret.methods.grid import find_grid
 from attnkit.interpret.picture import Panel, Row, as_picture, draw
-from attnkit.interpret.sentences import captioner_of
 from attnkit.layers.gates.gate import capture_gates
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.layers.maps.spatial import SpatialAttention
@@ -137,16 +136,6 @@ def _has_class_token(model: nn.Module) -> bool:
     said = (m for m in model.modules() if isinstance(getattr(m, "num_prefix_tokens", None), int))
     module = next(said, None)
     return getattr(module, "class_token", getattr(module, "cls_token", True)) is not None
-
-
-def check_layer(model: nn.Module, layer: int | str) -> None:
-    """Check before a model has run that it has a layer to draw; a captioner is checked as it runs.
-
-    Raises:
-        ValueError: there is none of this position or name.
-    """
-    if captioner_of(model) is None:
-        chosen_layers(model, layer)
 
 
 def draw_layer(given: Explained, layer: int | str) -> tuple[Figure, dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,9 +20,10 @@ from attnkit.core.arguments import choice
 from attnkit.interpret.by_turns import by_turns, num_rows
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.layer_maps import check_layer, draw_layer
+from attnkit.interpret.layer_maps import chosen_layers, draw_layer
 from attnkit.interpret.picture import pixels_of, save
 from attnkit.interpret.report.cost import duration
+from attnkit.interpret.sentences import captioner_of
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError
 from attnkit.interpret.trust.result import CLASS_SENSITIVITY
 from attnkit.interpret.usual_method import usual_method
@@ -139,9 +141,9 @@ class Interpret(Callback):
                 "explain the checkpoint afterwards"
             )
         self.folder = in_log_folder(trainer, self._given_folder, "interpret")
-        if self.layer is not None:
+        if self.layer is not None and captioner_of(pl_module) is None:  # which is asked as it runs
             try:
-                check_layer(pl_module, self.layer)
+                chosen_layers(pl_module, self.layer)
             except ValueError as error:
                 raise UserError(f"Interpret: {first_line(error)}") from error
 
@@ -158,7 +160,7 @@ class Interpret(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began, self._seconds = time.monotonic(), 0.0
 
-    def on_validation_batch_end(
+    def _look_at(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -166,40 +168,36 @@ class Interpret(Callback):
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
+        *,
+        stage: Literal["val", "test"],
     ) -> None:
-        if batch_idx or dataloader_idx or not trainer.is_global_zero or not self._is_due(trainer):
+        """Explain some images of the first batch of a validation that is due, or of a test."""
+        is_due = stage == "test" or self._is_due(trainer)
+        if batch_idx or dataloader_idx or not trainer.is_global_zero or not is_due:
             return
         start = time.monotonic()
-        if self._batch is None:
-            self._batch = _some(batch, self.num_images)
+        some = self._batch if stage == "val" else None
+        if some is None:
+            some = _some(batch, self.num_images)
+        name = "test"
+        if stage == "val":
+            self._batch, name = some, f"epoch_{trainer.current_epoch + 1:03d}"
         with trainer.precision_plugin.forward_context():
-            given = _explained(pl_module, self._batch)
-            figure, scores = self._looked(given, is_scored=self.trust != "none")
+            given = _explained(pl_module, some)
+            figure, scores = self._looked(given, stage == "val" and self.trust != "none")
             if not trainer.sanity_checking:  # which is only to learn that it works, and how long
                 self._tell(trainer, scores)
-                name = f"epoch_{trainer.current_epoch + 1:03d}"
-                self._show(trainer, "val/interpret", figure, name)
+                self._show(trainer, f"{stage}/interpret", figure, name)
+        if stage == "test":
+            return
         took = time.monotonic() - start
         self._seconds += took
         if not self._has_told_cost:
             self._has_told_cost = True
             self._say_cost(trainer, len(given.inputs), took)
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if batch_idx or dataloader_idx or not trainer.is_global_zero:
-            return
-        with trainer.precision_plugin.forward_context():
-            given = _explained(pl_module, _some(batch, self.num_images))
-            figure, _ = self._looked(given, is_scored=False)
-        self._show(trainer, "test/interpret", figure, "test")
+    on_validation_batch_end: Any = partialmethod(_look_at, stage="val")
+    on_test_batch_end: Any = partialmethod(_look_at, stage="test")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or not self._seconds:
@@ -218,7 +216,7 @@ class Interpret(Callback):
     def _has_look(self, epoch: int, trainer: Trainer) -> bool:
         return epoch % self.every_n_epochs == 0 or epoch + 1 == trainer.max_epochs
 
-    def _looked(self, given: Explained, *, is_scored: bool) -> tuple[Figure, dict[str, float]]:
+    def _looked(self, given: Explained, is_scored: bool) -> tuple[Figure, dict[str, float]]:
         """The picture, and the scores by name, without `val/`."""
         if given.kind == "nodes":
             raise UserError(

@@ -120,6 +120,7 @@ INSTEAD = {
     "group_size": "leave it out: augmentation is drawn for each image",
     "freeze": "finetune=head, last_blocks, lora or bitfit",
     "nodes": "of run=explain: explain.nodes=[12,51]",
+    "inspect": "run=explain explain.trust=none explain.layer=-1",
 }
 
 # Nodes that hold several objects by name.

@@ -150,6 +150,10 @@ KINDS = {
 }
 
 
+# What is not a kind of run though its name is a likely guess, and what to type.
+_INSTEAD = {"inspect": "\n  where a model looks: run=explain explain.trust=none"}
+
+
 def kind_of(name: Any) -> Kind:
     """The kind of run of this name.
 
@@ -158,7 +162,8 @@ def kind_of(name: Any) -> Kind:
     """
     if name not in KINDS:
         kinds = ", ".join(KINDS)
-        raise UserError(f"run: expected one of {kinds}, got {name!r}{nearest(name, KINDS)}")
+        hint = _INSTEAD.get(name) or nearest(name, KINDS)
+        raise UserError(f"run: expected one of {kinds}, got {name!r}{hint}")
     return KINDS[name]
 
 
