@@ -297,8 +297,8 @@ def test_a_layer_of_a_captioner(trainer, tmp_path):
     loader = DataLoader([{"image": torch.rand(2, 3, 8, 12)}], batch_size=None)
     trainer([interpret]).validate(module, loader, verbose=False)
     assert (tmp_path / "maps" / "epoch_001.png").exists()
-    with pytest.raises(UserError, match="Interpret: layers: 1 is none of the 1 attention layers"):
-        trainer([Interpret(trust="none", layer=1)]).validate(module, loader, verbose=False)
+    with pytest.raises(UserError, match="Interpret: layers: 4 is none of the 4 attention layers"):
+        trainer([Interpret(trust="none", layer=4)]).validate(module, loader, verbose=False)
 
 
 def test_a_layer_that_cannot_be_drawn_is_said_before_training(vit, loader, trainer):
