@@ -310,8 +310,9 @@ def _explained(module: Any, batch: Any) -> Explained:
 def _labels(rest: list[Any], size: int) -> Tensor | None:
     """The classes behind the images of a batch, if that is what stands there."""
     labels = rest[0] if rest else None
-    is_one_each = isinstance(labels, Tensor) and labels.shape == (size,)
-    return labels if is_one_each and not labels.is_floating_point() else None
+    if not isinstance(labels, Tensor) or labels.shape != (size,) or labels.is_floating_point():
+        return None
+    return labels
 
 
 def _removal(seen: Explanation) -> str:
