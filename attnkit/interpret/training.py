@@ -147,6 +147,11 @@ class Interpret(Callback):
             except ValueError as error:
                 raise UserError(f"Interpret: {first_line(error)}") from error
 
+    @property
+    def state_key(self) -> str:
+        """The name of the history in a checkpoint: several of these callbacks may take part."""
+        return f"Interpret(method={self.method!r}, layer={self.layer!r})"
+
     def state_dict(self) -> dict[str, Any]:
         history = {name: [list(point) for point in points] for name, points in self.history.items()}
         return {"history": history}
