@@ -106,8 +106,7 @@ _HOME = {
     "edge_fidelity": "attnkit.interpret.graphs.fidelity",
     "explain": "attnkit.interpret.explain",
     "Explanation": "attnkit.interpret.explanation",
-    "Interpret": "attnkit.interpret.training.callback",
-    "AttentionMaps": "attnkit.interpret.training.attention_maps",
+    "Interpret": "attnkit.interpret.training",
     "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
@@ -171,8 +170,7 @@ if TYPE_CHECKING:
     from attnkit.interpret.explain import explain
     from attnkit.interpret.explanation import Explanation
     from attnkit.interpret.graphs.fidelity import edge_fidelity
-    from attnkit.interpret.training.attention_maps import AttentionMaps
-    from attnkit.interpret.training.callback import Interpret
+    from attnkit.interpret.training import Interpret
     from attnkit.interpret.trust.curves import perturbation_curves
     from attnkit.interpret.trust.judge import trust
     from attnkit.interpret.trust.result import Trust

@@ -1,6 +1,7 @@
 """The picture of digits in the README, of a run with maps of attention.
 
-python -m attnkit task=vit callbacks=attention_maps run_dir=RUN
+python -m attnkit task=vit callbacks=interpret callbacks.interpret.trust=none \\
+    callbacks.interpret.layer=-1 callbacks.interpret.num_images=6 run_dir=RUN
 python docs/digits.py RUN docs/digits.png
 """
 
@@ -14,7 +15,7 @@ SPACE = 24
 
 
 def main(run, path):
-    names = "attention_maps/test.png", "learning_curves.png", "confusion_matrix.png"
+    names = "interpret/test.png", "learning_curves.png", "confusion_matrix.png"
     maps, curves, matrix = (Image.open(Path(run, name)).convert("RGB") for name in names)
     maps = scaled(maps, WIDTH)
     curves = scaled(curves, round(0.63 * WIDTH))

@@ -47,7 +47,7 @@ WHOLE = [
 ]
 # Trained, the rest of the groups: a file that needs no run of its own goes with another's.
 TRAINED = [
-    "task=vit model=vit_tiny optimizer=adamw callbacks=attention_maps finetune=full trainer=cpu",
+    "task=vit model=vit_tiny optimizer=adamw callbacks=default finetune=full trainer=cpu",
     "task=vit model=vit_small optimizer=sgd scheduler=constant trainer=cpu",
     "task=graph model=gat data=planetoid optimizer=adamw trainer=cpu",
     "task=graph model=exphormer trainer=cpu",

@@ -1,8 +1,10 @@
-"""What a layer of attention, or a gate, makes of one image, in a form that can be drawn."""
+"""What a layer of attention, or a gate, does with images: its maps, and a picture of them."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +22,8 @@ from attnkit.interpret.picture import Panel, Row, as_picture, draw
 from attnkit.layers.gates.gate import capture_gates
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.layers.maps.spatial import SpatialAttention
-from attnkit.lightning.errors import UserError
+from attnkit.lightning.explained import Explained
 
-_WEIGHTS = "attention_weights"
 _LABELS = {"attention": "attention / uniform attention", "gate": "gate, mean of channels"}
 _OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
 
@@ -53,18 +54,20 @@ def chosen_layers(model: nn.Module, layer: int | str) -> tuple[str, list[str]]:
         layer: a position among the layers, or a name (`*` matches anything).
 
     Raises:
-        UserError: it has neither, or no such layer.
+        ValueError: it has neither, or no such layer.
     """
     modules = {module_name(name): module for name, module in model.named_modules()}
     found = {
-        "attention": [n for n, m in modules.items() if callable(getattr(m, _WEIGHTS, None))],
+        "attention": [
+            n for n, m in modules.items() if callable(getattr(m, "attention_weights", None))
+        ],
         "gate": [n for n, m in modules.items() if callable(getattr(type(m), "gate", None))],
     }
     kind = next((kind for kind, names in found.items() if names), None)
     if kind is None:
-        raise UserError(
-            f"{type(model).__name__} has neither attention with weights nor gates: nothing to draw"
-            "\n  insert_attention puts them in; replace_attention makes timm's visible"
+        raise ValueError(
+            f"layer: {type(model).__name__} has neither attention with weights nor gates: nothing "
+            "to draw; insert_attention puts them in, replace_attention makes timm's visible"
         )
     names = found[kind]
     if isinstance(layer, int):
@@ -72,14 +75,12 @@ def chosen_layers(model: nn.Module, layer: int | str) -> tuple[str, list[str]]:
     else:
         chosen = [name for name in names if fnmatchcase(name, layer)]
     if not chosen:
-        raise UserError(f"layer: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
+        raise ValueError(f"layer: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
     return kind, chosen
 
 
 @torch.no_grad()
-def layer_maps(
-    model: nn.Module, image: Tensor, layer: int | str, num_prefix_tokens: int | None
-) -> tuple[list[LayerMap], Any]:
+def layer_maps(model: nn.Module, image: Tensor, layer: int | str) -> tuple[list[LayerMap], Any]:
     """The maps of some layers over an image [channels, height, width], and the model's output."""
     kind, names = chosen_layers(model, layer)
     with ExitStack() as stack:
@@ -91,12 +92,12 @@ def layer_maps(
     maps = []
     for name in names:
         if name not in captured:
-            raise UserError(f"layer: {name!r} did not run")
+            raise ValueError(f"layer: {name!r} did not run")
         values = captured[name][-1].float().cpu()
         if kind == "gate":
             maps.append(_of_gate(name, values[0]))
         else:
-            maps.append(_of_attention(name, model, values, image, num_prefix_tokens))
+            maps.append(_of_attention(name, model, values, image))
     return maps, output
 
 
@@ -106,9 +107,7 @@ def _of_gate(name: str, values: Tensor) -> LayerMap:
     return LayerMap(name, "gate", values.mean(0), "image")
 
 
-def _of_attention(
-    name: str, model: nn.Module, weights: Tensor, image: Tensor, num_prefix_tokens: int | None
-) -> LayerMap:
+def _of_attention(name: str, model: nn.Module, weights: Tensor, image: Tensor) -> LayerMap:
     layer, around = (model.get_submodule(path) for path in (name, name.rpartition(".")[0]))
     num_keys = weights.shape[-1]
     if isinstance(layer, _OVER_CHANNELS):
@@ -119,12 +118,12 @@ def _of_attention(
         is_column = layer is around.column_attention
         return LayerMap(name, "attention", lines.T if is_column else lines, "image")
     if len(weights) > 1:
-        raise UserError(
+        raise ValueError(
             f"layer: {name!r} attends within {len(weights)} parts of the image, windows or the "
-            "like, which are not drawn; inspect.layer or the argument layer chooses another"
+            "like, which are not drawn; take another layer"
         )
     height, width = image.shape[-2:]
-    grid = find_grid(model, num_keys, (height, width), None, num_prefix_tokens)
+    grid = find_grid(model, num_keys, (height, width))
     rows = weights[0].mean(0)
     row = rows[0] if grid.num_prefix_tokens and _has_class_token(model) else rows.mean(0)
     values = row[grid.num_prefix_tokens :].reshape(grid.rows, grid.columns)
@@ -139,15 +138,48 @@ def _has_class_token(model: nn.Module) -> bool:
     return getattr(module, "class_token", getattr(module, "cls_token", True)) is not None
 
 
-def rollout_map(model: nn.Module, image: Tensor, num_prefix_tokens: int | None) -> LayerMap:
-    """`attnkit.explain`'s rollout of an image, as a multiple of uniform attention."""
-    pixels = image if image.is_floating_point() else image.float() / 255
-    seen = explain(model, pixels[None], None, "rollout", num_prefix_tokens=num_prefix_tokens)
-    assert seen.tokens is not None
-    assert seen.share is not None
-    took = float(seen.share[0]) if seen.num_prefix_tokens else None
-    values = seen.map[0].cpu() * seen.tokens.shape[1]
-    return LayerMap("rollout", "attention", values, "image", took)
+def draw_layer(given: Explained, layer: int | str) -> tuple[Figure, dict[str, Tensor]]:
+    """The picture of what a layer does with images, and its maps [batch, …] by the layer's name.
+
+    For a captioner there is a map of the layer's attention for each word, with the name `words`.
+
+    Args:
+        given: a model and images, or a captioner and its sentences.
+        layer: a position among the layers, or a name (`*` matches anything, and each layer is a
+            row; of a captioner it is the mean over them).
+
+    Raises:
+        ValueError: there is no such layer; it did not run, attends within windows, or over tokens
+            that are not a grid.
+    """
+    if given.sentences is not None:
+        seen = explain(given.model, given.inputs, given.sentences, "attention", layers=layer)
+        assert seen.words is not None
+        return seen.draw(given.words or None, given.pictures), {"words": seen.words}
+    found = [layer_maps(given.model, image, layer) for image in given.inputs]
+    maps = [one for one, _ in found]
+    titles = [_title(given, number, output) for number, (_, output) in enumerate(found)]
+    pictures = given.inputs if given.pictures is None else given.pictures
+    layers = {row[0].layer: torch.stack([one.values for one in row])
+              for row in zip(*maps, strict=True)}  # fmt: skip
+    return draw_layers(pictures, maps, titles), layers
+
+
+def first_of(given: Explained) -> Explained:
+    """The first image alone, to learn whether a layer can be drawn."""
+    pictures = None if given.pictures is None else given.pictures[:1]
+    said = None if given.sentences is None else given.sentences[:1]
+    return replace(given, inputs=given.inputs[:1], pictures=pictures, sentences=said)
+
+
+def _title(given: Explained, number: int, output: Any) -> str:
+    """The image's name, its class, and the one that logits predict."""
+    lines = ["/".join(Path(given.names[number]).parts[-2:])] if given.names else []
+    if given.truth is not None:
+        lines.append(f"true: {given.class_name(int(given.truth[number]))}")
+    if isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] > 1:
+        lines.append(f"predicted: {given.class_name(int(output[0].argmax()))}")
+    return "\n".join(lines)
 
 
 def draw_layers(

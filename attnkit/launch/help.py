@@ -39,8 +39,8 @@ Use what was trained
                                                the same for nodes of a graph
   attnkit run=explain model=timm model.name=NAME images=PATH
                                                a network trained elsewhere
-  attnkit run=inspect ckpt=RUN_DIR images=PATH where each word of a caption
-                                               looked
+  attnkit run=explain ckpt=RUN_DIR explain.trust=none explain.layer=-1
+                                               maps alone, and a layer's
   attnkit run=export ckpt=RUN_DIR              safetensors, torch.export, ONNX
 
 Compare

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from attnkit import AttentionMaps, MultiHeadAttention
+from attnkit import Interpret, MultiHeadAttention
 from attnkit.lightning import KernelRecord, LearningCurves, ResultsFile, Throughput
 
 
@@ -43,6 +43,7 @@ if __name__ == "__main__":
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None].expand(-1, 3, -1, -1) / 16
     dataset = TensorDataset(F.interpolate(images, scale_factor=4), torch.tensor(digits.target))
     train, val = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
-    callbacks = [KernelRecord(), AttentionMaps(), Throughput(), LearningCurves(), ResultsFile()]
+    maps = Interpret(every_n_epochs=1, trust="none", layer=-1)  # of the layer, without scores
+    callbacks = [KernelRecord(), maps, Throughput(), LearningCurves(), ResultsFile()]
     trainer = L.Trainer(max_epochs=5, callbacks=callbacks, logger=L.pytorch.loggers.CSVLogger("."))
     trainer.fit(Digits(), DataLoader(train, 64, shuffle=True), DataLoader(val, 256))

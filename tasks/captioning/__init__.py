@@ -27,4 +27,3 @@ from attnkit.tasks.captioning.tokenizer import Tokenizer as Tokenizer
 from attnkit.tasks.captioning.tokenizer import WordTokenizer as WordTokenizer
 from attnkit.tasks.captioning.tokenizer import load_tokenizer as load_tokenizer
 from attnkit.tasks.captioning.tokenizer import words_of as words_of
-from attnkit.tasks.captioning.word_maps import WordMaps as WordMaps

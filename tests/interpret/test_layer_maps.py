@@ -15,11 +15,10 @@ from attnkit import (
     SqueezeExcitation,
     ViT,
     capture_attention,
-    explain,
 )
 from attnkit.interpret.colours import Scale, overlaid
-from attnkit.interpret.layer_maps import LayerMap, draw_layers, layer_maps, rollout_map
-from attnkit.lightning import UserError
+from attnkit.interpret.layer_maps import LayerMap, draw_layer, draw_layers, layer_maps
+from attnkit.lightning import Explained
 
 
 class Bright(nn.Module):
@@ -42,7 +41,7 @@ class Bright(nn.Module):
 def test_the_map_lies_over_the_image_as_the_patches_do(num_prefix_tokens):
     image = torch.zeros(3, 21, 35)  # 3 x 5 patches
     image[:, 7:14, 21:28] = 1.0
-    (found,), _ = layer_maps(Bright(num_prefix_tokens), image, -1, None)
+    (found,), _ = layer_maps(Bright(num_prefix_tokens), image, -1)
     expected = torch.ones(3, 5)
     expected[1, 3] = torch.e**10
     tokens = 15 + num_prefix_tokens
@@ -62,7 +61,7 @@ def test_the_map_lies_over_the_image_as_the_patches_do(num_prefix_tokens):
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_the_last_layer_and_rollout_of_our_vit(options):
+def test_the_last_layer_of_our_vit(options):
     """The class token's row, the pooling's, or the mean over all where there is no class token."""
     vit, image = make_vit(**options), torch.randn(3, 6, 10)
     with torch.no_grad():  # so that the layers look at different places
@@ -74,15 +73,8 @@ def test_the_last_layer_and_rollout_of_our_vit(options):
     shown = weights.mean(0) if options.get("pooling") == "mean" else weights[0]
     expected = shown[-15:].reshape(3, 5)
     assert expected.std() > 1e-3
-    (found,), _ = layer_maps(vit, image, -1, None)
+    (found,), _ = layer_maps(vit, image, -1)
     torch.testing.assert_close(found.values, expected * weights.shape[1])
-    if options.get("class_token"):
-        return  # the pooling has fewer keys, and rollout cannot follow
-    seen = explain(vit, image[None], method="rollout")
-    found = rollout_map(vit, image, None)
-    torch.testing.assert_close(found.values, seen.map[0] * seen.tokens.shape[1])
-    took = float(seen.share[0]) if seen.num_prefix_tokens else None
-    assert found.prefix == (took and pytest.approx(took))
 
 
 def make_vit(**options):
@@ -91,10 +83,12 @@ def make_vit(**options):
 
 
 def test_tokens_that_are_no_grid():
+    model = nn.Sequential(Bright(1))
+    model.num_prefix_tokens = 2
     with pytest.raises(
         ValueError, match="grid: 16 tokens do not form a grid over an image of 21 x 35"
     ):
-        layer_maps(Bright(1), torch.rand(3, 21, 35), -1, 2)
+        layer_maps(model, torch.rand(3, 21, 35), -1)
 
 
 def picture(*maps):
@@ -122,6 +116,13 @@ def test_an_even_map_looks_even_and_has_a_scale():
     assert picture(gate)[0].axes[-1].get_ylim() == (0, 1)
 
 
+def test_a_title_that_would_be_a_formula(tmp_path):
+    image = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    figure = draw_layers(image, [[]], [r"$5 or $\frac"])
+    figure.savefig(tmp_path / "picture.png")
+    assert figure.axes[0].get_title("left") == r"\$5 or \$\frac"
+
+
 def test_each_place_has_one_colour_and_the_image_shows_through():
     """Of 6 x 7 pixels and 2 x 3 places: rows 0 to 2, columns 0 to 2, 3 and 4, 5 and 6."""
     values = np.array([[0.0, 0.5, 1.0], [2.0, 0.25, 0.75]])
@@ -142,12 +143,12 @@ def test_each_place_has_one_colour_and_the_image_shows_through():
 def test_what_the_prefix_took():
     vit = make_vit(num_registers=2)
     image = torch.randn(3, 6, 10)
-    (found,), _ = layer_maps(vit, image, -1, None)
+    (found,), _ = layer_maps(vit, image, -1)
     with capture_attention(vit, layers=-1) as captured:
         vit(image[None])
     (weights,) = captured["blocks.1.attention"]
     assert found.prefix == pytest.approx(float(weights[0].mean(0)[0, :3].sum()), abs=1e-6)
-    assert layer_maps(make_vit(pooling="mean"), image, -1, None)[0][0].prefix is None
+    assert layer_maps(make_vit(pooling="mean"), image, -1)[0][0].prefix is None
 
 
 def test_gates_of_channels_are_a_curve():
@@ -168,7 +169,7 @@ def test_what_each_kind_of_layer_gives():
     }
     for name, (layer, kind, over, shape) in kinds.items():
         model = nn.Sequential(layer).eval()
-        (found,), _ = layer_maps(model, image, -1, None)
+        (found,), _ = layer_maps(model, image, -1)
         assert (found.kind, found.over, tuple(found.values.shape)) == (kind, over, shape), name
         if kind == "attention":
             assert found.values.mean() == pytest.approx(1, abs=1e-4)  # of uniform attention
@@ -199,7 +200,7 @@ def test_axial_attention_is_drawn_along_rows_and_columns():
     image = torch.zeros(3, 21, 35)  # 3 x 5 positions
     image[:, 7:14, 21:28] = 1.0
     model = Axial().eval()
-    (rows, columns), _ = layer_maps(model, image, "*", None)
+    (rows, columns), _ = layer_maps(model, image, "*")
     assert [rows.layer, columns.layer] == ["spatial.attention", "spatial.column_attention"]
     share = torch.e**10 / (torch.e**10 + 4)
     expected = torch.ones(3, 5)
@@ -216,7 +217,7 @@ def test_axial_attention_is_drawn_along_rows_and_columns():
 
 def test_a_map_of_one_row_or_column():
     for size, shapes in (((7, 35), [(1, 5), (1, 5)]), ((21, 7), [(3, 1), (3, 1)])):
-        found, _ = layer_maps(Axial().eval(), torch.rand(3, *size), "*", None)
+        found, _ = layer_maps(Axial().eval(), torch.rand(3, *size), "*")
         assert [one.values.shape for one in found] == shapes
 
 
@@ -232,5 +233,22 @@ class Windows(nn.Module):
 
 
 def test_windows_are_refused():
-    with pytest.raises(UserError, match="layer: 'attention' attends within 2 parts of the image"):
-        layer_maps(Windows(), torch.rand(3, 6, 5), -1, None)
+    with pytest.raises(ValueError, match="layer: 'attention' attends within 2 parts of the image"):
+        layer_maps(Windows(), torch.rand(3, 6, 5), -1)
+
+
+def test_the_maps_of_a_batch_have_the_titles_of_what_is_explained():
+    """By the file's last two names, the class, and the prediction of the largest logit."""
+    vit, images = make_vit(), torch.randn(2, 3, 6, 10)
+    known = {"truth": torch.tensor([2, 0]), "names": ["x/cat/1.png", "y"]}
+    given = Explained(vit, images, images, ["a", "b", "c"], **known)
+    figure, maps = draw_layer(given, "*")
+    assert [*maps] == ["blocks.0.attention", "blocks.1.attention"]
+    for number, image in enumerate(images):
+        for one in layer_maps(vit, image, "*")[0]:
+            torch.testing.assert_close(maps[one.layer][number], one.values)
+    predicted = ["abc"[number] for number in vit(images).argmax(1)]
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert titles[:2] == [
+        f"cat/1.png\ntrue: c\npredicted: {predicted[0]}", f"y\ntrue: a\npredicted: {predicted[1]}"
+    ]  # fmt: skip

@@ -23,11 +23,11 @@ def test_the_example_of_the_readme(repository, tmp_path):
     run = tmp_path / "lightning_logs" / "version_0"
     names = {path.name for path in run.iterdir()}
     assert names == {
-        "attention_maps",
         "checkpoints",
+        "interpret",
         "learning_curves.png",
         "metrics.csv",
         "results.json",
     }
-    assert len(list((run / "attention_maps").iterdir())) == 5
+    assert len(list((run / "interpret").iterdir())) == 5
     assert json.loads((run / "results.json").read_text())["val/accuracy"] > 0.9

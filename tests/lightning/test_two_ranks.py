@@ -17,8 +17,8 @@ def test_two_ranks_write_one_of_everything(tmp_path):
         assert done.stderr.count(f"attention kernels in the first {stage} batch") == 1
 
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    maps = {f"attention_maps/{name}.png" for name in ("epoch_001", "epoch_002", "test")}
-    maps |= {f"interpret/{name}.png" for name in ("epoch_001", "epoch_002", "scores")}
+    maps = {f"layers/{name}.png" for name in ("epoch_001", "epoch_002", "test")}
+    maps |= {f"interpret/{name}.png" for name in ("epoch_001", "epoch_002", "test", "scores")}
     assert files == {"best.ckpt", "learning_curves.png", "results.json"} | maps
 
     results = json.loads((tmp_path / "results.json").read_text())

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from attnkit import AttentionMaps, Interpret, MultiHeadAttention
+from attnkit import Interpret, MultiHeadAttention
 from attnkit.lightning import (
     EMA,
     KernelRecord,
@@ -59,7 +59,7 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         callbacks=[
             KernelRecord(),
-            AttentionMaps(num_images=2),
+            Interpret(2, 1, trust="none", layer=-1, folder=f"{sys.argv[1]}/layers"),
             Interpret(num_images=2, every_n_epochs=2),
             Throughput(),
             EMA(),

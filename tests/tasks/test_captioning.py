@@ -22,7 +22,6 @@ from attnkit.tasks.captioning import (
     ObjectLooks,
     ScenesData,
     WordLooks,
-    WordMaps,
     is_right,
 )
 
@@ -207,32 +206,28 @@ def test_shares_of_right_sentences(module, data, monkeypatch):
             assert results[f"{prefix}/{name}"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_predict_and_inspect(trained, tmp_path, monkeypatch, capfd):
+def test_predict_and_the_layer_of_each_word(trained, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     images = tmp_path / "images"
     images.mkdir()
     for number in range(3):
         Image.new("RGB", (31, 29), (80 * number, 90, 100)).save(images / f"{number}.png")
     (images / "broken.png").write_text("no image")
-    for run in ("predict", "inspect"):
-        code = main([f"run={run}", f"ckpt={trained}", f"images={images}", f"run_dir={run}"])
+    layer = ("explain.trust=none", "explain.layer=-1")
+    for run, *words in (("predict",), ("explain", *layer)):
+        code = main([f"run={run}", f"ckpt={trained}", f"images={images}", f"run_dir={run}", *words])
         assert code == 0, capfd.readouterr().err
-    rows = {}
-    for run in ("predict", "inspect"):
-        with Path(run, "predictions.csv").open(newline="") as file:
-            rows[run] = list(csv.DictReader(file))
-    assert rows["predict"] == rows["inspect"]
-    assert [Path(row["path"]).name for row in rows["predict"]] == ["0.png", "1.png", "2.png"]
-    assert all(float(row["log_probability"]) < 0 for row in rows["predict"])
-    assert not Path("predict/inspect").exists()
-    pages = sorted(path.name for path in Path("inspect/inspect").iterdir())
-    assert pages == [f"0_0_{n}_{n}.{kind}" for n in range(3) for kind in ("npz", "png")]
-    arrays = np.load("inspect/inspect/0_0_2_2.npz")
-    num_words = len(arrays["words"])
-    assert arrays["weights"].shape == (2, 2, num_words, 6, 6)
-    np.testing.assert_allclose(arrays["weights"].sum((-2, -1)), 1, rtol=1e-4)
-    said = [word for word in arrays["words"] if word != "<end>"]
-    assert " ".join(said) == rows["predict"][2]["caption"]
+    with Path("predict/predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [Path(row["path"]).name for row in rows] == ["0.png", "1.png", "2.png"]
+    assert all(float(row["log_probability"]) < 0 for row in rows)
+    assert not Path("predict/layers.png").exists()
+    arrays = np.load("explain/maps.npz")
+    for row, words, weights in zip(rows, arrays["words"], arrays["layer_words"], strict=True):
+        said = [word for word in words if word not in ("", "<end>")]
+        assert " ".join(said) == row["caption"]
+        sums = weights.sum((-2, -1))
+        np.testing.assert_allclose(sums[: len(said)], 1, rtol=1e-4)
     module = ImageCaptioning.load_from_checkpoint(trained / "checkpoints" / "best.ckpt")
     (batch,) = _batches(images, module)
     with torch.no_grad():
@@ -241,16 +236,17 @@ def test_predict_and_inspect(trained, tmp_path, monkeypatch, capfd):
             max_words=module.max_words - 1,
             return_weights=True,
         ).weights[0]
-    np.testing.assert_allclose(arrays["weights"], alone.unflatten(-1, (6, 6)), atol=1e-5)
-    with Image.open("inspect/inspect/0_0_1_1.png") as page:
+    last = alone[-1].mean(0).unflatten(-1, (6, 6))
+    np.testing.assert_allclose(arrays["layer_words"][2, : len(last)], last, atol=1e-5)
+    with Image.open("explain/layers.png") as page:
         assert min(page.size) > 200
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["run=inspect", "ckpt={ckpt}"], "run=inspect: needs images=PATH"),
-        (["run=inspect", "images=."], "run=inspect: needs ckpt=PATH"),
+        (["run=predict", "ckpt={ckpt}"], "run=predict: needs images=PATH"),
+        (["run=explain", "images=."], "run=explain: needs ckpt=PATH"),
         ([*SMALL, "encoder.dim=20", "decoder.memory_dim=16"], "reads a memory of 16 channels"),
         ([*SMALL, "decoder.positions=rotaty"], "decoder.positions"),
         (["task=vit", "encoder=cnn"], "takes no argument 'encoder'"),
@@ -263,11 +259,3 @@ def test_wrong_settings(trained, tmp_path, monkeypatch, capfd, command, message)
     assert message in error
     assert len(error.strip().splitlines()) <= 3
     assert not list(tmp_path.iterdir())
-
-
-def test_a_page_of_words_that_would_be_a_formula(tmp_path):
-    words = ["costs", "$5", r"$\frac", "or$", "<end>"]
-    image = torch.zeros(3, 8, 8, dtype=torch.uint8)
-    figure = WordMaps(tmp_path)._page(image, " ".join(words), words, torch.rand(1, 2, 5, 4, 4))
-    figure.savefig(tmp_path / "page.png")
-    assert figure.axes[2].get_title("left") == r"\$5"

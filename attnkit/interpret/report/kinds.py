@@ -282,7 +282,8 @@ class Nodes:
 
     methods: Mapping[str, Any] = EDGE_METHODS
     refused: Mapping[str, str] = {
-        "against": "of another model are explained in a run of their own, with ckpt="
+        "against": "of another model are explained in a run of their own, with ckpt=",
+        "layer": "have edges and no image to draw on; leave it out",
     }
     reading = (
         "Trust that an edge matters only as far as p falls more without it than without random "

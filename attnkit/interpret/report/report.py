@@ -12,6 +12,8 @@ from torch import Tensor
 
 from attnkit.core.arguments import at_least
 from attnkit.interpret.explain import explain
+from attnkit.interpret.layer_maps import draw_layer, first_of
+from attnkit.interpret.picture import save
 from attnkit.interpret.report.cost import cost_of
 from attnkit.interpret.report.findings import PAGE, Findings, Judged, findings_of, table_of
 from attnkit.interpret.report.kinds import KINDS
@@ -19,6 +21,7 @@ from attnkit.interpret.report.page import write_page
 from attnkit.interpret.usual_method import usual_method
 from attnkit.lightning.explained import Explained
 
+LAYERS = "layers.png"
 MOST_IMAGES = 64
 TRUSTS = ("fast", "full", "none")
 
@@ -43,6 +46,10 @@ class Report:
         target: the class to explain, its name or its number; None: the predicted one.
         nodes: of a graph, their numbers.
         against: another checkpoint, whose maps of images are shown next to the first ones.
+        layer: also draw what a layer does, by its position or its name (`*` matches anything):
+            attention over the image as a multiple of uniform attention, attention over channels,
+            gates; for sentences its attention at each word. Leaves `layers.png`, and the numbers
+            in `maps.npz` as `layer_<name>`.
         batch_size: images in a forward.
         seed: of random orders.
         device: where the model runs; None: a GPU if there is one.
@@ -61,6 +68,7 @@ class Report:
         target: str | int | None = None,
         nodes: Sequence[int] | None = None,
         against: str | Path | None = None,
+        layer: int | str | None = None,
         batch_size: int = 64,
         seed: int = 0,
         device: str | None = None,
@@ -82,7 +90,8 @@ class Report:
         self._chooses = not asked
         self.trust, self.num_images, self.target = trust, num_images, target
         self.nodes = None if nodes is None else list(nodes)
-        self.against, self.batch_size, self.seed, self.device = against, batch_size, seed, device
+        self.against, self.layer = against, layer
+        self.batch_size, self.seed, self.device = batch_size, seed, device
 
     def check(self, explained: Explained) -> None:
         """Check the settings before anything that takes long; choose the method if none was given.
@@ -118,6 +127,8 @@ class Report:
             for node in self.nodes:
                 if not 0 <= node <= last:
                     raise ValueError(f"nodes: expected numbers from 0 to {last}, got {node}")
+        if self.layer is not None:
+            draw_layer(first_of(explained), self.layer)
 
     def class_of(self, explained: Explained) -> int | None:
         """The number of the class that is asked for.
@@ -201,6 +212,10 @@ class Report:
             said=findings_of(summary, kind.worth),
         )
         folder = Path(folder)
+        if self.layer is not None:
+            picture, maps = draw_layer(explained, self.layer)
+            findings.arrays |= {f"layer_{name}": one.cpu().numpy() for name, one in maps.items()}
+            save(folder / LAYERS, picture)
         findings.write(folder)
         untested = "These maps were not tested against random ones. " * (self.trust == "none")
         write_page(

@@ -39,8 +39,6 @@ class Config:
     predict: dict[str, Any] | None = None
     """The LightningDataModule of run=predict, which gets `images`; or a callback of a prediction of
     `data`, as it is also without it."""
-    inspect: dict[str, Any] | None = None
-    """The callback that run=inspect gives the predictions to."""
     export: dict[str, Any] | None = None
     """What run=export gives the module to."""
     explain: dict[str, Any] | None = None
@@ -70,7 +68,7 @@ class Config:
     ckpt: str | Path | None = None
     """A checkpoint, or a run folder (its best.ckpt)."""
     images: str | Path | None = None
-    """For run=predict, inspect and explain, where the task has `predict`: a folder or a file."""
+    """For run=predict and explain, where the task has `predict`: a folder or a file."""
     compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False
     """torch.compile of the model, with this mode."""
     precision: str | int = 32
@@ -111,7 +109,7 @@ class Reproduce:
 
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
-    "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict", "inspect",
+    "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict",
     "export", "explain", "optimizer", "scheduler", "finetune",
 )  # fmt: skip
 
@@ -122,6 +120,7 @@ INSTEAD = {
     "group_size": "leave it out: augmentation is drawn for each image",
     "freeze": "finetune=head, last_blocks, lora or bitfit",
     "nodes": "of run=explain: explain.nodes=[12,51]",
+    "inspect": "run=explain explain.trust=none explain.layer=-1",
 }
 
 # Nodes that hold several objects by name.

@@ -1,4 +1,4 @@
-"""`run=test`, `predict`, `inspect` and `export`: what is done with a checkpoint."""
+"""`run=test`, `predict` and `export`: what is done with a checkpoint."""
 
 from __future__ import annotations
 

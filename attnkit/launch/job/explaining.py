@@ -28,6 +28,9 @@ from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config
 
 _PACKAGES = ("attnkit", "torch", "timm")
+_OF_REPORT = (
+    "method", "methods", "target", "nodes", "against", "layer", "num_images", "trust",
+)  # fmt: skip
 
 
 def explain(session: Session) -> dict[str, float] | None:
@@ -120,7 +123,7 @@ def _told() -> Iterator[None]:
         yield
     except (ValueError, TypeError, RuntimeError) as error:
         name = str(error).partition(":")[0]
-        if name in ("method", "methods", "target", "nodes", "against", "num_images", "trust"):
+        if name in _OF_REPORT:
             raise UserError(f"explain.{first_line(error)}") from error
         if name in ("model", "grid", "inputs", "index", "removals", "layers"):
             raise UserError(f"run=explain: {first_line(error)}") from error

@@ -171,6 +171,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not valid YAML: {first_line(error)}") from error
     if not isinstance(config, dict) or "task" not in config:
         raise UserError(f"{path}: not the configuration of a run")
+    config.pop("inspect", None)  # version 0.1 had a kind of run for it
     return config
 
 

@@ -45,8 +45,7 @@ class Kind:
         command: dotted name of the function that carries the command line out, given a `Request`
             (job/request.py) and the launcher of ranks or None, and returns the exit code.
         stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
-        needs: which of `ckpt`, `sweep`, `inspect`, `explain`, `export` and `reproduce` must be
-            there.
+        needs: which of `ckpt`, `sweep`, `explain`, `export` and `reproduce` must be there.
         leaves: arguments of the trainer it does not read.
         in_sweeps: whether `-m` runs several of them.
         has_table: whether its work shows a table of its own, in the place of that of the figures.
@@ -112,14 +111,6 @@ KINDS = {
             leaves=_FIT | {"limit_test_batches"},
         ),
         Kind(
-            "inspect",
-            _OBJECTS | {"predict", "inspect", "ckpt", "images", "rank_logs"},
-            work="attnkit.launch.job.evaluation.predict",
-            stage="predict",
-            needs=("ckpt", "inspect"),
-            leaves=_FIT | {"limit_test_batches"},
-        ),
-        Kind(
             "explain",
             _MODEL | {"explain", "data", "predict", "ckpt", "images", "run_dir", "seed"},
             work="attnkit.launch.job.explaining.explain",
@@ -159,6 +150,10 @@ KINDS = {
 }
 
 
+# What is not a kind of run though its name is a likely guess, and what to type.
+_INSTEAD = {"inspect": "\n  where a model looks: run=explain explain.trust=none"}
+
+
 def kind_of(name: Any) -> Kind:
     """The kind of run of this name.
 
@@ -167,7 +162,8 @@ def kind_of(name: Any) -> Kind:
     """
     if name not in KINDS:
         kinds = ", ".join(KINDS)
-        raise UserError(f"run: expected one of {kinds}, got {name!r}{nearest(name, KINDS)}")
+        hint = _INSTEAD.get(name) or nearest(name, KINDS)
+        raise UserError(f"run: expected one of {kinds}, got {name!r}{hint}")
     return KINDS[name]
 
 

@@ -250,15 +250,11 @@ def _callbacks(request: Request, config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _check_parts_of(request: Request) -> None:
-    """What the task must say of this kind of run: what reads images, inspects or exports.
+    """What the task must say of this kind of run: what reads images, explains or exports.
 
     Without `predict`, the data itself is predicted.
     """
     config, kind = request.config, request.kind
-    if "inspect" in kind.needs and not config.get("inspect"):
-        raise UserError(
-            f"run=inspect: the task {config['task']} has nothing to inspect; run=predict"
-        )
     if "export" in kind.needs and not config.get("export"):
         raise UserError("run=export: needs export, which is null; keep its default value")
     if "explain" in kind.needs and not config.get("explain"):
@@ -340,10 +336,9 @@ def _evaluation(request: Request) -> Job:
             saved["export"] = OmegaConf.to_container(given["export"], resolve=False)
         explain = given.get("explain")  # what to do with a saved run is not taken over from it
         saved["explain"] = explain and OmegaConf.to_container(explain, resolve=False)
-        if "inspect" in request.kind.needs and saved.get("inspect") is None:
-            saved["inspect"] = _usual(request, saved, "inspect")
-        if "predict" in request.kind.uses and saved.get("predict") is None:
-            saved["predict"] = _usual(request, saved, "predict")
+        if "predict" in request.kind.uses and saved.get("predict") is None:  # the run is older
+            usual = request.composer.compose([f"task={saved['task']}"]).get("predict")
+            saved["predict"] = usual and OmegaConf.to_container(usual, resolve=False)
         config = request.composer.overlay(saved, request.overrides)
         request = request.on(home)
     request = replace(request, config=config)
@@ -353,12 +348,6 @@ def _evaluation(request: Request) -> Job:
         folders.check_writable(absolute(top["export"]["folder"]), "export.folder")
     fresh = given.get("run_dir") is None
     return _job(request, folder, top, [top], fresh=fresh, alone=home is None)
-
-
-def _usual(request: Request, saved: Mapping[str, Any], key: str) -> Any:
-    """What the task has there, of a run that is older than it."""
-    usual = request.composer.compose([f"task={saved['task']}"]).get(key)
-    return usual and OmegaConf.to_container(usual, resolve=False)
 
 
 def _check_alone(request: Request, ckpt: Path) -> None:

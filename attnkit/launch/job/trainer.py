@@ -59,8 +59,6 @@ def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] =
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     elif shown is None:
         shown = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    if "inspect" in kind.uses:
-        callbacks += _built(Callback, "", {"inspect": config["inspect"]}).values()
     if kind.trains:
         callbacks.append(MonitorsInSanityCheck())
     loggers = _built(Logger, "logger", config["logger"] if "logger" in kind.uses else {})

@@ -41,7 +41,7 @@ _FORMER = {
     "attnkit.layers.squeeze_excitation.SqueezeExcitation": "attnkit.layers.SqueezeExcitation",
     "attnkit.layers.squeeze_excitation.SpatialExcitation": "attnkit.layers.SpatialExcitation",
     "attnkit.layers.squeeze_excitation.SCSE": "attnkit.layers.SCSE",
-    "attnkit.lightning.AttentionMaps": "attnkit.AttentionMaps",
+    "attnkit.lightning.AttentionMaps": "attnkit.Interpret",
     "attnkit.lightning.ema.EMA": "attnkit.lightning.EMA",
     "attnkit.lightning.optim.warmup_cosine": "attnkit.lightning.warmup_cosine",
     "attnkit.models.backbones.timm_backbone": "attnkit.models.timm_backbone",

@@ -183,7 +183,10 @@ WRONG = [
     ("run=test ckpt={mixed}", "does not fit the model\n  size mismatch for model.decoder.embed"),
     slow("run=predict ckpt={mixed} images={folder}/0.png", "does not fit the model"),
     ("resume={mixed} trainer.max_epochs=20", "last.ckpt does not fit the model"),
-    ("run=inspect ckpt={run} images={folder}/0.png inspect.layer=1", "got 1 of 1 layers"),
+    (
+        "run=explain ckpt={run} images={folder}/0.png explain.layer=1",
+        "run=explain: layers: 1 is none of the 1 attention layers",
+    ),
 ]  # fmt: skip
 
 

@@ -136,6 +136,10 @@ REFUSED = [
         "explain.nodes: expected none for images, got [1]; images are explained image by image",
     ),
     (("nodes=[1]",), "nodes: attnkit has no such key; of run=explain: explain.nodes=[12,51]"),
+    (
+        ("explain.layer=9",),
+        "explain.layer: 9 is none of the 2 layers model.blocks.0.attention, model.blocks.1.attent",
+    ),
     (("explain.against=RUNS/coarse",), "explain.against: its maps are 2 x 2, the first model's 4"),
     (("explain.against=nowhere",), "explain.against: no file"),
     (("images=RUNS/one/checkpoints",), "images: no image files under"),

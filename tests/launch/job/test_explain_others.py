@@ -135,6 +135,10 @@ REFUSED = [
         ("ckpt=RUNS/graph", "explain.nodes=[1]", "explain.method=rollout"),
         "nodes, got 'rollout'",
     ),
+    (
+        ("ckpt=RUNS/graph", "explain.nodes=[1]", "explain.layer=-1"),
+        "explain.layer: expected none for nodes, got -1; nodes have edges and no image to draw on",
+    ),
     (("ckpt=RUNS/captions", "explain.method=legrad"), "for sentences, got 'legrad'"),
     (
         ("ckpt=RUNS/captions", "explain.target=1"),

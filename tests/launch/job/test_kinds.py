@@ -32,7 +32,6 @@ CHANGED = {
     "finetune": "finetune.layer_decay=0.5",
     "data": "data.batch_size=17",
     "predict": "predict.batch_size=19",
-    "inspect": "inspect.num_images=3",
     "export": "export.formats=[safetensors]",
     "explain": "explain.batch_size=29",
     "optimizer": "optimizer.lr=0.0625",
@@ -105,12 +104,10 @@ def test_what_a_kind_does_not_use_is_refused(attnkit, trained, monkeypatch, kind
 
 
 # What a run of this task and data may have besides, but not together with the rest.
-ALONE = {"seeds", "splits", "resume", "inspect", "backbone", "attention", "encoder", "decoder"}
+ALONE = {"seeds", "splits", "resume", "backbone", "attention", "encoder", "decoder"}
 
 
-@pytest.mark.parametrize(
-    "kind", [k for k in RUNS if k.name not in ("inspect",)], ids=lambda kind: kind.name
-)
+@pytest.mark.parametrize("kind", RUNS, ids=lambda kind: kind.name)
 def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kind):
     """All at once; what is built and what the trainer is given is looked at as it passes by."""
     monkeypatch.chdir(trained)
@@ -181,7 +178,7 @@ EARLY = "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,mo
         ("test", "callbacks.curves.path=x.png"),
         ("test", EARLY),
         ("predict", "callbacks.checkpoint.monitor=val/loss"),
-        ("bench", "callbacks=attention_maps"),
+        ("bench", "callbacks=interpret"),
     ],
 )  # fmt: skip
 def test_callbacks_that_take_no_part_are_refused(attnkit, trained, monkeypatch, kind, callback):

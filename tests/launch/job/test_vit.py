@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -12,6 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 SMALL = ("model.dim=24", "model.depth=1", "trainer=cpu", "callbacks.curves=null")
+ALONE = ("trust=none", "layer=-1")  # a layer, drawn without scores
 
 
 @pytest.fixture(scope="module")
@@ -107,31 +109,48 @@ def test_predict(attnkit, trained, tmp_path):
     assert f"nothing in {images / 'broken.png'} could be predicted" in done.err
 
 
-def test_inspect(attnkit, trained, tmp_path):
-    """Also a run that is older than its task's `inspect`, and by callbacks=attention_maps."""
+def test_the_layers_of_a_run_of_version_0_1(attnkit, trained, tmp_path):
+    """Its configuration has the key `inspect`, of a kind of run that was."""
     for number, pixels in enumerate(load_digits().images[:3]):
         (tmp_path / f"images/{number}").mkdir(parents=True)
         image = Image.fromarray((pixels * 255 / 16).astype("uint8"))
         image.save(tmp_path / f"images/{number}/it.png")
     shutil.copytree(trained, "old")
     config = yaml.safe_load(Path("old/config.yaml").read_text())
-    assert config.pop("inspect")["layer"] == -1
+    config["inspect"] = {"_target_": "attnkit.AttentionMaps", "layer": -1}
     Path("old/config.yaml").write_text(yaml.safe_dump(config))
-    for run, *words in (("inspect", "inspect.layer=*"), ("predict", "callbacks=attention_maps")):
-        images = f"images={tmp_path}/images"
-        done = attnkit(f"run={run}", "ckpt=old", images, *words, f"run_dir={run}")
-        assert done.code == 0, done.err
-        folder = "inspect" if run == "inspect" else "attention_maps"
-        (picture,) = Path(run, folder).iterdir()
-        assert (picture.name, Image.open(picture).width > 500) == ("predict.png", True)
-    done = attnkit("run=inspect", "ckpt=old", images, "inspect.layer=9")
+    given = ("run=explain", "ckpt=old", f"images={tmp_path}/images", "explain.trust=none")
+    done = attnkit(*given, "explain.layer=*", "run_dir=seen")
+    assert done.code == 0, done.err
+    assert Image.open("seen/layers.png").width > 500
+    assert "layers.png" in done.out
+    arrays = np.load("seen/maps.npz")
+    layers = [name for name in arrays if name.startswith("layer_")]
+    assert layers == ["layer_model.blocks.0.attention"]
+    assert arrays[layers[0]].shape == (3, 4, 4)
+    done = attnkit(*given, "explain.layer=9", "run_dir=none")
     assert done.code == 2
-    assert "layer: 9 is none of the" in done.err
+    assert "explain.layer: 9 is none of the 1 layers" in done.err
+    assert not Path("none").exists()
+
+
+def test_a_gate_is_drawn_too(attnkit):
+    few = ("trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2")
+    drawn = ("callbacks=interpret", *(f"callbacks.interpret.{one}" for one in ALONE))
+    done = attnkit("task=spatial", "attention=cbam", *few, *drawn, "run_dir=run")
+    assert done.code == 0, done.err
+    assert {path.name for path in Path("run/interpret").iterdir()} == {"epoch_001.png", "test.png"}
+    done = attnkit("run=explain", "ckpt=run", *(f"explain.{one}" for one in ALONE), "run_dir=x")
+    assert done.code == 0, done.err
+    (gate,) = [values for name, values in np.load("x/maps.npz").items() if "layer_" in name]
+    assert len(gate) == 8
+    assert 0 < gate.min() < gate.max() < 1
 
 
 def test_nothing_to_draw_is_said_before_training(attnkit):
-    words = ("attention=none", "callbacks=attention_maps", "trainer.num_sanity_val_steps=0")
-    done = attnkit("task=spatial", *words, "run_dir=run")
+    drawn = ("callbacks=interpret", *(f"callbacks.interpret.{one}" for one in ALONE))
+    words = ("attention=none", "trainer.num_sanity_val_steps=0", "run_dir=run")
+    done = attnkit("task=spatial", *drawn, *words)
     assert (done.code, Path("run").exists()) == (2, False)
     assert "neither attention with weights nor gates: nothing to draw" in done.err
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from attnkit import AttentionMaps
+from attnkit import Interpret
 from attnkit.lightning import KernelRecord, ResultsFile
 
 
@@ -44,7 +44,7 @@ def test_names_are_those_of_the_module_in_every_stage(small_net, loader, make_tr
 
 @pytest.mark.parametrize("first", [True, False])
 def test_passes_that_only_look_are_not_counted(small_net, loader, make_trainer, first, tmp_path):
-    record, maps = KernelRecord(), AttentionMaps(folder=tmp_path)
+    record, maps = KernelRecord(), Interpret(trust="none", layer=-1, folder=tmp_path)
     trainer = make_trainer(callbacks=[maps, record] if first else [record, maps], max_epochs=1)
     trainer.fit(small_net(), loader, loader)
     assert list(tmp_path.glob("*.png"))

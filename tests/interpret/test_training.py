@@ -1,23 +1,78 @@
-"""Scores and maps while a model trains."""
+"""`Interpret`: maps and scores while a model trains and in its test."""
 
+import inspect
 import itertools
 import re
 from types import SimpleNamespace
 
 import lightning
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from matplotlib.image import imread
+from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import attnkit
-from attnkit.interpret.training.callback import Interpret
+from attnkit import Interpret
+from attnkit.interpret import training
 from attnkit.lightning import MetricsCSV, UserError
+from attnkit.lightning.build.renamed import current
 from attnkit.lightning.explained import Explained
 from attnkit.models.captioning.word_decoder import END, PAD
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return self.model(images)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+@pytest.fixture
+def vit():
+    """Makes the same small ViT each time."""
+
+    def made():
+        torch.manual_seed(0)
+        options = {"dim": 12, "depth": 2, "num_heads": 3, "dropout_p": 0.1, "num_classes": 10}
+        return Classifier(attnkit.ViT(image_size=8, patch_size=2, in_channels=1, **options))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def loader():
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images[:55], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return DataLoader(TensorDataset(images, torch.tensor(labels[:55])), batch_size=20)
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    def made(callbacks, **options):
+        options = {"max_epochs": 3, "logger": False, "enable_checkpointing": False} | options
+        return lightning.Trainer(
+            accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=callbacks, **options,
+        )  # fmt: skip
+
+    return made
 
 
 def test_scores_and_pictures_go_to_every_logger(vit, loader, trainer, tmp_path, capsys):
@@ -67,12 +122,94 @@ def test_the_cost_that_is_said_is_that_of_a_look(
     """By a clock that goes 7 s in each."""
     now = itertools.count(step=7)
     clock = SimpleNamespace(monotonic=lambda: next(now))
-    monkeypatch.setattr("attnkit.interpret.training.callback.time", clock)
+    monkeypatch.setattr(training, "time", clock)
     interpret = Interpret(5, every_n_epochs=2, folder=tmp_path / "maps")
     trainer([interpret], max_epochs=6).fit(vit(), loader, loader)
     said = capsys.readouterr().out
     assert "interpret: relevance of 5 images, about 7 s each time; 4 times, about 28 s\n" in said
     assert "interpret: 28.0 s, " in said
+
+
+class Images(Logger):
+    """Takes images as Lightning's `WandbLogger` does, which needs wandb."""
+
+    name = version = "images"
+
+    def __init__(self):
+        super().__init__()
+        self.images = []
+
+    def log_metrics(self, metrics, step=None): ...
+
+    def log_hyperparams(self, *args, **kwargs): ...
+
+    def log_image(self, *args, **kwargs):
+        given = inspect.signature(WandbLogger.log_image).bind(self, *args, **kwargs).arguments
+        self.images.append((given["key"], given["step"], given["images"]))
+
+
+def test_a_layer_is_drawn_without_scores(vit, loader, trainer, tmp_path):
+    """In validation and test; loggers of both kinds of Lightning's get the pixels of the file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board, images = TensorBoardLogger(tmp_path, name="", version=""), Images()
+    interpret = Interpret(num_images=3, every_n_epochs=2, trust="none", layer=-1)
+    trained = trainer([interpret], logger=[board, images], max_epochs=4)
+    module = vit()
+    module.test_step = module.validation_step
+    trained.fit(module, loader, loader)
+    trained.test(module, loader, verbose=False)
+
+    folder = tmp_path / "interpret"
+    names = ["epoch_001.png", "epoch_003.png", "epoch_004.png", "test.png"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert not interpret.history
+    assert len(EventAccumulator(str(tmp_path)).Reload().Images("val/interpret")) == 3
+    steps = [3, 9, 12]  # three batches an epoch
+    assert [one[1] for one in images.images if one[0] == "val/interpret"] == steps
+    for key, file in (("val/interpret", "epoch_004.png"), ("test/interpret", "test.png")):
+        (pixels,) = [given for name, _, given in images.images if name == key][-1]
+        assert pixels.dtype == np.uint8
+        assert pixels.std() > 10
+        np.testing.assert_array_equal(pixels, (255 * imread(folder / file)[..., :3]).round())
+
+
+@pytest.mark.parametrize("options", [{"method": "rollout"}, {"layer": "*"}], ids=str)
+def test_without_scores_nothing_is_removed(vit, loader, trainer, tmp_path, monkeypatch, options):
+    def fails(*_, **__):
+        raise AssertionError("judged")
+
+    monkeypatch.setattr("attnkit.interpret.explanation.trust", fails)
+    interpret = Interpret(2, 1, trust="none", folder=tmp_path / "maps", **options)
+    trainer([interpret], max_epochs=1).fit(vit(), loader, loader)
+    assert [path.name for path in (tmp_path / "maps").iterdir()] == ["epoch_001.png"]
+
+
+class Binary(Classifier):
+    """One logit: is the digit odd?"""
+
+    def training_step(self, batch, batch_idx):
+        return F.binary_cross_entropy_with_logits(self(batch[0])[:, 0], (batch[1] % 2).float())
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+
+def test_a_single_logit_has_no_class_to_be_sensitive_to(loader, trainer, tmp_path):
+    network = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+        nn.Linear(128, 1),
+    )  # fmt: skip
+    interpret = Interpret(2, folder=tmp_path / "maps")
+    trainer([interpret], max_epochs=1).fit(Binary(network), loader, loader)
+    gaps = {f"interpret_{name}" for name in ("gap", "random", "gap_centre", "gap_input_gradient")}
+    assert set(interpret.history) == gaps
+
+
+@pytest.mark.parametrize("quantity", ["p", "the logit"])
+def test_the_axis_says_whose_gap_it_is(quantity):
+    figure = training.draw_history({"interpret_gap": [(1, 0.2), (3, 0.4)]}, quantity)
+    assert figure.axes[0].get_ylabel() == f"gap in {quantity}"
 
 
 def test_of_as_many_classes_as_the_batch_has(vit, trainer, tmp_path):
@@ -100,23 +237,22 @@ def test_training_is_the_same_with_it_and_after_a_resumption(vit, loader, traine
     _, half = fitted(Interpret(num_images=2, every_n_epochs=1), max_epochs=1)
     half.save_checkpoint(tmp_path / "half.ckpt")
     resumed = [fitted(one, ckpt_path=tmp_path / "half.ckpt")[0] for one in (None, again)]
-    for one, other in ((plain, looked), resumed):
+    drawn = fitted(Interpret(num_images=2, every_n_epochs=1, trust="none", layer="*"))[0]
+    for one, other in ((plain, looked), (plain, drawn), resumed):
         for name, value in one.state_dict().items():
             assert torch.equal(other.state_dict()[name], value), name
     assert [epoch for epoch, _ in again.history["interpret_gap"]] == [1, 2]
     assert again.history["interpret_gap"][0] == first.history["interpret_gap"][0]
 
 
-def test_a_network_with_channel_attention_has_maps_of_the_image(
-    classifier, loader, trainer, tmp_path
-):
+def test_a_network_with_channel_attention_has_maps_of_the_image(loader, trainer, tmp_path):
     """64 channels are no 8 x 8 positions."""
     network = nn.Sequential(
         nn.Conv2d(1, 64, 3, padding=1), attnkit.ChannelAttention(64), nn.AdaptiveAvgPool2d(4),
         nn.Conv2d(64, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
     )  # fmt: skip
     interpret = Interpret(num_images=2, folder=tmp_path / "maps")
-    trainer([interpret], max_epochs=1).fit(classifier(network), loader, loader)
+    trainer([interpret], max_epochs=1).fit(Classifier(network), loader, loader)
     assert interpret._look == ("grad_cam", "mean")
 
 
@@ -154,6 +290,37 @@ def test_an_lstm_has_its_attention(trainer, tmp_path):
     loader = DataLoader([{"image": torch.rand(2, 3, 8, 12)}], batch_size=None)
     trainer([interpret]).validate(module, loader, verbose=False)
     assert interpret._look == ("attention", "mean")
+
+
+def test_a_layer_of_a_captioner(trainer, tmp_path):
+    module, interpret = Captions(), Interpret(trust="none", layer=0, folder=tmp_path / "maps")
+    loader = DataLoader([{"image": torch.rand(2, 3, 8, 12)}], batch_size=None)
+    trainer([interpret]).validate(module, loader, verbose=False)
+    assert (tmp_path / "maps" / "epoch_001.png").exists()
+    with pytest.raises(UserError, match="Interpret: layers: 4 is none of the 4 attention layers"):
+        trainer([Interpret(trust="none", layer=4)]).validate(module, loader, verbose=False)
+
+
+def test_a_layer_that_cannot_be_drawn_is_said_before_training(vit, loader, trainer):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    before = trainer([Interpret(trust="none", layer=-1)], num_sanity_val_steps=0)
+    with pytest.raises(UserError, match="layer: Classifier has neither attention with weights nor"):
+        before.fit(Classifier(network), loader, loader)
+    assert before.global_step == 0
+    said = "Interpret: layer: 3 is none of the 2 layers model.blocks.0.attention, model.blocks.1"
+    with pytest.raises(UserError, match=re.escape(said)):
+        trainer([Interpret(trust="none", layer=3)]).fit(vit(), loader, loader)
+    for options in ({}, {"trust": "none", "method": "rollout"}):
+        with pytest.raises(ValueError, match="layer: -1 is drawn without a method and scores"):
+            Interpret(layer=-1, **options)
+    with pytest.raises(ValueError, match="trust: expected 'fast', 'full' or 'none', got 'some'"):
+        Interpret(trust="some")
+
+
+def test_the_former_name_says_the_new_one():
+    with pytest.raises(ImportError, match=r"attnkit.lightning.AttentionMaps is attnkit.Interpret"):
+        from attnkit.lightning import AttentionMaps as _  # noqa: F401
+    assert current("attnkit.lightning.AttentionMaps") == "attnkit.Interpret"
 
 
 def test_what_it_does_not_show_is_refused_before_training(vit, loader, trainer):

@@ -1,0 +1,396 @@
+"""`callbacks=interpret`: maps of a model during training and in its test, with their scores."""
+
+import os
+import time
+from collections.abc import Mapping
+from functools import partialmethod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+from torch import Tensor
+
+from attnkit.core.arguments import choice
+from attnkit.interpret.by_turns import by_turns, num_rows
+from attnkit.interpret.explain import explain
+from attnkit.interpret.explanation import Explanation
+from attnkit.interpret.layer_maps import chosen_layers, draw_layer
+from attnkit.interpret.picture import pixels_of, save
+from attnkit.interpret.report.cost import duration
+from attnkit.interpret.sentences import captioner_of
+from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError
+from attnkit.interpret.trust.result import CLASS_SENSITIVITY
+from attnkit.interpret.usual_method import usual_method
+from attnkit.lightning.arguments import at_least
+from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.explained import Explained
+from attnkit.lightning.files import in_log_folder, replacing
+from attnkit.lightning.loggers.pictures import log_picture
+from attnkit.lightning.telling.say import say
+
+History = dict[str, list[tuple[float, float]]]
+"""For each score, (epoch, value) in order."""
+
+_SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+_GAPS = {
+    "interpret_gap": ("this map", "#b3300a", "-"),
+    "interpret_gap_centre": ("centre", "#1f5fbf", "--"),
+    "interpret_gap_input_gradient": ("input gradient", "#2a7f3f", ":"),
+}
+_SHARES = {
+    "interpret_class_sensitivity": "class sensitivity\n(0: not of the class)",
+    "interpret_prefix_share": "share of class and register tokens",
+    "interpret_words": "share of words better than random",
+}
+
+
+class _Look(NamedTuple):
+    """How a model is explained. It stays the same in all epochs, so that they can be compared."""
+
+    method: str
+    removal: str
+
+
+class Interpret(Callback):
+    """Draws maps of a few fixed images of the validation and scores them, every n epochs.
+
+    These scores of `attnkit.trust`, of the predicted classes, go to every logger:
+
+    - `val/interpret_gap`: what p loses where the map points; `_centre`, `_input_gradient`: of those
+    - `val/interpret_random`: a random map's gap is this near to 0, two standard errors
+    - `val/interpret_class_sensitivity`: 0 for a map that cannot depend on the class; not logged for
+      a single logit, which has no other class
+    - `val/interpret_prefix_share`: what class and register tokens take of the map, if any
+    - of a captioner, `val/interpret_gap` is the mean over the words, and `val/interpret_words` the
+      share of words whose map is better than random
+
+    The maps are drawn to `epoch_001.png`, …, and in a test, without scores, to `test.png`. Each
+    picture also goes to every logger that takes images (TensorBoard, Weights & Biases).
+    `scores.png` shows the scores over the epochs, also of a resumed run. With `trust="none"` the
+    maps are only drawn. With `layer`, the picture shows what a layer does instead of a method's
+    maps: attention over the image as a multiple of uniform attention, attention over channels as a
+    matrix, gates between 0 and 1 as maps or curves, and for a captioner the attention at each word.
+
+    Random numbers, gradients and modes are as they were without the callback. With several
+    processes the first one computes the maps, while the others wait at the next step. The cost,
+    about 45 forwards for each image and time (200 for a caption), is printed after the sanity
+    check, and the time it took at the end.
+
+    The module's method `explained` (`attnkit.lightning.Explained`) defines what is explained;
+    without it, the module itself for the images that come first in a batch.
+
+    Args:
+        num_images: how many images at most; they are taken from the first batch, from as many
+            classes as it has.
+        every_n_epochs: the first epoch is shown, every n-th after it, and the last.
+        method: of `attnkit.explain`; None: "relevance" where there is attention between the parts
+            of the image, else "grad_cam", or of a captioner "attention".
+        trust: "fast" and "full" score the maps as `attnkit.trust` does; "none" does not.
+        layer: the layer to draw, by its position or its name (`*` matches anything, and each layer
+            is a row). It needs trust="none" and no method. Gates are drawn only where a model has
+            no attention.
+        folder: for the pictures; None for `interpret` in the trainer's log folder.
+
+    Raises:
+        ValueError: an argument out of range, or `layer` beside a method or scores.
+        UserError: in the check before training, a model of a graph, or one that the method or the
+            layer does not serve; weights in parts (FSDP, DeepSpeed), which one process alone cannot
+            run.
+    """
+
+    def __init__(
+        self,
+        num_images: int = 8,
+        every_n_epochs: int = 5,
+        method: str | None = None,
+        trust: Literal["fast", "full", "none"] | None = "fast",
+        layer: int | str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        at_least(1, num_images=num_images, every_n_epochs=every_n_epochs)
+        trust = trust or "none"  # an empty value of YAML
+        choice(("fast", "full", "none"), trust=trust)
+        if layer is not None and (method is not None or trust != "none"):
+            raise ValueError(
+                f"layer: {layer!r} is drawn without a method and scores; expected method=None and "
+                f"trust='none', got {method!r} and {trust!r}"
+            )
+        self.num_images = num_images
+        self.every_n_epochs = every_n_epochs
+        self.method, self.trust, self.layer = method, trust, layer
+        self._given_folder = folder
+        self.folder: Path | None = None
+        self.history: History = {}
+        self._batch: Any = None
+        self._look: _Look | None = None
+        self._gap_of = "p"
+        self._has_told_cost = False
+        self._seconds = 0.0
+        self._began = time.monotonic()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, _SHARDED):
+            raise UserError(
+                "Interpret: expected a strategy that keeps all weights in one process; "
+                "explain the checkpoint afterwards"
+            )
+        self.folder = in_log_folder(trainer, self._given_folder, "interpret")
+        if self.layer is not None and captioner_of(pl_module) is None:  # which is asked as it runs
+            try:
+                chosen_layers(pl_module, self.layer)
+            except ValueError as error:
+                raise UserError(f"Interpret: {first_line(error)}") from error
+
+    @property
+    def state_key(self) -> str:
+        """The name of the history in a checkpoint: several of these callbacks may take part."""
+        return f"Interpret(method={self.method!r}, layer={self.layer!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        history = {name: [list(point) for point in points] for name, points in self.history.items()}
+        return {"history": history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = {
+            name: [(epoch, value) for epoch, value in points]
+            for name, points in state_dict["history"].items()
+        }
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began, self._seconds = time.monotonic(), 0.0
+
+    def _look_at(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+        *,
+        stage: Literal["val", "test"],
+    ) -> None:
+        """Explain some images of the first batch of a validation that is due, or of a test."""
+        is_due = stage == "test" or self._is_due(trainer)
+        if batch_idx or dataloader_idx or not trainer.is_global_zero or not is_due:
+            return
+        start = time.monotonic()
+        some = self._batch if stage == "val" else None
+        if some is None:
+            some = _some(batch, self.num_images)
+        name = "test"
+        if stage == "val":
+            self._batch, name = some, f"epoch_{trainer.current_epoch + 1:03d}"
+        with trainer.precision_plugin.forward_context():
+            given = _explained(pl_module, some)
+            figure, scores = self._looked(given, stage == "val" and self.trust != "none")
+            if not trainer.sanity_checking:  # which is only to learn that it works, and how long
+                self._tell(trainer, scores)
+                self._show(trainer, f"{stage}/interpret", figure, name)
+        if stage == "test":
+            return
+        took = time.monotonic() - start
+        self._seconds += took
+        if not self._has_told_cost:
+            self._has_told_cost = True
+            self._say_cost(trainer, len(given.inputs), took)
+
+    on_validation_batch_end: Any = partialmethod(_look_at, stage="val")
+    on_test_batch_end: Any = partialmethod(_look_at, stage="test")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero or not self._seconds:
+            return
+        assert self.folder is not None
+        left = self.folder
+        if self.history:
+            left = self.folder / "scores.png"
+            save(left, draw_history(self.history, self._gap_of))
+        share = self._seconds / max(1e-9, time.monotonic() - self._began)
+        say(f"interpret: {self._seconds:.1f} s, {100 * share:.1f} % of the training; {left}")
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        return trainer.sanity_checking or self._has_look(trainer.current_epoch, trainer)
+
+    def _has_look(self, epoch: int, trainer: Trainer) -> bool:
+        return epoch % self.every_n_epochs == 0 or epoch + 1 == trainer.max_epochs
+
+    def _looked(self, given: Explained, is_scored: bool) -> tuple[Figure, dict[str, float]]:
+        """The picture, and the scores by name, without `val/`."""
+        if given.kind == "nodes":
+            raise UserError(
+                "Interpret: expected images or captions, got a graph; attnkit.explain explains "
+                "its nodes"
+            )
+        try:
+            if self.layer is not None:
+                return draw_layer(given, self.layer)[0], {}
+            method = self.method or (self._look.method if self._look else usual_method(given))
+            seen = explain(given.model, given.inputs, given.sentences, method)
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"Interpret: {first_line(error)}") from error
+        if self._look is None:  # the first time, the kind of removal is chosen too
+            self._look = _Look(seen.method, _removal(seen) if self.trust != "none" else "")
+        scores = self._scores(seen) if is_scored else {}
+        return seen.draw(given.words or None, given.pictures), scores
+
+    def _scores(self, seen: Explanation) -> dict[str, float]:
+        full = self.trust == "full"
+        if seen.words is not None:
+            words = [word for words in seen.trust_words(full=full).scores for word in words]
+            return {
+                "interpret_gap": sum(word.gap for word in words) / len(words),
+                "interpret_words": sum(word.is_better for word in words) / len(words),
+            }
+        assert self._look is not None
+        removal = self._look.removal
+        scores = {score.name: score for score in seen.trust(removals=[removal], full=full).scores}
+        # the name says whose gap it is: "gap in p, tokens masked"
+        name = next(name for name in scores if name.endswith(f", {REMOVALS[removal]}"))
+        self._gap_of = name.removeprefix("gap in ").partition(",")[0]
+        gap = scores[name]
+        found = {
+            "interpret_gap": gap.map,
+            "interpret_random": gap.within,
+            "interpret_gap_centre": gap.centre,
+            "interpret_gap_input_gradient": gap.input_gradient,
+        }
+        if CLASS_SENSITIVITY in scores and seen.has_target:
+            found["interpret_class_sensitivity"] = scores[CLASS_SENSITIVITY].map
+        if seen.share is not None and seen.num_prefix_tokens:
+            found["interpret_prefix_share"] = float(seen.share.mean())
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _tell(self, trainer: Trainer, scores: dict[str, float]) -> None:
+        """Keep the scores, and log them."""
+        for name, value in scores.items():
+            self.history.setdefault(name, []).append((trainer.current_epoch + 1, value))
+        # not by the module's log, which would repeat them in the epochs without a look
+        logged = {f"val/{name}": value for name, value in scores.items()}
+        for logger in trainer.loggers if logged else ():
+            logger.log_metrics({**logged, "epoch": trainer.current_epoch}, trainer.global_step)
+
+    def _show(self, trainer: Trainer, key: str, figure: Figure, name: str) -> None:
+        """Write a picture, and log it."""
+        assert self.folder is not None
+        pixels = pixels_of(figure)
+        with replacing(self.folder / f"{name}.png") as file:
+            Image.fromarray(pixels).save(file, "PNG")
+        log_picture(trainer, key, pixels)
+
+    def _say_cost(self, trainer: Trainer, number: int, each: float) -> None:
+        """Of each time, and of all of a training whose end is known."""
+        epochs = range(trainer.current_epoch, trainer.max_epochs or 0)
+        times = sum(self._has_look(epoch, trainer) for epoch in epochs)
+        of_all = f"; {times} time{'s' * (times > 1)}, {duration(times * each)}"
+        of_all = of_all if trainer.state.fn == "fit" else ""
+        what = self._look.method if self._look else f"layer {self.layer}"
+        say(f"interpret: {what} of {number} images, {duration(each)} each time{of_all}")
+
+
+def _explained(module: Any, batch: Any) -> Explained:
+    """What the module says is explained, on its device."""
+    batch = module.transfer_batch_to_device(batch, module.device, 0)
+    if callable(getattr(module, "explained", None)):
+        return module.explained(batch)
+    images, *rest = batch if isinstance(batch, list | tuple) else [batch]
+    if not isinstance(images, Tensor) or images.ndim != 4:
+        raise UserError(
+            "Interpret: expected a batch that begins with images [batch, channels, height, width], "
+            f"or a module with a method explained(batch), as {type(module).__name__} has none"
+        )
+    pixels = images if images.is_floating_point() else images.float() / 255
+    names = getattr(module, "class_names", None) or ()
+    return Explained(module, pixels, pixels, class_names=names, truth=_labels(rest, len(images)))
+
+
+def _labels(rest: list[Any], size: int) -> Tensor | None:
+    """The classes behind the images of a batch, if that is what stands there."""
+    labels = rest[0] if rest else None
+    if not isinstance(labels, Tensor) or labels.shape != (size,) or labels.is_floating_point():
+        return None
+    return labels
+
+
+def _removal(seen: Explanation) -> str:
+    if seen.words is not None:
+        return "mean"
+    try:
+        seen.trust(removals=["mask"], fractions=[0.5], orders=2)
+    except NotAvailableError:
+        return "mean"
+    return "mask"
+
+
+def _some(batch: Any, number: int) -> Any:
+    """Some rows of a batch on the CPU, of as many classes as there are."""
+    size = num_rows(batch)
+    labels = _labels(list(batch[1:]), size) if isinstance(batch, list | tuple) else None
+    if labels is not None:
+        rows = by_turns(labels.tolist(), number)
+    else:
+        rows = list(range(min(number, size)))
+    return _rows(batch, rows, size)
+
+
+def _rows(batch: Any, rows: list[int], size: int) -> Any:
+    if isinstance(batch, Tensor):
+        is_of_rows = batch.ndim and len(batch) == size
+        return batch[torch.tensor(rows)].detach().cpu() if is_of_rows else batch
+    if isinstance(batch, Mapping):
+        return {name: _rows(value, rows, size) for name, value in batch.items()}
+    if isinstance(batch, tuple) or (isinstance(batch, list) and isinstance(batch[0], Tensor)):
+        return [_rows(value, rows, size) for value in batch]
+    if isinstance(batch, list) and len(batch) == size:
+        return [batch[row] for row in rows]
+    return batch
+
+
+def draw_history(history: History, gap_of: str) -> Figure:
+    """The gap beside random, centre and input gradient; and a panel for each other score.
+
+    Args:
+        history: the scores over the epochs.
+        gap_of: the quantity whose gap it is, such as "p".
+    """
+    others = [name for name in _SHARES if history.get(name)]
+    columns = 1 + len(others)
+    figure = Figure(figsize=(4.4 * columns, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)  # no global state, no display
+    panels = figure.subplots(1, columns, squeeze=False)[0]
+    first = panels[0]
+    if history.get("interpret_random"):
+        epochs, within = zip(*history["interpret_random"], strict=True)
+        low = [-value for value in within]
+        first.fill_between(epochs, low, within, color="0.85", label="random maps, ± 2 s.e.")
+    first.axhline(0, color="0.4", lw=0.8)
+    for name, (label, colour, style) in _GAPS.items():
+        if history.get(name):
+            first.plot(
+                *zip(*history[name], strict=True), color=colour, ls=style, marker="o", ms=3,
+                label=label,
+            )  # fmt: skip
+    first.set_title(f"gap in {gap_of}: what is lost where the map points", fontsize=10)
+    first.set_ylabel(f"gap in {gap_of}", fontsize=9)
+    first.legend(frameon=False, fontsize=8)
+    for panel, name in zip(panels[1:], others, strict=True):
+        panel.plot(*zip(*history[name], strict=True), color="#b3300a", marker="o", ms=3)
+        panel.set_title(_SHARES[name], fontsize=10)
+        panel.set_ylim(0, 1.1 * max(value for _, value in history[name]) or 1)
+    last = max(epoch for points in history.values() for epoch, _ in points)
+    for panel in panels:
+        panel.set_xlabel("epoch", fontsize=9)
+        panel.set_xlim(0.5, last + 0.5)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        panel.tick_params(labelsize=8)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure

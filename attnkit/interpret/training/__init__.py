@@ -1,1 +1,0 @@
-"""Looking at a model while it trains, in tests and in predictions: callbacks."""
