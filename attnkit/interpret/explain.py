@@ -221,13 +221,12 @@ def _on_grid(question: Question, values: Tensor) -> tuple[Tensor | None, Tensor,
     if question.chain is not None:
         grid = question.chain.grid
     else:
-        height, width = question.images.shape[-2:]
         grid = find_grid(
             question.model,
+            question.images,
             values.shape[1],
-            (height, width),
             question.grid,
             question.num_prefix_tokens,
         )
-    prefix = grid.num_prefix_tokens
-    return values, values[:, prefix:].unflatten(1, (grid.rows, grid.columns)), prefix
+    places = grid.patches(values).unflatten(1, (grid.rows, grid.columns))
+    return values, places, grid.num_prefix_tokens

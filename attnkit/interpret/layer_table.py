@@ -69,6 +69,7 @@ def layer_table(chain: Chain) -> LayerTable:
         first = step.num_tokens - num_keys
         share, receiver = received.max(dim=-1)
         prefix = received[:, : max(0, chain.grid.num_prefix_tokens - first)].sum(dim=-1)
+        prefix += received[:, num_keys - chain.grid.num_suffix_tokens :].sum(dim=-1)
         for head in range(len(received)):
             table.append(
                 LayerRow(

@@ -16,6 +16,7 @@ from attnkit.interpret.diagnosis.norms import HighNorms
 from attnkit.interpret.diagnosis.recorder import Layout, Recorder
 from attnkit.interpret.diagnosis.sampling import Sampling
 from attnkit.interpret.diagnosis.uniform import uniform_attention
+from attnkit.interpret.methods.grid import settled_grids
 
 
 def diagnose_attention(
@@ -67,13 +68,12 @@ def diagnose_attention(
         raise ValueError("grid: only images [batch, channels, height, width] have patches on one")
     mask = kwargs.get("attention_mask") if real_tokens is None else real_tokens
     real = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    layout = Layout(
-        model,
-        None if images is None else (images.shape[-2], images.shape[-1]),
-        grid,
-        num_prefix_tokens,
-        real,
-    )
+    grids = None
+    if images is not None:
+        is_alone = len(given) == 1  # else what belongs to the first image alone is not known
+        known = is_alone and images.is_floating_point()
+        grids = settled_grids(model, images, grid, num_prefix_tokens) if known else {}
+    layout = Layout(grids, num_prefix_tokens, real)
     recorder = Recorder(layout, Sampling(num_rows, min(16, num_rows), seed=seed))
     norms = HighNorms()
     chosen = ChosenCalls(LayerChoice(layers), recorder.hear)

@@ -4,23 +4,22 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnkit.core.capture.calls import AttentionCall, Call, EdgeCall
 from attnkit.interpret.diagnosis.diagnosis import MEASURES
 from attnkit.interpret.diagnosis.edges import measure_edges
 from attnkit.interpret.diagnosis.sampling import Sampling
 from attnkit.interpret.diagnosis.tokens import measure_tokens
-from attnkit.interpret.methods.grid import Grid, find_grid
+from attnkit.interpret.methods.grid import Grid
 
 
 @dataclass
 class Layout:
     """What is known of the tokens: images and their patches, and padding."""
 
-    model: nn.Module
-    image_size: tuple[int, int] | None
-    grid: tuple[int, int] | None
+    grids: dict[int, Grid | None] | None
+    """By its number of keys, where those of attention lie on the images; None without images."""
     num_prefix_tokens: int | None
     real: Tensor | None
     has_met_padding: bool = False
@@ -28,14 +27,7 @@ class Layout:
 
     def patches(self, num_keys: int) -> Grid | None:
         """Where so many keys lie on the images; None where they form no grid."""
-        if self.image_size is None:
-            return None
-        try:
-            return find_grid(
-                self.model, num_keys, self.image_size, self.grid, self.num_prefix_tokens
-            )
-        except ValueError:
-            return None
+        return None if self.grids is None else self.grids.get(num_keys)
 
     def real_keys(self, batch: int, num_keys: int) -> Tensor | None:
         """Which keys are not padding, [batch, keys]; None where there is none."""
@@ -67,7 +59,7 @@ class Recorder:
         patches = layout.patches(call.num_keys)
         if patches is not None:
             self._note(f"grid: {patches.rows} x {patches.columns}, {patches.source}.")
-        elif layout.image_size is not None:
+        elif layout.grids is not None:
             self._note(f"grid: the {call.num_keys} keys of {call.layer or '(itself)'} form none.")
         drawn = f"drawn with the seed {sampling.seed}"
         if call.num_queries > sampling.rows:

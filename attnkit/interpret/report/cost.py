@@ -47,8 +47,8 @@ def num_forwards(asked: Asked, explained: Explained) -> int:
         of_orders = (len(counts) - 3) * (ORDERS + 2 * longest)
         judging = 0 if asked.trust == "none" else 2 + rows * columns + of_orders
         return images * methods * (_EXPLAINING + judging)
-    height, width = explained.inputs.shape[-2:]
-    rows, columns = patch_grid(explained.model, (height, width)) or _PATCHES
+    patches = patch_grid(explained.model, explained.inputs)
+    rows, columns = _PATCHES if patches is None else patches.grid
     page, judging = min(rows * columns, _MOST_PATCHES), _JUDGING[asked.trust]
     judging += rows * columns if asked.is_full else 0
     return images * (methods * (_EXPLAINING + judging) + page)
