@@ -21,7 +21,7 @@ from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import token_layers, watch
 
 _LAST_SHARE = 5  # the layer is among the last 1 / this of the modules that ran,
-_LAST_MODULES = 10  # or among the last so many, in a small network
+_LAST_MODULES = 24  # or among the last so many, a block or two, in a small network
 
 
 def grad_cam(question: Question) -> Tensor:
@@ -149,9 +149,8 @@ def _on_output(question: Question, layer: str | None) -> Tensor:
     ]
     named = [each for each in kept if outputs[each.number].name == layer]
     last = near_end if layer is None else named
-    gradients = torch.autograd.grad(
-        y.sum(), [outputs[each.number].tensor for each in last], allow_unused=True
-    )
+    tensors = [outputs[each.number].tensor for each in last]
+    gradients = torch.autograd.grad(y.sum(), tensors, allow_unused=True) if tensors else ()
     counts = {each.num_tokens for each in kept} - {0}
     grids: dict[int, Grid | None] = {}
     for each, gradient in reversed([*zip(last, gradients, strict=True)]):
@@ -175,7 +174,9 @@ def _on_output(question: Question, layer: str | None) -> Tensor:
         question.notes.append(f"{what} of the module {name!r}")
         cam = _cam(tensor.flatten(1, 2), gradient.flatten(1, 2))
         return cam.unflatten(1, tensor.shape[1:3])
-    what = "no module near the end returns a" if layer is None else f"the module {layer!r} returns no"
+    what = (
+        "no module near the end returns a" if layer is None else f"the module {layer!r} returns no"
+    )
     raise ValueError(
         f"layers: {what} map over the image, and no tokens that are known to be its patches, on "
         "which the logits depend; name a module by layers=, give grid= of its tokens, or take "

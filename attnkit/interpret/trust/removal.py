@@ -105,17 +105,18 @@ def hiding(question: Question, grid: Grid | None = None) -> tuple[Answer, Grid]:
         hidden = removed.unflatten(1, grid).repeat_interleave(high, dim=1)
         hidden = hidden.repeat_interleave(wide, dim=2).flatten(1)
         with hide_keys(hidden, tokens.num_prefix_tokens, tokens.num_suffix_tokens):
-            return logits_of(question.model(images))
+            return logits_of(question.model(images.clone()))  # which may begin in place
 
     generator = torch.Generator().manual_seed(0)
     places = rows * columns
     half = torch.rand(len(images), places, generator=generator).argsort(dim=1) < (places + 1) // 2
     half = half.to(images.device)
-    noise = torch.randn(images.shape, generator=generator).to(images) * images.std() + images.mean()
+    spread = images.std() or 1.0  # of an image of one colour there is none
+    noise = torch.randn(images.shape, generator=generator).to(images) * spread + images.mean()
     noisy = torch.where(pixels_of(question, grid)(half), noise, images)
     with torch.no_grad():
         without, other = answer(images, half), answer(noisy, half)
-        whole = logits_of(question.model(images))
+        whole = logits_of(question.model(images.clone()))
         unhidden = (logits_of(question.model(noisy)) - whole).abs().max()
     if not (without - other).abs().max() <= 1e-3 * unhidden:
         raise NotAvailableError(

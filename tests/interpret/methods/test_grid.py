@@ -74,7 +74,9 @@ def test_a_patch_that_is_changed_changes_the_token_of_its_place(way, before, beh
         images = torch.randn(1, 3, *size, generator=draw)
         unchanged = keys(model, images)
         grid = find_grid(model, images, unchanged.shape[1])
-        whole = [-(-n // p) if way == "padded" else n // p for n, p in zip(size, patch, strict=True)]
+        whole = [
+            -(-n // p) if way == "padded" else n // p for n, p in zip(size, patch, strict=True)
+        ]
         assert grid[:4] == (*whole, before, behind), (size, patch)
         for row in range(size[0] // patch[0]):
             for column in range(size[1] // patch[1]):
