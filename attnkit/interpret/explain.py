@@ -88,9 +88,11 @@ def explain(
         method: a name of the table; a function (model, images, classes) -> map; or a finished
             map, [batch, rows, columns] or [batch, tokens].
         layers: which layers of attention take part, by position or by name (`*` matches anything);
-            None: all, or the last for "attention", "value_weighted" and "grad_cam".
+            None: all, or the last for "attention", "value_weighted" and "grad_cam", which may name
+            any module that returns tokens or a map.
         grid: rows and columns of the patches; None: found, and said in `notes`.
-        num_prefix_tokens: class and register tokens before the patches; None: found.
+        num_prefix_tokens: class and register tokens before the patches, as what is behind them is
+            the rest; None: found.
         options: of the method: `baseline` and `num_steps` of "integrated_gradients"; `baseline`,
             `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre". Of
             graphs `index`, the node, left out where the model gives one row for a graph, and

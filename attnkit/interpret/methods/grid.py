@@ -20,6 +20,7 @@ from attnkit.interpret.methods.question import looking
 MAX_SPECIAL_TOKENS = 16  # class and register tokens that may see patches, as their mean does
 _MOST_MAPS = 6  # of different shapes, the latest first, on which tokens are looked for
 _TILES = (1, 2, 4, 8, 16, 32)  # sides tried where tokens see more of a map than a tile of it
+_SIZES = int | tuple | list  # kinds of a `patch_size`
 _NEGLIGIBLE = 1e-4  # of the largest gradient
 
 
@@ -117,36 +118,35 @@ def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
     generator = torch.Generator().manual_seed(0)
     # no plain sum over channels: that of a layer norm's output has no gradient
     direction = torch.randn(tokens.shape[-1], generator=generator).to(tokens)
-    of_tokens: dict[int, tuple[Tensor | None, ...]] = {}
+    if not tokens.requires_grad:
+        return None
+    # the first are close to the tokens, and the way back to the others may be long
+    for some in (sources[:2], sources[2:]):
+        of_tokens: dict[int, tuple[Tensor | None, ...]] = {}
+        for place, source in enumerate(some):
 
-    def gradients(number: int) -> tuple[Tensor | None, ...]:
-        if number not in of_tokens:
-            of_tokens[number] = torch.autograd.grad(
-                (tokens[0, number] * direction).sum(),
-                [source.tensor for source in sources],
-                retain_graph=True,
-                allow_unused=True,
-            )
-        return of_tokens[number]
+            def seen(number: int, some=some, of_tokens=of_tokens, place=place) -> Tensor | None:
+                if number not in of_tokens:
+                    of_tokens[number] = torch.autograd.grad(
+                        (tokens[0, number] * direction).sum(),
+                        [each.tensor for each in some],
+                        retain_graph=True,
+                        allow_unused=True,
+                    )
+                gradient = of_tokens[number][place]
+                return None if gradient is None else some[place].field(gradient.abs().float())
 
-    def seen_on(place: int) -> Callable[[int], Tensor | None]:
-        def seen(number: int) -> Tensor | None:
-            gradient = gradients(number)[place]
-            return None if gradient is None else sources[place].field(gradient.abs().float())
-
-        return seen
-
-    for place, source in enumerate(sources if tokens.requires_grad else ()):
-        found = _grid_on(seen_on(place), tokens.shape[1])
-        # [batch, heads, tokens, head_dim] is no map
-        if found is not None and (source.is_image or tokens.shape[1] not in found[:2]):
-            return found
+            found = _grid_on(seen, tokens.shape[1])
+            # [batch, heads, tokens, head_dim] is no map
+            if found is not None and (source.is_image or tokens.shape[1] not in found[:2]):
+                return found
     return None
 
 
 def _grid_on(seen: Callable[[int], Tensor | None], num_tokens: int) -> Grid | None:
     """The grid, by what each token sees of a source, [rows, columns]."""
-    for number in dict.fromkeys((num_tokens // 2, num_tokens - 1, 0)):
+    eighths = [num_tokens * number // 8 for number in (4, 2, 6, 1, 3, 5, 7)]
+    for number in dict.fromkeys((*eighths, num_tokens - 1, 0)):  # until one that is a patch
         field = seen(number)
         if field is None:
             return None
@@ -379,7 +379,9 @@ def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
 
     def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = getattr(module, "patch_size", None)
-        pair = (given, given) if type(given) is int else tuple(given or ())[-2:]
+        if isinstance(given, bool) or not isinstance(given, _SIZES):
+            return
+        pair = (given, given) if type(given) is int else tuple(given)[-2:]
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim == 4]
         if len(pair) == 2 and min(pair) > 1 and any(t.shape[-2:] == size for t in tensors):
             asked.append(pair)
@@ -394,15 +396,17 @@ def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
         if asked and getattr(module, "patch_size", None) is not None:
             raise _Enough
 
+    if not any(isinstance(getattr(m, "patch_size", None), _SIZES) for m in model.modules()):
+        return None
     with looking(model), torch.no_grad():
         handles = []
         for module in model.modules():
-            if isinstance(getattr(module, "patch_size", None), int | tuple | list):
+            if module is not model:
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave))
         try:
-            if len(handles) > len([*model.modules()]):  # else none says a size
-                model(images[:1].detach().clone())
+            enter(model, (images,), {})
+            model.forward(images[:1].detach().clone())  # no call: it is no forward that counts
         except _Enough:
             pass
         finally:

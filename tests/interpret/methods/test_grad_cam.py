@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attnkit.interpret import explain
+from attnkit.interpret.methods.grid import module_outputs
 
 SMALL = {"img_size": 64}
 # options, the grid, and the module whose tokens or map are taken
@@ -104,18 +105,16 @@ def test_a_module_that_returns_tokens_or_a_map_may_be_named():
     for name in ("patches", "body.0"):
         seen = explain(model, images, 3, "grad_cam", layers=name)
         assert any(f"of the module {name!r}" in note for note in seen.notes)
-        taken = []
-        hook = lambda module, args, output: taken.append(output)  # noqa: E731
-        handle = model.get_submodule(name).register_forward_hook(hook)
-        y = model(images)[:, 3].sum()
-        handle.remove()
+        with module_outputs(model) as outputs:
+            y = model(images)[:, 3].sum()
+        (taken,) = (output.tensor for output in outputs if output.name == name)
         (gradient,) = torch.autograd.grad(y, taken)
-        tokens = taken[0].detach()
+        tokens = taken.detach()
         if name == "patches":
             tokens, gradient = (t.flatten(2).transpose(1, 2) for t in (tokens, gradient))
         expected = torch.einsum("bic,bc->bi", tokens, gradient.mean(dim=1)).relu()
         torch.testing.assert_close(seen.map.flatten(1), expected)
-    with pytest.raises(ValueError, match="layers: the module 'head' returns no map .* no tokens"):
+    with pytest.raises(ValueError, match=r"layers: the module 'head' returns no map .* no tokens"):
         explain(model, images, 3, "grad_cam", layers="head")
 
 

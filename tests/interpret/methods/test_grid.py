@@ -108,9 +108,11 @@ def test_what_is_given_has_to_fit():
     seen = attnkit.explain(model, images, method="attention", grid=(2, 3), num_prefix_tokens=1)
     torch.testing.assert_close(seen.map, attnkit.explain(model, images, method="attention").map)
     torch.testing.assert_close(seen.share, 1 - seen.map.flatten(1).sum(dim=1) / seen.tokens.sum(1))
-    with pytest.raises(ValueError, match="num_prefix_tokens: 5 of 9 tokens are not of a grid of 2"):
+    with pytest.raises(
+        ValueError, match=r"num_prefix_tokens: 5 of 9 tokens are not of a grid of 2"
+    ):
         attnkit.explain(model, images, method="attention", grid=(2, 2))
-    with pytest.raises(ValueError, match="9 tokens do not form a grid .* behind 2 prefix tokens"):
+    with pytest.raises(ValueError, match=r"9 tokens do not form a grid .* behind 2 prefix tokens"):
         attnkit.explain(model, images, method="attention", num_prefix_tokens=2)
 
 
