@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 
+from attnkit.core.capture.interface import interface_handled
 from attnkit.core.contexts import Opened, uncompiled
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Padding
@@ -24,25 +25,31 @@ class HiddenKeys:
 
     Attributes:
         hidden: True = no query may look there.
-        num_prefix_tokens: how many keys, never hidden, stand before these in most attentions.
+        num_prefix_tokens, num_suffix_tokens: how many keys, never hidden, stand before and behind
+            these in most attentions.
         masked: how many attentions of how many keys did not look there.
         passed: how many attentions of how many keys ran as they are, as their keys are others.
     """
 
     def __init__(
-        self, hidden: Annotated[Tensor, "batch tokens", bool], num_prefix_tokens: int
+        self,
+        hidden: Annotated[Tensor, "batch tokens", bool],
+        num_prefix_tokens: int,
+        num_suffix_tokens: int,
     ) -> None:
         self.hidden = hidden
         self.num_prefix_tokens = num_prefix_tokens
+        self.num_suffix_tokens = num_suffix_tokens
         self.masked: Counter[int] = Counter()
         self.passed: Counter[int] = Counter()
 
     def kept(self, batch: int, num_keys: int) -> Annotated[Tensor, "batch keys", bool] | None:
         """Which keys may be looked at; None where the keys are others."""
-        num_before = num_keys - self.hidden.shape[1]
-        fits = len(self.hidden) == batch and num_before in (0, self.num_prefix_tokens)
+        around = self.num_prefix_tokens, self.num_suffix_tokens
+        num_others = num_keys - self.hidden.shape[1]
+        fits = len(self.hidden) == batch and num_others in (0, sum(around))
         (self.masked if fits else self.passed)[num_keys] += 1
-        return ~F.pad(self.hidden, (num_before, 0)) if fits else None
+        return ~F.pad(self.hidden, around if num_others else (0, 0)) if fits else None
 
     def mask(self, mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | Tensor | None:
         """`attend`'s mask in which the hidden keys are masked like padding."""
@@ -58,16 +65,19 @@ HIDING: Opened[HiddenKeys] = Opened("hidden keys")
 
 @contextmanager
 def hide_keys(
-    hidden: Annotated[Tensor, "batch tokens", bool], num_prefix_tokens: int = 0
+    hidden: Annotated[Tensor, "batch tokens", bool],
+    num_prefix_tokens: int = 0,
+    num_suffix_tokens: int = 0,
 ) -> Iterator[HiddenKeys]:
     """In the block no attention looks at these tokens, as if they were padding.
 
         with hide_keys(hidden, num_prefix_tokens=1):
             logits = vit(images)    # of the class token and the patches that are left
 
-    Reached are `attend`, and of any caller `F.scaled_dot_product_attention` and
-    `F.multi_head_attention_forward`, each where its keys are the tokens, or the prefix and the
-    tokens behind it, and its batch is theirs; `passed` counts the others. Masks of the model's own
+    Reached are `attend`, of any caller `F.scaled_dot_product_attention` and
+    `F.multi_head_attention_forward`, and the eager attention of transformers' interface, each where
+    its keys are the tokens, or these with the prefix and the suffix, and its batch is theirs;
+    `passed` counts the others. Masks of the model's own
     stay. A hidden token still has a row of its own, which the model may read after the last
     attention, as the mean over all tokens does. Compiled modules run uncompiled in the block. Other
     threads are not reached, but those that run in this context, as of `asyncio.to_thread`; torch's
@@ -75,7 +85,8 @@ def hide_keys(
 
     Args:
         hidden: True = hidden from all attention.
-        num_prefix_tokens: class and register tokens before them, which stay.
+        num_prefix_tokens, num_suffix_tokens: class and register tokens before and behind them,
+            which stay.
 
     Raises:
         ValueError, TypeError: another shape or dtype.
@@ -85,8 +96,14 @@ def hide_keys(
         raise TypeError(f"hidden: expected a boolean tensor, True = hidden, got {given}")
     if hidden.ndim != 2:
         raise ValueError(f"hidden: expected [batch, tokens], got {list(hidden.shape)}")
-    hiding = HiddenKeys(hidden, num_prefix_tokens)
-    with HIDING.opened(hiding), uncompiled(), functions_handled(_Hiding(hiding)):
+    hiding = HiddenKeys(hidden, num_prefix_tokens, num_suffix_tokens)
+    of_torch = _Hiding(hiding)
+    with (
+        HIDING.opened(hiding),
+        uncompiled(),
+        functions_handled(of_torch),
+        interface_handled(of_torch.of_interface),
+    ):
         yield hiding
 
 
@@ -114,6 +131,31 @@ class _Hiding:
                 given = inspect.signature(func).bind(*args, **kwargs).arguments
                 kwargs, args = given | self._of_heads(given), ()
         return func(*args, **kwargs)
+
+    def of_interface(
+        self,
+        name: str,
+        function: Callable[..., tuple],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **options: Any,
+    ) -> tuple:
+        """Eager attention of transformers' interface, which adds its mask; "sdpa" calls torch's
+        function, and others have masks of their own kinds."""
+        takes_it = attention_mask is None or isinstance(attention_mask, Tensor)
+        if name == "eager" and takes_it and self.hiding in HIDING.get():
+            kept = self.hiding.kept(len(query), key.shape[2])
+            if kept is not None:
+                if attention_mask is None:
+                    attention_mask = query.new_zeros(1, 1, 1, key.shape[2])
+                attention_mask = attention_mask[..., : key.shape[2]].masked_fill(
+                    ~kept[:, None, None].to(query.device), -torch.inf
+                )
+        return function(module, query, key, value, attention_mask, *args, **options)
 
     def _of_product(self, given: dict[str, Any]) -> dict[str, Any]:
         """What changes in the arguments of `scaled_dot_product_attention`: its mask."""

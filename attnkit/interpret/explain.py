@@ -88,9 +88,11 @@ def explain(
         method: a name of the table; a function (model, images, classes) -> map; or a finished
             map, [batch, rows, columns] or [batch, tokens].
         layers: which layers of attention take part, by position or by name (`*` matches anything);
-            None: all, or the last for "attention", "value_weighted" and "grad_cam".
+            None: all, or the last for "attention", "value_weighted" and "grad_cam", which may name
+            any module that returns tokens or a map.
         grid: rows and columns of the patches; None: found, and said in `notes`.
-        num_prefix_tokens: class and register tokens before the patches; None: found.
+        num_prefix_tokens: class and register tokens before the patches, as what is behind them is
+            the rest; None: found.
         options: of the method: `baseline` and `num_steps` of "integrated_gradients"; `baseline`,
             `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre". Of
             graphs `index`, the node, left out where the model gives one row for a graph, and
@@ -221,13 +223,12 @@ def _on_grid(question: Question, values: Tensor) -> tuple[Tensor | None, Tensor,
     if question.chain is not None:
         grid = question.chain.grid
     else:
-        height, width = question.images.shape[-2:]
         grid = find_grid(
             question.model,
+            question.images,
             values.shape[1],
-            (height, width),
             question.grid,
             question.num_prefix_tokens,
         )
-    prefix = grid.num_prefix_tokens
-    return values, values[:, prefix:].unflatten(1, (grid.rows, grid.columns)), prefix
+    places = grid.patches(values).unflatten(1, (grid.rows, grid.columns))
+    return values, places, grid.num_prefix_tokens

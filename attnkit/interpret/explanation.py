@@ -70,10 +70,9 @@ class Explanation:
         patches."""
         if self.tokens is None:
             return None
-        sizes = self.tokens.abs()
-        total = sizes.sum(dim=1)
-        prefix = sizes[:, : self.num_prefix_tokens].sum(dim=1)
-        return torch.where(total > 0, prefix / total, torch.zeros_like(total))
+        total = self.tokens.abs().sum(dim=1)
+        others = (total - self.map.abs().flatten(1).sum(dim=1)).clamp(min=0)
+        return torch.where(total > 0, others / total, torch.zeros_like(total))
 
     def trust(self, image: int | None = None, word: int | None = None, **options: Any) -> Trust:
         """How far to trust the map: `attnkit.trust` of it, with its method.

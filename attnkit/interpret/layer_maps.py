@@ -122,12 +122,11 @@ def _of_attention(name: str, model: nn.Module, weights: Tensor, image: Tensor) -
             f"layer: {name!r} attends within {len(weights)} parts of the image, windows or the "
             "like, which are not drawn; take another layer"
         )
-    height, width = image.shape[-2:]
-    grid = find_grid(model, num_keys, (height, width))
+    grid = find_grid(model, image[None], num_keys)
     rows = weights[0].mean(0)
     row = rows[0] if grid.num_prefix_tokens and _has_class_token(model) else rows.mean(0)
-    values = row[grid.num_prefix_tokens :].reshape(grid.rows, grid.columns)
-    took = 1 - float(values.sum()) if grid.num_prefix_tokens else None
+    values = grid.patches(row, dim=0).reshape(grid.rows, grid.columns)
+    took = 1 - float(values.sum()) if num_keys > values.numel() else None
     return LayerMap(name, "attention", values * num_keys, "image", took)
 
 

@@ -57,11 +57,13 @@ def layer_table(chain: Chain) -> LayerTable:
         first = step.num_tokens - num_keys
         shares, receivers = received.max(dim=-1)
         num_prefix = max(0, chain.grid.num_prefix_tokens - first)
+        prefix = received[:, :num_prefix].sum(dim=-1)
+        prefix += received[:, num_keys - chain.grid.num_suffix_tokens :].sum(dim=-1)
         columns = (
             (entropies / math.log(max(2, num_keys))).tolist(),
             (first + receivers).tolist(),
             shares.tolist(),
-            received[:, :num_prefix].sum(dim=-1).tolist(),
+            prefix.tolist(),
         )
         for head, numbers in enumerate(zip(*columns, strict=True)):
             table.append(LayerRow(step.call.layer, head, *numbers))

@@ -139,7 +139,8 @@ def test_occlusion_hides_tokens_where_that_removes_them():
     seen = explain(randomised(ours()), images, method="occlusion")
     assert "patches hidden from all attention" in seen.notes
     seen = explain(randomised(ours(pooling="mean")), images, method="occlusion")
-    assert seen.notes == ["patches given the image's mean colour"]
+    assert "hidden patches still reach the logits" in seen.notes[0]
+    assert seen.notes[1:] == ["patches given the image's mean colour"]
 
 
 def test_a_hidden_patch_is_one_that_changes_nothing():
@@ -357,7 +358,7 @@ def test_it_is_printed_in_words():
     assert text.startswith("relevance of 6 images on 2 x 3\n  0: class 3 (predicted")
     assert "class and register tokens: " in text
     assert "… 2 more" in text
-    assert "grid 2 x 3 behind 1 prefix tokens, of the model's patch_size" in text
+    assert "grid 2 x 3 behind 1 prefix tokens, as tokens depend on the image" in text
     assert str(seen.layers).splitlines()[0].split() == [
         *("layer", "head", "entropy", "largest", "receiver", "prefix")
     ]
@@ -529,13 +530,13 @@ BAD = {
         lambda: resnet18(num_classes=7),
         {"method": "occlusion"},
         ValueError,
-        "patch: ResNet has no patch_size; give patch=",
+        "patch: ResNet has no patches that are known; give patch=",
     ),
     "removal": (
         lambda: ours(pooling="mean"),
         {"method": "occlusion", "removal": "tokens"},
         ValueError,
-        "removal: tokens can be hidden only where .* take removal='colour'",
+        "removal: tokens cannot be hidden, hidden patches still reach .* take removal='colour'",
     ),
     "removal and colour": (
         ours,

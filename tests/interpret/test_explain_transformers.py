@@ -78,3 +78,72 @@ def test_windows_are_refused():
     with pytest.raises(ValueError, match="attends within windows, 4 an image; grad_cam"):
         explain(model, torch.randn(2, 3, 32, 32))
     assert explain(model, torch.randn(2, 3, 32, 32), method="grad_cam").map.shape[0] == 2
+
+
+@pytest.mark.parametrize("name", ["ViT", "Dinov2WithRegisters", "DeiT"])
+def test_a_patch_is_hidden_from_eager_attention_as_from_torchs(name):
+    model, images = build(name), torch.randn(2, 3, 32, 32)
+    if name == "Dinov2WithRegisters":  # it also reads the mean of the patches
+        with torch.no_grad():
+            model.classifier.weight[:, SIZES["hidden_size"] :] = 0
+    maps, kinds = [], []
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        seen = explain(model, images, 3, "occlusion")
+        maps.append(seen.map)
+        assert "patches hidden from all attention" in seen.notes
+        assert (seen.map != 0).all()
+        kinds.append("mask" in seen.trust(removals=["mask", "mean"]).curves)
+    torch.testing.assert_close(*maps, atol=1e-5, rtol=1e-4)
+    assert kinds == [True, True]
+
+
+def test_of_attention_with_masks_of_another_kind_nothing_is_hidden():
+    """What hides nothing is not called hidden: patches are painted then."""
+    transformers = pytest.importorskip("transformers")
+
+    def unmasked(module, query, key, value, attention_mask, **options):
+        weights = (query @ key.mT * query.shape[-1] ** -0.5).softmax(dim=-1)
+        return (weights @ value).transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("unmasked", unmasked)
+    model, images = build("ViT"), torch.randn(2, 3, 32, 32)
+    model.set_attn_implementation("unmasked")
+    seen = explain(model, images, 3, "occlusion")
+    assert seen.notes[0].startswith("patches not hidden: hidden patches still reach the logits")
+    assert list(seen.trust().unavailable) == ["mask"]
+
+
+def test_the_grid_at_sizes_that_the_patch_does_not_divide():
+    transformers = pytest.importorskip("transformers")
+    sizes = SIZES | {"patch_size": 14, "image_size": 56, "num_hidden_layers": 1}
+    config = transformers.Dinov2Config(**sizes, num_labels=7)
+    model = transformers.Dinov2ForImageClassification(config).eval()
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        high, wide = torch.randint(28, 100, (2,), generator=draw).tolist()
+        images = torch.randn(1, 3, high, wide, generator=draw)
+        for method in ("attention", "input_gradient"):
+            seen = explain(model, images, method=method)
+            assert seen.map.shape == (1, high // 14, wide // 14), (method, high, wide)
+
+
+def test_tokens_behind_the_patches_of_a_detector():
+    """YOLOS has a class token before the patches and 100 tokens of detections behind them."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.YolosConfig(**SIZES | {"image_size": [32, 48]}, num_labels=7)
+    detector = transformers.YolosForObjectDetection(config).eval()
+
+    class FirstDetection(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.detector = detector
+
+        def forward(self, images):
+            return self.detector(images).logits[:, 0]
+
+    images = torch.randn(1, 3, 32, 48)
+    seen = explain(FirstDetection(), images, method="attention")
+    assert (seen.map.shape, seen.num_prefix_tokens) == ((1, 4, 6), 1)
+    assert seen.tokens.shape == (1, 125)
+    torch.testing.assert_close(seen.map.flatten(1), seen.tokens[:, 1:25])

@@ -6,20 +6,17 @@ That of "sdpa" calls torch's and that of "attnkit" calls `attend`, which are see
 is imported.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.interface import interface_handled
 from attnkit.core.check import check_inputs
-from attnkit.core.contexts import shared
 from attnkit.core.inputs import Inputs
 from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, tell_missed, unheard
 from attnkit.core.masks.base import Mask
@@ -29,20 +26,9 @@ from attnkit.core.scores.kinds import ScaledDot
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
-@contextmanager
-def watch_interface() -> Iterator[None]:
+def watch_interface() -> AbstractContextManager[None]:
     """In the block the listeners are told of what transformers' interface computes."""
-    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
-    chosen = getattr(interface, "get_interface", None)
-    if interface is None or chosen is None:
-        yield
-        return
-
-    def get_interface(self: Any, name: str, default: Callable) -> Callable:
-        return partial(_told, name, chosen(self, name, default))
-
-    with shared(interface, lambda: patch.object(interface, "get_interface", get_interface)):
-        yield
+    return interface_handled(_told)
 
 
 def _told(

@@ -18,7 +18,7 @@ from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.running import module_name, undisturbed
 from attnkit.interpret.diagnosis.diagnosis import MEASURES, Diagnosis, Row, findings_of
 from attnkit.interpret.diagnosis.measures import Sampling, measure_edges, measure_tokens
-from attnkit.interpret.methods.grid import find_grid
+from attnkit.interpret.methods.grid import Grid, settled_grids
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.heads import NodeHeads
 
@@ -73,11 +73,14 @@ def diagnose_attention(
     if images is None and grid is not None:
         raise ValueError("grid: only images [batch, channels, height, width] have patches on one")
     mask = kwargs.get("attention_mask") if real_tokens is None else real_tokens
+    grids = None
+    if images is not None:
+        is_alone = len(given) == 1  # else what belongs to the first image alone is not known
+        known = is_alone and images.is_floating_point()
+        grids = settled_grids(model, images, grid, num_prefix_tokens) if known else {}
     recorder = Recorder(
-        model,
         Sampling(num_rows, min(16, num_rows), seed=seed),
-        image_size=None if images is None else (images.shape[-2], images.shape[-1]),
-        grid=grid,
+        grids=grids,
         num_prefix_tokens=num_prefix_tokens,
         real=mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None,
     )
@@ -100,19 +103,17 @@ def diagnose_attention(
 class Recorder:
     """Receives calls of attention, and keeps a row of a `Diagnosis` for each head.
 
-    model, sampling: what runs, and how many of its queries are measured.
-    image_size: height and width of the images that the model is given; None: it has none.
-    grid, num_prefix_tokens: of their patches; None: found.
+    sampling: how many queries are measured.
+    grids: by its number of keys, where those of attention lie on the images; None without images.
+    num_prefix_tokens: before the patches; None: found.
     real: [batch, tokens], False for padding; None: there is none.
     rows: head by head.
     notes: what was sampled or assumed, the keys of a dictionary.
     has_met_padding: whether attention over as many tokens as `real` has run.
     """
 
-    model: nn.Module
     sampling: Sampling
-    image_size: tuple[int, int] | None = None
-    grid: tuple[int, int] | None = None
+    grids: dict[int, Grid | None] | None = None
     num_prefix_tokens: int | None = None
     real: Tensor | None = None
     rows: list[Row] = field(default_factory=list)
@@ -143,11 +144,9 @@ class Recorder:
     def _of_tokens(self, call: AttentionCall) -> dict[str, Tensor]:
         sampling, num_keys = self.sampling, call.num_keys
         num_prefix, grid = self.num_prefix_tokens, None
-        if self.image_size is not None:
-            try:
-                known = self.grid, self.num_prefix_tokens
-                found = find_grid(self.model, num_keys, self.image_size, *known)
-            except ValueError:
+        if self.grids is not None:
+            found = self.grids.get(num_keys)
+            if found is None:
                 self._note(f"grid: the {num_keys} keys of {call.layer or '(itself)'} form none.")
             else:
                 num_prefix, grid = found.num_prefix_tokens, (found.rows, found.columns)

@@ -1,15 +1,27 @@
 """Grad-CAM: the channels that the class depends on, at the places where they are active."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnkit.core.running import module_name
+from attnkit.interpret.methods.grid import (
+    Grid,
+    Output,
+    Source,
+    locate,
+    maps_among,
+    module_outputs,
+    settled,
+)
 from attnkit.interpret.methods.question import Question
-from attnkit.interpret.methods.tokens import has_token_attention, watch
+from attnkit.interpret.methods.tokens import token_layers, watch
+
+_LAST_SHARE = 5  # the layer is among the last 1 / this of the modules that ran,
+_LAST_MODULES = 24  # or among the last so many, a block or two, in a small network
 
 
 def grad_cam(question: Question) -> Tensor:
@@ -19,100 +31,226 @@ def grad_cam(question: Question) -> Tensor:
 
     T are the patches' tokens that the last layer of attention between tokens is given, behind the
     block's first norm: after the last block patches that no one reads have no gradient. Of a model
-    without attention, or whose attention sees windows, T is its last map over the image with more
-    than one place.
-    `layers` names another: a layer of attention between tokens, else a module that returns a map.
+    without attention that can be seen, or whose attention sees windows, T is the last map or the
+    last tokens with a gradient at more than one place that a module returns, near the end of the
+    network. A note says which.
+    `layers` names another: a layer of attention between tokens, else a module that returns tokens
+    or a map.
+
+    Raises:
+        ValueError: there is no such layer, or it returns neither.
     """
     layer = question.layers
     if layer is not None and not isinstance(layer, int | str):
         raise ValueError(f"layers: expected one layer for grad_cam, got {layer!r}")
-    if has_token_attention(question):
+    names = token_layers(question)
+    is_counted = not isinstance(layer, str) or any(fnmatchcase(name, layer) for name in names)
+    if names and is_counted:
         return _on_tokens(question)
-    return _on_map(question, layer)
+    if isinstance(layer, int):
+        raise ValueError(
+            f"layers: name a module that returns tokens or a map, since "
+            f"{type(question.model).__name__} has no attention between all tokens to count, got "
+            f"{layer}"
+        )
+    return _on_output(question, layer)
 
 
 def _on_tokens(question: Question) -> Tensor:
     chain = watch(question, "grad_cam")
     step = [step for step in chain.used if step.rows is not None][-1]
-    given: list[Tensor] = []
+    name = step.call.layer
+    # attention in a child module is given heads; a module around it is given the tokens
+    around = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
+    given: list[tuple[str, Tensor]] = []
 
-    def hook(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.extend(t for t in [*args, *kwargs.values()] if isinstance(t, Tensor) and t.ndim == 3)
-
-    handle = question.module(step.call.layer).register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        y = question.ask()
-    finally:
-        handle.remove()
-    tokens = next((t for t in given if t.shape[1] == step.num_tokens), None)
-    if tokens is None:
-        raise ValueError(
-            f"layers: the layer {step.call.layer!r} is not given tokens [batch, "
-            f"{step.num_tokens}, dim]; name another one"
-        )
-    (gradient,) = question.gradients(y, [tokens])
-    first = chain.grid.num_prefix_tokens
-    cam = _cam(tokens.detach()[:, first:], gradient[:, first:])
-    return cam.unflatten(1, (chain.grid.rows, chain.grid.columns))
-
-
-def _on_map(question: Question, layer: int | str | None) -> Tensor:
-    if isinstance(layer, int):
-        raise ValueError(
-            f"layers: name the module of the map, since {type(question.model).__name__} has no "
-            f"attention between all tokens to count, got {layer}"
-        )
-    height, width = question.images.shape[-2:]
-    maps: dict[str, Tensor] = {}
-
-    def remember(name: str) -> Callable[..., None]:
-        def hook(module: object, args: object, output: Any) -> None:
-            channels_first = _channels_first(output, height, width)
-            if channels_first is not None and _is_map(output, question.batch):
-                maps.pop(name, None)
-                maps[name] = output
+    def hook_of(name: str) -> Any:
+        def hook(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            given.extend((name, tensor) for tensor in tensors if tensor.ndim == 3)
 
         return hook
 
-    with ExitStack() as stack:
-        for name, module in question.model.named_modules():
-            handle = module.register_forward_hook(remember(module_name(name)))
-            stack.callback(handle.remove)
+    modules = {each: question.module(each) for each in around}
+    handles = [
+        module.register_forward_pre_hook(hook_of(each), with_kwargs=True)
+        for each, module in modules.items()
+    ]
+    try:
         y = question.ask()
-    name = layer if layer is not None else next(reversed(maps), "")
-    if name not in maps:
-        what = f"the module {name!r} returns no" if layer is not None else "no module returns a"
-        raise ValueError(f"layers: {what} map over the image, which grad_cam needs")
-    question.notes.append(f"map of the module {name!r}")
-    output = maps[name]
-    (gradient,) = question.gradients(y, [output])
-    channels = 1 if _channels_first(output, height, width) else 3
-    places = [d for d in (1, 2, 3) if d != channels]
+    finally:
+        for handle in handles:
+            handle.remove()
+    shape = question.batch, step.num_tokens
+    fitting = {
+        each: (tensor, *axes)
+        for each, tensor in reversed(given)
+        if (axes := _axes_of_tokens(tensor, shape, getattr(modules[each], "batch_first", True)))
+    }
+    found = next((each for each in around if each in fitting), None)
+    if found is None:
+        raise ValueError(
+            f"layers: neither the layer {name!r} nor a module around it is given tokens [batch, "
+            f"{step.num_tokens}, dim]; name a module that returns tokens or a map"
+        )
+    tokens, *axes = fitting[found]
+    (gradient,) = question.gradients(y, [tokens])
+    question.notes.append(f"tokens given to the module {found!r}")
     tokens, gradient = (
-        t.detach().permute(0, *places, channels).flatten(1, 2) for t in (output, gradient)
+        chain.grid.patches(t.detach().permute(*axes, 2)) for t in (tokens, gradient)
     )
-    return _cam(tokens, gradient).unflatten(1, (output.shape[places[0]], output.shape[places[1]]))
+    return _cam(tokens, gradient).unflatten(1, (chain.grid.rows, chain.grid.columns))
 
 
-def _is_map(output: Tensor, batch: int) -> bool:
-    """Whether an output in the graph is of the batch's images, and no table, and no weights."""
-    if not output.requires_grad or len(output) != batch:
-        return False
-    sums = output.detach().sum(dim=-1)
-    return not torch.allclose(sums, torch.ones_like(sums))
+def _axes_of_tokens(
+    tensor: Tensor, shape: tuple[int, int], is_batch_first: bool
+) -> tuple[int, int] | None:
+    """The axes of batch and tokens; torch's default is that tokens come first."""
+    ways = [axes for axes in ((0, 1), (1, 0)) if tuple(tensor.shape[a] for a in axes) == shape]
+    return None if not ways else ways[0] if is_batch_first else ways[-1]
 
 
-def _channels_first(output: Any, height: int, width: int) -> bool | None:
-    """Whether [batch, channels, rows, columns], or channels last; None: no map over the image."""
-    if not isinstance(output, Tensor) or output.ndim != 4 or not output.is_floating_point():
-        return None
-    for channels_first, (rows, columns) in (
-        (True, output.shape[2:]),
-        (False, output.shape[1:3]),
-    ):
-        if rows * columns > 1 and abs(rows * width - columns * height) < max(height, width):
-            return channels_first
-    return None
+class _Kept(NamedTuple):
+    """What a module returned for images: a map or tokens.
+
+    number: its place among all outputs.
+    batch, places: the axes of the images, and of rows and columns, or of the tokens.
+    num_tokens: 0 of a map.
+    """
+
+    number: int
+    batch: int
+    places: tuple[int, ...]
+    num_tokens: int
+
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """[batch, *places, channels]."""
+        axes = self.batch, *self.places
+        (channels,) = {*range(tensor.ndim)}.difference(axes)
+        return tensor.permute(*axes, channels)
+
+
+def _on_output(question: Question, layer: str | None) -> Tensor:
+    with module_outputs(question.model) as outputs:
+        y = question.ask()
+    # rows that are images are as many as images; a table of parameters has the same for any
+    others = question.images.detach()[:1].repeat(1 if question.batch > 1 else 2, 1, 1, 1)
+    others.requires_grad_()
+    with module_outputs(question.model) as of_others:
+        question.forward(others.clone())
+    kept = _of_images(outputs, of_others, question.images, others)
+    first = len(outputs) - max(len(outputs) // _LAST_SHARE, _LAST_MODULES)
+    near_end = [
+        each
+        for each in kept
+        if each.number >= first
+        # keys or values alone, say, beside which there are other ways to the logits
+        and not (each.num_tokens and isinstance(_module(question, outputs, each), nn.Linear))
+    ]
+    named = [each for each in kept if outputs[each.number].name == layer]
+    last = near_end if layer is None else named
+    tensors = [outputs[each.number].tensor for each in last]
+    gradients = torch.autograd.grad(y.sum(), tensors, allow_unused=True) if tensors else ()
+    counts = {each.num_tokens for each in kept} - {0}
+    grids: dict[int, Grid | None] = {}
+    for each, gradient in reversed([*zip(last, gradients, strict=True)]):
+        if gradient is None:
+            continue
+        name, tensor = outputs[each.number]
+        tensor, gradient = each.in_order(tensor.detach()), each.in_order(gradient)
+        if each.num_tokens:
+            grid = _grid_of_tokens(question, kept, of_others, others, each.num_tokens, grids)
+            if grid is None:
+                continue
+            tensor, gradient = (
+                grid.patches(t).unflatten(1, (grid.rows, grid.columns)) for t in (tensor, gradient)
+            )
+            if int((gradient != 0).any(dim=3).flatten(1).sum(dim=1).min()) < 2:
+                continue  # patches that no one reads, behind the last attention
+            question.notes.append(str(grid))
+        elif counts.intersection(tensor.shape[1:3]):
+            continue  # of heads: weights of tokens by tokens, or what tokens are told by
+        what = "tokens" if each.num_tokens else "map"
+        question.notes.append(f"{what} of the module {name!r}")
+        cam = _cam(tensor.flatten(1, 2), gradient.flatten(1, 2))
+        return cam.unflatten(1, tensor.shape[1:3])
+    what = (
+        "no module near the end returns a" if layer is None else f"the module {layer!r} returns no"
+    )
+    raise ValueError(
+        f"layers: {what} map over the image, and no tokens that are known to be its patches, on "
+        "which the logits depend; name a module by layers=, give grid= of its tokens, or take "
+        "method='input_gradient'"
+    )
+
+
+def _module(question: Question, outputs: Sequence[Output], each: _Kept) -> nn.Module:
+    return question.module(outputs[each.number].name)
+
+
+def _of_images(
+    outputs: Sequence[Output], of_others: Sequence[Output], images: Tensor, others: Tensor
+) -> list[_Kept]:
+    """Maps and tokens among the outputs for images and for another number of images."""
+    height, width = images.shape[-2:]
+    kept = []
+    for number, (one, other) in enumerate(zip(outputs, of_others, strict=False)):
+        tensor, shape = one.tensor, other.tensor.shape
+        if not tensor.requires_grad or len(shape) != tensor.ndim or one.name != other.name:
+            continue
+        axes = [
+            axis
+            for axis in range(min(2, tensor.ndim))
+            if tensor.shape[axis] == len(images) and shape[axis] == len(others)
+        ]
+        if axes and tensor.ndim == 3 and tensor.shape[1 - axes[0]] > 1:
+            kept.append(_Kept(number, axes[0], (1 - axes[0],), tensor.shape[1 - axes[0]]))
+        elif axes[:1] == [0] and tensor.ndim == 4:
+            # channels are the side that does not fit the proportions of the image
+            for places in ((2, 3), (1, 2)):
+                rows, columns = (tensor.shape[axis] for axis in places)
+                is_close = abs(rows * width - columns * height) < max(height, width)
+                if rows * columns > 1 and is_close:
+                    kept.append(_Kept(number, 0, places, 0))
+                    break
+    return kept
+
+
+def _grid_of_tokens(
+    question: Question,
+    kept: Sequence[_Kept],
+    outputs: Sequence[Output],
+    images: Tensor,
+    num_tokens: int,
+    grids: dict[int, Grid | None],
+) -> Grid | None:
+    """Where so many tokens lie: where they first appear, on maps and tokens that were before."""
+    if num_tokens in grids:
+        return grids[num_tokens]
+    begin = next(place for place, each in enumerate(kept) if each.num_tokens == num_tokens)
+    first = kept[begin]
+    found = None
+    if question.grid is None:
+        before = {each.num_tokens: each for each in kept[:begin] if each.num_tokens}
+        sources = []
+        for number, each in reversed(before.items()):
+            grid = _grid_of_tokens(question, kept, outputs, images, number, grids)
+            if grid is not None:
+                field = partial(_field_of_tokens, each, grid)
+                sources.append(Source(outputs[each.number].tensor, field))
+        sources += maps_among(outputs[: first.number], images)
+        found = locate(first.in_order(outputs[first.number].tensor), sources)
+    try:
+        given = question.grid, question.num_prefix_tokens
+        grids[num_tokens] = settled(question.model, images, num_tokens, found, *given)
+    except ValueError:
+        grids[num_tokens] = None
+    return grids[num_tokens]
+
+
+def _field_of_tokens(each: _Kept, grid: Grid, gradient: Tensor) -> Tensor:
+    patches = grid.patches(each.in_order(gradient)).sum(dim=(0, 2))
+    return patches.unflatten(0, (grid.rows, grid.columns))
 
 
 def _cam(tokens: Tensor, gradient: Tensor) -> Tensor:

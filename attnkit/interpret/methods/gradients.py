@@ -15,7 +15,7 @@ def input_gradient(question: Question) -> Tensor:
 
         Σ over channels, and over the pixels of a patch, of |∂y/∂x|
 
-    A model without a `patch_size` has a number for each pixel.
+    A model without a patch embedding has a number for each pixel.
     """
     (gradient,) = question.gradients(question.ask(), [question.images])
     return over_patches(question, gradient.abs())
@@ -64,9 +64,13 @@ def integrated_gradients(
 def over_patches(question: Question, pixels: Tensor) -> Tensor:
     """The sum over channels and over each patch, [batch, channels, height, width] to a map."""
     values = pixels.sum(dim=1)
-    height, width = values.shape[-2:]
-    grid = question.grid or patch_grid(question.model, (height, width))
-    return values if grid is None else sum_over(values, grid)
+    if question.grid is not None:
+        return sum_over(values, question.grid)
+    patches = patch_grid(question.model, question.images)
+    if patches is None:
+        return values
+    below, right = (n - m for n, m in zip(patches.covered, values.shape[1:], strict=True))
+    return sum_over(F.pad(values, (0, right, 0, below)), patches.grid)  # cuts off where negative
 
 
 def sum_over(values: Tensor, grid: tuple[int, int]) -> Tensor:

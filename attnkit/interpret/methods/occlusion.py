@@ -1,6 +1,5 @@
 """What the answer loses when a patch is taken away."""
 
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -8,11 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
-from attnkit.core.hidden import hide_keys
-from attnkit.interpret.methods.grid import patch_grid
-from attnkit.interpret.methods.question import Question
-from attnkit.interpret.methods.tokens import Chain, has_token_attention, watch
+from attnkit.interpret.methods.grid import patch_grid, token_grids
+from attnkit.interpret.methods.question import Question, logits_of
 from attnkit.interpret.progress import shown
+from attnkit.interpret.trust.removal import Answer, NotAvailableError, hiding, pixels_of
 
 Removal = Literal["tokens", "colour"]
 
@@ -30,15 +28,15 @@ def occlusion(
 
         y(x) − y(x without the patch)
 
-    Without a patch no attention looks at its token, where the model's attention can be masked and
-    nothing else reads patches; else it has one colour, which is an image that no one ever saw. A
-    note says which.
+    Without a patch no attention looks at its token, where it was tried on the model that nothing
+    of a hidden patch is left, as `attnkit.trust` does; else it has one colour, which is an image
+    that no one ever saw. Notes say which, and why.
 
     Args:
         removal: "tokens" or "colour"; None: as above.
         baseline: the colour, a number or [channels]; None: the image's own mean colour.
-        patch: height and width in pixels of what is given one colour; None: the model's
-            `patch_size`.
+        patch: height and width in pixels of what is given one colour; None: those of the model's
+            patches.
         batch_size: images to a forward. It takes one image for each patch of each image.
     """
     at_least(1, batch_size=batch_size)
@@ -47,69 +45,48 @@ def occlusion(
     for name, given in coloured.items():
         if given is not None and removal == "tokens":
             raise ValueError(f"{name}: only removal='colour' has one, got {given!r} with 'tokens'")
-    chain = None
+    hidden = None
     if removal != "colour" and all(given is None for given in coloured.values()):
-        chain = _maskable(question, is_asked=removal == "tokens")
-    if chain is not None:
-        grid = chain.grid.rows, chain.grid.columns
+        try:
+            hidden = hiding(question, question.grid)
+        except NotAvailableError as error:
+            if removal == "tokens":
+                raise ValueError(
+                    f"removal: tokens cannot be hidden, {error}; take removal='colour'"
+                ) from None
+            question.notes.append(f"patches not hidden: {error}")
+    if hidden is not None:
+        answer, grid = hidden
         question.notes.append("patches hidden from all attention")
-        without = _hidden(question, chain)
     else:
         grid = _grid(question, patch)
         question.notes.append(
             "patches given " + ("the image's mean colour" if baseline is None else "the baseline")
         )
-        without = _coloured(question, grid, baseline)
+        answer = _coloured(question, grid, baseline)
     with torch.no_grad():
         before = question.ask()
+        assert question.target is not None
         places = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=before.device)
-        at_once = max(1, batch_size // question.batch)
-        after = [
-            without(some).unflatten(0, (len(some), question.batch))
-            for some in shown(places.split(at_once), "occlusion")
-        ]
+        after = []
+        for some in shown(places.split(max(1, batch_size // question.batch)), "occlusion"):
+            images = question.images.detach().repeat(len(some), 1, 1, 1)
+            logits = answer(images, some.repeat_interleave(question.batch, dim=0))
+            y = logits.gather(1, question.target.repeat(len(some))[:, None])
+            after.append(y.unflatten(0, (len(some), question.batch))[:, :, 0])
     return (before - torch.cat(after)).T.unflatten(1, grid)
 
 
-def _maskable(question: Question, *, is_asked: bool) -> Chain | None:
-    """The model's attention, if a hidden patch is then gone from y."""
-    if has_token_attention(question):
-        chain = watch(question, "occlusion")
-        last = chain.steps[-1]
-        is_read = chain.start.any(dim=0).nonzero()[:, 0]
-        if last.rows is None or bool((last.rows[is_read] < chain.grid.num_prefix_tokens).all()):
-            return chain
-        question.notes.clear()
-        question.chain = None
-    if is_asked:
-        raise ValueError(
-            "removal: tokens can be hidden only where attention reads all of an image and a class "
-            "token or an attention pooling is read in the end; take removal='colour'"
+def _coloured(question: Question, grid: tuple[int, int], baseline: float | Tensor | None) -> Answer:
+    """The logits of images with some places in one colour."""
+    pixels = pixels_of(question, grid)
+
+    def answer(images: Tensor, removed: Tensor) -> Tensor:
+        return logits_of(
+            question.model(torch.where(pixels(removed), colours_of(images, baseline), images))
         )
-    return None
 
-
-def _hidden(question: Question, chain: Chain) -> Callable[[Tensor], Tensor]:
-    """y [places · batch] without each of some places, one hot [places, patches]."""
-
-    def without(places: Tensor) -> Tensor:
-        images = question.images.detach().repeat(len(places), 1, 1, 1)
-        hidden = places.repeat_interleave(question.batch, dim=0)
-        with hide_keys(hidden, chain.grid.num_prefix_tokens) as hiding:
-            y = question.ask(images)
-        assert not hiding.passed, hiding.passed
-        return y
-
-    return without
-
-
-def _coloured(
-    question: Question, grid: tuple[int, int], baseline: float | Tensor | None
-) -> Callable[[Tensor], Tensor]:
-    """As `_hidden`, with the places in one colour."""
-    images = question.images.detach()
-    colour = colours_of(images, baseline)
-    return lambda places: question.ask(in_colour(images, places, grid, colour))
+    return answer
 
 
 def colours_of(images: Tensor, baseline: float | Tensor | None) -> Tensor:
@@ -141,14 +118,20 @@ def _grid(question: Question, patch: int | tuple[int, int] | None) -> tuple[int,
                 f"patch: {patch} does not divide an image of {height} x {width} pixels"
             )
         return height // high, width // wide
-    grid = question.grid or patch_grid(question.model, (height, width))
-    if grid is None:
-        raise ValueError(
-            f"patch: {type(question.model).__name__} has no patch_size; give patch=, the side in "
-            "pixels of what is taken away"
-        )
-    if height % grid[0] or width % grid[1]:
-        raise ValueError(
-            f"grid: {grid[0]} x {grid[1]} does not divide an image of {height} x {width} pixels"
-        )
-    return grid
+    if question.grid is not None:
+        rows, columns = question.grid
+        if height % rows or width % columns:
+            raise ValueError(
+                f"grid: {rows} x {columns} does not divide an image of {height} x {width} pixels"
+            )
+        return rows, columns
+    patches = patch_grid(question.model, question.images)
+    if patches is not None:
+        return patches.grid
+    for tokens in token_grids(question.model, question.images, num_tokens=0).values():
+        if tokens is not None and not (height % tokens.rows or width % tokens.columns):
+            return tokens.rows, tokens.columns
+    raise ValueError(
+        f"patch: {type(question.model).__name__} has no patches that are known; give patch=, the "
+        "side in pixels of what is taken away"
+    )

@@ -11,7 +11,14 @@ from torch import Tensor
 from attnkit.core.capture.calls import AttentionCall
 from attnkit.core.capture.watch import watch_attention
 from attnkit.interpret.methods.flow import Step
-from attnkit.interpret.methods.grid import Grid, find_grid
+from attnkit.interpret.methods.grid import (
+    Grid,
+    keys_of,
+    locate,
+    maps_among,
+    module_outputs,
+    settled,
+)
 from attnkit.interpret.methods.question import Layers, Question
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.surgery.replace import is_served
@@ -75,7 +82,10 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     """
     calls: list[Any] = []
     try:
-        with watch_attention(question.model) as calls:
+        with (
+            watch_attention(question.model) as calls,
+            module_outputs(question.model, lambda: not calls) as outputs,
+        ):
             y = question.ask()
     except ValueError as error:
         if not calls:
@@ -100,18 +110,12 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     chosen = chosen_layers([step.call.layer for step in steps], question.layers, default)
     for step, is_used in zip(steps, chosen, strict=True):
         step.is_used = is_used
-    height, width = question.images.shape[-2:]
-    grid = find_grid(
-        question.model,
-        steps[0].num_tokens,
-        (height, width),
-        question.grid,
-        question.num_prefix_tokens,
-    )
-    question.notes.append(
-        f"grid {grid.rows} x {grid.columns} behind {grid.num_prefix_tokens} prefix tokens, "
-        f"{grid.source}"
-    )
+    given = question.grid, question.num_prefix_tokens
+    found = None
+    if None in given:
+        found = locate(keys_of(steps[0].call), maps_among(outputs, question.images))
+    grid = settled(question.model, question.images, steps[0].num_tokens, found, *given)
+    question.notes.append(str(grid))
     question.chain = Chain(steps, start, grid, y)
     return question.chain
 
@@ -132,14 +136,14 @@ def _without_unread(calls: Sequence[Any], y: Tensor, question: Question) -> list
     return list(calls)
 
 
-def has_token_attention(question: Question) -> bool:
-    """Whether the model has attention, and all of it is between the tokens of a whole image."""
+def token_layers(question: Question) -> list[str]:
+    """The names of the layers of attention, if all of it is between the tokens of a whole image."""
     try:
         with torch.no_grad(), watch_attention(question.model) as calls:
             question.forward(question.images.clone())
     except ValueError:  # none is seen; whatever else it was, the next run raises it again
-        return False
-    return bool(calls) and _why_no_chain(calls, question) is None
+        return []
+    return [call.layer for call in calls] if calls and not _why_no_chain(calls, question) else []
 
 
 def _check_calls(calls: Sequence[Any], question: Question, method: str) -> None:

@@ -256,15 +256,15 @@ def _some(steps: list[Step]) -> list[Step]:
 
 
 def _looks(step: Step, chain: Chain, grid: Grid) -> Looks:
-    call, prefix = step.call, chain.grid.num_prefix_tokens
+    call = step.call
     of_model = chain.grid.rows, chain.grid.columns
-    rows = torch.arange(prefix, call.num_queries, device=call.query.device)
+    rows = chain.grid.patches(torch.arange(call.num_queries, device=call.query.device), dim=0)
     block = max(1, BLOCK_ELEMENTS // (len(call.query) * call.num_heads * call.num_keys))
     found = [call.weights(rows=some).mean(dim=1) for some in rows.split(block)]
     weights = torch.cat(found, dim=1).float()
-    patches = _pooled(weights[:, :, prefix:], of_model, grid) * call.num_keys
+    patches = _pooled(chain.grid.patches(weights, dim=2), of_model, grid) * call.num_keys
     patches = _pooled(patches.transpose(1, 2), of_model, grid).transpose(1, 2)
-    shares = _pooled(weights[:, :, :prefix].sum(dim=2)[:, None], of_model, grid)[:, 0]
+    shares = _pooled(chain.grid.others(weights, dim=2).sum(dim=2)[:, None], of_model, grid)[:, 0]
     return Looks(call.layer, call.num_heads, patches, shares)
 
 
@@ -278,7 +278,8 @@ def _heads(step: Step, read: Tensor, chain: Chain, grid: Grid) -> Heads:
     received = weights.mean(dim=2)  # [batch, heads, keys]
     first = step.num_tokens - call.num_keys
     share, receiver = received.max(dim=-1)
-    patches = received[:, :, max(0, chain.grid.num_prefix_tokens - first) :]
+    start = max(0, chain.grid.num_prefix_tokens - first)
+    patches = received[:, :, start : start + chain.grid.rows * chain.grid.columns]
     return Heads(
         call.layer,
         _pooled(patches, (chain.grid.rows, chain.grid.columns), grid) * call.num_keys,

@@ -51,8 +51,8 @@ def num_forwards(report: Report, explained: Explained) -> int:
         of_orders = (len(counts) - 3) * (ORDERS + 2 * longest)
         judging = 0 if report.trust == "none" else 2 + rows * columns + of_orders
         return images * methods * (_EXPLAINING + judging)
-    height, width = explained.inputs.shape[-2:]
-    rows, columns = patch_grid(explained.model, (height, width)) or _PATCHES
+    patches = patch_grid(explained.model, explained.inputs)
+    rows, columns = _PATCHES if patches is None else patches.grid
     page, judging = min(rows * columns, _MOST_PATCHES), _JUDGING[report.trust]
     judging += rows * columns if is_full else 0
     return images * (methods * (_EXPLAINING + judging) + page)

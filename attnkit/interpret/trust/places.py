@@ -21,7 +21,7 @@ LARGEST_GRID = 16  # rows and columns for a model without patches
 def removal_grid(question: Question, maps: Tensor) -> Grid:
     """Rows and columns of what is removed: the grid asked for, else that of the model's patches.
 
-    Of a model without a `patch_size`, the map's own, of at most 16 rows and columns.
+    Of a model without a patch embedding, the map's own, of at most 16 rows and columns.
     """
     height, width = question.images.shape[-2:]
     if question.grid is not None:
@@ -32,9 +32,9 @@ def removal_grid(question: Question, maps: Tensor) -> Grid:
                 f"got {question.grid}"
             )
         return question.grid
-    patches = patch_grid(question.model, (height, width))
+    patches = patch_grid(question.model, question.images)
     if patches is not None:
-        return patches
+        return patches.grid
     rows, columns = maps.shape[1:]
     return min(rows, LARGEST_GRID, height), min(columns, LARGEST_GRID, width)
 
@@ -62,11 +62,18 @@ def removal_ranks(maps: Maps, generator: torch.Generator) -> Annotated[Tensor, "
 
 
 def as_pixels(
-    removed: Places, grid: Grid, size: Grid
+    removed: Places, grid: Grid, size: Grid, covered: Grid | None = None
 ) -> Annotated[Tensor, "batch 1 height width", bool]:
-    """The pixels of the removed places; a pixel belongs to the place its middle is in."""
+    """The pixels of the removed places; a pixel belongs to the place its middle is in.
+
+    Args:
+        covered: height and width in pixels of all places together, from the top left; None: of the
+            whole image. Pixels beyond belong to the nearest place.
+    """
     rows, columns = (
-        ((torch.arange(pixels, device=removed.device) + 0.5) * places / pixels).long()
-        for pixels, places in zip(size, grid, strict=True)
+        ((torch.arange(pixels, device=removed.device) + 0.5) * places / whole)
+        .long()
+        .clamp(max=places - 1)
+        for pixels, places, whole in zip(size, grid, covered or size, strict=True)
     )
     return removed.unflatten(-1, grid)[:, None, rows[:, None], columns]

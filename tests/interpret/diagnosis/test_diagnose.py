@@ -154,7 +154,7 @@ def test_shares_and_distances_of_an_image_model():
         assert {row["layer"] for row in rows} == {call.layer} == {f"blocks.{layer}.attn"}
         assert [row["prefix"] for row in rows] == pytest.approx(prefix.tolist(), abs=1e-5)
         assert [row["distance"] for row in rows] == pytest.approx(distance.tolist(), abs=1e-4)
-    assert "grid: 3 x 5, of the model's patch_size." in diagnosis.notes
+    assert "grid: 3 x 5, as tokens depend on the image." in diagnosis.notes
     last = diagnose_attention(model, images, layers=-1)
     assert last.rows == diagnosis.rows[3:]
 

@@ -135,7 +135,7 @@ def eager():
         ),
         (
             lambda: nn.Sequential(nn.AvgPool2d((2, 3)), Pooled()),
-            "its attention is of 5 keys, not of the 15 patches",
+            "a place of 3 x 5 is not some of the model's 1 x 5 patches",
         ),
     ],
     ids=["mean", "timm avg", "eager", "convolutions", "a convolution before", "pooled"],
