@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.graphs.ego import (
     AGAINST,
     FOR,
@@ -17,7 +18,6 @@ from attnkit.interpret.graphs.ego import (
     left_out,
     legend,
 )
-from attnkit.interpret.graphs.explanation import GraphExplanation
 from attnkit.interpret.graphs.fidelity import EdgeFidelity
 from attnkit.interpret.page.fidelity import fidelity_curves
 from attnkit.interpret.page.html import escaped, short, table_html
@@ -30,19 +30,19 @@ _KINDS = {FOR: "for", AGAINST: "against", OTHER: "other"}
 
 def graph_section(
     title: str,
-    seen: GraphExplanation,
+    seen: Explanation,
     fidelity: EdgeFidelity | None = None,
     class_names: Sequence[str] = (),
     labels: Tensor | None = None,
 ) -> Section:
-    """A node, or a graph: the drawing that `GraphExplanation.save` makes, whose edges and nodes say
+    """A node, or a graph: the drawing that `Explanation.save` makes, whose edges and nodes say
     what they are where one points at them or goes through them by the arrow keys.
 
     Args:
         title: of the section.
         fidelity: None: no curves.
         class_names: of the classes; without them their numbers.
-        labels: as of `GraphExplanation.save`.
+        labels: as of `Explanation.save`.
 
     Raises:
         ValueError: labels not one a node.
@@ -78,7 +78,7 @@ Tab key, and go through them by the arrow keys.</p>
 
 def _svg(
     ego: EgoGraph,
-    seen: GraphExplanation,
+    seen: Explanation,
     classes: list[int],
     names: Sequence[str],
     kind: str,
@@ -86,7 +86,8 @@ def _svg(
 ) -> str:
     ranked = sorted(ego.edges, key=lambda edge: -edge.width)
     rank = {edge.place: number for number, edge in enumerate(ranked)}
-    sizes = float(seen.edges.abs().sum()) / (1 - seen.share) if seen.share < 1 else 0.0
+    share = 0.0 if seen.share is None else float(seen.share)
+    sizes = float(seen.edges.abs().sum()) / (1 - share) if share < 1 else 0.0
     edges = "".join(_edge(edge, rank[edge.place], seen.method, sizes) for edge in ego.edges)
     colours = class_colours(_drawn(ego, classes))
     letters = max(len(str(node.number)) for node in ego.nodes)
@@ -167,10 +168,10 @@ def _sample(kind: str, width: float) -> str:
     )
 
 
-def _notes(seen: GraphExplanation, ego: EgoGraph) -> list[str]:
+def _notes(seen: Explanation, ego: EgoGraph) -> list[str]:
     said = [left_out(ego)]
     if seen.share:
-        said.append(f"Self-loops that layers added took {seen.share:.0%}.")
+        said.append(f"Self-loops that layers added took {float(seen.share):.0%}.")
     return [*said, *seen.notes]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.page.attention import Grid, cell_grid, own_grid
-from attnkit.interpret.trust.curves import answers_without
+from attnkit.interpret.trust.curves import answers_without, of_images
 from attnkit.interpret.trust.places import removal_grid
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal
 
@@ -51,5 +51,6 @@ def without_each(
         none = torch.zeros_like(alone[:1])
         removed = torch.cat([none, alone])[:, None].expand(-1, len(images), -1)
         said = f"leaving one patch out, {REMOVALS[kind]}"
-        _, p = answers_without(question, answer, removed, batch_size, said)
+        without = of_images(question, answer)
+        _, p, _ = answers_without(question, without, removed, batch_size, said)
     return Without(grid, p[1:].T, p[0], REMOVALS[kind])

@@ -14,7 +14,7 @@ from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS
 from attnkit.interpret.trust.words import ORDERS, word_counts
 from attnkit.lightning.explained import Explained
 
-_JUDGING = {"none": 0, "fast": 70, "full": 250}
+_JUDGING = {"none": 0, "fast": 70, "full": 200}
 _OF_EDGES = {"none": 0, "fast": 210, "full": 2010}
 _EXPLAINING = 3  # forwards and a backward
 _PATCHES = (8, 8)  # of a model that does not say
@@ -50,7 +50,6 @@ def num_forwards(asked: Asked, explained: Explained) -> int:
     height, width = explained.inputs.shape[-2:]
     rows, columns = patch_grid(explained.model, (height, width)) or _PATCHES
     page, judging = min(rows * columns, _MOST_PATCHES), _JUDGING[asked.trust]
-    judging += rows * columns if asked.is_full else 0
     return images * (methods * (_EXPLAINING + judging) + page)
 
 
@@ -58,8 +57,8 @@ def _first_batch(asked: Asked, explained: Explained) -> tuple[int, Callable[[], 
     """How many are asked of at once, and what asks the model."""
     if explained.kind == "nodes":
         question = GraphQuestion(explained.model, explained.inputs, asked.nodes[0])
-        with looking(explained.model), torch.no_grad():
-            question.ask()
+        with looking(explained.model):
+            question.prepare()
         every = torch.ones_like(question.candidates)
         return 1, lambda: question.ask(every)
     images = explained.inputs[: asked.batch_size]

@@ -25,7 +25,6 @@ _SCORES = {
     "class_sensitivity": "class sensitivity",
     "similarity_random_weights": "similarity, all weights random",
     "similarity_another_image": "similarity, another image",
-    "spearman_input_gradient": "spearman, input gradient",
     "pointing": "pointing",
     "mass_over_chance": "mass over chance",
 }
@@ -34,12 +33,11 @@ _CONTROLS = ("random", "centre", "input_gradient", "oracle")
 _SHOWN = {
     "class\nsensitivity": "class_sensitivity",
     "random\nweights": "similarity_random_weights",
-    "input\ngradient": "spearman_input_gradient",
     "mass over\nchance": "mass_over_chance",
 }
 _CAPTION = (
     "gap ±: two standard errors of random maps. class sensitivity 0: the same map for every class. "
-    "random weights, input gradient: rank correlations."
+    "random weights: a rank correlation."
 )
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
 from attnkit.interpret.explain import explain
-from attnkit.interpret.graphs.explanation import GraphExplanation
+from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.graphs.fidelity import EdgeFidelity
-from attnkit.interpret.graphs.methods import EDGE_METHODS
+from attnkit.interpret.methods.table import METHODS
 from attnkit.interpret.page.graphs import graph_section
 from attnkit.interpret.report.asked import Asked, Step
 from attnkit.interpret.report.findings import Findings, Row, number
@@ -31,8 +31,8 @@ def explain_nodes(
     asked: Asked, explained: Explained, against: Explained | None, step: Step
 ) -> Findings:
     """Which edges each method gives most for each node, and how far the answer needs them."""
-    seen: dict[tuple[int, str], GraphExplanation] = {}
-    other: dict[tuple[int, str], GraphExplanation] = {}
+    seen: dict[tuple[int, str], Explanation] = {}
+    other: dict[tuple[int, str], Explanation] = {}
     judged: dict[tuple[int, str], EdgeFidelity] = {}
     for node in asked.nodes:
         for method in asked.methods:
@@ -65,37 +65,37 @@ def explain_nodes(
     )
 
 
-def _against(against: Explained, seen: GraphExplanation) -> GraphExplanation:
+def _against(against: Explained, seen: Explanation) -> Explanation:
     """The same class of the same node, by another model."""
     given = against.inputs[1]
     if not torch.equal(given, seen.edge_index):
         raise ValueError(
             f"against: expected a model of the same graph, got one of {given.shape[1]:,} edges"
         )
-    target = seen.target if EDGE_METHODS[seen.method].has_target else None
+    target = int(seen.target) if METHODS[seen.method].has_target else None
     return explain(against.model, against.inputs, target, seen.method, index=seen.index)
 
 
 def _row(
     explained: Explained,
-    seen: GraphExplanation,
+    seen: Explanation,
     trust: EdgeFidelity | None,
-    other: GraphExplanation | None,
+    other: Explanation | None,
 ) -> Row:
     assert seen.index is not None
     row: dict[str, Any] = {
         "node": seen.index,
         "map": seen.method,
-        "class": explained.class_name(seen.target),
-        "predicted": explained.class_name(seen.predicted),
+        "class": explained.class_name(int(seen.target)),
+        "predicted": explained.class_name(int(seen.predicted)),
         "label": None,
-        "probability": seen.probability,
+        "probability": float(seen.probability),
         "edges": int(seen.candidates.sum()),
     }
     if explained.truth is not None:
         row["label"] = explained.class_name(int(explained.truth[seen.index]))
     if seen.share:
-        row["self_loops_share"] = seen.share
+        row["self_loops_share"] = float(seen.share)
     if trust is not None:
         for name in ("plus", "random_plus", "random_plus_low", "random_plus_high"):
             row[f"fidelity_{name}"] = sum(one[name] for one in trust.rows) / len(trust.rows)
@@ -111,7 +111,7 @@ def _row(
     return row
 
 
-def _auroc(seen: GraphExplanation, right: Tensor) -> float | None:
+def _auroc(seen: Explanation, right: Tensor) -> float | None:
     """How well the numbers part the right edges from the others; ties count half."""
     scores, among = seen.edges[seen.candidates], right[seen.candidates]
     if not among.any() or among.all():
@@ -121,7 +121,7 @@ def _auroc(seen: GraphExplanation, right: Tensor) -> float | None:
 
 
 def _section(
-    explained: Explained, title: str, seen: GraphExplanation, trust: EdgeFidelity | None
+    explained: Explained, title: str, seen: Explanation, trust: EdgeFidelity | None
 ) -> Any:
     return graph_section(title, seen, trust, explained.class_names, explained.truth)
 
@@ -147,7 +147,7 @@ def _shown(rows: list[Row]) -> list[list[str]]:
     return table
 
 
-def _arrays(seen: dict[tuple[int, str], GraphExplanation], name: str) -> dict[str, np.ndarray]:
+def _arrays(seen: dict[tuple[int, str], Explanation], name: str) -> dict[str, np.ndarray]:
     """Numbers of the edges by node and method, [edges]."""
     return {
         f"{name}_{node}_{method}": one.edges.cpu().numpy() for (node, method), one in seen.items()

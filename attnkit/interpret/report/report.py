@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from attnkit.core.arguments import at_least
-from attnkit.interpret import captions
-from attnkit.interpret.graphs.methods import EDGE_METHODS
-from attnkit.interpret.methods.table import METHODS
+from attnkit.interpret.methods.table import METHODS, methods_of
 from attnkit.interpret.page.page import write_page
 from attnkit.interpret.page.section import Table
 from attnkit.interpret.report.asked import Asked, Step
@@ -24,11 +22,7 @@ from attnkit.lightning.explained import Explained
 
 MOST_IMAGES = 64
 TRUSTS = ("fast", "full", "none")
-_METHODS: Mapping[str, Mapping[str, Any]] = {
-    "images": METHODS,
-    "sentences": captions.METHODS,
-    "nodes": EDGE_METHODS,
-}
+_UNITS = {"images": "patch", "sentences": "word", "nodes": "edge"}
 _NO_NODES = "are explained image by image; leave it out"
 _WITHOUT: Mapping[str, Mapping[str, str]] = {
     "images": {"nodes": _NO_NODES},
@@ -109,7 +103,7 @@ class Report:
         Raises:
             ValueError: a method, a class, nodes or other arguments that this does not have.
         """
-        kind, known = explained.kind, _METHODS[explained.kind]
+        kind, known = explained.kind, methods_of(_UNITS[explained.kind])
         for name, why in _WITHOUT[kind].items():
             if (given := getattr(self, name)) is not None:
                 raise ValueError(f"{name}: expected none for {kind}, got {given!r}; {kind} {why}")
@@ -121,7 +115,7 @@ class Report:
                     f"method: expected one of {', '.join(known)} for {kind}, got {method!r}"
                 )
         if self.target is not None:
-            blind = next((m for m in self.methods if not known[m].has_target), None)
+            blind = next((m for m in self.methods if not METHODS[m].has_target), None)
             if blind is not None:
                 raise ValueError(
                     f"target: {blind!r} gives the same map for every class; leave one of them out"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from attnkit.interpret.methods.controls import centre
 from attnkit.interpret.methods.gradients import input_gradient
 from attnkit.interpret.methods.question import Question
-from attnkit.interpret.trust.agreement import MapFunction
-from attnkit.interpret.trust.curves import check_map
+from attnkit.interpret.trust.curves import Without, check_map, of_images
 from attnkit.interpret.trust.places import Maps, on_grid, removal_grid
-from attnkit.interpret.trust.removal import Answer, NotAvailableError, removal
+from attnkit.interpret.trust.removal import NotAvailableError, removal
 from attnkit.interpret.trust.result import Score, Trust
 from attnkit.metrics.localisation import covered
 
+MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""A map of a model, images and a class for each."""
 Values = dict[str, Annotated[Tensor, "batch"]]
 """A number for each image, of "map", "centre", "input_gradient" and "oracle", as far as known."""
 
@@ -49,7 +50,8 @@ class Case:
         self.question, self.method, self.batch_size = question, method, batch_size
         self.generator = torch.Generator().manual_seed(seed)
         self.grid = removal_grid(question, map)
-        self.result = Trust(question.batch, torch.empty(0))
+        assert question.quantity is not None
+        self.result = Trust(question.batch, torch.empty(0), quantity=question.quantity)
         self.maps: dict[str, Maps] = {
             "map": self.on_grid(map),
             "centre": self.on_grid(centre(question)),
@@ -65,10 +67,10 @@ class Case:
             self.maps["oracle"] = covered(self.masks, self.maps["map"])
         shape = orders // 2, question.batch, *self.grid
         self.random = torch.rand(shape, generator=self.generator).to(question.images.device)
-        self.removals: dict[str, Answer] = {}
+        self.removals: dict[str, Without] = {}
         for name in removals:
             try:
-                self.removals[name] = removal(name, question, self.grid)
+                self.removals[name] = of_images(question, removal(name, question, self.grid))
             except NotAvailableError as error:
                 self.result.unavailable[name] = str(error)
         if not self.removals:
