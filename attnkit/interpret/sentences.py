@@ -33,7 +33,7 @@ class Sentences(Question):
         of: Of = "probability",
     ) -> None:
         found = captioner_of(model)
-        self.captioner = model if found is None else found
+        self.captioner: Any = model if found is None else found
         super().__init__(self.captioner, images, None, layers, of=of)
         self.forward = self.ask
         self.target = None if target is None else self._checked(target)

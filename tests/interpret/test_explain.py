@@ -174,8 +174,8 @@ def test_what_the_error_of_an_unseen_attention_names_works():
         explain(model, images, method="relevance")
     assert "replace_attention" not in str(refused.value)
     seen = explain(model, images)
-    assert seen.method == "input_gradient"
-    assert seen.notes[-2].startswith("method 'input_gradient', since 'relevance' does not serve")
+    assert seen.method == "grad_cam"
+    assert seen.notes[-1].startswith("method 'grad_cam', since 'relevance' does not serve")
     assert seen.map.any()
     torch.testing.assert_close(seen.probability, model(images)[:, 0].sigmoid().detach())
 

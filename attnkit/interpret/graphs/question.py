@@ -119,7 +119,7 @@ class GraphQuestion(Target):
         """The logits [_, classes] without some of the candidates, [_, candidates] bool."""
         keep, places = torch.ones_like(self.candidates), self.candidates.nonzero()[:, 0]
         logits = []
-        for one in shown(removed, "removing edges"):
+        for one in shown(list(removed), "removing edges"):
             keep[places] = ~one
             logits.append(self.ask(keep if one.any() else None))
         return torch.stack(logits)

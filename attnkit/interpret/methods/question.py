@@ -51,6 +51,10 @@ class Target:
         """Run the model on the whole input, and return what it returns."""
         raise NotImplementedError
 
+    def ask(self) -> Tensor:
+        """Ask the model, and remember its first answer."""
+        raise NotImplementedError
+
     def prepare(self) -> None:
         """Ask the model what a method needs to know first; called while `looking` is open."""
 
@@ -277,7 +281,7 @@ def _checked(images: Tensor) -> Tensor:
     return images
 
 
-def _as_classes(target: Target, images: Tensor) -> Tensor | None:
+def _as_classes(target: Classes, images: Tensor) -> Tensor | None:
     if target is None:
         return None
     try:

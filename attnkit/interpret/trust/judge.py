@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least
 from attnkit.interpret.methods.question import Classes, Question, looking
 from attnkit.interpret.quantity import Of
-from attnkit.interpret.trust.case import Case, MapFunction
+from attnkit.interpret.trust.case import (
+    Case,
+    MapFunction,
+    score_classes,
+    score_localisation,
+    score_weights,
+)
 from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS, check_map
 from attnkit.interpret.trust.gaps import score_gaps
 from attnkit.interpret.trust.places import Grid
 from attnkit.interpret.trust.result import Trust
-from attnkit.interpret.trust.sanity import score_classes, score_localisation, score_weights
 from attnkit.metrics.localisation import check_maps
 
 

@@ -149,19 +149,20 @@ def trust_words(
         removed = steps.to(sentences.images.device)
         _, found, _ = answers_without(sentences, without, removed, batch_size, "trust of words")
     alone, of_orders = found.cpu().split([places, len(steps) - places])
-    # [most or least first, orders, batch, words, points]
-    both = of_orders.unflatten(0, (-1, len(counts), 2)).movedim(2, 0).movedim(2, -1)
-    gaps = perturbation_gap(*both[:, : len(lots)], shares(counts))
+    # [orders, batch, words, points]
+    most, least = of_orders.unflatten(0, (-1, len(counts), 2)).movedim(2, 0).movedim(2, -1)
+    every = perturbation_gap(most, least, shares(counts))
+    gaps = every[: len(lots)]
     within = torch.cat([gaps, -gaps]).quantile(SHARE_BELOW, dim=0)
     # each word's own probability without what its own map ranks first
-    own = perturbation_gap(*both[:, len(lots) :], shares(counts)).diagonal(dim1=0, dim2=2)
+    own = every[len(lots) :].diagonal(dim1=0, dim2=2)
     first = (ranks == 0).int().argmax(dim=-1)
     scores = [
         [
             WordScore(
                 gap=float(own[image, word]),
                 within=float(within[image, word]),
-                probability=float(both[0, 0, image, word, 0]),
+                probability=float(most[0, image, word, 0]),
                 first=divmod(int(first[word, image]), grid[1]),
                 without=float(alone[first[word, image], image, word]),
                 without_random=float(alone[:, image, word].mean()),
