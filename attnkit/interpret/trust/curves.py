@@ -20,7 +20,7 @@ FRACTIONS = (0.2, 0.5)
 FULL_FRACTIONS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 """Shares that are removed, beside nothing and all."""
 
-Without = Callable[[Annotated[Tensor, "_", int], Annotated[Tensor, "_ units", bool]], Tensor]
+Without = Callable[[Annotated[Tensor, "_", int], Annotated[Tensor, "_ places", bool]], Tensor]
 """The logits [_, *words, classes] of some items of a batch, each without some of its units."""
 
 
@@ -99,8 +99,8 @@ def shares(counts: Sequence[int]) -> Annotated[Tensor, "points"]:
 
 
 def both_orders(
-    most: Annotated[Tensor, "*orders units", int],
-) -> Annotated[Tensor, "2 *orders units", int]:
+    most: Annotated[Tensor, "*orders places", int],
+) -> Annotated[Tensor, "2 *orders places", int]:
     """Ranks where what is valued most goes first, and where that goes last."""
     return torch.stack((most, most.shape[-1] - 1 - most))
 
@@ -135,7 +135,7 @@ def answers(
 def answers_without(
     target: Target,
     without: Without,
-    removed: Annotated[Tensor, "_ batch units", bool],
+    removed: Annotated[Tensor, "_ batch places", bool],
     batch_size: int,
     description: str = "removing patches",
 ) -> Annotated[Tensor, "3 _ batch *words"]:
