@@ -429,6 +429,15 @@ def in_inference_mode():
 
 
 IMAGES = torch.zeros(2, 3, 32, 48)
+
+
+def test_the_hint_of_a_stopped_gradient_works():
+    model, images = NoGradient(ours()), torch.randn(1, 3, 32, 48)
+    with pytest.raises(RuntimeError, match="take method='occlusion' with removal='colour', which"):
+        explain(model, images, method="input_gradient")
+    assert explain(model, images, method="occlusion", removal="colour").map.any()
+
+
 BAD = {
     "no module": (lambda: len, {}, TypeError, "model: expected a torch.nn.Module, got builtin"),
     "no attention": (

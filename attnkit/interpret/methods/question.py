@@ -145,8 +145,9 @@ class Target:
         where = f"the module {names[found]!r}" if names[found] else type(found).__name__
         return (
             f"model: {where} stops the gradient; remove the torch.no_grad or .detach() in it "
-            "(checkpoint activations with use_reentrant=False), or take method='occlusion', which "
-            "needs none"
+            "(checkpoint activations with use_reentrant=False), or take method='occlusion'"
+            + (" with removal='colour'" if self.unit == "patch" else "")
+            + ", which needs none"
         )
 
 
