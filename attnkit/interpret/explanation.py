@@ -142,13 +142,14 @@ class Explanation:
         """How far to trust the values, by what the answer loses without the units they rank first.
 
             print(attnkit.explain(vit, images).trust())
+            print(attnkit.explain(captioner, images).trust())
             print(attnkit.explain(captioner, images).trust(image=0, word=3))
             print(attnkit.explain(gat, (x, edge_index), index=5).trust())
 
         Args:
             options: of images those of `attnkit.trust`: `masks`, `removals`, `full`, …, which gives
-                a `Trust`. Of a captioner `image` and `word` as well: a word is judged behind those
-                before it. Of a graph those of `fidelity`.
+                a `Trust`. Of a captioner those of `trust_words`, and of one word, by `image` and
+                `word`, those of `attnkit.trust`. Of a graph those of `fidelity`.
 
         Raises:
             TypeError, ValueError: as `attnkit.trust` or `attnkit.edge_fidelity`; an image or a word

@@ -86,7 +86,7 @@ def test_of_edges_and_words():
     said = torch.tensor([[5, 9, END]])
     seen = attnkit.explain(captioner, torch.randn(1, 3, 16, 16), said, "attention", of="sigmoid")
     torch.testing.assert_close(seen.probability, seen.logit.sigmoid())
-    trust = seen.trust_words()
+    trust = seen.trust()
     assert trust.scores[0][1].probability == pytest.approx(float(seen.probability[0, 1]), abs=1e-5)
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from attnkit.interpret.sentences import Sentences, WordLogits
 from attnkit.interpret.trust.judge import trust
-from attnkit.interpret.trust.result import Trust
 from attnkit.interpret.trust.words import WordTrust, trust_words
 from attnkit.interpret.units.patch import Patches
 
@@ -39,8 +38,11 @@ class Words(Patches):
         image: int | None = None,
         word: int | None = None,
         **options: Any,
-    ) -> Trust:
-        """`attnkit.trust` of a word as the class of one image, behind the words before it."""
+    ) -> Any:
+        """`attnkit.trust` of a word as the class of one image, behind the words before it; without
+        an image and a word, `trust_words` of all."""
+        if image is None and word is None:
+            return self.trust_words(**options)
         number, length, *grid = self.words.shape
         for name, index, size in (("image", image, number), ("word", word, length)):
             if index is None or not 0 <= index < size:

@@ -128,7 +128,7 @@ def test_a_word_of_another_image(captioner):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "image: expected one from 0 to 1, got None"),
+        ({"word": 0}, "image: expected one from 0 to 1, got None"),
         ({"image": 0}, "word: expected one from 0 to 4, got None"),
         ({"image": 2, "word": 0}, "image: expected one from 0 to 1, got 2"),
         (
