@@ -460,6 +460,10 @@ def graphs():
     yield called(attnkit.diagnose_attention, model, inputs, labels=labels)
     node = int(edge_index[1].mode().values)
     yield called(attnkit.edge_fidelity, model, inputs, floats("edges"), node)
+    seen = attnkit.explain(model, inputs, index=node)
+    yield called(attnkit.Explanation.classes, seen, labels)
+    for name in ("share", "edges", "edge_index", "candidates"):
+        yield called(getattr(attnkit.Explanation, name).fget, seen)
     model = attnkit.GraphTransformer(18, 16, 31, edge_dim=17, position_dim=30, readout="edge")
     options = {"batch": torch.zeros(19).long(), "positions": floats("nodes position_dim")}
     options["pairs"] = integers("2 pairs", below="nodes")
@@ -515,8 +519,8 @@ def interpret():
     images, classes = floats("batch channels height width"), integers("batch", below="classes")
     yield called(attnkit.explain, vit, images, classes)
     seen = attnkit.explain(vit, images)
-    yield called(attnkit.Explanation.share.fget, seen)
-    yield called(attnkit.Explanation.draw, seen, None, images)
+    for name in ("share", "map", "tokens", "words", "images"):
+        yield called(getattr(attnkit.Explanation, name).fget, seen)
     map = floats("batch map_height map_width")
     yield called(attnkit.explain, vit, images, classes, map)
     yield called(attnkit.perturbation_curves, vit, images, classes, map, but={"points": 4})

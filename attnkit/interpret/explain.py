@@ -1,46 +1,45 @@
-"""`attnkit.explain`: what a model's answer for images depends on, or where it looks."""
+"""`attnkit.explain`: what a model's answer depends on, or where it looks."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, overload
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from attnkit.interpret.captions import Said, explain_captions
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.graphs.explain import explain_graph
-from attnkit.interpret.graphs.explanation import GraphExplanation
 from attnkit.interpret.layer_table import layer_table
-from attnkit.interpret.methods.grid import find_grid
-from attnkit.interpret.methods.question import Layers, Question, Target, looking, probabilities
-from attnkit.interpret.methods.table import METHODS
-from attnkit.interpret.sentences import captioner_of
+from attnkit.interpret.methods.question import (
+    Classes,
+    Layers,
+    Target,
+    captioner_of,
+    in_float,
+    looking,
+)
+from attnkit.interpret.methods.table import METHODS, USUAL, check_method, no_method
+from attnkit.interpret.quantity import Of
 
-Map = Annotated[Tensor, "batch map_height map_width"] | Annotated[Tensor, "batch tokens"]
+Map = (
+    Annotated[Tensor, "batch map_height map_width"]
+    | Annotated[Tensor, "batch tokens"]
+    | Annotated[Tensor, "edges"]
+)
 MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-@overload
-def explain(model: nn.Module, inputs: Tensor, *args: Any, **kwargs: Any) -> Explanation: ...
-
-
-@overload
-def explain(
-    model: nn.Module, inputs: tuple[Any, ...] | dict[str, Any], *args: Any, **kwargs: Any
-) -> GraphExplanation: ...
 
 
 def explain(
     model: nn.Module,
     inputs: Annotated[Tensor, "batch channels height width"] | tuple[Any, ...] | dict[str, Any],
-    target: Target | Said = None,
-    method: str | MapFunction | Map = "relevance",
+    target: Classes | Annotated[Tensor, "batch words", int] = None,
+    method: str | MapFunction | Map | None = None,
     *,
     layers: Layers = None,
     grid: tuple[int, int] | None = None,
     num_prefix_tokens: int | None = None,
+    of: Of = "probability",
     **options: Any,
-) -> Explanation | GraphExplanation:
+) -> Explanation:
     """Map what a model's answer depends on, or where it looks, on the model's own grid.
 
         seen = attnkit.explain(vit, images)
@@ -86,17 +85,24 @@ def explain(
         target: a class for all images, or one for each; None: the class that is predicted. Refused
             by methods that do not know of it.
         method: a name of the table; a function (model, images, classes) -> map; or a finished
-            map, [batch, rows, columns] or [batch, tokens].
+            map, [batch, rows, columns], [batch, tokens] or [edges]. None: the first that serves the
+            model of "relevance", "grad_cam" (of captioners "attention"), "input_gradient" and
+            "occlusion"; `notes` say why it is not relevance, which is taken in any case where
+            layers, a grid or options are asked for.
         layers: which layers of attention take part, by position or by name (`*` matches anything);
             None: all, or the last for "attention", "value_weighted" and "grad_cam", which may name
             any module that returns tokens or a map.
         grid: rows and columns of the patches; None: found, and said in `notes`.
         num_prefix_tokens: class and register tokens before the patches, as what is behind them is
             the rest; None: found.
+        of: what is reported of the class, here and by `trust`: "probability", which is a softmax,
+            the sigmoid of a single logit, or the model's output where that sums to 1; "sigmoid" of
+            each logit by itself, for several labels; "logit", also of a regression; or a function
+            of the logits.
         options: of the method: `baseline` and `num_steps` of "integrated_gradients"; `baseline`,
             `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre". Of
             graphs `index`, the node, left out where the model gives one row for a graph, and
-            `num_hops`, in how many steps edges reach it, if that is not to be counted.
+            `num_hops`, in how many steps edges reach it, if the model is not to be asked.
 
     Raises:
         TypeError: a model, images or a target of another type; an option that the method lacks.
@@ -104,131 +110,169 @@ def explain(
             for a method that does not know of it; layers or a grid that the model does not have.
         RuntimeError: the model stops the gradient; the message names the module.
     """
-    if isinstance(inputs, tuple | Mapping):
-        for name, given in {"grid": grid, "num_prefix_tokens": num_prefix_tokens}.items():
-            if given is not None:
-                raise TypeError(f"{name}: a graph has none; leave it out")
-        return explain_graph(model, inputs, target=target, method=method, layers=layers, **options)
+    own: dict[str, Any] = {"layers": layers, "of": of}
     if captioner_of(model) is not None:
-        for name, given in {"grid": grid, "num_prefix_tokens": num_prefix_tokens}.items():
-            if given is not None:
-                raise TypeError(f"{name}: a captioner has its own grid; leave it out")
-        return explain_captions(model, inputs, target, method, layers, options)
-    question = Question(model, inputs, target, layers, grid, num_prefix_tokens)
-    if isinstance(method, str):
-        _check_arguments(method, target, layers, num_prefix_tokens, options)
-        name, is_signed = method, METHODS[method].is_signed
-        has_target = METHODS[method].has_target
+        _refuse("a captioner has its own grid", grid, num_prefix_tokens)
+        unit = "word"
+    elif isinstance(inputs, tuple | Mapping):
+        _refuse("a graph has none", grid, num_prefix_tokens)
+        own |= {name: options.pop(name) for name in ("index", "num_hops") if name in options}
+        unit = "edge"
     else:
-        if options or layers is not None:
-            what = "layers" if layers is not None else next(iter(options))
-            raise TypeError(f"{what}: only methods of attnkit's own have one")
-        name = getattr(method, "__name__", "given") if callable(method) else "given"
-        is_signed, has_target = False, True
-    with looking(model):
-        if isinstance(method, str):
-            values = METHODS[method].function(question, **options)
-        else:
-            values = _given(question, method)
-            is_signed = bool((values < 0).any())
-        if question.logits is None:
-            with torch.no_grad():
-                question.ask()
-        table = None if question.chain is None else layer_table(question.chain)
-        tokens, places, prefix = _on_grid(question, values.detach())
-    logits, classes = question.logits, question.target
-    assert logits is not None
-    assert classes is not None
+        own |= {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
+        unit = "patch"
+    make, _ = _made_of(unit)
 
-    def again(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
-        given: dict[str, Any] = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
-        wanted = classes if has_target else None
-        return explain(model, images, wanted, method, layers=layers, **given, **options).map
+    def explained(method: str | MapFunction | Map) -> Explanation:
+        asked = make(model, inputs, target=target, **own)
+        return _explained(asked, target is not None, method, own, options)
+
+    first, *rest = USUAL[unit]
+    if method is not None:
+        return explained(method)
+    if options or not all(given is None for given in (layers, grid, num_prefix_tokens)):
+        return explained(first)
+    try:
+        return explained(first)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        refused = error
+    asked = make(model, inputs, target=target, **own)
+    with looking(asked.model), torch.no_grad():  # which raises what no other method mends
+        asked.prepare()
+        asked.ask()
+    for name in rest:
+        try:
+            seen = explained(name)
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, TypeError, RuntimeError):
+            continue
+        why = str(refused).partition("; ")[0]
+        seen.notes.append(f"method {name!r}, since {first!r} does not serve the model: {why}")
+        return seen
+    raise refused
+
+
+def _explained(
+    asked: Target,
+    has_classes: bool,
+    method: str | MapFunction | Map,
+    own: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Explanation:
+    """The method's numbers of what is asked, once it is checked that it has them.
+
+    Args:
+        has_classes: whether a class was asked for.
+        own, options: the arguments of `explain`, to ask another model the same.
+    """
+    if isinstance(method, str):
+        function = check_method(method, asked, has_classes, options)
+        name, known = method, METHODS[method]
+        has_target, is_signed = known.has_target, known.is_signed
+    else:
+        if options or asked.layers is not None:
+            what = "layers" if asked.layers is not None else next(iter(options))
+            raise TypeError(f"{what}: only methods of attnkit's own have one")
+        function = partial(_given, method=method)
+        name = getattr(method, "__name__", "given") if callable(method) else "given"
+        has_target, is_signed = True, False
+    with looking(asked.model):
+        asked.prepare()
+        found = in_float(function(asked, **options).detach())
+        if asked.logits is None:
+            with torch.no_grad():
+                asked.ask()
+        chain = getattr(asked, "chain", None)
+        table = None if chain is None else layer_table(chain)
+        unit = _made_of(asked.unit)[1](asked, found)
+    assert asked.logits is not None
+    assert asked.target is not None
+    assert asked.quantity is not None
+    logit, value, _ = asked.values(asked.logits, torch.arange(len(asked.logits)))
+    of_each = {"target": asked.target, "predicted": asked.logits.argmax(dim=-1)}
+    of_each |= {"logit": logit, "probability": value}
+    if unit.name == "edge":  # of which there is one graph
+        of_each = {key: one[0] for key, one in of_each.items()}
+    if not asked.quantity.is_usual:
+        asked.notes.append(f"{asked.quantity.symbol}: {asked.quantity.meaning}")
+
+    def again(model: nn.Module, inputs: Any, classes: Tensor) -> Tensor:
+        wanted = classes if has_target or unit.name == "word" else None
+        seen = explain(model, inputs, wanted, method, **own, **options)
+        return seen.unit.values if seen.words is None else seen.words
 
     return Explanation(
         method=name,
-        map=places,
-        tokens=tokens,
-        num_prefix_tokens=prefix,
-        target=classes,
-        predicted=logits.argmax(dim=1),
-        logit=logits.gather(1, classes[:, None])[:, 0],
-        probability=probabilities(logits).gather(1, classes[:, None])[:, 0],
-        images=question.images.detach(),
-        model=model,
+        unit=unit,
+        **of_each,
+        quantity=asked.quantity,
         layers=table,
-        notes=question.notes,
-        is_signed=is_signed,
+        notes=asked.notes,
+        is_signed=is_signed or bool((found < 0).any()),
         has_target=has_target,
         again=None if isinstance(method, Tensor) else again,
     )
 
 
-def _check_arguments(
-    method: str,
-    target: Target,
-    layers: Layers,
-    num_prefix_tokens: int | None,
-    options: dict[str, Any],
-) -> None:
-    if method not in METHODS:
-        raise ValueError(
-            f"method: expected one of {', '.join(METHODS)}, a function or a map, got {method!r}"
-        )
-    known = METHODS[method]
-    if target is not None and not known.has_target:
-        knowing = ", ".join(name for name, one in METHODS.items() if one.has_target)
-        raise ValueError(
-            f"target: {method!r} gives the same map for every class; leave it out, or take one of "
-            f"{knowing}"
-        )
-    if not known.has_layers and (layers is not None or num_prefix_tokens is not None):
-        what = "layers" if layers is not None else "num_prefix_tokens"
-        raise ValueError(f"{what}: {method!r} does not use attention layers; leave it out")
-    for option in options:
-        if option not in known.options:
-            has = f"has {', '.join(known.options)}" if known.options else "has no options"
-            raise TypeError(f"{option}: {method!r} {has}")
+def _made_of(unit: str) -> tuple[Any, Any]:
+    """The classes of what is asked and of what has a number, imported where they are needed: only
+    they need layers of graphs, and words of captioners."""
+    if unit == "word":
+        from attnkit.interpret.sentences import Sentences
+        from attnkit.interpret.units.word import Words
+
+        return Sentences, Words
+    if unit == "edge":
+        from attnkit.interpret.graphs.question import GraphQuestion
+        from attnkit.interpret.units.edge import Edges
+
+        return GraphQuestion, Edges
+    from attnkit.interpret.methods.question import Question
+    from attnkit.interpret.units.patch import Patches
+
+    return Question, Patches
 
 
-def _given(question: Question, method: MapFunction | Tensor) -> Tensor:
-    """A map that is not ours, checked."""
+def _given(asked: Any, method: MapFunction | Tensor) -> Tensor:
+    """Numbers that are not ours, checked."""
+    if asked.unit == "edge":
+        if not isinstance(method, Tensor):
+            raise no_method(asked.unit, repr(method))
+        if list(method.shape) != [asked.num_edges] or not method.is_floating_point():
+            raise ValueError(
+                f"method: expected floating-point numbers [edges] = [{asked.num_edges}], got "
+                f"{list(method.shape)}, {method.dtype}"
+            )
+        return torch.nn.functional.pad(method.to(asked.edge_index.device), (0, 1))
+    if asked.unit == "word":
+        raise no_method(asked.unit, type(method).__name__)
     if not isinstance(method, Tensor):
         if not callable(method):
             raise TypeError(
                 f"method: expected a name, a function or a tensor, got {type(method).__name__}"
             )
         with torch.no_grad():
-            question.ask()
-        assert question.target is not None
-        method = method(question.model, question.images.detach(), question.target)
+            asked.ask()
+        assert asked.target is not None
+        method = method(asked.model, asked.images.detach(), asked.target)
     if (
         not isinstance(method, Tensor)
         or method.ndim not in (2, 3)
-        or len(method) != question.batch
+        or len(method) != asked.batch
         or not method.is_floating_point()
     ):
         got = list(method.shape) if isinstance(method, Tensor) else type(method).__name__
         raise ValueError(
-            f"method: expected a map [{question.batch}, rows, columns] or [{question.batch}, "
+            f"method: expected a map [{asked.batch}, rows, columns] or [{asked.batch}, "
             f"tokens] of floating-point numbers, got {got}"
         )
-    return method.to(question.images.device)
+    return method.to(asked.images.device)
 
 
-def _on_grid(question: Question, values: Tensor) -> tuple[Tensor | None, Tensor, int]:
-    """Tokens, map, and how many tokens are a prefix."""
-    if values.ndim == 3:
-        return None, values, 0
-    if question.chain is not None:
-        grid = question.chain.grid
-    else:
-        grid = find_grid(
-            question.model,
-            question.images,
-            values.shape[1],
-            question.grid,
-            question.num_prefix_tokens,
-        )
-    places = grid.patches(values).unflatten(1, (grid.rows, grid.columns))
-    return values, places, grid.num_prefix_tokens
+def _refuse(why: str, grid: Any, num_prefix_tokens: Any) -> None:
+    for name, given in {"grid": grid, "num_prefix_tokens": num_prefix_tokens}.items():
+        if given is not None:
+            raise TypeError(f"{name}: {why}; leave it out")

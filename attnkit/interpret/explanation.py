@@ -11,99 +11,162 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from attnkit.interpret.colours import overlay_scale
 from attnkit.interpret.layer_table import LayerTable
-from attnkit.interpret.picture import Panel, Row, as_picture, draw, save
-from attnkit.interpret.sentences import Sentences, captioner_of
-from attnkit.interpret.trust.judge import trust
-from attnkit.interpret.trust.result import Trust
-from attnkit.interpret.trust.words import WordTrust, trust_words
-from attnkit.models.captioning.word_decoder import PAD
+from attnkit.interpret.picture import save
+from attnkit.interpret.quantity import Quantity
+from attnkit.interpret.units.unit import Unit
+
+MOST_SHOWN = 5
 
 
 @dataclass(eq=False, repr=False)
 class Explanation:
-    """Where a model looks, or what its answer depends on, for a batch of images.
+    """What a model's answer depends on, or where it looks: a number for each patch of images, for
+    each patch and word of sentences, or for each edge of a graph.
 
     method: its name.
-    map: on the model's own grid, in reading order; not enlarged and not scaled.
-    tokens: the same with the class and register tokens before the patches; None where a method
-        gives the image alone.
-    num_prefix_tokens: how many tokens of `tokens` are not patches.
-    target: the class that is explained; for a method that knows of none, the predicted class.
-    predicted, logit, probability: the model's own class, and logit and softmax of `target`,
-        or the sigmoid of a single logit.
+    unit: what has a number: `Patches`, `Words` or `Edges`, with what is asked of the model.
+    target: the classes that are explained; for a method that knows of none, the predicted ones; of
+        a captioner the sentences. Of a graph a single one, as of all that follows.
+    predicted, logit, probability: the model's own class, and logit and `quantity` of `target`.
+    quantity: what `probability` is: softmax, sigmoid, or what `of` asked for.
     layers: a row for each layer and head of attention that was used; None for a method that does
         not look at attention.
     notes: what was assumed or measured on the way, a sentence each.
     is_signed: whether negative numbers speak against the class.
     has_target: whether the method knows of the class.
-    words: of a captioner, a map for each word; `target` is then the sentence, and what belongs to
-        it has a number for each word. `map` is the mean over the words.
-    images, model: what was explained.
-    again: the method as a function of a model, images and a class for each (sentences for a
-        captioner, to maps of words); None: the map was given without one.
-    one_word: of a captioner, the classifier of a word of an image's sentence.
+    again: the method as a function of a model, its inputs and classes (sentences for a captioner),
+        to a map as `map`, `words` or `edges`; None: the map was given without one.
     """
 
     method: str
-    map: Annotated[Tensor, "batch map_height map_width"]
-    tokens: Annotated[Tensor, "batch tokens"] | None
-    num_prefix_tokens: int
-    target: Annotated[Tensor, "batch *words", int]
-    predicted: Annotated[Tensor, "batch *words", int]
-    logit: Annotated[Tensor, "batch *words"]
-    probability: Annotated[Tensor, "batch *words"]
-    images: Annotated[Tensor, "batch channels height width"]
-    model: nn.Module
+    unit: Unit
+    target: Annotated[Tensor, "*batch", int]
+    predicted: Annotated[Tensor, "*batch", int]
+    logit: Annotated[Tensor, "*batch"]
+    probability: Annotated[Tensor, "*batch"]
+    quantity: Quantity
     layers: LayerTable | None = None
     notes: list[str] = field(default_factory=list)
     is_signed: bool = False
     has_target: bool = True
-    words: Annotated[Tensor, "batch words map_height map_width"] | None = None
-    again: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
-    one_word: Callable[[int, int], nn.Module] | None = None
+    again: Callable[[nn.Module, Any, Tensor], Tensor] | None = None
 
     @property
-    def share(self) -> Annotated[Tensor, "batch"] | None:
-        """The share of class and register tokens in the sum of sizes; None where all tokens are
-        patches."""
-        if self.tokens is None:
-            return None
-        total = self.tokens.abs().sum(dim=1)
-        others = (total - self.map.abs().flatten(1).sum(dim=1)).clamp(min=0)
-        return torch.where(total > 0, others / total, torch.zeros_like(total))
+    def model(self) -> nn.Module:
+        """The model that was asked; of a module of a task the captioner in it."""
+        return self.unit.target.model
 
-    def trust(self, image: int | None = None, word: int | None = None, **options: Any) -> Trust:
-        """How far to trust the map: `attnkit.trust` of it, with its method.
+    @property
+    def share(self) -> Annotated[Tensor, "*batch"] | None:
+        """What class and register tokens, or the self-loops that layers added, took of the sum of
+        sizes; None where all tokens are patches."""
+        return self.unit.share
 
-            print(attnkit.explain(vit, images).trust())
-            print(attnkit.explain(captioner, images).trust(image=0, word=3))
+    # --- images ---------------------------------------------------------------------------------
 
-        Args:
-            image, word: which word of a captioner's sentences is judged, behind those before it.
-            options: of `attnkit.trust`: `masks`, `removals`, `full`, …
+    @property
+    def map(self) -> Annotated[Tensor, "batch map_height map_width"]:
+        """On the model's own grid, in reading order, neither enlarged nor scaled; of a captioner
+        the mean over the words."""
+        return self._of("patch", "word").values
+
+    @property
+    def words(self) -> Annotated[Tensor, "batch words map_height map_width"] | None:
+        """A map for each word of a captioner, 0 behind the end; None where there are no words."""
+        return getattr(self.unit, "words", None)
+
+    @property
+    def tokens(self) -> Annotated[Tensor, "batch tokens"] | None:
+        """The map with the class and register tokens before the patches; None where a method gives
+        the image alone."""
+        return self._of("patch", "word").tokens
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """How many tokens of `tokens` are not patches."""
+        return self._of("patch", "word").num_prefix_tokens
+
+    @property
+    def images(self) -> Annotated[Tensor, "batch channels height width"]:
+        """The images that were explained."""
+        return self._of("patch", "word").target.images.detach()
+
+    # --- graphs ---------------------------------------------------------------------------------
+
+    @property
+    def edges(self) -> Annotated[Tensor, "edges"]:
+        """A number for each edge, in the caller's order."""
+        return self._of("edge").values
+
+    @property
+    def edge_index(self) -> Annotated[Tensor, "2 edges", int]:
+        """The edges, as they were given."""
+        return self._of("edge").target.edge_index
+
+    @property
+    def candidates(self) -> Annotated[Tensor, "edges", bool]:
+        """Which edges can change the answer at all; `edges` is 0 elsewhere."""
+        return self._of("edge").target.candidates
+
+    @property
+    def index(self) -> int | None:
+        """The node that was asked about; None: the graph."""
+        return self._of("edge").target.index
+
+    def top(self, k: int = MOST_SHOWN) -> list[Any]:
+        """The k edges that rank first, of those that can reach the node: a list that is printed as
+        a table.
 
         Raises:
-            TypeError, ValueError: as `attnkit.trust`; an image or a word that is not there, or
-                where there are no words.
+            ValueError: k below 1.
         """
-        if self.words is not None:
-            return self._trust_word(image, word, options)
-        if image is not None or word is not None:
-            raise ValueError("word: only the words of a captioner are judged one by one")
-        known: dict[str, Any] = {"target": self.target, "map": self.map, "method": self.again}
-        if self.tokens is not None:
-            known["grid"] = tuple(self.map.shape[1:])  # of the patches, whether the model says so
-        return trust(self.model, self.images, **known | options)
+        return self._of("edge").top(k)
 
-    def trust_words(self, **options: Any) -> WordTrust:
+    def headline(self, class_names: Sequence[str] = ()) -> str:
+        """What was asked of a graph and what the model said, in a line."""
+        return self._of("edge").headline(self, class_names)
+
+    def classes(self, labels: Annotated[Tensor, "nodes", int] | None = None) -> list[int]:
+        """The class of each node: labels, or what the model predicts; empty where it answers for a
+        graph.
+
+        Raises:
+            ValueError: labels not one a node.
+        """
+        return self._of("edge").classes(labels)
+
+    # --- how far to trust it --------------------------------------------------------------------
+
+    def trust(self, *args: Any, **options: Any) -> Any:
+        """How far to trust the values, by what the answer loses without the units they rank first.
+
+            print(attnkit.explain(vit, images).trust())
+            print(attnkit.explain(captioner, images).trust())
+            print(attnkit.explain(captioner, images).trust(image=0, word=3))
+            print(attnkit.explain(gat, (x, edge_index), index=5).trust())
+
+        Args:
+            options: of images those of `attnkit.trust`: `masks`, `removals`, `full`, …, which gives
+                a `Trust`. Of a captioner those of `trust_words`, and of one word, by `image` and
+                `word`, those of `attnkit.trust`. Of a graph those of `fidelity`.
+
+        Raises:
+            TypeError, ValueError: as `attnkit.trust` or `attnkit.edge_fidelity`; an image or a word
+                that is not there, or where there are no words.
+        """
+        if self.unit.name == "patch" and ("word" in options or "image" in options or args):
+            raise ValueError("word: only the words of a captioner are judged one by one")
+        return self.unit.trust(self, *args, **options)
+
+    def trust_words(self, **options: Any) -> Any:
         """How far to trust the map of every word of a captioner's sentences, at once.
 
             print(attnkit.explain(captioner, images).trust_words())
 
         Each word has the gap of its map against random ones, and its probability without the
-        region that the map ranks first. About 200 forwards an image of 36 regions and 12 words.
+        region that the map ranks first, in a `WordTrust`. About 200 forwards an image of 36 regions
+        and 12 words.
 
         Args:
             options: `full`, `fractions`, `orders`, `seed`, `batch_size`, as of `attnkit.trust`.
@@ -111,64 +174,38 @@ class Explanation:
         Raises:
             ValueError: what was explained has no words.
         """
-        if self.words is None:
+        if self.unit.name != "word":
             raise ValueError("words: only a captioner's sentences have them; take trust()")
-        sentences = Sentences(captioner_of(self.model), self.target)
-        return trust_words(sentences, self.images, self.words, **options)
+        return self._of("word").trust_words(**options)
 
-    def _trust_word(self, image: int | None, word: int | None, options: dict[str, Any]) -> Trust:
-        """A word as the class of one image, by the captioner behind the words before it."""
-        assert self.words is not None
-        number, length, *grid = self.words.shape
-        for name, index, size in (("image", image, number), ("word", word, length)):
-            if index is None or not 0 <= index < size:
-                raise ValueError(f"{name}: expected one from 0 to {size - 1}, got {index}")
-        assert image is not None
-        assert word is not None
-        assert self.again is not None
-        assert self.one_word is not None
-        if self.target[image, word] == PAD:
-            raise ValueError(f"word: the sentence of image {image} ends before word {word}")
-        if word + 1 >= grid[0] * grid[1] and "mask" in options.get("removals", ("mask",)):
-            raise ValueError(
-                f"word: behind {word} words, these and the {grid[0] * grid[1]} places of the image "
-                "cannot be told apart by their number, to hide them; take removals=['mean']"
-            )
-        again, before = self.again, self.target[image : image + 1, :word]
+    def fidelity(self, ks: Sequence[int] | None = None, num_draws: int = 20, seed: int = 0) -> Any:
+        """What a graph model predicts without the edges that rank first, and with these alone, an
+        `EdgeFidelity`.
 
-        def of_word(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
-            said = torch.cat([before, classes[:, None]], dim=1)
-            return again(model.get_submodule("captioner"), images, said)[:, word]
+        Args and errors as of `attnkit.edge_fidelity`.
+        """
+        return self._of("edge").trust(self, ks=ks, num_draws=num_draws, seed=seed)
 
-        known: dict[str, Any] = {"target": self.target[image : image + 1, word]}
-        known |= {"map": self.words[image : image + 1, word], "method": of_word, "grid": (*grid,)}
-        model, images = self.one_word(image, word), self.images[image : image + 1]
-        return trust(model, images, **known | options)
+    # --- files ----------------------------------------------------------------------------------
 
-    def _arrays(self) -> dict[str, Tensor]:
-        """The tensors, on the CPU, by name."""
-        found = {
-            "map": self.map,
-            "words": self.words,
-            "tokens": self.tokens,
-            "share": self.share,
-            "target": self.target,
-            "predicted": self.predicted,
-            "logit": self.logit,
-            "probability": self.probability,
-        }
-        return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
+    def draw(self, *args: Any, **options: Any) -> Figure:
+        """A picture: images with their maps, sentences with a map a word, or a node with its edges.
 
-    def save(
-        self, path: str | os.PathLike[str], names: Sequence[Sequence[str]] | None = None
-    ) -> Path:
+        Args:
+            names: the words of each sentence, of a captioner; None: their numbers.
+            pictures: the images as people see them; None: as the model takes them.
+            labels, class_names, fidelity, most: of a graph, as in `units.edge.Edges.draw`.
+        """
+        return self.unit.draw(self, *args, **options)
+
+    def save(self, path: str | os.PathLike[str], *args: Any, **options: Any) -> Path:
         """Write a picture (.png, .pdf, .svg) or the arrays (.npz, .pt); returns the path.
 
         Args:
-            names: of `draw`.
+            options: of `draw`.
 
         Raises:
-            ValueError: another ending.
+            ValueError: another ending; as `draw`.
         """
         path = Path(path)
         if path.suffix == ".npz":
@@ -177,66 +214,32 @@ class Explanation:
         elif path.suffix == ".pt":
             torch.save(self._arrays(), path)
         elif path.suffix in (".png", ".pdf", ".svg"):
-            save(path, self.draw(names))
+            save(path, self.draw(*args, **options))
         else:
             raise ValueError(
                 f"path: expected .png, .pdf, .svg, .npz or .pt, got {path.suffix or path.name!r}"
             )
         return path
 
-    def draw(
-        self,
-        names: Sequence[Sequence[str]] | None = None,
-        pictures: Annotated[Tensor, "batch channels height width"] | None = None,
-    ) -> Figure:
-        """A row for each image: the image with its prediction, and its map on it.
+    def _arrays(self) -> dict[str, Tensor]:
+        """The tensors, on the CPU, by name."""
+        found = self.unit.arrays()
+        found |= {} if self.share is None else {"share": self.share}
+        for name in ("target", "predicted", "logit", "probability"):
+            found[name] = getattr(self, name)
+        return {name: tensor.cpu() for name, tensor in found.items()}
 
-        The map lies on the image in light tones, each place of its own grid in one colour. Each
-        image has its own scale, whose numbers stand beside it. Of a captioner there is a map for
-        each word.
+    def _of(self, *units: str) -> Any:
+        """The unit, where it is one of these.
 
-        Args:
-            names: the words of each sentence, of a captioner; None: their numbers.
-            pictures: the images as people see them; None: as the model takes them.
+        Raises:
+            AttributeError: it is not.
         """
-        shown = self.images if pictures is None else pictures
-        return draw([self._row(number, as_picture(one), names) for number, one in enumerate(shown)])
-
-    def _row(self, number: int, picture: np.ndarray, names: Sequence[Any] | None) -> Row:
-        maps, titles, label = self.map[number : number + 1], [""], self.method
-        if self.words is not None:
-            titles = [str(n) for n in self.target[number].tolist() if n != PAD]
-            given = names[number] if names else []
-            titles[: len(given)] = given[: len(titles)]
-            maps, label = self.words[number, : len(titles)], f"{label}, one scale for all words"
-        panels = [Panel(picture, *one) for one in zip(maps, titles, strict=True)]
-        says = Panel(picture, title=self._line(number).replace("; ", "\n"))
-        return Row([says, *panels], overlay_scale(maps, is_signed=self.is_signed), label)
-
-    def _line(self, number: int) -> str:
-        if self.words is not None:
-            said = self.target[number] != PAD
-            mean = float(self.probability[number][said].mean()) if said.any() else 0.0
-            return f"{int(said.sum())} words, mean p = {mean:.3f}"
-        target, predicted = int(self.target[number]), int(self.predicted[number])
-        model = "predicted" if target == predicted else f"predicted {predicted}"
-        parts = [f"class {target} ({model}), p = {float(self.probability[number]):.3f}"]
-        if not self.has_target:
-            parts[0] += " (the map does not depend on the class)"
-        if self.share is not None and self.num_prefix_tokens:
-            parts.append(f"class and register tokens: {100 * float(self.share[number]):.0f} %")
-        return "; ".join(parts)
+        if self.unit.name not in units:
+            raise AttributeError(
+                f"an explanation of {self.unit.name}s has nothing of {' or '.join(units)}s"
+            )
+        return self.unit
 
     def __repr__(self) -> str:
-        batch, rows, columns = self.map.shape
-        lines = [f"{self.method} of {batch} image{'s' * (batch > 1)} on {rows} x {columns}"]
-        for number in range(min(batch, 4)):
-            one = self.map[number]
-            row, column = divmod(int(one.argmax()), columns)
-            lines.append(
-                f"  {number}: {self._line(number)}; largest {float(one.max()):.3g} at row {row}, "
-                f"column {column}"
-            )
-        if batch > 4:
-            lines.append(f"  … {batch - 4} more")
-        return "\n".join([*lines, *(f"  ({note})" for note in self.notes)])
+        return "\n".join(self.unit.lines(self))

@@ -1,24 +1,48 @@
-"""A captioner forced to given sentences, and its logit for each word."""
+"""What is asked of a captioner: its sentences, each word behind the words before it."""
+
+from __future__ import annotations
 
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
+from attnkit.interpret.methods.question import Layers, Question, captioner_of, in_float
+from attnkit.interpret.quantity import Of
 from attnkit.models.captioning.word_decoder import PAD, START
 
 
-class Sentences:
-    """A captioner and given sentences: each word is predicted from the given words before it.
+class Sentences(Question):
+    """Images and a sentence for each: y is the logit of each word, behind the true words before it
+    (teacher forcing).
 
     Attributes:
         captioner: takes images and words, and returns of each word the logits of the next.
-        said: [batch, words], int; PAD behind the end.
+        target: [batch, words], int, PAD behind the end; after `prepare` the likeliest sentences,
+            where none were given.
     """
 
-    def __init__(self, captioner: Any, said: Annotated[Tensor, "batch words", int]) -> None:
-        self.captioner = captioner
-        self.said = said
+    unit = "word"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Annotated[Tensor, "batch channels height width"],
+        target: Annotated[Tensor, "batch words", int] | None = None,
+        layers: Layers = None,
+        of: Of = "probability",
+    ) -> None:
+        found = captioner_of(model)
+        self.captioner: Any = model if found is None else found
+        super().__init__(self.captioner, images, None, layers, of=of)
+        self.forward = self.ask
+        self.target = None if target is None else self._checked(target)
+
+    @property
+    def said(self) -> Annotated[Tensor, "batch words", int]:
+        """The sentences."""
+        assert self.target is not None
+        return self.target
 
     @property
     def before(self) -> Annotated[Tensor, "batch words", int]:
@@ -31,28 +55,55 @@ class Sentences:
         return self.said != PAD
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def places(self) -> tuple[int, int]:
+        """Rows and columns of the captioner's memory."""
         return self.captioner.grid
 
-    def logits(self, images: Tensor) -> Tensor:
-        """Of each word what could stand there, [batch, words, vocabulary]; of n copies of the
-        batch, one after the other, n times as many."""
-        return self.captioner(images, self.before.repeat(self._copies(images), 1))
+    def prepare(self) -> None:
+        """Let the captioner say its sentences, where none were given, and ask for their words."""
+        if self.target is None:
+            self.target = self.captioner.generate(self.images.detach()).words
+        if self.logits is None:
+            with torch.no_grad():
+                self.see(self.logits_of_words(self.images))
 
-    def ask(self, images: Tensor) -> Tensor:
-        """The logit of each word, [batch, words]; of n copies of the batch, n times as many."""
-        return self._chosen(self.logits(images), images)
+    def logits_of_words(
+        self, images: Tensor, items: Annotated[Tensor, "_", int] | None = None
+    ) -> Annotated[Tensor, "_ words classes"]:
+        """Of each word what could stand there: of n copies of the batch, one after the other, or
+        of the sentences of some items."""
+        if items is None:
+            before = self.before.repeat(len(images) // self.batch, 1)
+        else:
+            before = self.before[items]
+        return in_float(self.captioner(images, before))
 
-    def probability(self, images: Tensor) -> Tensor:
-        """The probability of each word, as `ask`."""
-        return self._chosen(self.logits(images).float().softmax(dim=2), images)
+    def ask(self, images: Tensor | None = None) -> Annotated[Tensor, "_ words"]:
+        """The logit of each word; of n copies of the batch, n times as many."""
+        images = self.images if images is None else images
+        logits = self.logits_of_words(images)
+        said = self.said.repeat(len(images) // self.batch, 1)
+        return logits.gather(2, said[..., None])[..., 0]
 
-    def _chosen(self, values: Tensor, images: Tensor) -> Tensor:
-        said = self.said.repeat(self._copies(images), 1)
-        return values.gather(2, said[..., None])[..., 0]
-
-    def _copies(self, images: Tensor) -> int:
-        return len(images) // len(self.said)
+    def _checked(self, said: Any) -> Tensor:
+        size = getattr(getattr(self.captioner, "decoder", None), "vocabulary_size", None)
+        if not isinstance(said, Tensor) or said.is_floating_point() or said.dtype == torch.bool:
+            got = said.dtype if isinstance(said, Tensor) else type(said).__name__
+            raise TypeError(
+                f"target: expected sentences of a captioner as integers [batch, words], got {got}"
+            )
+        if said.ndim != 2 or len(said) != self.batch or not said.shape[1]:
+            raise ValueError(
+                f"target: expected sentences [{self.batch}, words], got {list(said.shape)}"
+            )
+        if bool((said < 0).any()) or (size is not None and bool((said >= size).any())):
+            raise ValueError(
+                f"target: expected words from 0 to {size - 1 if size else 'the last'}, got "
+                f"{int(said.min())} to {int(said.max())}"
+            )
+        if bool((said[:, 0] == START).any()):
+            raise ValueError("target: sentences begin with their first word, without START")
+        return said.to(self.images.device).long()
 
 
 class WordLogits(nn.Module):
@@ -70,11 +121,3 @@ class WordLogits(nn.Module):
     ) -> Annotated[Tensor, "batch classes"]:
         """The logits of the next word."""
         return self.captioner(images, self.before.expand(len(images), -1))[:, -1]
-
-
-def captioner_of(model: nn.Module) -> Any:
-    """The captioner that a model is, or that a module of a task holds; None: neither."""
-    for found in (model, getattr(model, "model", None)):
-        if callable(getattr(getattr(found, "decoder", None), "word_weights", None)):
-            return found
-    return None

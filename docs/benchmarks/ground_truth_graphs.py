@@ -25,7 +25,7 @@ from torchmetrics.functional.classification import binary_auroc
 from truths import Row, details, kept, overview
 
 import attnkit
-from attnkit.interpret.graphs.methods import EDGE_METHODS
+from attnkit.interpret.methods.table import METHODS, methods_of
 from attnkit.interpret.trust.agreement import spearman, with_random_weights
 from attnkit.tasks.node_classification import DictionaryLookupData, InfectionData
 
@@ -35,7 +35,7 @@ TRUTHS = {
     "infection": InfectionData,
 }
 MODELS = ("gat", "gatv2", "graph_transformer")
-METHODS = (*EDGE_METHODS, "centre")
+NAMES = (*methods_of("edge"), "centre")
 LOOKUP_STEPS, INFECTION_STEPS = 400, 150
 LOOKUP_GRAPHS, NODES, HOPS = 20, 30, 3
 
@@ -100,9 +100,9 @@ def rows_of(truth: str, name: str, seed: int) -> list[Row]:
     data = TRUTHS[truth](seed=seed)
     data.setup()
     model = trained(name, truth, data, seed)
-    _, drawn = next(with_random_weights(model, torch.Generator().manual_seed(0), cascading=False))
+    drawn = with_random_weights(model, torch.Generator().manual_seed(0))
     nodes, accuracy = asked(data, model)
-    scores: dict[str, list[tuple[float, ...]]] = {method: [] for method in METHODS}
+    scores: dict[str, list[tuple[float, ...]]] = {method: [] for method in NAMES}
     without = []
     for number, (inputs, node, true) in enumerate(nodes):
         x, edge_index = inputs
@@ -113,7 +113,7 @@ def rows_of(truth: str, name: str, seed: int) -> list[Row]:
         assert (near >= true).all()
         if near.sum() == true.sum():  # nothing to tell apart
             continue
-        for method in METHODS:
+        for method in NAMES:
             edges, other, by_lot = (
                 edges_of(method, *asked_of, inputs, node, number)[near]
                 for asked_of in ((model, first), (model, second), (drawn, first))
@@ -135,9 +135,9 @@ def edges_of(method: str, model: nn.Module, target: int, inputs, node: int, seed
     if method == "centre":
         into = inputs[1][1]
         return 1 / torch.bincount(into)[into]
-    known = EDGE_METHODS[method]
+    known = METHODS[method]
     asked_for = target if known.has_target else None
-    options = {"seed": seed} if "seed" in known.options else {}
+    options = {"seed": seed} if "seed" in known.options("edge") else {}
     return attnkit.explain(model, inputs, asked_for, method, index=node, **options).edges
 
 

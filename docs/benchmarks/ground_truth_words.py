@@ -21,7 +21,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from truths import Row, details, kept, overview
 
 import attnkit
-from attnkit.interpret.captions import METHODS
+from attnkit.interpret.methods.table import methods_of
 from attnkit.interpret.sentences import Sentences
 from attnkit.interpret.trust.agreement import spearman, with_random_weights
 from attnkit.metrics.localisation import area, mass
@@ -33,7 +33,7 @@ def rows_of(truth: str, name: str, seed: int, *, runs: list[str], num_images: in
     checkpoint = Path(runs[seed]) / "checkpoints" / "best.ckpt"
     module = ImageCaptioning.load_from_checkpoint(checkpoint, map_location="cpu").eval()
     model = module.model
-    _, drawn = next(with_random_weights(model, torch.Generator().manual_seed(0), cascading=False))
+    drawn = with_random_weights(model, torch.Generator().manual_seed(0))
     data = ScenesData(num_train=100, num_val=1, num_test=num_images, seed=seed)
     data.setup()
     scenes = data.truth()
@@ -51,7 +51,7 @@ def rows_of(truth: str, name: str, seed: int, *, runs: list[str], num_images: in
     known = {"measure": "mass", "chance": float(area(masks).mean()), "num": len(places)}
     known["right"] = len(set(image.tolist())) / num_images
     rows = []
-    for method in METHODS:
+    for method in methods_of("word"):
         maps, of_other, of_drawn = (
             maps_of(method, *asked, images, word)
             for asked in ((model, said), (model, other), (drawn, said))
@@ -67,7 +67,7 @@ def rows_of(truth: str, name: str, seed: int, *, runs: list[str], num_images: in
 def with_another(model: nn.Module, images: Tensor, said: Tensor, word: Tensor) -> Tensor:
     """The sentences with the likeliest other word in the place of each that is asked about."""
     each = torch.arange(len(said))
-    logits = Sentences(model, said).logits(images)[each, word]
+    logits = Sentences(model, images, said).logits_of_words(images)[each, word]
     logits[:, [PAD, START]] = logits[each, said[each, word]] = -torch.inf
     return said.index_put((each, word), logits.argmax(dim=1))
 

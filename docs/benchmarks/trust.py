@@ -18,6 +18,7 @@ from measure import table
 
 import attnkit
 from attnkit.interpret import METHODS
+from attnkit.interpret.methods.table import methods_of
 from attnkit.interpret.trust import Trust
 from attnkit.tasks.image_classification import DigitsData
 
@@ -27,7 +28,6 @@ COLUMNS = {
     "class sensitivity": "class sensitivity",
     "random weights": "similarity, all weights random",
     "another image": "similarity, another image",
-    "ρ with input gradient": "spearman, input gradient",
 }
 
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--images", type=int, default=180)
-    parser.add_argument("--methods", nargs="+", default=[*METHODS])
+    parser.add_argument("--methods", nargs="+", default=methods_of("patch"))
     arguments = parser.parse_args()
     data = DigitsData(num_workers=0)
     data.setup()

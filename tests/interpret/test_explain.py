@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models import DenseNet, VisionTransformer, resnet18
 
 import attnkit
-from attnkit.interpret import METHODS, explain
+from attnkit.interpret import explain
+from attnkit.interpret.methods.table import methods_of
 
 ARRAYS = ("map", "tokens", "share", "target", "predicted", "logit", "probability")
+METHODS = methods_of("patch")
 ATTENTION = ("attention", "value_weighted", "rollout", "relevance", "legrad")
 SMALL = {"img_size": (32, 48), "patch_size": 16, "embed_dim": 24, "depth": 3, "num_heads": 3}
 
@@ -169,10 +171,12 @@ def test_what_the_error_of_an_unseen_attention_names_works():
     torch.manual_seed(0)
     model = timm.create_model("levit_128s", num_classes=1).eval()
     images = torch.randn(1, 3, 224, 224)
-    with pytest.raises(ValueError, match="another method: grad_cam, input_gradient") as refused:
-        explain(model, images)
+    with pytest.raises(ValueError, match="leave method out, which takes one that") as refused:
+        explain(model, images, method="relevance")
     assert "replace_attention" not in str(refused.value)
-    seen = explain(model, images, method="input_gradient")
+    seen = explain(model, images)
+    assert seen.method == "grad_cam"
+    assert seen.notes[-1].startswith("method 'grad_cam', since 'relevance' does not serve")
     assert seen.map.any()
     torch.testing.assert_close(seen.probability, model(images)[:, 0].sigmoid().detach())
 
@@ -426,21 +430,35 @@ def in_inference_mode():
 
 
 IMAGES = torch.zeros(2, 3, 32, 48)
+
+
+def test_the_hint_of_a_stopped_gradient_works():
+    model, images = NoGradient(ours()), torch.randn(1, 3, 32, 48)
+    with pytest.raises(RuntimeError, match="take method='occlusion' with removal='colour', which"):
+        explain(model, images, method="input_gradient")
+    assert explain(model, images, method="occlusion", removal="colour").map.any()
+
+
 BAD = {
     "no module": (lambda: len, {}, TypeError, "model: expected a torch.nn.Module, got builtin"),
     "no attention": (
         lambda: resnet18(num_classes=7),
-        {},
+        {"method": "relevance"},
         ValueError,
-        "ResNet has no attention .* or take another method: grad_cam, input_gradient",
+        "ResNet has no attention .*; leave method out, which takes one that serves this model",
     ),
     "windows": (
         Windows,
         {"method": "rollout"},
         ValueError,
-        "but 'attention' attends within windows, 2 an image; grad_cam, input_gradient",
+        "but 'attention' attends within windows, 2 an image; leave method out",
     ),
-    "twice": (Twice, {}, ValueError, "the layer 'attention' ran 2 times, .* a module of its own"),
+    "twice": (
+        Twice,
+        {"method": "relevance"},
+        ValueError,
+        "the layer 'attention' ran 2 times, .* a module of its own",
+    ),
     "no gradient": (
         lambda: NoGradient(ours()),
         {},

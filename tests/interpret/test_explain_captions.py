@@ -173,7 +173,8 @@ def test_bad_input_is_refused_in_one_line(case, images):
 
 def test_relevance_needs_a_transformer_decoder(images, said):
     with pytest.raises(ValueError, match="method: 'relevance' of sentences needs a decoder whose"):
-        attnkit.explain(captioner("cnn", "recurrent"), images, said)
+        attnkit.explain(captioner("cnn", "recurrent"), images, said, "relevance")
+    assert attnkit.explain(captioner("cnn", "recurrent"), images, said).method == "attention"
 
 
 def test_a_frozen_encoder_stops_the_gradient_and_is_named(said):

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
 from attnkit.interpret.graphs.question import GraphQuestion
-from attnkit.interpret.graphs.scores import characterization, unfaithfulness
-from attnkit.interpret.methods.question import looking, probabilities
+from attnkit.interpret.methods.question import looking
+from attnkit.interpret.quantity import Of, Quantity
+from attnkit.interpret.trust.curves import answers_without
 
 DEFAULT_KS = (1, 2, 4, 8, 16)
 
@@ -22,12 +23,11 @@ class EdgeFidelity:
     rows: a dictionary for each k:
 
         k: how many edges.
-        plus: p − p without them; of the class's probability. 1 at most; below 0, p rises.
+        plus: p − p without them; of the class's probability, or the quantity that was asked for.
+            Of a probability 1 at most; below 0, p rises.
         minus: p − p with them alone.
         plus_prediction, minus_prediction: the same of whether the prediction is the class: 1 where
             it no longer is.
-        characterization: of `plus_prediction` and `minus_prediction`.
-        unfaithfulness: of the probabilities with them alone.
         random_plus, random_minus: `plus` and `minus` of random edges, the mean over the draws, and
             `random_plus_low`, `random_plus_high`, `random_minus_low`, `random_minus_high`, the
             least and the largest.
@@ -37,6 +37,7 @@ class EdgeFidelity:
     num_draws: of random edges.
     verdict: "better than random", "no better than random" or "worse than random": whether the mean
         of `plus` − `minus` over k is above, among or below those of the draws.
+    quantity: what p is.
     """
 
     rows: list[dict[str, float]]
@@ -44,21 +45,25 @@ class EdgeFidelity:
     target: int
     num_draws: int
     verdict: str
+    quantity: Quantity
 
     def __str__(self) -> str:
         row = self.rows[len(self.rows) // 2]
         k, p = int(row["k"]), self.probability
+        name = f"{self.quantity.symbol}({self.target})"
         edges = "the edge that ranks" if k == 1 else f"the {k} edges that rank"
         alone = "it" if k == 1 else "them"
         drawn = "one random edge" if k == 1 else f"{k} random edges"
         words = [
-            f"Without {edges} first, p({self.target}) goes from {p:.2f} to {p - row['plus']:.2f}; "
+            f"Without {edges} first, {name} goes from {p:.2f} to {p - row['plus']:.2f}; "
             f"without {drawn}, to {p - row['random_plus']:.2f} ({self.num_draws} draws: "
             f"{p - row['random_plus_high']:.2f} to {p - row['random_plus_low']:.2f}).",
-            f"With {alone} alone, p({self.target}) is {p - row['minus']:.2f}; with {drawn} alone, "
+            f"With {alone} alone, {name} is {p - row['minus']:.2f}; with {drawn} alone, "
             f"{p - row['random_minus']:.2f}.",
             f"Over {', '.join(str(int(row['k'])) for row in self.rows)} edges: {self.verdict}.",
         ]
+        if not self.quantity.is_usual:
+            words.append(f"{self.quantity.symbol} is {self.quantity.meaning}.")
         return " ".join(words)
 
 
@@ -73,6 +78,7 @@ def edge_fidelity(
     num_draws: int = 20,
     num_hops: int | None = None,
     seed: int = 0,
+    of: Of = "probability",
 ) -> EdgeFidelity:
     """Fidelity: how much a prediction needs the top-ranked edges, and how far they suffice.
 
@@ -93,14 +99,16 @@ def edge_fidelity(
         target: the class; None: the predicted one. A label is that of GraphFramEx's "phenomenon".
         ks: how many edges; None: 1, 2, 4, 8 and 16, as far as there are more.
         num_draws: random orders of the same edges.
-        num_hops: in how many steps edges reach the node; None: counted in the model.
+        num_hops: in how many steps edges reach the node; None: the model is asked.
         seed: of the draws.
+        of: what of the class is measured, as of `attnkit.explain`.
 
     Raises:
         ValueError, TypeError: an argument that is wrong.
     """
-    question = GraphQuestion(model, inputs, index, target, num_hops)
-    with looking(model), torch.no_grad():
+    question = GraphQuestion(model, inputs, index, target, num_hops, of=of)
+    with looking(model):
+        question.prepare()
         return fidelity_of(question, scores, ks, num_draws, seed)
 
 
@@ -111,7 +119,7 @@ def fidelity_of(
     num_draws: int = 20,
     seed: int = 0,
 ) -> EdgeFidelity:
-    """As `edge_fidelity`, of a question that is open."""
+    """As `edge_fidelity`, of a question that is prepared."""
     at_least(2, num_draws=num_draws)
     at_least(0, seed=seed)
     if not isinstance(scores, Tensor) or list(scores.shape) != [question.num_edges]:
@@ -128,57 +136,35 @@ def fidelity_of(
         raise ValueError(
             f"ks: expected 1 to {len(places) - 1}, fewer than reach the node, got {ks}"
         )
-    whole = probabilities(question.ask())
     generator = torch.Generator().manual_seed(seed)
-    orders = [places[scores[places].argsort(descending=True, stable=True)]]
-    for _ in range(num_draws):
-        orders.append(places[torch.randperm(len(places), generator=generator).to(places.device)])
-    rows, drawn = [], []
-    for k in ks:
-        plus, minus = (
-            torch.stack([_without(question, order[:k], alone) for order in orders])
-            for alone in (False, True)
-        )
-        row, of_draws = _row(whole, plus, minus, question.target or 0)
-        rows.append({"k": float(k), **row})
-        drawn.append(of_draws)
-    ours = sum(row["plus"] - row["minus"] for row in rows) / len(rows)
-    others = torch.stack(drawn).mean(dim=0)
+    orders = [scores[places].argsort(descending=True, stable=True).cpu()]
+    orders += [torch.randperm(len(places), generator=generator) for _ in range(num_draws)]
+    ranks = torch.stack(orders).argsort(dim=1).to(places.device)
+    first = [ranks < k for k in ks]
+    # nothing; for each k those that rank first; for each k all others
+    removed = torch.cat([torch.zeros_like(first[0][:1]), *first, *(~one for one in first)])
+    found = answers_without(question, question.without, removed[:, None], len(removed), "fidelity")
+    _, values, is_class = found[..., 0]
+    lost = (values[0] - values[1:]).unflatten(0, (2, len(ks), len(orders)))
+    changed = (is_class[0] - is_class[1:]).abs().unflatten(0, lost.shape)[..., 0]
+    rows = []
+    for place, k in enumerate(ks):
+        row = {"k": float(k)}
+        for kind, name in enumerate(("plus", "minus")):
+            drawn = lost[kind, place, 1:]
+            row[name] = float(lost[kind, place, 0])
+            row[f"{name}_prediction"] = float(changed[kind, place])
+            row[f"random_{name}"] = float(drawn.mean())
+            row[f"random_{name}_low"] = float(drawn.min())
+            row[f"random_{name}_high"] = float(drawn.max())
+        rows.append(row)
+    ours, *others = (lost[0] - lost[1]).mean(dim=0).tolist()
     verdict = "no better than random"
-    if ours > float(others.max()):
+    if ours > max(others):
         verdict = "better than random"
-    elif ours < float(others.min()):
+    elif ours < min(others):
         verdict = "worse than random"
-    target = question.target or 0
-    return EdgeFidelity(rows, float(whole[target]), target, num_draws, verdict)
-
-
-def _without(question: GraphQuestion, edges: Tensor, alone: bool) -> Tensor:
-    """Probabilities [classes] without some edges, or with these alone."""
-    keep = torch.ones_like(question.candidates)
-    keep[edges] = False
-    return probabilities(question.ask(~keep if alone else keep))
-
-
-def _row(
-    whole: Tensor, plus: Tensor, minus: Tensor, target: int
-) -> tuple[dict[str, float], Tensor]:
-    """Of the order asked for, the first, and of the draws, the others; and `plus` − `minus` of each
-    draw."""
-    p = whole[target]
-    is_target = float(whole.argmax() == target)
-    found = {"plus": plus, "minus": minus}
-    row = {name: float(p - part[0, target]) for name, part in found.items()}
-    lost = {
-        name: abs(is_target - float(part[0].argmax() == target)) for name, part in found.items()
-    }
-    row |= {f"{name}_prediction": value for name, value in lost.items()}
-    lost_plus, lost_minus = torch.tensor(lost["plus"]), torch.tensor(lost["minus"])
-    row["characterization"] = float(characterization(lost_plus, lost_minus))
-    row["unfaithfulness"] = float(unfaithfulness(whole, minus[0]))
-    for name, part in found.items():
-        values = p - part[1:, target]
-        row[f"random_{name}"] = float(values.mean())
-        row[f"random_{name}_low"] = float(values.min())
-        row[f"random_{name}_high"] = float(values.max())
-    return row, minus[1:, target] - plus[1:, target]
+    assert question.target is not None
+    assert question.quantity is not None
+    target = int(question.target)
+    return EdgeFidelity(rows, float(values[0]), target, num_draws, verdict, question.quantity)

@@ -144,7 +144,7 @@ def _curves(plus: Axes, minus: Axes, fidelity: EdgeFidelity) -> None:
         panel.plot(ks, left(name), color=FOR, lw=2, marker="o", ms=4, label="edges as ranked")
         panel.axhline(p, color=_INK, lw=0.8, ls=(0, (4, 3)), label="all edges")
         panel.set_title(title, fontsize=9, loc="left")
-        panel.set_ylabel(f"p({fidelity.target})", fontsize=8)
+        panel.set_ylabel(f"{fidelity.quantity.symbol}({fidelity.target})", fontsize=8)
         panel.set(ylim=(-0.03, 1.03), xscale="log" if ks[-1] > 2 else "linear")
         panel.set_xticks(ks, [str(k) for k in ks])
         panel.minorticks_off()

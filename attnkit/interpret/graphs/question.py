@@ -10,28 +10,33 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import in_a_line
 from attnkit.core.capture.calls import EdgeCall
-from attnkit.core.capture.layers import Layers
 from attnkit.core.capture.watch import watch_attention
 from attnkit.core.masks.edges import Edges
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.interpret.graphs.part import of_nodes, renumbered
-from attnkit.interpret.methods.question import logits_of
+from attnkit.interpret.graphs.table import steps_to
+from attnkit.interpret.methods.question import Layers, Target, logits_of
+from attnkit.interpret.progress import shown
+from attnkit.interpret.quantity import Of
 from attnkit.layers.graph.attention import GraphAttention
 
+UNCHANGED = 1e-4
+"""How much two answers of the same edges differ at most, by rounding."""
 
-class GraphQuestion:
+
+class GraphQuestion(Target):
     """y is the logit of a class for one node, or for the graph.
 
     Attributes:
-        model: in evaluation while `looking` is open.
         edge_index: [2, edges], as the caller gave them.
         index: the node; None: the graph, of which the model gives one row.
-        target: the class; after `ask` the predicted one, where none was given.
-        logits: [classes], of the first `ask`.
-        candidates: [edges], bool: from which the node can be reached in as many steps as the model
-            takes; no other edge can change y.
-        notes: what was assumed, a sentence each.
+        target, logits: with a first dimension of 1.
+        num_hops: in how many steps what a node knows reaches the node; None: in one, or all edges
+            count, since nodes also see each other without edges.
+        candidates: [edges], bool: those that can change y, known after `prepare`.
     """
+
+    unit = "edge"
 
     def __init__(
         self,
@@ -40,29 +45,43 @@ class GraphQuestion:
         index: int | None = None,
         target: int | None = None,
         num_hops: int | None = None,
+        layers: Layers = None,
+        of: Of = "probability",
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        index, target = _number("index", index), _number("target", target)
-        num_hops = _number("num_hops", num_hops, least=1)
-        self.model = model
-        self.index = index
-        self.target = target
-        self.logits: Tensor | None = None
-        self.notes: list[str] = []
+        super().__init__(model, layers, of)
+        self.index, target = _number("index", index), _number("target", target)
+        self.target = None if target is None else torch.tensor([target])
+        self.num_hops = _number("num_hops", num_hops, least=1)
         self._num_nodes = 0
         self._known_part: GraphQuestion | None = None
         self._is_part_known = False
         self._read(inputs)
-        self.num_hops = count_hops(model) if num_hops is None else num_hops
-        if index is None or self.num_hops is None:
-            self.candidates = torch.ones_like(self.edge_index[0], dtype=torch.bool)
-        else:
-            self.candidates = self.reached(self.num_hops - 1)[self.edge_index[1]]
+        self.candidates = torch.ones_like(self.edge_index[0], dtype=torch.bool)
+
+    def prepare(self) -> None:
+        """Ask the model, and find which edges can change its answer.
+
+        The layers along edges are counted, and the model is asked whether that is right: where y
+        has a gradient at the features of a node that is farther away, as many steps are taken as
+        lead there, and more where y changes without all other edges, as by a node's degree.
+        """
+        is_counted = self.num_hops is None
+        with torch.set_grad_enabled(is_counted):
+            logits = self.ask()
+        if self.index is None:
+            return
+        if is_counted:
+            self.num_hops = self._hops_of(logits)
+        if self.num_hops is not None:
+            self.candidates = self._within(self.num_hops)
             self.notes.append(
                 f"{int(self.candidates.sum())} of {self.num_edges} edges reach the node in "
                 f"{self.num_hops} steps."
             )
+
+    def run(self) -> object:
+        """The model's output for the whole graph."""
+        return self.model(*self.args, **self.kwargs)
 
     @property
     def num_edges(self) -> int:
@@ -86,13 +105,66 @@ class GraphQuestion:
         if self.index is not None and self.index >= len(found):
             raise ValueError(f"index: the model answers for {len(found)} nodes, got {self.index}")
         logits = found[self.index or 0]
-        if self.target is None:
-            self.target = int(logits.argmax())
-        if self.target >= len(logits):
-            raise ValueError(f"target: the model has {len(logits)} classes, got {self.target}")
-        if self.logits is None:
-            self.logits, self._num_nodes = logits.detach(), len(found)
+        self._num_nodes = max(self._num_nodes, len(found))
+        self.see(logits[None])
         return logits
+
+    def y(self, keep: Tensor | None = None) -> Tensor:
+        """The logit of the class, with these edges alone."""
+        logits = self.ask(keep)
+        assert self.target is not None
+        return logits[int(self.target)]
+
+    def without(self, items: Tensor, removed: Tensor) -> Tensor:
+        """The logits [_, classes] without some of the candidates, [_, candidates] bool."""
+        keep, places = torch.ones_like(self.candidates), self.candidates.nonzero()[:, 0]
+        logits = []
+        for one in shown(list(removed), "removing edges"):
+            keep[places] = ~one
+            logits.append(self.ask(keep if one.any() else None))
+        return torch.stack(logits)
+
+    @torch.enable_grad()
+    def _hops_of(self, logits: Tensor) -> int | None:
+        """In how many steps edges change the answer; None: all count."""
+        assert self.target is not None
+        hops = count_hops(self.model)
+        if hops is None:
+            return None
+        features = [
+            one
+            for one in (*self.args, *self.kwargs.values())
+            if isinstance(one, Tensor) and one.requires_grad and len(one) == self._num_nodes
+        ]
+        if features and logits.requires_grad:
+            y = logits[int(self.target)]
+            found = torch.autograd.grad(y, features, allow_unused=True)
+            parts = [part.flatten(1).any(dim=1) for part in found if part is not None]
+            if parts:
+                told = torch.stack(parts).any(dim=0)
+                steps = steps_to(self.index or 0, self.edge_index, len(told))[told]
+                if bool((steps < 0).any()):
+                    return None  # nodes that no edge leads from
+                hops = max(hops, *steps.tolist())
+        while not self._is_unchanged(self._within(hops)):
+            wider = self._within(hops + 1)
+            if torch.equal(wider, self._within(hops)):
+                return None
+            hops += 1
+        return hops
+
+    @torch.no_grad()
+    def _is_unchanged(self, keep: Tensor) -> bool:
+        """Whether the answer is the same with these edges alone."""
+        if bool(keep.all()):
+            return True
+        assert self.logits is not None
+        found = self.answers(keep)[self.index or 0]
+        return torch.allclose(found, self.logits[0], rtol=UNCHANGED, atol=UNCHANGED)
+
+    def _within(self, num_hops: int) -> Tensor:
+        """The edges from which the node is reached in so many steps, [edges] bool."""
+        return self.reached(num_hops - 1)[self.edge_index[1]]
 
     def _part(self) -> "GraphQuestion | None":
         """The same question of the edges that can reach the node, whose answer is the same, where
@@ -114,21 +186,22 @@ class GraphQuestion:
 
         inputs = {name: thin(name, one) for name, one in self.kwargs.items()}
         inputs |= {self.names[place]: thin(place, one) for place, one in enumerate(self.args)}
-        part = GraphQuestion(self.model, inputs, index, self.target, self.num_hops)
+        assert self.target is not None
+        part = GraphQuestion(self.model, inputs, index, int(self.target), self.num_hops)
         part._is_part_known = True
-        if torch.allclose(part.ask(), self.logits, rtol=1e-4, atol=1e-4):
+        if torch.allclose(part.ask(), self.logits[0], rtol=UNCHANGED, atol=UNCHANGED):
             self._known_part = part
         return self._known_part
 
     def calls(self, layers: Layers = None, *, graph: bool = False) -> tuple[list[EdgeCall], Tensor]:
-        """The attention along the edges asked of, in its order, and the logit of the class; in
-        autograd's graph if asked for.
+        """The attention of layers along the edges asked of, in its order, and the logit of the
+        class; in autograd's graph if asked for.
 
         Raises:
             ValueError: there is none, or it goes along other edges.
         """
         with torch.set_grad_enabled(graph), watch_attention(self.model, layers) as heard:
-            logits = self.ask()
+            y = self.y()
         calls = [call for call in heard if isinstance(call, EdgeCall)]
         if not calls:
             raise ValueError(
@@ -142,7 +215,7 @@ class GraphQuestion:
                     f"layers: {call.layer!r} goes along other edges than those of the inputs; "
                     "expected 'occlusion', or layers that do not"
                 )
-        return calls, logits[self.target or 0]
+        return calls, y
 
     def reached(self, num_hops: int, num_nodes: int = 0) -> Tensor:
         """The nodes from which the node is reached in at most so many steps, [nodes] bool."""

@@ -1,4 +1,4 @@
-"""What is asked: a model, images, and for which class; and how the model is run for an answer."""
+"""What is asked of a model, and for which class; and how the model is run for an answer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,87 +11,96 @@ from attnkit.core.arguments import in_a_line
 from attnkit.core.contexts import uncompiled
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name, undisturbed
+from attnkit.interpret.quantity import Of, Quantity, quantity_of
 
-Target = int | Sequence[int] | Annotated[Tensor, "batch", int] | None
+Classes = int | Sequence[int] | Annotated[Tensor, "batch", int] | None
 Layers = int | str | Sequence[int | str] | None
 
 
-class Question:
-    """A model, images and a class for each: y is the sum over the batch of the classes' logits.
+class Target:
+    """What is asked of a model, of whatever its input is made: y, the logit of a class.
 
-    Items do not see each other in evaluation, so that the gradient of the sum holds that of each.
+    Each unit of explanation has a subclass: `Question` for the patches of images, `Sentences` for
+    the patches of images behind each word, `GraphQuestion` for the edges of a graph.
 
     Attributes:
-        forward: what takes images; the model, if nothing else is told.
+        unit: "patch", "word" or "edge".
         model: in evaluation while `looking` is open.
-        images: [batch, channels, height, width], a leaf that requires a gradient, so that all that
-            is made of it is in the graph, whether parameters are frozen or not.
-        target: [batch], int; after `ask`, where none was given, the predicted classes.
+        target: the classes, int; after the first answer the predicted ones, where none were given.
         layers: of those methods that choose layers.
-        logits: [batch, classes], of the first `ask`.
-        chain: the attention that ran, where a method watched it.
+        logits: [batch, *words, classes], of the first answer.
+        quantity: what is reported of a class; found from the first answer.
         notes: what was assumed on the way, a sentence each.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        images: Tensor,
-        target: Target = None,
-        layers: Layers = None,
-        grid: tuple[int, int] | None = None,
-        num_prefix_tokens: int | None = None,
-        forward: Callable[[Tensor], Any] | None = None,
-    ) -> None:
+    unit = ""
+
+    def __init__(self, model: nn.Module, layers: Layers = None, of: Of = "probability") -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         self.model = model
-        self.forward = model if forward is None else forward
-        with torch.inference_mode(False):  # a clone made there can have gradients
-            self.images = _checked(images).detach().clone().requires_grad_()
-        self.target = _as_classes(target, self.images)
         self.layers = layers
-        self.grid = grid
-        self.num_prefix_tokens = num_prefix_tokens
-        self.logits: Tensor | None = None
-        self.chain: Any = None
+        self.of = of
+        self.target: Annotated[Tensor, "batch *words", int] | None = None
+        self.logits: Annotated[Tensor, "batch *words classes"] | None = None
+        self.quantity: Quantity | None = None
         self.notes: list[str] = []
 
-    @property
-    def batch(self) -> int:
-        return len(self.images)
+    def run(self) -> object:
+        """Run the model on the whole input, and return what it returns."""
+        raise NotImplementedError
 
-    def ask(self, images: Tensor | None = None) -> Tensor:
-        """The logit of its class for each image, [batch], in the graph; None: the images asked of.
+    def ask(self) -> Tensor:
+        """Ask the model, and remember its first answer."""
+        raise NotImplementedError
 
-        A batch of n times as many images is n copies of the batch, one after the other.
+    def prepare(self) -> None:
+        """Ask the model what a method needs to know first; called while `looking` is open."""
+
+    def see(self, logits: Annotated[Tensor, "batch *words classes"]) -> None:
+        """Remember the first answer, and of it the predicted classes and the quantity.
+
+        Raises:
+            ValueError: the target is a class that the model does not have.
         """
-        images = self.images if images is None else images
-        # a copy, since a model may begin in place, and a leaf with a gradient may not be written
-        logits = logits_of(self.forward(images.clone()), type(self.model).__name__)
-        if len(logits) != len(images):
-            raise ValueError(
-                f"model: expected logits of {len(images)} images, got {list(logits.shape)}"
-            )
         if self.target is None:
-            self.target = logits.detach().argmax(dim=1)
-        largest = int(self.target.max())
-        if largest >= logits.shape[1]:
+            self.target = logits.detach().argmax(dim=-1)
+        self.target = self.target.to(logits.device)
+        largest, number = int(self.target.max()), logits.shape[-1]
+        if largest >= number:
             raise ValueError(
-                f"target: the model has {logits.shape[1]} classes, expected 0 to "
-                f"{logits.shape[1] - 1}, got {largest}"
+                f"target: the model has {number} classes, expected 0 to {number - 1}, got {largest}"
             )
         if self.logits is None:
             self.logits = logits.detach()
-        target = self.target.repeat(len(images) // self.batch)
-        return logits.gather(1, target[:, None])[:, 0]
+            self.quantity = quantity_of(self.logits, self.of)
+
+    def values(
+        self, logits: Annotated[Tensor, "_ *words classes"], items: Annotated[Tensor, "_", int]
+    ) -> Annotated[Tensor, "3 _ *words"]:
+        """Of logits for some items of the batch: logit and quantity of the target, and 1 where it
+        is the class with the largest logit, else 0."""
+        assert self.target is not None
+        assert self.quantity is not None
+        target = self.target[items.to(self.target.device)]
+        logit, value = (
+            values.gather(-1, target[..., None])[..., 0]
+            for values in (logits, self.quantity(logits))
+        )
+        return torch.stack([logit, value, (logits.argmax(dim=-1) == target).to(logit)])
 
     def module(self, name: str) -> nn.Module:
         """The module of a name as in `named_modules()`, compiled or not."""
         return next(m for n, m in self.model.named_modules() if module_name(n) == name)
 
-    def gradients(self, y: Tensor, of: Sequence[Tensor], *, keep: bool = False) -> list[Tensor]:
+    def gradients(
+        self, y: Tensor, of: Sequence[Tensor], *, keep: bool = False, may_miss: bool = False
+    ) -> list[Tensor]:
         """∂ sum(y) / ∂ of each tensor; no `.grad` is written.
+
+        Args:
+            keep: whether the graph is needed again.
+            may_miss: whether y may not depend on some of them, whose gradient is then 0.
 
         Raises:
             RuntimeError: the model cuts the graph between one of them and y.
@@ -99,10 +108,12 @@ class Question:
         if not y.requires_grad or not all(tensor.requires_grad for tensor in of):
             raise RuntimeError(self._why_no_gradient())
         found = torch.autograd.grad(y.sum(), of, retain_graph=keep, allow_unused=True)
-        gradients = [gradient for gradient in found if gradient is not None]
-        if len(gradients) < len(found):
+        if not may_miss and any(gradient is None for gradient in found):
             raise RuntimeError(self._why_no_gradient())
-        return gradients
+        return [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(of, found, strict=True)
+        ]
 
     def _why_no_gradient(self) -> str:
         """Which module breaks the graph: it runs others without gradients, or detaches its own."""
@@ -128,20 +139,74 @@ class Question:
                     module.register_forward_hook(leave, with_kwargs=True),
                 ):
                     stack.callback(handle.remove)
-            self.forward(self.images.clone())
+            self.run()
         found = [*broken, self.model][0]
         where = f"the module {names[found]!r}" if names[found] else type(found).__name__
         return (
             f"model: {where} stops the gradient; remove the torch.no_grad or .detach() in it "
-            "(checkpoint activations with use_reentrant=False), or take method='occlusion', which "
-            "needs none"
+            "(checkpoint activations with use_reentrant=False), or take method='occlusion'"
+            + (" with removal='colour'" if self.unit == "patch" else "")
+            + ", which needs none"
         )
 
 
-def probabilities(logits: Tensor) -> Tensor:
-    """Of logits [..., classes] by softmax; of a single logit, as of a binary classifier, by the
-    sigmoid."""
-    return logits.sigmoid() if logits.shape[-1] == 1 else logits.softmax(dim=-1)
+class Question(Target):
+    """Images and a class for each: y is the sum over the batch of the classes' logits.
+
+    Items do not see each other in evaluation, so that the gradient of the sum holds that of each.
+
+    Attributes:
+        forward: what takes images; the model, if nothing else is told.
+        images: [batch, channels, height, width], a leaf that requires a gradient, so that all that
+            is made of it is in the graph, whether parameters are frozen or not.
+        chain: the attention that ran, where a method watched it.
+    """
+
+    unit = "patch"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        target: Classes = None,
+        layers: Layers = None,
+        grid: tuple[int, int] | None = None,
+        num_prefix_tokens: int | None = None,
+        of: Of = "probability",
+    ) -> None:
+        super().__init__(model, layers, of)
+        self.forward: Callable[[Tensor], Any] = model
+        with torch.inference_mode(False):  # a clone made there can have gradients
+            self.images = _checked(images).detach().clone().requires_grad_()
+        self.target = _as_classes(target, self.images)
+        self.grid = grid
+        self.num_prefix_tokens = num_prefix_tokens
+        self.chain: Any = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.images)
+
+    def run(self) -> object:
+        """The model's output for the images."""
+        # a copy, since a model may begin in place, and a leaf with a gradient may not be written
+        return self.forward(self.images.clone())
+
+    def ask(self, images: Tensor | None = None) -> Tensor:
+        """The logit of its class for each image, [batch], in the graph; None: the images asked of.
+
+        A batch of n times as many images is n copies of the batch, one after the other.
+        """
+        images = self.images if images is None else images
+        logits = logits_of(self.forward(images.clone()), type(self.model).__name__)
+        if len(logits) != len(images):
+            raise ValueError(
+                f"model: expected logits of {len(images)} images, got {list(logits.shape)}"
+            )
+        self.see(logits)
+        assert self.target is not None
+        target = self.target.repeat(len(images) // self.batch)
+        return logits.gather(1, target[:, None])[:, 0]
 
 
 @contextmanager
@@ -179,7 +244,20 @@ def logits_of(output: Any, name: str = "the model") -> Tensor:
             f"model: expected logits [batch, classes] of {name}, or an output with .logits, got "
             f"{got}; wrap it in a module that returns them"
         )
-    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    return in_float(output)
+
+
+def captioner_of(model: nn.Module) -> Any:
+    """The captioner that a model is, or that a module of a task holds; None: neither."""
+    for found in (model, getattr(model, "model", None)):
+        if callable(getattr(getattr(found, "decoder", None), "word_weights", None)):
+            return found
+    return None
+
+
+def in_float(values: Tensor) -> Tensor:
+    """Values of half precision in float32; others as they are."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def _checked(images: Tensor) -> Tensor:
@@ -203,7 +281,7 @@ def _checked(images: Tensor) -> Tensor:
     return images
 
 
-def _as_classes(target: Target, images: Tensor) -> Tensor | None:
+def _as_classes(target: Classes, images: Tensor) -> Tensor | None:
     if target is None:
         return None
     try:

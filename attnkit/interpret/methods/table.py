@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from attnkit.interpret.graphs import methods as edges
+from attnkit.interpret.methods import words
 from attnkit.interpret.methods.attention import attention, value_weighted
 from attnkit.interpret.methods.controls import centre, random
 from attnkit.interpret.methods.flow import relevance, rollout
@@ -14,7 +16,7 @@ from attnkit.interpret.methods.grad_cam import grad_cam
 from attnkit.interpret.methods.gradients import input_gradient, integrated_gradients
 from attnkit.interpret.methods.legrad import legrad
 from attnkit.interpret.methods.occlusion import occlusion
-from attnkit.interpret.methods.question import Question
+from attnkit.interpret.methods.question import Question, Target
 from attnkit.interpret.methods.tokens import watch
 
 
@@ -32,37 +34,110 @@ rolled_out.__doc__, relevant.__doc__ = rollout.__doc__, relevance.__doc__
 
 
 class Method(NamedTuple):
-    """A function from a question to [batch, tokens], prefix included, or [batch, rows, columns].
+    """What gives each unit of what is explained a number.
 
+    functions: for each unit that it serves, a function of what is asked (a `Question` of patches,
+        `Sentences` of words, a `GraphQuestion` of edges) to [batch, tokens], prefix included, or
+        [batch, rows, columns]; [batch, words, rows, columns]; or [edges + 1], added loops last.
     has_target: whether it depends on the class.
-    has_layers: whether layers can be chosen.
+    layers: the units for which layers can be chosen.
     is_signed: whether a number may be negative, which speaks against the class.
     """
 
-    function: Callable[..., Tensor]
+    functions: Mapping[str, Callable[..., Tensor]]
     has_target: bool = True
-    has_layers: bool = True
+    layers: tuple[str, ...] = ()
     is_signed: bool = False
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The names of its own options."""
-        parameters = inspect.signature(self.function).parameters.values()
+    def options(self, unit: str = "patch") -> tuple[str, ...]:
+        """The names of its own options for a unit."""
+        parameters = inspect.signature(self.functions[unit]).parameters.values()
         return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "attention": Method(attention, has_target=False),
-        "value_weighted": Method(value_weighted, has_target=False),
-        "rollout": Method(rolled_out, has_target=False),
-        "relevance": Method(relevant),
-        "legrad": Method(legrad),
-        "grad_cam": Method(grad_cam),
-        "input_gradient": Method(input_gradient, has_layers=False),
-        "integrated_gradients": Method(integrated_gradients, has_layers=False, is_signed=True),
-        "occlusion": Method(occlusion, has_layers=False, is_signed=True),
-        "random": Method(random, has_target=False, has_layers=False),
-        "centre": Method(centre, has_target=False, has_layers=False),
+        "attention": Method(
+            {"patch": attention, "word": words.attention, "edge": edges.attention},
+            has_target=False,
+            layers=("patch", "word", "edge"),
+        ),
+        "value_weighted": Method({"patch": value_weighted}, has_target=False, layers=("patch",)),
+        "rollout": Method({"patch": rolled_out}, has_target=False, layers=("patch",)),
+        "relevance": Method(
+            {"patch": relevant, "word": words.relevance, "edge": edges.relevance},
+            layers=("patch", "edge"),
+        ),
+        "legrad": Method({"patch": legrad}, layers=("patch",)),
+        "grad_cam": Method({"patch": grad_cam}, layers=("patch",)),
+        "input_gradient": Method(
+            {"patch": input_gradient, "word": words.input_gradient, "edge": edges.input_gradient},
+            layers=("edge",),
+        ),
+        "integrated_gradients": Method({"patch": integrated_gradients}, is_signed=True),
+        "removal_gradient": Method({"edge": edges.removal_gradient}, layers=("edge",)),
+        "occlusion": Method(
+            {"patch": occlusion, "word": words.occlusion, "edge": edges.occlusion}, is_signed=True
+        ),
+        "random": Method(
+            {"patch": random, "word": words.random, "edge": edges.random}, has_target=False
+        ),
+        "centre": Method({"patch": centre, "word": words.centre}, has_target=False),
     }
 )
+USUAL = {
+    "patch": ("relevance", "grad_cam", "input_gradient", "occlusion"),
+    "word": ("relevance", "attention", "input_gradient", "occlusion"),
+    "edge": ("relevance", "occlusion"),
+}
+"""The methods that are tried where none is asked for, each of which asks less of a model."""
+_KINDS = {"patch": "images", "word": "a captioner", "edge": "a graph"}
+_OTHERS = {"patch": ", a function or a map", "word": "", "edge": ", or numbers [edges]"}
+
+
+def methods_of(unit: str) -> list[str]:
+    """The names of the methods that serve a unit."""
+    return [name for name, method in METHODS.items() if unit in method.functions]
+
+
+def check_method(
+    method: str, target: Target, has_target: bool, options: Mapping[str, Any]
+) -> Callable[..., Tensor]:
+    """The function of a method for what is asked, once it can do all that it is asked.
+
+    Args:
+        has_target: whether a class was asked for.
+
+    Raises:
+        ValueError: no method of this unit; a class or layers that it does not use.
+        TypeError: an option that it does not have.
+    """
+    unit, kind = target.unit, _KINDS[target.unit]
+    if method not in methods_of(unit):
+        raise no_method(unit, repr(method))
+    known = METHODS[method]
+    if has_target and not known.has_target and unit != "word":  # whose target is what was said
+        knowing = ", ".join(name for name in methods_of(unit) if METHODS[name].has_target)
+        raise ValueError(
+            f"target: {method!r} gives the same map for every class; leave it out, or take one of "
+            f"{knowing}"
+        )
+    given = {"layers": target.layers}
+    given["num_prefix_tokens"] = getattr(target, "num_prefix_tokens", None)
+    for name, value in given.items():
+        if value is not None and unit not in known.layers:
+            raise ValueError(f"{name}: {method!r} does not use attention layers; leave it out")
+    for option in options:
+        own = known.options(unit)
+        if option not in own:
+            has = f"has {', '.join(own)}" if own else "has no options"
+            raise TypeError(f"{option}: {method!r}{'' if unit == 'patch' else f' of {kind}'} {has}")
+    return known.functions[unit]
+
+
+def no_method(unit: str, got: str) -> ValueError:
+    """The error that names the methods of a unit."""
+    names = ", ".join(methods_of(unit))
+    return ValueError(
+        f"method: expected one of {names}{_OTHERS[unit]} for {_KINDS[unit]}, got {got}"
+    )

@@ -20,11 +20,8 @@ from attnkit.interpret.methods.grid import (
     settled,
 )
 from attnkit.interpret.methods.question import Layers, Question
-from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
-from attnkit.surgery.replace import is_served
 
-_OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
-OTHERS = "grad_cam, input_gradient, integrated_gradients or occlusion need no attention"
+OTHERS = "leave method out, which takes one that serves this model"
 
 
 class Chain(NamedTuple):
@@ -90,10 +87,9 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     except ValueError as error:
         if not calls:
             question.ask()  # raises what has nothing to do with attention
-        said = str(error)
-        if not is_served(question.model):
-            said = said.partition("; ")[0]  # replace_attention, which it names, refuses too
-        raise ValueError(f"{said}, or take another method: {OTHERS}") from None
+        # without the hint of replace_attention, which may refuse the model, too
+        said = str(error).partition("; ")[0]
+        raise ValueError(f"{said}; {OTHERS}") from None
     calls = _without_unread(calls, y, question)
     _check_calls(calls, question, method)
     steps = _steps(calls, question)
@@ -165,7 +161,7 @@ def _why_no_chain(calls: Sequence[Any], question: Question) -> str | None:
     for number, call in enumerate(calls):
         if not isinstance(call, AttentionCall):
             return f"{call.layer!r} attends over the edges of a graph"
-        if isinstance(question.module(call.layer), _OVER_CHANNELS):
+        if getattr(question.module(call.layer), "is_over_channels", False):
             return f"{call.layer!r} attends over channels, which are not places; {OTHERS}"
         if len(call.query) != batch:
             pieces = len(call.query) // batch

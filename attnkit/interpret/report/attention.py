@@ -17,7 +17,7 @@ from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.methods.tokens import Chain, watch
 from attnkit.interpret.report.page import colour_bar, map_uri
-from attnkit.interpret.trust.curves import answers_without
+from attnkit.interpret.trust.curves import answers_without, of_images
 from attnkit.interpret.trust.places import removal_grid
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal
 
@@ -131,7 +131,8 @@ def without_each(
         none = torch.zeros_like(alone[:1])
         removed = torch.cat([none, alone])[:, None].expand(-1, len(images), -1)
         said = f"leaving one patch out, {REMOVALS[kind]}"
-        _, p = answers_without(question, answer, removed, batch_size, said)
+        without = of_images(question, answer)
+        _, p, _ = answers_without(question, without, removed, batch_size, said)
     return Without(grid, p[1:].T, p[0], REMOVALS[kind])
 
 

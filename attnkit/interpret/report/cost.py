@@ -18,7 +18,7 @@ from attnkit.lightning.explained import Explained
 if TYPE_CHECKING:
     from attnkit.interpret.report.report import Report
 
-_JUDGING = {"none": 0, "fast": 70, "full": 250}
+_JUDGING = {"none": 0, "fast": 70, "full": 200}
 _OF_EDGES = {"none": 0, "fast": 210, "full": 2010}
 _EXPLAINING = 3  # forwards and a backward
 _PATCHES = (8, 8)  # of a model that does not say
@@ -54,7 +54,6 @@ def num_forwards(report: Report, explained: Explained) -> int:
     patches = patch_grid(explained.model, explained.inputs)
     rows, columns = _PATCHES if patches is None else patches.grid
     page, judging = min(rows * columns, _MOST_PATCHES), _JUDGING[report.trust]
-    judging += rows * columns if is_full else 0
     return images * (methods * (_EXPLAINING + judging) + page)
 
 
@@ -62,8 +61,8 @@ def _first_batch(report: Report, explained: Explained) -> tuple[int, Callable[[]
     """How many are asked of at once, and what asks the model."""
     if explained.kind == "nodes":
         question = GraphQuestion(explained.model, explained.inputs, (report.nodes or [0])[0])
-        with looking(explained.model), torch.no_grad():
-            question.ask()
+        with looking(explained.model):
+            question.prepare()
         every = torch.ones_like(question.candidates)
         return 1, lambda: question.ask(every)
     images = explained.inputs[: report.batch_size]

@@ -1,6 +1,6 @@
 """What a report needs to know of images, captions and nodes; a class each, without a state.
 
-methods: of `attnkit.explain`, by name.
+methods: names of `attnkit.explain`.
 refused: arguments of `Report` that do not apply, and why.
 reading: what a reader may and may not conclude, in one sentence.
 columns, caption: of the table: by heading the name of what is in it, and what its numbers are.
@@ -19,10 +19,8 @@ import numpy as np
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
-from attnkit.interpret import captions
 from attnkit.interpret.explain import explain
-from attnkit.interpret.graphs.methods import EDGE_METHODS
-from attnkit.interpret.methods.table import METHODS
+from attnkit.interpret.methods.table import METHODS, methods_of
 from attnkit.interpret.report.edges import edge_sections
 from attnkit.interpret.report.findings import Judged, Row, number
 from attnkit.interpret.report.maps import image_sections, over_chance, word_sections
@@ -41,7 +39,7 @@ _NO_NODES = "are explained image by image; leave it out"
 class Images:
     """Images: a row for each method, judged over all of them, and a section for each image."""
 
-    methods: Mapping[str, Any] = METHODS
+    methods: Sequence[str] = methods_of("patch")
     refused: Mapping[str, str] = {"nodes": _NO_NODES}
     reading = (
         "Trust that bright patches matter only as far as a map's gap is beyond that of random "
@@ -50,7 +48,7 @@ class Images:
     )
     caption = (
         "gap ±: two standard errors of random maps. class sensitivity 0: the same map for every "
-        "class. random weights, input gradient: rank correlations."
+        "class. random weights: a rank correlation."
     )
     # columns of scores.csv, and what `Trust` calls them
     gaps: Mapping[str, str] = {"mask": "gap in p, tokens masked", "mean": "gap in p, mean colour"}
@@ -58,7 +56,6 @@ class Images:
         "class_sensitivity": "class sensitivity",
         "similarity_random_weights": "similarity, all weights random",
         "similarity_another_image": "similarity, another image",
-        "spearman_input_gradient": "spearman, input gradient",
         "pointing": "pointing",
         "mass_over_chance": "mass over chance",
     }
@@ -68,7 +65,6 @@ class Images:
         "gap, mean\ncolour": "mean",
         "class\nsensitivity": "class_sensitivity",
         "random\nweights": "similarity_random_weights",
-        "input\ngradient": "spearman_input_gradient",
         "mass over\nchance": "mass_over_chance",
         "other\nmodel": "spearman_against",
     }
@@ -184,7 +180,7 @@ class Images:
 class Captions:
     """Sentences of a captioner: a row for each method and word, and a section for each sentence."""
 
-    methods: Mapping[str, Any] = captions.METHODS
+    methods: Sequence[str] = methods_of("word")
     refused: Mapping[str, str] = {
         "nodes": _NO_NODES,
         "target": "are explained for each word they have; leave it out",
@@ -280,7 +276,7 @@ class Captions:
 class Nodes:
     """Nodes of a graph: a row for each node and method, and a section for each node."""
 
-    methods: Mapping[str, Any] = EDGE_METHODS
+    methods: Sequence[str] = methods_of("edge")
     refused: Mapping[str, str] = {
         "against": "of another model are explained in a run of their own, with ckpt=",
         "layer": "have edges and no image to draw on; leave it out",

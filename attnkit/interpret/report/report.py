@@ -13,6 +13,7 @@ from torch import Tensor
 from attnkit.core.arguments import at_least
 from attnkit.interpret.explain import explain
 from attnkit.interpret.layer_maps import draw_layer, first_of
+from attnkit.interpret.methods.table import METHODS
 from attnkit.interpret.picture import save
 from attnkit.interpret.report.cost import cost_of
 from attnkit.interpret.report.findings import PAGE, Findings, Judged, findings_of, table_of
@@ -111,7 +112,7 @@ class Report:
                     f"method: expected one of {', '.join(known.methods)} for {kind}, got {method!r}"
                 )
         if self.target is not None:
-            blind = next((m for m in self.methods if not known.methods[m].has_target), None)
+            blind = next((m for m in self.methods if not METHODS[m].has_target), None)
             if blind is not None:
                 raise ValueError(
                     f"target: {blind!r} gives the same map for every class; leave one of them out"
@@ -193,7 +194,7 @@ class Report:
         found = []
         nodes: Sequence[int | None] = self.nodes or [None]
         for node in nodes:
-            index = {} if node is None else {"index": node}
+            index: dict[str, Any] = {} if node is None else {"index": node}
             for method in self.methods:
                 step(method if node is None else f"node {node}: {method}")
                 seen = explain(explained.model, explained.inputs, asked, method, **index)

@@ -1,16 +1,18 @@
-"""A model's prediction while more and more of an image is removed."""
+"""A model's answer without some of the units, and while more and more of them are removed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.interpret.methods.question import Question, Target, looking, probabilities
+from attnkit.interpret.methods.question import Classes, Question, Target, looking
 from attnkit.interpret.progress import shown
+from attnkit.interpret.quantity import Of
 from attnkit.interpret.trust.places import Grid, on_grid, removal_grid, removal_ranks
 from attnkit.interpret.trust.removal import Answer, removal
 
@@ -18,9 +20,13 @@ FRACTIONS = (0.2, 0.5)
 FULL_FRACTIONS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 """Shares that are removed, beside nothing and all."""
 
+Without = Callable[[Annotated[Tensor, "_", int], Annotated[Tensor, "_ places", bool]], Tensor]
+"""The logits [_, *words, classes] of some items of a batch, each without some of its units."""
+
 
 class PerturbationCurves(NamedTuple):
-    """The target's probability or logit at each share removed, in the order of the metric's update.
+    """The target's probability, or what was asked for, at each share removed, in the order of the
+    metric's update.
 
     most_first, least_first: where the places that the map ranks highest, or lowest, go first.
     removed: the shares, from 0 to 1.
@@ -34,12 +40,12 @@ class PerturbationCurves(NamedTuple):
 def perturbation_curves(
     model: nn.Module,
     inputs: Annotated[Tensor, "batch channels height width"],
-    target: Target,
+    target: Classes,
     map: Annotated[Tensor, "batch map_height map_width"],
     *,
     removal: str = "mean",
     fractions: Sequence[float] = FRACTIONS,
-    of: str = "probability",
+    of: Of = "probability",
     grid: Grid | None = None,
     seed: int = 0,
     batch_size: int = 64,
@@ -57,25 +63,22 @@ def perturbation_curves(
         model, inputs, target, map, grid, seed, batch_size: as of `attnkit.trust`.
         removal: "mask", "mean" or "blur", as there.
         fractions: the shares removed, beside 0 and 1.
-        of: "probability" or "logit".
+        of: what the curves are of, as of `attnkit.explain`.
 
     Raises:
         ValueError, TypeError: as `attnkit.trust`; a removal that is not available is one.
     """
-    if of not in ("probability", "logit"):
-        raise ValueError(f"of: expected probability or logit, got {of!r}")
-    question = Question(model, inputs, target, grid=grid)
+    question = Question(model, inputs, target, grid=grid, of=of)
     check_map(map, question)
     with looking(model), torch.no_grad():
         question.ask()
         places = removal_grid(question, map)
-        answer = _removal(removal, question, places)
+        without = of_images(question, _removal(removal, question, places))
         maps = on_grid(map.detach().to(question.images.device), places)
         most = removal_ranks(maps, torch.Generator().manual_seed(seed))
-        ranks = torch.stack((most, most.shape[1] - 1 - most))
         counts = removed_counts(fractions, most.shape[1])
-        logit, probability = answers(question, answer, ranks, counts, batch_size)
-    most_first, least_first = probability if of == "probability" else logit
+        _, values, _ = answers(question, without, both_orders(most), counts, batch_size)
+    most_first, least_first = values
     return PerturbationCurves(most_first, least_first, shares(counts).to(most_first))
 
 
@@ -95,23 +98,33 @@ def shares(counts: Sequence[int]) -> Annotated[Tensor, "points"]:
     return torch.tensor(counts, dtype=torch.float64) / counts[-1]
 
 
+def both_orders(
+    most: Annotated[Tensor, "*orders places", int],
+) -> Annotated[Tensor, "2 *orders places", int]:
+    """Ranks where what is valued most goes first, and where that goes last."""
+    return torch.stack((most, most.shape[-1] - 1 - most))
+
+
+def of_images(question: Question, answer: Answer) -> Without:
+    """A kind of removal as a function of items of the batch."""
+    images = question.images.detach()
+    return lambda items, removed: answer(images[items], removed)
+
+
 def answers(
-    question: Question,
-    answer: Answer,
+    target: Target,
+    without: Without,
     ranks: Annotated[Tensor, "orders batch places", int],
     counts: Sequence[int],
     batch_size: int,
     description: str = "removing patches",
-) -> Annotated[Tensor, "2 orders batch points"]:
-    """Logit and probability of the target without the first `counts` places of each order.
-
-    Both ends are the same in all orders and are computed once.
-    """
+) -> Annotated[Tensor, "3 orders batch points"]:
+    """What `Target.values` gives without the first `counts` places of each order."""
     orders = len(ranks)
     steps = [(0, counts[0]), (0, counts[-1])]
     steps += [(order, count) for order in range(orders) for count in counts[1:-1]]
     removed = torch.stack([ranks[order] < count for order, count in steps])
-    ends, inner = answers_without(question, answer, removed, batch_size, description).split(
+    ends, inner = answers_without(target, without, removed, batch_size, description).split(
         [2, len(steps) - 2], dim=1
     )
     between = inner.unflatten(1, (orders, len(counts) - 2)).movedim(2, 3)
@@ -120,29 +133,33 @@ def answers(
 
 
 def answers_without(
-    question: Question,
-    answer: Answer,
+    target: Target,
+    without: Without,
     removed: Annotated[Tensor, "_ batch places", bool],
     batch_size: int,
     description: str = "removing patches",
-) -> Annotated[Tensor, "2 _ batch"]:
-    """Logit and probability of the target of each image, without these places of it."""
+) -> Annotated[Tensor, "3 _ batch *words"]:
+    """What `Target.values` gives of each item without these units of it: logit, quantity, and
+    whether it is still predicted.
+
+    The same units of the same item, as both ends of all curves are, are taken away once.
+    """
     at_least(1, batch_size=batch_size)
-    assert question.target is not None
-    images, (steps, batch, _) = question.images.detach(), removed.shape
-    flat, found = removed.flatten(0, 1), []
-    for chunk in shown(torch.arange(steps * batch).split(batch_size), description):
-        items = (chunk % batch).to(images.device)
+    steps, batch, _ = removed.shape
+    flat = removed.flatten(0, 1)
+    packed = np.packbits(flat.cpu().numpy(), axis=1)
+    keys = [(row % batch, bits.tobytes()) for row, bits in enumerate(packed)]
+    rows_of = {key: row for row, key in reversed([*enumerate(keys)])}
+    asked = sorted(rows_of.values())
+    places = {row: place for place, row in enumerate(asked)}
+    found = []
+    for chunk in shown(torch.tensor(asked).split(batch_size), description):
+        rows = chunk.to(flat.device)
         with torch.no_grad():
-            logits = answer(images[items], flat[chunk.to(flat.device)])
-        found.append(target_values(logits, question.target[items]))
-    return torch.cat(found, dim=1).unflatten(1, (steps, batch))
-
-
-def target_values(logits: Tensor, target: Tensor) -> Annotated[Tensor, "2 batch"]:
-    """Logit and probability of the target; of a single logit, by a sigmoid."""
-    both = logits, probabilities(logits)
-    return torch.stack([values.gather(1, target[:, None])[:, 0] for values in both])
+            logits = without(rows % batch, flat[rows])
+        found.append(target.values(logits, rows % batch))
+    every = [places[rows_of[key]] for key in keys]
+    return torch.cat(found, dim=1)[:, every].unflatten(1, (steps, batch))
 
 
 def check_map(map: Tensor, question: Question, name: str = "map") -> None:

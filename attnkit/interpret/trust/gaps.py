@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit.interpret.trust.case import Case, Values
-from attnkit.interpret.trust.curves import answers, removed_counts, shares
+from attnkit.interpret.trust.curves import answers, both_orders, removed_counts, shares
 from attnkit.interpret.trust.places import removal_ranks
 from attnkit.interpret.trust.removal import REMOVALS
 from attnkit.interpret.trust.result import Fall, Score
@@ -37,23 +37,23 @@ def score_gaps(case: Case, fractions: Sequence[float]) -> None:
     by_map = {name: _both_orders(case, map) for name, map in case.maps.items()}
     by_map["random"] = torch.cat([_both_orders(case, map) for map in case.random])
     ranks, sizes = torch.cat([*by_map.values()]), [len(ranks) for ranks in by_map.values()]
-    for kind, answer in case.removals.items():
+    symbol = case.result.symbol
+    for kind, without in case.removals.items():
         said_by = f"removing patches, {REMOVALS[kind]}"
-        found = answers(case.question, answer, ranks, counts, case.batch_size, said_by)
+        found = answers(case.question, without, ranks, counts, case.batch_size, said_by)
         logit, probability = (
-            dict(zip(by_map, values.split(sizes), strict=True)) for values in found
+            dict(zip(by_map, values.split(sizes), strict=True)) for values in found[:2]
         )
-        score, gaps = _gaps(case, f"gap in p, {REMOVALS[kind]}", probability)
+        score, gaps = _gaps(case, f"gap in {symbol}, {REMOVALS[kind]}", probability)
         _gaps(case, f"gap in logit, {REMOVALS[kind]}", logit)
         case.result.gaps[kind] = gaps["map"]
         case.result.curves[kind] = probability
         case.result.verdicts[kind] = _verdicts(score.within or 0.0, gaps)
-        case.result.falls[kind] = fall(probability, removed, said)
+        case.result.falls[kind] = fall(probability, removed, said, symbol)
 
 
 def _both_orders(case: Case, map: Tensor) -> Annotated[Tensor, "2 batch places", int]:
-    most = removal_ranks(map, case.generator)
-    return torch.stack((most, most.shape[1] - 1 - most))
+    return both_orders(removal_ranks(map, case.generator))
 
 
 def _gaps(case: Case, name: str, curves: Curves) -> tuple[Score, Values]:
@@ -83,10 +83,12 @@ def _verdicts(within: float, gaps: Values) -> tuple[str, ...]:
     return tuple(words)
 
 
-def fall(curves: Curves, removed: Annotated[Tensor, "points"], said: int) -> Fall:
+def fall(
+    curves: Curves, removed: Annotated[Tensor, "points"], said: int, symbol: str = "p"
+) -> Fall:
     """What is lost at one point of the curves."""
     random = curves["random"][..., said].mean(dim=1)
     middle, error = float(random.mean()), float(random.std() / len(random) ** 0.5)
     whole, without = (float(curves["map"][0, :, point].mean()) for point in (0, said))
     low, high = middle - 2 * error, middle + 2 * error
-    return Fall(float(removed[said]), whole, without, middle, low, high, len(random))
+    return Fall(float(removed[said]), whole, without, middle, low, high, len(random), symbol)

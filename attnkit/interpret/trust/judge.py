@@ -10,26 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.interpret.methods.question import Question, Target, looking
-from attnkit.interpret.trust.agreement import MapFunction
-from attnkit.interpret.trust.case import Case
-from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS, check_map
-from attnkit.interpret.trust.gaps import score_gaps
-from attnkit.interpret.trust.places import Grid
-from attnkit.interpret.trust.result import Trust
-from attnkit.interpret.trust.sanity import (
-    score_agreement,
+from attnkit.interpret.methods.question import Classes, Question, looking
+from attnkit.interpret.quantity import Of
+from attnkit.interpret.trust.case import (
+    Case,
+    MapFunction,
     score_classes,
     score_localisation,
     score_weights,
 )
+from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS, check_map
+from attnkit.interpret.trust.gaps import score_gaps
+from attnkit.interpret.trust.places import Grid
+from attnkit.interpret.trust.result import Trust
 from attnkit.metrics.localisation import check_maps
 
 
 def trust(
     model: nn.Module,
     inputs: Annotated[Tensor, "batch channels height width"],
-    target: Target,
+    target: Classes,
     map: Annotated[Tensor, "batch map_height map_width"],
     *,
     method: MapFunction | None = None,
@@ -41,6 +41,7 @@ def trust(
     full: bool = False,
     grid: Grid | None = None,
     batch_size: int = 64,
+    of: Of = "probability",
 ) -> Trust:
     """Score a map of a model against random maps, a centred map and the input gradient.
 
@@ -50,9 +51,10 @@ def trust(
 
     - **gap**: patches are removed, the highest-ranked first, or the lowest-ranked first.
       ∫ y_least(s) ds − ∫ y_most(s) ds over the share s removed, by trapezia with both ends, y the
-      target's probability or logit (`attnkit.metrics.PerturbationGap`). Ties are random. A
-      random map's is 0 ± two standard errors σ/√images, σ² the mean square of the gaps of random
-      orders, half of which are the other half reversed. A larger gap is better than random. Better
+      target's probability, or what `of` names, or its logit (`attnkit.metrics.PerturbationGap`).
+      Ties are random. A random map's is 0 ± two standard errors σ/√images, σ² the mean square of
+      the gaps of random orders, half of which are the other half reversed. A larger gap is better
+      than random. Better
       than centre or input gradient means a difference of more than two standard errors over the
       images, or, with fewer than 10 images, of more than √2 times the limit of random maps.
     - **class sensitivity**: 1 − Spearman's ρ of the maps of the two most likely classes; 0 for
@@ -60,12 +62,10 @@ def trust(
     - **similarity, all weights random**: ρ of the map and that of the model with shuffled
       weights (after Adebayo et al., Sanity checks for saliency maps, 2018); it survives them from
       0.5 on. For comparison, ρ with the map of the next image. Needs `method`.
-    - **agreement**: ρ and Kendall's τ-b with the size of the input gradient.
     - **pointing, mass over chance**: with `masks`, `attnkit.metrics.PointingGame`, and
       `AttributionMass(over_chance=True)`; `random` is chance.
 
-    full=True adds fractions, the similarity while random weights cascade from the head down, and
-    the agreement with leaving one patch out, a forward for each.
+    full=True removes seven shares instead of two.
 
     Args:
         model: returns logits [batch, classes] of images.
@@ -80,11 +80,12 @@ def trust(
         fractions: the shares removed, beside 0 and 1; None: 0.2 and 0.5, with full seven.
         orders: random orders, an even number.
         seed: of random orders, ties and shuffled weights.
-        full: whether to add what takes long.
+        full: whether to remove seven shares, where `fractions` are not given.
         grid: rows and columns of the patches; None: of the model's patch_size, or of the map if it
             has none.
         batch_size: perturbed images in a forward. For each kind of removal these are, for each
             image, fractions · (orders + 6) + 2: about 30.
+        of: what of the target is measured beside its logit, as of `attnkit.explain`.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, shape or value; no kind of removal is
@@ -97,7 +98,7 @@ def trust(
         raise ValueError(f"removals: expected kinds of removal in a list, got {removals!r}")
     if method is not None and not callable(method):
         raise TypeError(f"method: expected a function, got {type(method).__name__}")
-    question = Question(model, inputs, target, grid=grid)
+    question = Question(model, inputs, target, grid=grid, of=of)
     check_map(map, question)
     if masks is not None:
         check_maps(map, masks)
@@ -118,8 +119,7 @@ def trust(
         )
         score_gaps(case, fractions)
         score_classes(case)
-        score_weights(case, cascading=full)
-        score_agreement(case, leaving_one_out=full)
+        score_weights(case)
         score_localisation(case)
     case.result.num_forwards = sum(images_seen) / question.batch
     return case.result

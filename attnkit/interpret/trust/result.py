@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from attnkit.interpret.quantity import Quantity
 from attnkit.interpret.trust.removal import REMOVALS
 
 SENSITIVE = 0.1
@@ -45,7 +46,7 @@ class Score:
 
 
 class Fall(NamedTuple):
-    """The target's mean probability without a share of the patches.
+    """The target's mean probability, or what was asked for, without a share of the patches.
 
     low, high: `random` ± two standard errors over the random orders.
     """
@@ -57,13 +58,14 @@ class Fall(NamedTuple):
     low: float
     high: float
     num_orders: int
+    symbol: str = "p"
 
     def sentence(self, removal: str, num_images: int) -> str:
         """What a prediction loses without the patches that the map ranks first, or random ones."""
         percent = f"{100 * self.share:.0f} %"
         whole, without = f"{self.whole:.2f}", f"{self.without:.2f}"
         goes = "goes" if whole == without else "falls" if self.without < self.whole else "rises"
-        p = "p" if num_images == 1 else f"the mean p of {num_images} images"
+        p = self.symbol if num_images == 1 else f"the mean {self.symbol} of {num_images} images"
         return (
             f"Without the {percent} of patches that this map ranks first ({REMOVALS[removal]}), "
             f"{p} {goes} from {whole} to {without}; without a random {percent}, to "
@@ -84,6 +86,7 @@ class Trust:
         two orders each, most-first and least-first, of "random" as many as there were.
     unavailable: what could not be done, and why.
     num_forwards: images that went through the model, for each image.
+    quantity: what of the target was measured.
     """
 
     num_images: int
@@ -95,6 +98,12 @@ class Trust:
     curves: dict[str, dict[str, Annotated[Tensor, "_ batch points"]]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     num_forwards: float = 0.0
+    quantity: Quantity | None = None
+
+    @property
+    def symbol(self) -> str:
+        """What stands for the quantity in sentences and at axes."""
+        return "p" if self.quantity is None else self.quantity.symbol
 
     def __getitem__(self, name: str) -> Score:
         """The score of a name."""
@@ -134,6 +143,8 @@ class Trust:
         if of_map:
             bad = ", which is bad" if VERDICTS[8] in self.verdicts.get("weights", ()) else ""
             sentences.append(f"The map: {', '.join(of_map)}{bad}.")
+        if self.quantity is not None and not self.quantity.is_usual:
+            sentences.append(f"{self.symbol} is {self.quantity.meaning}.")
         for name, reason in self.unavailable.items():
             sentences.append(f"Not available: {REMOVALS.get(name, name)}; {reason}.")
         return " ".join(sentences)

@@ -11,9 +11,17 @@ from torch import Tensor
 
 from attnkit.core.arguments import at_least
 from attnkit.interpret.methods.question import looking
-from attnkit.interpret.progress import shown
+from attnkit.interpret.quantity import Quantity
 from attnkit.interpret.sentences import Sentences
-from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS, removed_counts, shares
+from attnkit.interpret.trust.curves import (
+    FRACTIONS,
+    FULL_FRACTIONS,
+    Without,
+    answers_without,
+    both_orders,
+    removed_counts,
+    shares,
+)
 from attnkit.interpret.trust.places import as_pixels, removal_ranks
 from attnkit.metrics.perturbation import perturbation_gap
 
@@ -54,11 +62,13 @@ class WordTrust:
     """How far to trust the maps of words.
 
     scores: for each image, one for each word of its sentence, without what stands behind the end.
-    num_forwards: images that went through the captioner, for each image.
+    num_forwards: how often an image went through the captioner.
+    quantity: what of each word was measured.
     """
 
     scores: list[list[WordScore]]
     num_forwards: int
+    quantity: Quantity
 
     def __str__(self) -> str:
         lines = []
@@ -67,14 +77,13 @@ class WordTrust:
             gap = sum(word.gap for word in words) / max(1, len(words))
             lines.append(
                 f"image {number}: {better} of {len(words)} words have a map better than random; "
-                f"mean gap in p {gap:.3f}"
+                f"mean gap in {self.quantity.symbol} {gap:.3f}"
             )
         return "\n".join([*lines, f"({self.num_forwards} forward passes per image)"])
 
 
 def trust_words(
     sentences: Sentences,
-    images: Annotated[Tensor, "batch channels height width"],
     maps: Annotated[Tensor, "batch words map_height map_width"],
     *,
     fractions: Sequence[float] | None = None,
@@ -100,7 +109,7 @@ def trust_words(
     does so where it can.
 
     Args:
-        sentences: the captioner and what it said.
+        sentences: the captioner, the images and what it said of them.
         maps: for each word; larger = matters more.
         fractions, seed, batch_size: as of `attnkit.trust`.
         full: whether fractions are seven instead of two, where None are given.
@@ -120,42 +129,40 @@ def trust_words(
         )
     (batch, words), grid = maps.shape[:2], (maps.shape[2], maps.shape[3])
     places = grid[0] * grid[1]
-    fractions = fractions or (FULL_FRACTIONS if full else FRACTIONS)
-    counts = word_counts(fractions, places)
-    inner = counts[2:-1]
-    if not inner:
+    counts = word_counts(fractions or (FULL_FRACTIONS if full else FRACTIONS), places)
+    if len(counts) < 4:
         raise ValueError(
             f"fractions: expected one that is more than one and not all of {places} regions, "
-            f"got {list(fractions)}"
+            f"got {list(fractions or ())}"
         )
     generator = torch.Generator().manual_seed(seed)
     by_lot = torch.rand(orders // 2 * batch, *grid, generator=generator)
-    lots = _both(removal_ranks(by_lot, generator).unflatten(0, (-1, batch)))
+    lots = removal_ranks(by_lot, generator).unflatten(0, (-1, batch))
     ranks = removal_ranks(maps.detach().cpu().flatten(0, 1), generator)
-    ranks = _both(ranks.unflatten(0, (batch, words)).transpose(0, 1))
+    ranks = ranks.unflatten(0, (batch, words)).transpose(0, 1)
     each = torch.eye(places, dtype=torch.bool)[:, None].expand(-1, batch, -1)
-    ends = torch.tensor([False, True])[:, None, None].expand(-1, batch, places)
-    removed = [
-        torch.stack([order < count for count in inner])
-        for both in (lots, ranks)
-        for order in both.flatten(0, 1)
-    ]
-    steps = torch.cat([ends, each, *removed])
-    found = _answers(sentences, images, steps.to(images.device), grid, batch_size).cpu()
-    whole, alone, between = found.split([2, places, len(steps) - 2 - places])
-    of_random, of_words = between.unflatten(0, (-1, 2, len(inner))).split([len(lots), words])
-    at = shares(counts)
-    gaps = perturbation_gap(*_curves(whole, alone, of_random, lots), at)
+    curves = [both_orders(order) < count for order in (*lots, *ranks) for count in counts]
+    steps = torch.cat([each, *curves])
+    with looking(sentences.captioner):
+        sentences.prepare()
+        without = _in_mean_colour(sentences, grid)
+        removed = steps.to(sentences.images.device)
+        _, found, _ = answers_without(sentences, without, removed, batch_size, "trust of words")
+    alone, of_orders = found.cpu().split([places, len(steps) - places])
+    # [orders, batch, words, points]
+    most, least = of_orders.unflatten(0, (-1, len(counts), 2)).movedim(2, 0).movedim(2, -1)
+    every = perturbation_gap(most, least, shares(counts))
+    gaps = every[: len(lots)]
     within = torch.cat([gaps, -gaps]).quantile(SHARE_BELOW, dim=0)
     # each word's own probability without what its own map ranks first
-    own = perturbation_gap(*_curves(whole, alone, of_words, ranks), at).diagonal(dim1=0, dim2=2)
-    first = _first(ranks[:, 0])
+    own = every[len(lots) :].diagonal(dim1=0, dim2=2)
+    first = (ranks == 0).int().argmax(dim=-1)
     scores = [
         [
             WordScore(
                 gap=float(own[image, word]),
                 within=float(within[image, word]),
-                probability=float(whole[0, image, word]),
+                probability=float(most[0, image, word, 0]),
                 first=divmod(int(first[word, image]), grid[1]),
                 without=float(alone[first[word, image], image, word]),
                 without_random=float(alone[:, image, word].mean()),
@@ -166,7 +173,9 @@ def trust_words(
         ]
         for image in range(batch)
     ]
-    return WordTrust(scores, len(steps))
+    assert sentences.quantity is not None
+    forwards = 2 + places + 2 * (len(counts) - 3) * (len(lots) + words)
+    return WordTrust(scores, forwards, sentences.quantity)
 
 
 def word_counts(fractions: Sequence[float], places: int) -> list[int]:
@@ -174,41 +183,13 @@ def word_counts(fractions: Sequence[float], places: int) -> list[int]:
     return sorted({*removed_counts(fractions, places), 1})
 
 
-def _both(
-    most: Annotated[Tensor, "orders batch places", int],
-) -> Annotated[Tensor, "orders 2 batch places", int]:
-    """Most-first and least-first."""
-    return torch.stack((most, most.shape[2] - 1 - most), dim=1)
+def _in_mean_colour(sentences: Sentences, grid: tuple[int, int]) -> Without:
+    """The logits of the words of images some of whose regions have the image's mean colour."""
+    images = sentences.images.detach()
+    colour, size = images.mean(dim=(2, 3), keepdim=True), (images.shape[2], images.shape[3])
 
+    def without(items: Tensor, removed: Tensor) -> Tensor:
+        painted = torch.where(as_pixels(removed, grid, size), colour[items], images[items])
+        return sentences.logits_of_words(painted, items)
 
-def _first(ranks: Annotated[Tensor, "*orders places", int]) -> Annotated[Tensor, "*orders", int]:
-    """The place that goes first."""
-    return (ranks == 0).int().argmax(dim=-1)
-
-
-def _answers(
-    sentences: Sentences, images: Tensor, removed: Tensor, grid: tuple[int, int], batch_size: int
-) -> Annotated[Tensor, "_ batch words"]:
-    """The probability of each word of the images without some regions."""
-    size = (images.shape[2], images.shape[3])
-    colour = images.mean(dim=(2, 3), keepdim=True)
-    found = []
-    with looking(sentences.captioner), torch.no_grad():
-        for some in shown(removed.split(max(1, batch_size // len(images))), "trust of words"):
-            covered = as_pixels(some.flatten(0, 1), grid, size).unflatten(0, some.shape[:2])
-            painted = torch.where(covered, colour, images).flatten(0, 1)
-            found.append(sentences.probability(painted).unflatten(0, some.shape[:2]))
-    return torch.cat(found)
-
-
-def _curves(
-    whole: Annotated[Tensor, "2 batch words"],
-    alone: Annotated[Tensor, "places batch words"],
-    inner: Annotated[Tensor, "orders 2 _ batch words"],
-    ranks: Annotated[Tensor, "orders 2 batch places", int],
-) -> tuple[Tensor, Tensor]:
-    """Most-first and least-first, [orders, batch, words, points]."""
-    ends = whole[None, None].expand(*inner.shape[:2], -1, -1, -1)
-    one = alone[_first(ranks), torch.arange(whole.shape[1])][:, :, None]
-    curves = torch.cat([ends[:, :, :1], one, inner, ends[:, :, 1:]], dim=2).movedim(2, -1)
-    return curves[:, 0], curves[:, 1]
+    return without

@@ -16,6 +16,7 @@ from attnkit.layers.maps.residual import Maps, Residual, ResidualKind, check_fea
 class _OverChannels(nn.Module):
     """Attention whose tokens are channels. Its kinds differ in `project`, `score`, `out_proj`."""
 
+    is_over_channels = True
     score: Score | nn.Module
 
     def __init__(

@@ -124,7 +124,7 @@ def entropies(module: nn.Module, batch: Data) -> list[dict[str, Any]]:
     """A row of `attnkit.diagnose_attention` for each head, of what costs little; none where the
     model has no attention that can be seen."""
     model = cast(nn.Module, module.model)
-    recorder = Recorder(model, Sampling(compared=0, pairs=0))
+    recorder = Recorder(Sampling(compared=0, pairs=0))
     try:
         with undisturbed(module), told_of_attention(model, recorder.hear):
             cast(Any, module).logits(batch)

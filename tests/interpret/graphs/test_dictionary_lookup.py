@@ -71,7 +71,8 @@ def test_the_edge_that_a_trained_gatv2_needs_is_found(repository):
     assert 0.3 < auroc(model, graphs, "random") < 0.7
     fidelity = attnkit.explain(model, (graphs[0].x, graphs[0].edge_index), index=3).trust()
     assert fidelity.verdict == "better than random"
-    assert fidelity.rows[0]["characterization"] == 1
+    assert fidelity.rows[0]["plus_prediction"] == 1
+    assert fidelity.rows[0]["minus_prediction"] == 0
 
 
 @pytest.mark.slow

@@ -9,9 +9,7 @@ from torch_geometric import nn as pyg
 from torch_geometric.explain import Explainer, Explanation, metric
 from torch_geometric.explain.algorithm import DummyExplainer
 
-from attnkit import edge_fidelity
-from attnkit.interpret.graphs.explain import explain_graph
-from attnkit.interpret.graphs.scores import characterization, unfaithfulness
+from attnkit import edge_fidelity, explain
 
 NODES, EDGES, CHANNELS, CLASSES, INDEX = 11, 41, 5, 3, 4
 
@@ -90,15 +88,13 @@ def test_fidelity_is_that_of_the_thinned_graph(graph):
             assert row[f"{name}_prediction"] == float(part.argmax() != target)
             low, mean, high = (row[f"random_{name}{end}"] for end in ("_low", "", "_high"))
             assert low < mean < high
-        divergence = (probability * (probability / alone).log()).sum()
-        assert row["unfaithfulness"] == pytest.approx(1 - math.exp(-float(divergence)), abs=1e-5)
 
 
 def test_pygs_fidelity_of_a_hard_mask_and_a_sum_of_messages_is_ours(graph):
     model = randomized(Sums())
     explainer, seen = pygs_explainer(model), set()
     for index in range(NODES):
-        candidates = explain_graph(model, graph, index, method="random").candidates
+        candidates = explain(model, graph, index=index, method="random").candidates
         for k in (1, 4, 9):
             if int(candidates.sum()) <= k:
                 continue
@@ -119,38 +115,6 @@ def test_pyg_masks_edges_of_an_attention_without_leaving_them_out(graph):
     kept = torch.arange(EDGES) % 3 > 0
     masked = pygs_explainer(model).get_masked_prediction(x, edges, None, kept.float())
     assert (masked - model(x, edges[:, kept])).abs().max() > 0.1
-
-
-def test_characterization_is_pygs_where_that_is_a_number():
-    torch.manual_seed(1)
-    plus, minus = torch.rand(13), torch.rand(13)
-    expected = metric.characterization_score(plus, minus, 0.25, 0.75)
-    torch.testing.assert_close(characterization(plus, minus, 0.25, 0.75), expected)
-    with pytest.raises(ZeroDivisionError):
-        metric.characterization_score(0.0, 0.5)  # floats, as its `fidelity` returns
-    with pytest.raises(ZeroDivisionError):
-        metric.characterization_score(0.5, 1.0)
-    ends = torch.tensor([0.0, 0.5, 1.0, 0.0, -0.2]), torch.tensor([0.5, 1.0, 0.0, 1.0, 0.1])
-    assert characterization(*ends).tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="plus_weight, minus_weight: expected above 0, got 0"):
-        characterization(plus, minus, 0)
-
-
-def test_unfaithfulness_has_the_direction_of_the_formula_and_pygs_the_other(graph):
-    x, edges = graph
-    model = randomized(Sums())
-    explainer = pygs_explainer(model)
-    mask = (torch.arange(EDGES) % 3 == 0).float()
-    rows = torch.tensor([INDEX])
-    theirs = metric.unfaithfulness(explainer, pygs_explanation(graph, model, mask, rows))
-    whole = model(x, edges).softmax(dim=1)[INDEX]
-    part = explainer.get_masked_prediction(x, edges, None, mask).softmax(dim=1)[INDEX]
-    assert float(unfaithfulness(part, whole)) == pytest.approx(theirs, abs=1e-5)
-    expected = 1 - math.exp(-float((whole * (whole / part).log()).sum()))
-    assert float(unfaithfulness(whole, part)) == pytest.approx(expected, abs=1e-5)
-    assert abs(expected - theirs) > 0.01
-    sure = torch.tensor([1.0, 0.0])
-    assert unfaithfulness(sure, sure) == 0
 
 
 class OneEdge(nn.Module):
@@ -178,7 +142,7 @@ def test_the_edge_that_decides_is_better_than_random():
     for row in found.rows:
         assert row["plus"] == pytest.approx(2 * p - 1)
         assert row["minus"] == pytest.approx(0)
-        assert row["characterization"] == 1
+        assert (row["plus_prediction"], row["minus_prediction"]) == (1, 0)
     assert found.verdict == "better than random"
     assert str(found).startswith(
         "Without the 3 edges that rank first, p(1) goes from 0.95 to 0.05; without 3 random edges,"
@@ -190,7 +154,7 @@ def test_the_edge_that_decides_is_better_than_random():
     assert found.rows[3]["plus"] == pytest.approx(1 - 2 * p)
     assert found.rows[3]["plus_prediction"] == 1
     assert found.verdict == "worse than random"
-    seen = explain_graph(model, graph, 0, method="occlusion")
+    seen = explain(model, graph, index=0, method="occlusion")
     assert seen.trust().verdict == "better than random"
 
 

@@ -71,7 +71,7 @@ def test_explanations_are_the_same_of_ours_and_of_pygs_layers(graph):
     for method in ("relevance", "input_gradient", "occlusion", "attention"):
         theirs, found = (explain(m, graph, INDEX, None, method) for m in (model, ours))
         torch.testing.assert_close(found.edges, theirs.edges, atol=1e-5, rtol=1e-4)
-        assert found.share == pytest.approx(theirs.share, abs=1e-5)
+        assert float(found.share) == pytest.approx(float(theirs.share), abs=1e-5)
         assert found.edges.any()
         assert found.target == theirs.target == int(model(*graph)[INDEX].argmax())
 
@@ -243,16 +243,20 @@ class Stopping(Two):
             {"target": torch.rand(3, 4)},
             r"target: .* integer, got a tensor \[3, 4\] of",
         ),
-        ({}, {"target": 4}, "target: the model has 4 classes, got 4"),
+        ({}, {"target": 4}, "target: the model has 4 classes, expected 0 to 3, got 4"),
         ({}, {"num_hops": 0}, "num_hops: expected 1 or more, got 0"),
         ({}, {"method": "rollout"}, "method: expected one of attention, relevance, input_grad"),
-        ({}, {"method": "attention", "target": 1}, "target: 'attention' gives the same for every"),
+        (
+            {},
+            {"method": "attention", "target": 1},
+            "target: 'attention' gives the same map",
+        ),
         (
             {},
             {"method": "occlusion", "layers": 1},
             "layers: 'occlusion' does not use attention layers",
         ),
-        ({}, {"seed": 1}, "seed: 'relevance' has no such option"),
+        ({}, {"seed": 1}, "seed: 'relevance' of a graph has no options"),
         ({}, {"layers": "third"}, "layers: 'third' is none of the 2 attention layers"),
         ({"model": Stopping()}, {}, "model: Stopping stops the gradient"),
         ({}, {"grid": (3, 3)}, "grid: a graph has none"),
@@ -290,7 +294,10 @@ def test_a_model_without_attention_is_occluded(graph):
     model = randomized(pyg.GraphConv(CHANNELS, CLASSES))
     with pytest.raises(ValueError, match="model: GraphConv has no attention"):
         explain(model, graph, INDEX)
-    assert explain(model, graph, INDEX, method="occlusion").edges.any()
+    found = explain(model, graph, INDEX, method=None)
+    assert found.method == "occlusion"
+    assert found.edges.any()
+    assert found.notes[-1].startswith("method 'occlusion', since 'relevance' does not serve")
 
 
 def test_a_single_logit_has_the_probability_of_a_sigmoid(graph):

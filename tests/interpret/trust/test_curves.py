@@ -185,7 +185,11 @@ MAP = torch.rand(7, 3, 5)
         ({"map": MAP.long()}, TypeError, "map: expected a floating-point tensor, got torch.int64"),
         ({"map": None}, TypeError, "map: expected a floating-point tensor, got NoneType"),
         ({"target": 5}, ValueError, "target: the model has 5 classes"),
-        ({"of": "loss"}, ValueError, "of: expected probability or logit, got 'loss'"),
+        (
+            {"of": "loss"},
+            ValueError,
+            "of: expected probability, sigmoid, logit or a fun.*, got 'loss'",
+        ),
         ({"removal": "black"}, ValueError, "removals: expected some of mask, mean, blur, got"),
         ({"removal": "mask"}, ValueError, "no attention that can be masked ran"),
         ({"fractions": [0.2, 20]}, ValueError, "fractions: expected shares between 0 and 1"),

@@ -1,14 +1,12 @@
 """`attnkit.trust`: scores whose values are known, verdicts that are calibrated, and words."""
 
-from itertools import pairwise
-
 import pytest
 import torch
-from scipy.stats import kendalltau, spearmanr
+from scipy.stats import spearmanr
 from torch import nn
 
 import attnkit
-from attnkit.interpret.trust.agreement import kendall, spearman, with_random_weights
+from attnkit.interpret.trust.agreement import spearman, with_random_weights
 from attnkit.interpret.trust.gaps import _verdicts
 from attnkit.interpret.trust.result import VERDICTS, Fall, Score, Trust
 
@@ -36,13 +34,9 @@ def test_the_right_map_of_a_linear_model_is_better_than_all(linear, images):
     assert found.verdicts["mean"] == VERDICTS[0:5:2]
     gap = found["gap in logit, mean colour"]
     assert gap.map > 2 * gap.within > 0
-    # leaving one out is the contribution
-    assert found["spearman, leaving one out (mean)"].map == 1
-    assert found["kendall, leaving one out (mean)"].map == 1
     reverse = attnkit.trust(linear, images, 3, -map, removals=["mean"], full=True)
     assert reverse["gap in logit, mean colour"].map == pytest.approx(-gap.map)
     assert reverse.verdicts["mean"] == VERDICTS[1:6:2]
-    assert reverse["spearman, leaving one out (mean)"].map == pytest.approx(-1)
 
 
 def test_random_maps_are_random(linear):
@@ -120,36 +114,25 @@ def test_a_map_that_the_model_has_no_part_in_survives_random_weights(vit, images
 
     found = attnkit.trust(vit, images, None, images[:, 0], method=of_pixels, full=True)
     assert found["similarity, all weights random"].map == 1
-    assert found["similarity of sizes, all weights random"].map == 1
     assert found.verdicts["weights"] == ("survives random weights",)
     assert "survives random weights (1.00), which is bad" in str(found)
     floor = found["similarity, another image"].map
     assert abs(floor) < 0.5
-    stages = [name for name in found.to_dict() if "random up to" in name]
-    assert len(stages) == 7
-    assert stages[0].endswith("head")
 
     other = attnkit.trust(vit, images, None, images[:, 0], method=gradient_times_input)
     assert other.verdicts["weights"] == ("does not survive random weights",)
     assert "bad" not in str(other)
 
 
-def test_weights_change_places_from_the_head_down(vit):
+def test_weights_change_places(vit):
     before = {name: value.clone() for name, value in vit.named_parameters()}
-    changed = []
     generator = torch.Generator().manual_seed(0)
-    for name, copy in with_random_weights(vit, generator, cascading=True):
-        now = dict(copy.named_parameters())
+    for model in (vit, torch.compile(vit, backend="eager")):
+        now = dict(with_random_weights(model, generator).named_parameters())
         for key, value in before.items():
             assert torch.equal(now[key].flatten().sort()[0], value.flatten().sort()[0])
-        changed.append({key for key in before if not torch.equal(now[key], before[key])})
-        assert any(key.startswith(name) for key in changed[-1])
-    assert changed[0] == {"head.weight", "head.bias"}
-    assert all(one < other for one, other in pairwise(changed))
-    assert changed[-1] == {*before}
+            assert not torch.equal(now[key], value)
     assert all(torch.equal(before[name], value) for name, value in vit.named_parameters())
-    (one,) = with_random_weights(torch.compile(vit, backend="eager"), generator, cascading=False)
-    assert one[0] == ""
 
 
 def test_masks_and_the_oracle(vit, images):
@@ -167,26 +150,24 @@ def test_masks_and_the_oracle(vit, images):
     constant = attnkit.trust(vit, images, None, torch.ones(7, 3, 5), masks=masks)
     assert constant["pointing"].map == pytest.approx(2 / 15)
     assert constant["mass over chance"].map == pytest.approx(1)
-    assert constant["spearman, input gradient"].map == 0
 
 
 def test_rank_correlations_are_scipys():
     torch.manual_seed(3)
     maps, others = torch.randint(0, 9, (2, 4, 3, 5)).float()  # with ties
-    for ours, theirs in ((spearman, spearmanr), (kendall, kendalltau)):
-        expected = [
-            theirs(*(m.flatten() for m in p)).statistic for p in zip(maps, others, strict=True)
-        ]
-        assert ours(maps, others).tolist() == pytest.approx(expected, abs=1e-5)
-        assert (ours(maps, maps) == 1).all()
-        assert (ours(maps, torch.ones_like(maps)) == 0).all()
+    expected = [
+        spearmanr(*(m.flatten() for m in p)).statistic for p in zip(maps, others, strict=True)
+    ]
+    assert spearman(maps, others).tolist() == pytest.approx(expected, abs=1e-5)
+    assert (spearman(maps, maps) == 1).all()
+    assert (spearman(maps, torch.ones_like(maps)) == 0).all()
 
 
 def test_forwards_are_counted(vit, images):
     map = torch.rand(7, 3, 5)
     plain = attnkit.trust(vit, images, None, map, removals=["mean"])
-    # intact, input gradient, both ends, and two points of 8 + 6 orders
-    assert plain.num_forwards == 2 + 2 + 2 * 14
+    # intact, input gradient, both ends, and two points of 8 + 6 orders, some of which are the same
+    assert 0.9 * (2 + 2 + 2 * 14) < plain.num_forwards <= 2 + 2 + 2 * 14
     assert f"7 images, {plain.num_forwards:.0f} forwards each" in repr(plain)
 
 

@@ -1,0 +1,151 @@
+"""Maps of a captioner's words: where in the image it looked to say each, [batch, words, rows,
+columns]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.watch import watch_attention
+from attnkit.interpret.methods.controls import centred, drawn
+from attnkit.interpret.methods.flow import Step
+from attnkit.interpret.methods.gradients import sum_over
+from attnkit.interpret.methods.occlusion import colours_of, in_colour
+from attnkit.interpret.methods.tokens import chosen_layers
+from attnkit.interpret.progress import shown
+
+if TYPE_CHECKING:
+    from attnkit.interpret.sentences import Sentences
+
+
+def attention(sentences: Sentences) -> Tensor:
+    """Mean over heads of the attention to the memory, of the last layer or the mean of those asked
+    for."""
+    memory = sentences.captioner.encode(sentences.images)
+    weights = sentences.captioner.decoder.word_weights(memory, sentences.before)
+    names = [f"layer {number}" for number in range(weights.shape[1])]
+    chosen = torch.tensor(chosen_layers(names, sentences.layers, -1))
+    return weights[:, chosen.to(weights.device)].mean(dim=(1, 2)).unflatten(-1, sentences.places)
+
+
+def relevance(sentences: Sentences) -> Tensor:
+    """Gradient-weighted relevance of a Transformer decoder (Chefer et al. 2021), a word at a time.
+
+        m ← m + r Ā_cross,   r ← r + r Ā_self        from the decoder's last layer down
+        m ← m + m Ā_l                                from the encoder's, if it attends
+
+    r over words begins as 1 at the place that says the word, m over positions as 0: a row of their
+    (6) and (7) for words and memory as one sequence. Unlike their (10), the words' own relevance is
+    no factor of the cross-attention, and nothing is normalized. Gradients are those of the word's
+    logit, a backward for each word.
+    """
+    said = sentences.said
+    with watch_attention(sentences.captioner) as calls:
+        y = sentences.ask()
+    encoder = [call for call in calls if call.layer.startswith("encoder.")]
+    decoder = [call for call in calls if call.layer.startswith("decoder.")]
+    pairs = _pairs(decoder, said.shape[1], sentences.places)
+    steps = _encoder_steps(encoder, sentences)
+    outputs = [call.output for pair in pairs for call in pair] + [s.call.output for s in steps]
+    maps = []
+    for place in range(said.shape[1]):
+        gradients = iter(sentences.gradients(y[:, place], outputs, keep=True))
+        of_pairs = [(next(gradients), next(gradients)) for _ in pairs]
+        of_steps = list(gradients)
+        r = torch.zeros(said.shape, dtype=torch.float32, device=said.device)
+        r[:, place] = 1
+        m = torch.zeros(len(said), pairs[0][1].num_keys, device=said.device)
+        for (own, cross), (own_gradient, cross_gradient) in zip(
+            reversed(pairs), reversed(of_pairs), strict=True
+        ):
+            m = m + cross.propagate(r, output_gradient=cross_gradient)
+            r = r + own.propagate(r, output_gradient=own_gradient)
+        for step, gradient in zip(reversed(steps), reversed(of_steps), strict=True):
+            first = step.num_tokens - m.shape[1]
+            m = nn.functional.pad(m, (first, 0))
+            m = m + step.looked_at(m, gradient)
+        maps.append(m[:, m.shape[1] - sentences.places[0] * sentences.places[1] :])
+    return torch.stack(maps, dim=1).unflatten(-1, sentences.places)
+
+
+def _pairs(
+    calls: list[Any], num_words: int, grid: tuple[int, int]
+) -> list[tuple[AttentionCall, AttentionCall]]:
+    """Self-attention over words and attention to the memory, layer by layer."""
+    own, cross = calls[::2], calls[1::2]
+    positions = grid[0] * grid[1]
+    fits = len(own) == len(cross) > 0 and all(
+        a.num_queries == a.num_keys == b.num_queries == num_words and b.num_keys == positions
+        for a, b in zip(own, cross, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            "method: 'relevance' of sentences needs a decoder whose layers attend to the words and "
+            "then to the image, as TransformerDecoder; take 'attention' or 'input_gradient'"
+        )
+    return list(zip(own, cross, strict=True))
+
+
+def _encoder_steps(calls: list[Any], sentences: Sentences) -> list[Step]:
+    """The encoder's attention, if its tokens are those of the memory behind a prefix."""
+    positions = sentences.places[0] * sentences.places[1]
+    if not calls:
+        sentences.notes.append("relevance ends at the encoder's output, which has no attention")
+        return []
+    num_tokens = calls[0].num_keys
+    for call in calls:
+        if (
+            not call.num_queries == call.num_keys == num_tokens >= positions
+            or len(call.query) != sentences.batch
+            or not call.output.requires_grad
+        ):
+            sentences.notes.append(
+                f"relevance ends at the encoder's output: tokens cannot be followed through "
+                f"{call.layer!r}"
+            )
+            return []
+    rows = torch.arange(num_tokens, device=calls[0].query.device)
+    return [Step(call, rows, num_tokens) for call in calls]
+
+
+def input_gradient(sentences: Sentences) -> Tensor:
+    """Σ |∂y/∂x| over channels and the pixels of a position, a backward for each word."""
+    images = sentences.images
+    y = sentences.ask(images)
+    maps = []
+    for place in range(sentences.said.shape[1]):
+        (gradient,) = sentences.gradients(y[:, place], [images], keep=True)
+        maps.append(sum_over(gradient.abs().sum(dim=1), sentences.places))
+    return torch.stack(maps, dim=1)
+
+
+@torch.no_grad()
+def occlusion(
+    sentences: Sentences,
+    *,
+    baseline: float | Tensor | None = None,
+    batch_size: int = 64,
+) -> Tensor:
+    """What the logit of each word loses when a position of the image has one colour."""
+    images, grid = sentences.images.detach(), sentences.places
+    colour = colours_of(images, baseline)
+    before = sentences.ask(images)
+    places = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=images.device)
+    after = [
+        sentences.ask(in_colour(images, some, grid, colour)).unflatten(0, (len(some), -1))
+        for some in shown(places.split(max(1, batch_size // len(images))), "occlusion")
+    ]
+    drops = before - torch.cat(after)  # [places, batch, words]
+    return drops.permute(1, 2, 0).unflatten(2, grid)
+
+
+def random(sentences: Sentences, *, seed: int = 0) -> Tensor:
+    return drawn((*sentences.said.shape, *sentences.places), seed).to(sentences.said.device)
+
+
+def centre(sentences: Sentences, *, spread: float = 0.25) -> Tensor:
+    bump = centred(*sentences.places, spread).to(sentences.said.device)
+    return bump.expand(*sentences.said.shape, *sentences.places).clone()

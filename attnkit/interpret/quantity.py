@@ -1,0 +1,92 @@
+"""What is reported of a class: its probability, its logit, or a function of the logits."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+Kind = Literal["probability", "sigmoid", "logit"]
+Of = Kind | Callable[[Tensor], Tensor]
+SUM_TOLERANCE = 0.02
+"""How far a sum of probabilities of a model in bfloat16 is from 1."""
+
+
+class Quantity(NamedTuple):
+    """A number for each class, made of a model's logits.
+
+    symbol: stands for it in sentences and at axes: "p", "y" or the name of a function.
+    meaning: how it is made of the logits.
+    of: what was asked for.
+    function: from logits [..., classes] to numbers [..., classes].
+    """
+
+    symbol: str
+    meaning: str
+    of: Any
+    function: Callable[[Tensor], Tensor]
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is the softmax of logits, of which nothing has to be said."""
+        return self.function is _softmax
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The numbers [..., classes] of logits [..., classes].
+
+        Raises:
+            TypeError: a function of the caller's gave numbers of another shape.
+        """
+        values = self.function(logits)
+        if not isinstance(values, Tensor) or values.shape != logits.shape:
+            got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise TypeError(
+                f"of: expected {self.symbol} to return a number for each logit, "
+                f"{list(logits.shape)}, got {got}"
+            )
+        return values
+
+
+def quantity_of(logits: Tensor, of: Of = "probability") -> Quantity:
+    """The quantity that is asked for, as the model's head makes it.
+
+    The probability of a single logit is its sigmoid, as of a binary classifier. Outputs that are
+    nowhere negative and sum to 1 are probabilities already, of a model that ends in a softmax. All
+    other logits get a softmax.
+
+    Args:
+        logits: [..., classes], of the input that is explained.
+        of: "probability"; "sigmoid" of each logit by itself, where a model has several labels;
+            "logit", the output as it is, of a regression as well; or a function of the logits.
+
+    Raises:
+        ValueError: another name.
+    """
+    if callable(of):
+        name = getattr(of, "__name__", type(of).__name__)
+        return Quantity(name, f"{name} of the logits", of, of)
+    if of not in get_args(Kind):
+        raise ValueError(f"of: expected {', '.join(get_args(Kind))} or a function, got {of!r}")
+    if of == "logit":
+        return Quantity("y", "the model's output as it is", of, _as_it_is)
+    if of == "sigmoid":
+        return Quantity("p", "the sigmoid of each logit by itself", of, torch.sigmoid)
+    if logits.shape[-1] == 1:
+        return Quantity("p", "the sigmoid of the single logit", of, torch.sigmoid)
+    if is_distribution(logits):
+        return Quantity("p", "the model's output, which sums to 1", of, _as_it_is)
+    return Quantity("p", f"the softmax over {logits.shape[-1]} classes", of, _softmax)
+
+
+def is_distribution(outputs: Tensor) -> bool:
+    """Whether a model's outputs [..., classes] are probabilities, by their signs and sums."""
+    is_positive = outputs.shape[-1] > 1 and bool((outputs >= 0).all())
+    return is_positive and bool(((outputs.sum(dim=-1) - 1).abs() < SUM_TOLERANCE).all())
+
+
+def _as_it_is(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1)

@@ -1,0 +1,154 @@
+"""Edges: along which a graph model passes messages to a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from attnkit.core.arguments import at_least
+from attnkit.interpret.graphs.ego import MOST_RANKED, ego_graph
+from attnkit.interpret.graphs.fidelity import EdgeFidelity, fidelity_of
+from attnkit.interpret.graphs.picture import draw_graph
+from attnkit.interpret.graphs.question import GraphQuestion
+from attnkit.interpret.graphs.table import EdgeRow, EdgeTable, steps_to
+from attnkit.interpret.methods.question import looking
+from attnkit.interpret.units.unit import Unit
+
+if TYPE_CHECKING:
+    from attnkit.interpret.explanation import Explanation
+
+
+class Edges(Unit):
+    """The edges of a graph, in the caller's order.
+
+    Attributes:
+        values: [edges]; 0 where an edge cannot reach the node.
+        share: what the self-loops that layers added took.
+    """
+
+    name = "edge"
+    target: GraphQuestion
+
+    def __init__(self, target: GraphQuestion, found: Tensor) -> None:
+        super().__init__(target, found[:-1])
+        loops, total = found[-1].abs(), found.abs().sum()
+        self.share = torch.where(total > 0, loops / total, torch.zeros_like(total))
+
+    def trust(self, seen: Explanation, **options: Any) -> EdgeFidelity:
+        """Fidelity beside random edges."""
+        with looking(self.target.model), torch.no_grad():
+            return fidelity_of(self.target, self.values, **options)
+
+    def top(self, k: int) -> EdgeTable:
+        """The k edges that rank first, of those that can reach the node."""
+        at_least(1, k=k)
+        assert self.share is not None
+        index, edge_index, share = self.target.index, self.target.edge_index, float(self.share)
+        places = self.target.candidates.nonzero()[:, 0]
+        places = places[self.values[places].argsort(descending=True, stable=True)][:k]
+        sizes = float(self.values.abs().sum()) / (1 - share) if share < 1 else 0.0
+        steps = None
+        if index is not None:
+            number = max(int(edge_index.max()), index) + 1
+            steps = steps_to(index, edge_index[:, self.target.candidates], number)
+        return EdgeTable(
+            EdgeRow(
+                source,
+                target,
+                score,
+                abs(score) / sizes if sizes else 0.0,
+                None if steps is None else int(steps[source]),
+            )
+            for (source, target), score in zip(
+                edge_index[:, places].T.tolist(), self.values[places].tolist(), strict=True
+            )
+        )
+
+    def classes(self, labels: Tensor | None = None) -> list[int]:
+        """What colours the nodes: labels, or what the model predicts; empty: nothing.
+
+        Raises:
+            ValueError: labels not one a node.
+        """
+        if labels is None and self.target.index is None:
+            return []
+        if labels is None:
+            with looking(self.target.model), torch.no_grad():
+                return self.target.answers().argmax(dim=1).tolist()
+        number = int(self.target.edge_index.max()) + 1
+        if labels.ndim != 1 or len(labels) < number or labels.is_floating_point():
+            raise ValueError(
+                f"labels: expected a class for each of at least {number} nodes, got "
+                f"{list(labels.shape)}, {labels.dtype}"
+            )
+        return labels.tolist()
+
+    def arrays(self) -> dict[str, Tensor]:
+        """The values, the edges, and which of them can reach the node."""
+        edge_index, candidates = self.target.edge_index, self.target.candidates
+        return {"edges": self.values, "edge_index": edge_index, "candidates": candidates}
+
+    def draw(
+        self,
+        seen: Explanation,
+        *,
+        labels: Annotated[Tensor, "nodes", int] | None = None,
+        class_names: Sequence[str] = (),
+        fidelity: EdgeFidelity | None = None,
+        most: int = MOST_RANKED,
+    ) -> Figure:
+        """The node, which a ring marks, and the edges that rank first by size.
+
+        They are as wide as their number over the largest, which the scale says; other edges between
+        the same nodes are grey. Beside it is fidelity over k, with random edges.
+
+        Args:
+            labels: the nodes' classes, which colour them; −1 where one is not known. None: those
+                that the model predicts.
+            class_names: None of them: their numbers.
+            fidelity: `seen.fidelity()`, where it is there already; it is computed otherwise.
+            most: how many edges are drawn as wide as their value.
+
+        Raises:
+            ValueError: labels not one a node; `most` below 1.
+        """
+        at_least(1, most=most)
+        asked = self.target
+        ego = ego_graph(self.values, asked.edge_index, asked.candidates, asked.index, most)
+        if fidelity is None and int(asked.candidates.sum()) > 1:
+            fidelity = self.trust(seen)
+        return draw_graph(
+            ego,
+            asked.index,
+            self.classes(labels),
+            class_names,
+            title=self.headline(seen, class_names),
+            method=f"{seen.method} of an edge",
+            classes_are="class, as predicted" if labels is None else "class",
+            fidelity=fidelity,
+        )
+
+    def headline(self, seen: Explanation, class_names: Sequence[str] = ()) -> str:
+        """What was asked and what the model said, in a line."""
+
+        def name(one: int) -> str:
+            return class_names[one] if one < len(class_names) else str(one)
+
+        index, target, predicted = self.target.index, int(seen.target), int(seen.predicted)
+        where = "the graph" if index is None else f"node {index}"
+        model = "predicted" if target == predicted else f"predicted {name(predicted)}"
+        return (
+            f"{seen.method} of {where}: class {name(target)} ({model}), "
+            f"{seen.quantity.symbol} = {float(seen.probability):.3f}"
+        )
+
+    def lines(self, seen: Explanation) -> list[str]:
+        """The headline, the first edges, and what loops took."""
+        lines = [self.headline(seen), *(f"  {line}" for line in repr(seen.top()).splitlines())]
+        if self.share:
+            lines.append(f"Self-loops that layers added took {float(self.share):.0%}.")
+        return [*lines, *seen.notes]
