@@ -125,7 +125,7 @@ def entropies(module: nn.Module, batch: Data) -> list[dict[str, Any]]:
     """A row of `attnkit.diagnose_attention` for each head, of what costs little; none where the
     model has no attention that can be seen."""
     model = cast(nn.Module, module.model)
-    recorder = Recorder(Layout(model, None, None, None, None), Sampling(compared=0, pairs=0))
+    recorder = Recorder(Layout(None, None, None), Sampling(compared=0, pairs=0))
     chosen = ChosenCalls(LayerChoice(None), recorder.hear)
     try:
         with undisturbed(module), told_of_attention(model, chosen):
