@@ -93,11 +93,11 @@ def _on_tokens(question: Question) -> Tensor:
             f"layers: neither the layer {name!r} nor a module around it is given tokens [batch, "
             f"{step.num_tokens}, dim]; name a module that returns tokens or a map"
         )
-    tokens, *axes = fitting[found]
+    tokens, batch, place = fitting[found]
     (gradient,) = question.gradients(y, [tokens])
     question.notes.append(f"tokens given to the module {found!r}")
     tokens, gradient = (
-        chain.grid.patches(t.detach().permute(*axes, 2)) for t in (tokens, gradient)
+        chain.grid.patches(t.detach().permute(batch, place, 2)) for t in (tokens, gradient)
     )
     return _cam(tokens, gradient).unflatten(1, (chain.grid.rows, chain.grid.columns))
 

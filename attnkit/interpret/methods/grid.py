@@ -381,7 +381,7 @@ def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
         given = getattr(module, "patch_size", None)
         if isinstance(given, bool) or not isinstance(given, _SIZES):
             return
-        pair = (given, given) if type(given) is int else tuple(given)[-2:]
+        pair = (given, given) if isinstance(given, int) else tuple(given)[-2:]
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim == 4]
         if len(pair) == 2 and min(pair) > 1 and any(t.shape[-2:] == size for t in tensors):
             asked.append(pair)
@@ -391,7 +391,7 @@ def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
             for shape in (output.shape[2:], output.shape[1:3]):
                 sides = zip(shape, size, asked[0], strict=True)
                 if all(n in (whole // side, -(-whole // side)) for n, whole, side in sides):
-                    made.append(tuple(shape))
+                    made.append((shape[0], shape[1]))
                     raise _Enough
         if asked and getattr(module, "patch_size", None) is not None:
             raise _Enough
