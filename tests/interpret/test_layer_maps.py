@@ -82,15 +82,6 @@ def make_vit(**options):
     return ViT(image_size=(6, 10), patch_size=2, **options).eval()
 
 
-def test_tokens_that_are_no_grid():
-    model = nn.Sequential(Bright(1))
-    model.num_prefix_tokens = 2
-    with pytest.raises(
-        ValueError, match="grid: 16 tokens do not form a grid over an image of 21 x 35"
-    ):
-        layer_maps(model, torch.rand(3, 21, 35), -1)
-
-
 def picture(*maps):
     """The figure of one image under these maps, and its rows of panels."""
     image = torch.zeros(1, 1, 6, 10, dtype=torch.uint8)

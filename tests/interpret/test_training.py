@@ -179,7 +179,7 @@ def test_without_scores_nothing_is_removed(vit, loader, trainer, tmp_path, monke
     def fails(*_, **__):
         raise AssertionError("judged")
 
-    monkeypatch.setattr("attnkit.interpret.explanation.trust", fails)
+    monkeypatch.setattr("attnkit.interpret.trust.judge.trust", fails)
     interpret = Interpret(2, 1, trust="none", folder=tmp_path / "maps", **options)
     trainer([interpret], max_epochs=1).fit(vit(), loader, loader)
     assert [path.name for path in (tmp_path / "maps").iterdir()] == ["epoch_001.png"]

@@ -35,7 +35,7 @@ def seen():
 
 
 def section_of(seen, labels=LABELS, fidelity=True):
-    graph = Explained(seen.question.model, None, truth=labels, class_names=NAMES)
+    graph = Explained(seen.model, None, truth=labels, class_names=NAMES)
     return edge_section("Node 0", seen, seen.fidelity() if fidelity else None, graph)
 
 
@@ -71,7 +71,7 @@ def test_what_edges_and_nodes_say(seen, tmp_path):
 
 def test_the_curve_of_fidelity_has_its_numbers_at_their_height(seen):
     fidelity = seen.fidelity(ks=[1, 4])
-    graph = Explained(seen.question.model, None, truth=LABELS, class_names=NAMES)
+    graph = Explained(seen.model, None, truth=LABELS, class_names=NAMES)
     figures = edge_section("Node 0", seen, fidelity, graph)["curves"]
     for figure, name in zip(figures, ("plus", "minus"), strict=True):
         ranked = figure["lines"][-1]["points"]
@@ -88,7 +88,7 @@ def test_a_node_with_many_edges_takes_little_room(tmp_path):
     x, edges = torch.randn(400, 3), torch.randint(400, (2, 9000))
     edges[1, :900] = 7
     seen = attnkit.explain(Two().eval(), (x, edges), method="attention", index=7)
-    graph = Explained(seen.question.model, (x, edges))
+    graph = Explained(seen.model, (x, edges))
     section = edge_section("Node 7", seen, seen.fidelity(ks=[1, 2], num_draws=2), graph)
     assert 10_000 < len(html_of(section, tmp_path)) < 150_000
     assert re.search(r"24 edges as wide as their value, .*\d+ not drawn", section["notes"][0])
