@@ -16,7 +16,7 @@ from torch_geometric.utils import homophily
 from attnkit.core.operators.sparse import with_values
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.trained_on import KnowsItsTraining, was_trained_on
+from attnkit.lightning.modules.trained_on import KnowsItsTraining, unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
 from attnkit.tasks.node_classification.checks import (
@@ -296,10 +296,13 @@ class GraphDataModule(SplitData):
         if known is None:
             rank_zero_warn("test: it is not known which nodes the module was trained on")
             return graph
+        more = unknown_part(module)
         left = graph.test_mask & ~(known & ~(graph.train_mask | graph.val_mask))
         count, total = int(left.sum()), int(graph.test_mask.sum())
         if count < total and self._has_trained:
-            rank_zero_warn(f"test: {total - count:,} of {total:,} nodes were in earlier trainings")
+            rank_zero_warn(
+                f"test: {total - count:,} of {total:,} nodes were in earlier trainings{more}"
+            )
         elif count < total:
             if not count:
                 raise UserError(
@@ -309,10 +312,12 @@ class GraphDataModule(SplitData):
                 )
             rank_zero_warn(
                 f"test: {count:,} of {total:,} nodes; the others were in the module's training, "
-                "whose data.seed, data.split or what else makes the split was another"
+                f"whose data.seed, data.split or what else makes the split was another{more}"
             )
             graph = copy(graph)
             graph.test_mask = left
+        elif more:
+            rank_zero_warn(f"test: {total:,} nodes{more}")
         return graph
 
     def loader(self, split: str) -> Any:

@@ -198,6 +198,37 @@ def test_keys_go_on_from_the_weights_of_another_run(root):
     assert module.trained_on.tolist() == sorted(keys)
 
 
+@pytest.mark.parametrize("first", ["weights", "loaders", "a checkpoint without keys"])
+def test_what_is_not_known_of_a_training_is_said_after_the_next(root, capfd, first):
+    """A later training adds its keys, but what came before it stays unknown."""
+    data, module, file = trained(root, labelled, classifier)
+    if first == "loaders":
+        module = classifier(data)
+        quiet(root, max_steps=1, limit_val_batches=0).fit(module, data.train_dataloader())
+    else:
+        state = torch.load(file, weights_only=False)
+        del state["trained_on"]
+        weights = first == "weights"
+        other = root.parent / ("w.pt" if weights else "other.ckpt")
+        torch.save(module.state_dict() if weights else state, other)
+        module = classifier(data)
+        warm_start(module, other)
+    data = labelled(root, num_workers=0, seed=1)
+    trainer = quiet(root, max_steps=1, limit_val_batches=0)
+    trainer.fit(module, datamodule=data)
+    unknown = "; what else the module was trained on is not known"
+    count = len(data.sets["test"])
+    assert line_of(module, data, capfd) == f"test: {count} images{unknown}"
+    trainer.save_checkpoint(root.parent / "again.ckpt")
+    again = classifier(data)
+    warm_start(again, root.parent / "again.ckpt")
+    data = labelled(root, num_workers=0, seed=2)
+    assert line_of(again, data, capfd) == (
+        f"test: {count} images of {COUNT}; the others were in the module's training{unknown}; "
+        "data.test_fraction=1 tests all"
+    )
+
+
 class Arrays(ImageDataModule):
     def load(self):
         images = torch.randint(0, 256, (COUNT, 3, SIDE, SIDE), generator=torch.manual_seed(0))
