@@ -34,7 +34,7 @@ from attnkit.tasks.node_classification.neighbors import (
 )
 from attnkit.tasks.node_classification.positions import Positions, node_positions
 from attnkit.tasks.node_classification.sampler import InNeighbors
-from attnkit.tasks.node_classification.splits import node_keys
+from attnkit.tasks.node_classification.splits import are_alike, node_keys
 from attnkit.tasks.summary import class_lines, split_line
 
 SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so
@@ -304,11 +304,17 @@ class GraphDataModule(SplitData):
                 f"test: {total - count:,} of {total:,} nodes were in earlier trainings{more}"
             )
         elif count < total:
+            alike = int((are_alike(graph.x) & graph.test_mask & ~left).sum())
+            if alike:  # all ones, or one of few degrees, say nothing of the graph they are of
+                more = (
+                    f"; or {alike:,} of them, whose features are those of other nodes too, only "
+                    f"have the number and the label of one{more}"
+                )
             if not count:
                 raise UserError(
                     f"data: expected nodes to test, got none: all {total:,} were in the module's "
-                    "training\n  test it with the data.seed, data.split and fractions of its "
-                    "training, or on another graph"
+                    f"training{more}\n  test it with the data.seed, data.split and fractions of "
+                    "its training, or on another graph, whose nodes have other features"
                 )
             rank_zero_warn(
                 f"test: {count:,} of {total:,} nodes; the others were in the module's training, "
