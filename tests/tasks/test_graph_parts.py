@@ -357,6 +357,30 @@ def test_an_index_in_parquet_counts_the_rows(tmp_path, part):
         graph_of(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["features", "labels"])
+@pytest.mark.parametrize("end", [None, (0, NODES, 1), (NODES - 1, -1, -1), (0, 2 * NODES, 2)])
+def test_a_range_as_index_in_parquet_counts_the_rows(tmp_path, part, end):
+    """pandas writes it as three numbers among the metadata."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, values in parts().items():
+        if name != part:
+            np.save(tmp_path / f"{name}.npy", values)
+    values = parts()[part]
+    columns = {f"f{i}": c for i, c in enumerate(values.reshape(len(values), -1).T)}
+    start, stop, step = end or (0, 5 * NODES, 1)  # that of a table, of which rows were taken out
+    index = {"kind": "range", "name": None, "start": start, "stop": stop, "step": step}
+    table = pyarrow.table(columns).replace_schema_metadata(
+        {"pandas": json.dumps({"index_columns": [index]})}
+    )
+    parquet.write_table(table, tmp_path / f"{part}.parquet")
+    if step == 1:
+        assert graph_of(tmp_path).graph.num_nodes == NODES
+        return
+    with pytest.raises(UserError, match=rf"{part}.parquet: its index {start}, … is not 0, 1, 2"):
+        graph_of(tmp_path)
+
+
 def test_a_mask_of_two_nodes_may_be_their_numbers(tmp_path):
     for name, values in {"x": np.ones((2, 3)), "y": [0, 1], "edges": [[0, 1]]}.items():
         np.save(tmp_path / f"{name}.npy", np.array(values))

@@ -342,10 +342,17 @@ def _parquet(
         with ParquetFile(path) as file:
             schema = file.schema_arrow
             index = {name for name in schema.names if re.fullmatch(r"Unnamed: \d+|", name)}
-            index |= {i for i in (schema.pandas_metadata or {}).get("index_columns", ())
-                      if isinstance(i, str)}  # fmt: skip
+            described = (schema.pandas_metadata or {}).get("index_columns", ())
+            index |= {i for i in described if isinstance(i, str)}
             names = [name for name in schema.names if name not in index]
-            checked = [*index] if in_order or file.metadata.num_rows == count else []
+            num_rows = file.metadata.num_rows
+            is_checked = in_order or num_rows == count
+            checked = [*index] if is_checked else []
+            for i in described if is_checked else ():
+                if isinstance(i, dict) and i.get("kind") == "range":  # in the metadata alone
+                    numbers = np.arange(i["start"], i["stop"], i["step"])
+                    if len(numbers) == num_rows:  # else pandas takes it for lost
+                        _check_index(path, numbers, 0, f"its index {i['start']}, …")
             before = 0
             for batch in file.iter_batches(ROWS, columns=[*names, *checked]):
                 for name in checked:
