@@ -198,6 +198,7 @@ def counted(count=NODES, start=0, then=",1", by=1):
     return "".join(f"{start + by * number}{then}\n" for number in range(count))
 
 
+HASH = "".join(f"{n},{'#' if n < 2 else 'n'}{n}\n" for n in range(NODES))
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1329769\n"
 WRONG = {
     "a short mask of 0 and 1": (
@@ -286,6 +287,42 @@ WRONG = {
         None,
     ),
     "edges of an index that was filtered": (change("edges.csv", ",a,b\n7,0,1\n9,2,3\n"), None),
+    "an edge of a name with #": (
+        both(change("nodes.csv", ",name\n" + HASH), change("edges.csv", "a,b\nn2,n3\n#0,n3\n")),
+        "edges.csv, line 3: begins with #, as a comment or a name: put comments above the first",
+    ),
+    "a first edge of a name with #": (
+        both(change("nodes.csv", ",name\n" + HASH), change("edges.csv", "#0,n3\nn2,n3\n")),
+        "edges.csv, line 1: begins with #, as a comment or a name",
+    ),
+    "a split by names with #": (
+        both(change("nodes.csv", ",name\n" + HASH), change("edges.csv", "n2,n3\n"),
+             change("val.csv", "node\nn5\n#0\n")),
+        "val.csv, line 3: begins with #, as a comment or a name",
+    ),
+    "a split that begins with a name with #": (
+        both(change("nodes.csv", ",name\n" + HASH), change("edges.csv", "n2,n3\n"),
+             change("val.csv", "# mine\n#0\nn5\n")),
+        "val.csv, line 2: begins with #, as a comment or a name",
+    ),
+    "a name of a node with #": (
+        change("nodes.csv", "name\n" + rows("n1", "#2", then="n3")),
+        "nodes.csv, line 3: begins with #, as a comment or a name",
+    ),
+    "a class with #": (
+        change("labels.csv", "kind\n" + rows("#ant", then="bee")),
+        "labels.csv, line 2: begins with #, as a comment or a name",
+    ),
+    "a first class with #": (
+        change("labels.csv", rows("#ant", then="bee") + "\n"),
+        "labels.csv: expected 11 labels, one per node, got 10",
+    ),
+    "names with # between quotes": (
+        both(change("nodes.csv", "name\n" + rows('"#0"', *(f"n{n}" for n in range(1, NODES)))),
+             change("edges.csv", '# mine\n"#0",n3\nn2,"#0"\n'),
+             change("labels.csv", '"#ant"\n' * 5 + rows(then="bee", count=NODES - 5))),
+        None,
+    ),
     "few weights": (
         change("edge_weight.npy", np.ones(3)),
         "edge_weight.npy: expected numbers [",

@@ -11,7 +11,13 @@ from torch_geometric.utils import to_undirected
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.files.arrays import Part
-from attnkit.tasks.node_classification.files.tables import ROWS, blocks, line_of, named_rows
+from attnkit.tasks.node_classification.files.tables import (
+    ROWS,
+    blocks,
+    line_of,
+    named_rows,
+    refuse_commented,
+)
 
 Names = Mapping[str, int]
 
@@ -44,6 +50,8 @@ def read_edges(
     if not part.is_table:
         edges = _from_array(part, num_nodes)
     else:
+        if names is not None and part.is_text:
+            refuse_commented(part.path, names)
         rows = _numbered(part.path, num_nodes) if names is None else _named(part.path, names)
         # int32 halves what is held twice while the blocks are joined
         kind = np.int32 if num_nodes < 2**31 else np.int64

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.files.arrays import Part
-from attnkit.tasks.node_classification.files.tables import are_whole, numbers_of
+from attnkit.tasks.node_classification.files.tables import are_whole, numbers_of, refuse_commented
 
 NO_LABEL = ("", "-1", "-1.0", "nan", "<na>")  # among names of classes, in lower case
 UNCLEAR = ("na", "n/a", "none", "null")  # a class, or what some programs write for no label
@@ -129,6 +129,8 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
         count: of the nodes.
         names: of the nodes, to their numbers; None: text gives the numbers.
     """
+    if names is not None and part.is_text:
+        refuse_commented(part.path, names)
     words, place = part.words(count)
     values = _truths(numbers_of(words))
     is_mask = values.dtype == bool or (values.dtype.kind in "iuf" and _is_binary(values))

@@ -4,7 +4,7 @@ import csv
 import gzip
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -56,8 +56,8 @@ def blocks(
     """The numbers [rows, columns] of a table, in blocks of rows.
 
     Text has one row per line, of numbers with a comma, semicolon, tab or blanks between them;
-    empty lines, lines that start with #, a first line of words, and an index are left out. True and
-    False are 1 and 0; 3.0 is a whole number.
+    empty lines, lines that start with # above the first row, a first line of words, and an index
+    are left out. True and False are 1 and 0; 3.0 is a whole number.
 
     Args:
         columns: how many are expected; None: those of the first row.
@@ -185,8 +185,9 @@ def cells(path: Path, count: int | None = None) -> tuple[np.ndarray, list[int]]:
     form, rows = Form.of(path), list(_lines(path))
     held = [row for row in rows if row[0].strip()]
     sizes = (count, count + 1) if count is not None else ()
-    if len(held) not in sizes and len(rows) in sizes:  # an empty line is a node, too
-        held = rows
+    has_comments = bool(rows) and rows[0][1] > 1  # or a label that looks like one
+    if len(held) not in sizes and len(rows) in sizes and not has_comments:
+        held = rows  # an empty line is a node, too
     lines = [line for _, line in held]
     last = _fields(held[-1][0], form.delimiter) if held else []
     is_line = form.delimiter is None or (".txt" in path.name and not form.has_index)
@@ -258,16 +259,42 @@ class _Counted:
         return self.text
 
 
+def refuse_commented(path: Path, names: Container[str]) -> None:
+    """UserError if a comment above the first row may be a row, as it begins with such a name."""
+    for text, line in _every_line(path):
+        text = text.strip()
+        if text and text[0] != "#":
+            return
+        if text and (text in names or re.split(r"[,;\s]", text)[0] in names):
+            raise _comment_or_name(path, line)
+
+
+def _comment_or_name(path: Path, line: int) -> UserError:
+    return UserError(
+        f"{path}, line {line}: begins with #, as a comment or a name: put comments above the first "
+        "row, and such a name between quotes"
+    )
+
+
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """The lines that are no comments, with their numbers."""
+    """The lines but for comments, which are above the first row, with their numbers."""
+    has_begun = False
+    for text, line in _every_line(path):
+        if text.lstrip()[:1] != "#":
+            has_begun |= bool(text.strip())
+            yield text, line
+        elif has_begun:
+            raise _comment_or_name(path, line)
+
+
+def _every_line(path: Path) -> Iterator[tuple[str, int]]:
     refuse_stand_in(path)
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     line = 0
     try:
         with opened(path, "rt", encoding="utf-8-sig", errors="backslashreplace") as file:
             for line, text in enumerate(file, 1):
-                if text.lstrip()[:1] != "#":
-                    yield text, line
+                yield text, line
     except EOFError as error:
         raise UserError(f"{path}: ends early, after line {line}") from error
     except (OSError, ZlibError) as error:
