@@ -418,6 +418,59 @@ def test_a_range_as_index_in_parquet_counts_the_rows(tmp_path, part, end):
         graph_of(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["features", "edge_attr"])
+def test_an_index_in_parquet_that_is_a_column_is_refused(tmp_path, part):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, values in parts().items():
+        if name != part:
+            np.save(tmp_path / f"{name}.npy", values)
+    count = NODES if part == "features" else len(parts()["edges"])
+    table = pyarrow.table({"index": np.arange(count), "a": np.ones(count), "b": np.ones(count)})
+    parquet.write_table(table, tmp_path / f"{part}.parquet")
+    with pytest.raises(UserError, match=rf"{part}.parquet: the first column counts the rows or"):
+        graph_of(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("are_named", [False])
+@pytest.mark.parametrize(
+    ("header", "is_turned"),
+    [
+        (("target", "source"), True),
+        (("dst", "src"), True),
+        (("ToNodeId", "FromNodeId"), True),
+        (("source", "target"), False),
+        (("a", "b"), False),
+        (("target", "b"), None),
+        (("a", "src_id"), None),
+    ],
+)
+def test_columns_of_edges_are_read_by_their_names(tmp_path, header, is_turned, are_named, ending):
+    for name, values in parts().items():
+        np.save(tmp_path / f"{name}.npy", values)
+    edges = parts()["edges"]
+    (tmp_path / "edges.npy").unlink()
+    nodes = [f"n{n}" if are_named else n for n in range(NODES)]
+    if are_named:
+        change("nodes.csv", "".join(f"{name}\n" for name in nodes))(tmp_path)
+    columns = {name: [nodes[n] for n in e] for name, e in zip(header, edges.T, strict=True)}
+    if ending == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table(columns), tmp_path / "edges.parquet")
+    else:
+        lines = [header, *zip(*columns.values(), strict=True)]
+        text = "".join(f"{a},{b}\n" for a, b in lines)
+        change("edges.csv", text)(tmp_path)
+    if is_turned is None:
+        with pytest.raises(UserError, match=f"edges.{ending}: the columns .* do not say"):
+            graph_of(tmp_path)
+        return
+    found = graph_of(tmp_path).graph.edge_index.numpy()
+    assert found.tolist() == (edges.T[::-1] if is_turned else edges.T).tolist()
+
+
 def test_a_mask_of_two_nodes_may_be_their_numbers(tmp_path):
     for name, values in {"x": np.ones((2, 3)), "y": [0, 1], "edges": [[0, 1]]}.items():
         np.save(tmp_path / f"{name}.npy", np.array(values))

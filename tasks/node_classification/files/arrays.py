@@ -114,14 +114,14 @@ class Part:
             rank_zero_info(f"{self.where}: the first row is read as {what}, not as a header")
 
     def refuse_index(self, values: np.ndarray, what: str, names: Sequence[str] = ()) -> None:
-        """UserError if the first of several columns of text counts the rows, in any order, as an
+        """UserError if the first of several columns of a table counts the rows, in any order, as an
         index that was given a name, or has the names of the nodes.
 
         Args:
             values: [rows, columns], of a file whose form is not known (`rows` is None).
             what: a column is, if it is no index.
         """
-        if not self.is_text or self.rows is not None or values.ndim < 2 or values.shape[1] < 2:
+        if not self.is_table or self.rows is not None or values.ndim < 2 or values.shape[1] < 2:
             return
         first = values[:, 0]
         counted = np.arange(len(first), dtype=first.dtype)

@@ -1,5 +1,6 @@
 """Edges from an array or a table, each checked, with the place of a wrong one."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,12 +15,17 @@ from attnkit.tasks.node_classification.files.arrays import Part
 from attnkit.tasks.node_classification.files.tables import (
     ROWS,
     blocks,
+    first_row,
     line_of,
     named_rows,
     refuse_commented,
 )
 
 Names = Mapping[str, int]
+_SOURCE, _TARGET = (
+    re.compile(rf"({words})([ _]?(node|id|idx|index|name))*")
+    for words in ("source|src|from", "target|tgt|dst|dest|destination|to")
+)
 
 
 def read_edges(
@@ -33,8 +39,9 @@ def read_edges(
     """edge_index, int64 [2, edges], of a part with a source and a target per row, and what the
     edges carry.
 
-    An array may be [2, edges] or [edges, 2]; of [2, 2] each column is an edge. Edges that are given
-    more than once and those of a node with itself stay, and a warning counts them.
+    An array may be [2, edges] or [edges, 2]; of [2, 2] each column is an edge. A table whose
+    columns are called target and source, or dst and src, is read so. Edges that are given more than
+    once and those of a node with itself stay, and a warning counts them.
 
     Args:
         num_nodes: the nodes are 0 to num_nodes − 1.
@@ -63,6 +70,8 @@ def read_edges(
             np.concatenate(read, axis=1, out=edges)
         if part.is_numbered and (names is None or {"0", "1"} <= names.keys()):
             edges = _without_header(edges, part, [p for p in (carried or {}).values() if p])
+        if _is_turned(part, names or {}):
+            edges = edges[::-1].copy()
     edge_index = torch.from_numpy(edges)
     found = {
         name: _read_carried(name, part, edges.shape[1])
@@ -77,6 +86,25 @@ def read_edges(
         edge_index, list(found.values()), num_nodes=num_nodes, reduce="mean"
     )
     return {"edge_index": edge_index, **dict(zip(found, values, strict=True))}
+
+
+def _is_turned(part: Part, names: Names) -> bool:
+    """Whether a table says that its first column is the target.
+
+    Raises:
+        UserError: it says so of one of its columns only.
+    """
+    header = first_row(part.path)
+    if len(header) != 2 or (part.is_text and any(name in names for name in header)):
+        return False
+    first, second = (name.strip().lower() for name in header)
+    says = bool(_TARGET.fullmatch(first)), bool(_SOURCE.fullmatch(second))
+    if any(says) and not all(says):
+        raise UserError(
+            f"{part.where}: the columns {header[0]} and {header[1]} do not say which is the "
+            "source; expected source and target, or target and source"
+        )
+    return all(says)
 
 
 def _without_header(edges: np.ndarray, part: Part, carried: Sequence[Part]) -> np.ndarray:

@@ -4,7 +4,7 @@ import csv
 import gzip
 import re
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -30,12 +30,14 @@ class Form(NamedTuple):
     has_index: whether the first column has no name, as the index that pandas and R write.
     is_numbered: whether the first row is 0, 1, 2, …: the header that pandas writes of columns
         without names, or values. With blanks between them, as pandas writes none, it is values.
+    first: the fields of the first row, without those of an index.
     """
 
     delimiter: str | None = None
     is_header: bool = False
     has_index: bool = False
     is_numbered: bool = False
+    first: Sequence[str] = ()
 
     @classmethod
     def of(cls, path: Path) -> "Form":
@@ -47,7 +49,7 @@ class Form(NamedTuple):
         has_index &= is_header or names == _numbered(len(names))
         is_header = has_index or (is_header and index != "" and not _is_value(index))
         is_numbered = fields == _numbered(len(fields)) and (delimiter is not None or not names)
-        return cls(delimiter, is_header, has_index, is_numbered)
+        return cls(delimiter, is_header, has_index, is_numbered, fields[has_index:])
 
 
 def blocks(
@@ -235,6 +237,13 @@ def named_rows(path: Path) -> Iterator[tuple[list[str], int]]:
     form = Form.of(path)
     for text, line in _rows(path, form if form.has_index else Form()):
         yield _fields(text, form.delimiter)[form.has_index :], line
+
+
+def first_row(path: Path) -> Sequence[str]:
+    """The names of the columns without an index; of text the first row, which may be no header."""
+    if path.suffix == ".parquet":
+        return next(_parquet(path), ((), ()))[0]
+    return Form.of(path).first
 
 
 def line_of(path: Path, row: int) -> str:
