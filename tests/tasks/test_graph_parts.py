@@ -305,6 +305,21 @@ WRONG = {
              change("val.csv", "# mine\n#0\nn5\n")),
         "val.csv, line 2: begins with #, as a comment or a name",
     ),
+    "an unknown name under an index": (
+        both(change("nodes.csv", rows(*(f"n{n}" for n in range(NODES)))),
+             change("edges.csv", "n2,n3\n"), change("val.csv", ",node\n0,m5\n1,n6\n")),
+        "val.csv, line 2: 'm5' is not the name of a node",
+    ),
+    "an edge of unknown names under an index": (
+        both(change("nodes.csv", rows(*(f"n{n}" for n in range(NODES)))),
+             change("edges.csv", ",a,b\n0,m2,m3\n1,n2,n3\n")),
+        "edges.csv, line 2: 'm2' is not the name of a node",
+    ),
+    "an unknown name that is a number": (
+        both(change("nodes.csv", counted(then="", start=1)), change("edges.csv", "2,3\n"),
+             change("val.csv", "node\n99\n5\n")),
+        "val.csv, line 2: '99' is not the name of a node",
+    ),
     "a name of a node with #": (
         change("nodes.csv", "name\n" + rows("n1", "#2", then="n3")),
         "nodes.csv, line 3: begins with #, as a comment or a name",
@@ -433,7 +448,7 @@ def test_an_index_in_parquet_that_is_a_column_is_refused(tmp_path, part):
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-@pytest.mark.parametrize("are_named", [False])
+@pytest.mark.parametrize("are_named", [False, True])
 @pytest.mark.parametrize(
     ("header", "is_turned"),
     [
@@ -469,6 +484,37 @@ def test_columns_of_edges_are_read_by_their_names(tmp_path, header, is_turned, a
         return
     found = graph_of(tmp_path).graph.edge_index.numpy()
     assert found.tolist() == (edges.T[::-1] if is_turned else edges.T).tolist()
+
+
+@pytest.mark.parametrize("kind", [int, str])
+def test_parquet_is_by_name_as_text_is(tmp_path, kind):
+    """Also where names are numbers, which are never those of the rows then."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    given = parts()
+    names = np.array([*range(1, NODES), 0]) if kind is int else np.array(list("abcdefghijk"))
+
+    def write(part, **columns):
+        parquet.write_table(pyarrow.table(columns), tmp_path / f"{part}.parquet")
+
+    for name in ("features", "labels"):
+        np.save(tmp_path / f"{name}.npy", given[name])
+    write("nodes", name=names)
+    write("edges", a=names[given["edges"][:, 0]], b=names[given["edges"][:, 1]])
+    splits = {name: given[name][:, 0].nonzero()[0] for name in ("train", "val", "test")}
+    for name, nodes in splits.items():
+        write(name, node=names[nodes])
+    graph = graph_of(tmp_path).graph
+    assert graph.edge_index.T.tolist() == given["edges"].tolist()
+    for name, nodes in splits.items():
+        assert graph[f"{name}_mask"].nonzero().flatten().tolist() == nodes.tolist()
+    unknown = 99 if kind is int else "z"
+    write("val", node=[unknown, *names[splits["val"]].tolist()])  # no header
+    with pytest.raises(UserError, match=f"val.parquet, row 0: '{unknown}' is not the name"):
+        graph_of(tmp_path)
+    write("edges", a=[unknown, names[0].item()], b=[unknown, names[1].item()])
+    with pytest.raises(UserError, match=f"edges.parquet, row 0: '{unknown}' is not the name"):
+        graph_of(tmp_path)
 
 
 def test_a_mask_of_two_nodes_may_be_their_numbers(tmp_path):

@@ -104,6 +104,11 @@ class Part:
         return self.path.name.endswith(TEXT)
 
     @property
+    def may_have_header(self) -> bool:
+        """Whether the first row of words may be a header: Parquet and an index bring their own."""
+        return self.is_text and not Form.of(self.path).has_index
+
+    @property
     def is_numbered(self) -> bool:
         """Whether the first row may be a header or values (see `Form`)."""
         return self.is_text and Form.of(self.path).is_numbered

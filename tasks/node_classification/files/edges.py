@@ -59,7 +59,7 @@ def read_edges(
     else:
         if names is not None and part.is_text:
             refuse_commented(part.path, names)
-        rows = _numbered(part.path, num_nodes) if names is None else _named(part.path, names)
+        rows = _numbered(part.path, num_nodes) if names is None else _named(part, names)
         # int32 halves what is held twice while the blocks are joined
         kind = np.int32 if num_nodes < 2**31 else np.int64
         read = [block.T.astype(kind) for block in rows]
@@ -190,17 +190,17 @@ def _not_there(where: str, node: int, num_nodes: int) -> UserError:
     )
 
 
-def _named(path: Path, names: Names) -> Iterator[np.ndarray]:
+def _named(part: Part, names: Names) -> Iterator[np.ndarray]:
     """Edges by the names of nodes; a first line of other words is a header."""
     rows: list[tuple[int, int]] = []
-    for number, (fields, line) in enumerate(named_rows(path)):
+    for number, (fields, place) in enumerate(named_rows(part.path)):
         if len(fields) != 2:
-            raise UserError(f"{path}, line {line}: expected 2 names of nodes, got {fields}")
+            raise UserError(f"{part.where}{place}: expected 2 names of nodes, got {fields}")
         unknown = [name for name in fields if name not in names]
-        if len(unknown) == 2 and not number:
+        if len(unknown) == 2 and not number and part.may_have_header:
             continue
         if unknown:
-            raise UserError(f"{path}, line {line}: {unknown[0]!r} is not the name of a node")
+            raise UserError(f"{part.where}{place}: {unknown[0]!r} is not the name of a node")
         rows.append((names[fields[0]], names[fields[1]]))
         if len(rows) == ROWS:
             yield np.array(rows)

@@ -132,6 +132,8 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
     if names is not None and part.is_text:
         refuse_commented(part.path, names)
     words, place = part.words(count)
+    if names is not None and part.is_table and words.dtype.kind in "iuf":
+        words = words.astype(str)  # Parquet holds as numbers what text does not tell from names
     values = _truths(numbers_of(words))
     is_mask = values.dtype == bool or (values.dtype.kind in "iuf" and _is_binary(values))
     if is_mask and values.ndim in (1, 2) and len(values) == count:
@@ -150,7 +152,8 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
             f"got {list(values.shape)}"
         )
     elif words.ndim == 1 and "U" in (values.dtype.kind, words.dtype.kind if names else ""):
-        values = _numbers_of(words, place, names)
+        has_header = part.may_have_header and values.dtype.kind == "U"
+        values = _numbers_of(words, place, names, has_header)
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise UserError(
             f"{part.where}: expected numbers of nodes, or a mask bool [{count}] or "
@@ -186,7 +189,10 @@ def _is_binary(values: np.ndarray) -> bool:
 
 
 def _numbers_of(
-    words: np.ndarray, place: Callable[[int], str], names: Mapping[str, int] | None
+    words: np.ndarray,
+    place: Callable[[int], str],
+    names: Mapping[str, int] | None,
+    may_have_header: bool,
 ) -> np.ndarray:
     """Of nodes by their names, or of words of which some are no numbers; of names the first may be
     a header."""
@@ -194,7 +200,7 @@ def _numbers_of(
         wrong = next(n for n in range(len(words)) if numbers_of(words[n : n + 1]).dtype.kind == "U")
         raise UserError(f"{place(wrong)}: expected the number of a node, got {str(words[wrong])!r}")
     unknown = [number for number, word in enumerate(words.tolist()) if word not in names]
-    if unknown not in ([], [0]):
-        wrong = unknown[unknown[0] == 0 and len(unknown) > 1]
+    if unknown and not (may_have_header and unknown == [0]):
+        wrong = unknown[may_have_header and unknown[0] == 0]
         raise UserError(f"{place(wrong)}: {str(words[wrong])!r} is not the name of a node")
     return np.array([names[word] for word in words[len(unknown) :].tolist()], np.int64)

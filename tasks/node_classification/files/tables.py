@@ -5,7 +5,7 @@ import gzip
 import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from zlib import error as ZlibError
@@ -231,12 +231,18 @@ def are_whole(numbers: np.ndarray) -> np.ndarray:
     return np.isfinite(numbers) & (numbers == numbers.round())
 
 
-def named_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """The fields of each row of a text file, with the number of its line; a header too, unless it
-    is that of an index."""
+def named_rows(path: Path) -> Iterator[tuple[list[str], str]]:
+    """The fields of each row of a table as text, and where it is, as `line_of`; of a text file a
+    header too, unless it is that of an index."""
+    if path.suffix == ".parquet":
+        row = count()
+        for _, columns in _parquet(path, words=True):
+            for fields in zip(*(c.astype(str).tolist() for c in columns), strict=True):
+                yield list(fields), f", row {next(row)}"
+        return
     form = Form.of(path)
     for text, line in _rows(path, form if form.has_index else Form()):
-        yield _fields(text, form.delimiter)[form.has_index :], line
+        yield _fields(text, form.delimiter)[form.has_index :], f", line {line}"
 
 
 def first_row(path: Path) -> Sequence[str]:
