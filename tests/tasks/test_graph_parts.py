@@ -320,6 +320,14 @@ WRONG = {
              change("val.csv", "node\n99\n5\n")),
         "val.csv, line 2: '99' is not the name of a node",
     ),
+    "classes 01 and 1": (
+        change("labels.csv", "kind\n" + rows("1", "01", "2", then="0")),
+        "labels.csv, line 2: '1' and '01' are one class or two; write one of them",
+    ),
+    "classes 1 and 1.0": (
+        change("labels.csv", "kind\n" + rows("1", "1.0", "2.", then="0")), None
+    ),
+    "classes 00 and 01": (change("labels.csv", "kind\n" + rows("00", then="01")), None),
     "a name of a node with #": (
         change("nodes.csv", "name\n" + rows("n1", "#2", then="n3")),
         "nodes.csv, line 3: begins with #, as a comment or a name",

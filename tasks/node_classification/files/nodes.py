@@ -1,5 +1,6 @@
 """What files say of nodes: features, labels, names, and which nodes a split has."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -81,6 +82,8 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
     found, labels = list(classes), numbers_of(words)
     if labels.ndim == 1 and len(labels) != count:
         raise UserError(f"{part.where}: expected {count} labels, one per node, got {len(labels)}")
+    if labels.ndim == 1 and words.dtype.kind == "U":
+        _refuse_two_spellings(words, labels, place)
     if labels.dtype.kind in "Ub" and labels.ndim == 1:
         names, numbers = np.unique(labels.astype(str), return_inverse=True)
         found = found or [n for n in names.tolist() if n.lower() not in (*NO_LABEL, *UNCLEAR)]
@@ -118,6 +121,22 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
             f"but {len(found)} classes have names"
         )
     return torch.from_numpy(np.array(labels, np.int64)), found
+
+
+def _refuse_two_spellings(
+    words: np.ndarray, labels: np.ndarray, place: Callable[[int], str]
+) -> None:
+    """UserError if words that are one number, as 01 and 1, may be two classes; 1.0 is 1."""
+    if labels.dtype.kind == "U":
+        return
+    spelled: dict[float, str] = {}
+    for word, node in zip(*np.unique(words, return_index=True), strict=True):
+        plain, number = re.sub(r"\.0*$", "", str(word).strip()), float(labels[node])
+        if spelled.setdefault(number, plain) != plain and not np.isnan(number):
+            raise UserError(
+                f"{place(int(node))}: {plain!r} and {spelled[number]!r} are one class or two; "
+                "write one of them, or names that are no numbers"
+            )
 
 
 def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) -> Tensor:
