@@ -525,6 +525,50 @@ def test_parquet_is_by_name_as_text_is(tmp_path, kind):
         graph_of(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:data. edges carry")
+@pytest.mark.parametrize("part", ["edge_weight", "edge_attr"])
+@pytest.mark.parametrize("ending", ["csv", "parquet", "range"])
+def test_what_edges_carry_has_their_index(tmp_path, part, ending):
+    for name, values in parts().items():
+        np.save(tmp_path / f"{name}.npy", values)
+    edges = parts()["edges"]
+    counting = np.arange(len(edges))
+
+    def write(name, columns, index):
+        if ending == "csv":
+            rows = zip(index.tolist(), *(c.tolist() for c in columns.values()), strict=True)
+            lines = [("", *columns), *rows]
+            change(f"{name}.csv", "".join(f"{','.join(map(str, r))}\n" for r in lines))(tmp_path)
+            return
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        (tmp_path / f"{name}.npy").unlink(missing_ok=True)
+        start, step = index[0].item(), (index[1] - index[0]).item()
+        stop = start + step * len(index)
+        described = {"kind": "range", "name": None, "start": start, "stop": stop, "step": step}
+        if ending == "parquet":
+            described, columns = "__index_level_0__", columns | {"__index_level_0__": index}
+        metadata = {"pandas": json.dumps({"index_columns": [described]})}
+        table = pyarrow.table(columns).replace_schema_metadata(metadata)
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+
+    values = {"w": counting / 8}
+    for of_edges, of_values, fits in (
+        (counting, counting, True),
+        (counting[::-1], counting[::-1], True),
+        (3 * counting, 3 * counting, True),  # of rows that were filtered
+        (counting, counting[::-1], False),
+        (counting[::-1], counting, False),
+    ):
+        write("edges", {"a": edges[:, 0], "b": edges[:, 1]}, of_edges)
+        write(part, values, of_values)
+        if fits:
+            assert graph_of(tmp_path).graph[part].flatten().tolist() == values["w"].tolist()
+            continue
+        with pytest.raises(UserError, match=rf"{part}.* its index is not that of .*edges"):
+            graph_of(tmp_path)
+
+
 def test_a_mask_of_two_nodes_may_be_their_numbers(tmp_path):
     for name, values in {"x": np.ones((2, 3)), "y": [0, 1], "edges": [[0, 1]]}.items():
         np.save(tmp_path / f"{name}.npy", np.array(values))

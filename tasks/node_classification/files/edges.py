@@ -16,6 +16,7 @@ from attnkit.tasks.node_classification.files.tables import (
     ROWS,
     blocks,
     first_row,
+    index_of,
     line_of,
     named_rows,
     refuse_commented,
@@ -73,6 +74,7 @@ def read_edges(
         if _is_turned(part, names or {}):
             edges = edges[::-1].copy()
     edge_index = torch.from_numpy(edges)
+    _refuse_other_index(part, carried or {})
     found = {
         name: _read_carried(name, part, edges.shape[1])
         for name, part in (carried or {}).items()
@@ -86,6 +88,24 @@ def read_edges(
         edge_index, list(found.values()), num_nodes=num_nodes, reduce="mean"
     )
     return {"edge_index": edge_index, **dict(zip(found, values, strict=True))}
+
+
+def _refuse_other_index(part: Part, carried: Mapping[str, Part | None]) -> None:
+    """UserError if what edges carry has another index than they have; of an array it counts."""
+    if part.rows is not None:
+        return
+    here, *others = [
+        (one, index_of(one.path) if one.is_table else [])
+        for one in (part, *carried.values())
+        if one is not None
+    ]
+    for other, index in others:
+        both = list(zip(here[1], index, strict=False))
+        if len(here[1]) != len(index) or not all(np.array_equal(a, b) for a, b in both):
+            raise UserError(
+                f"{other.where}: its index is not that of {part.where}; put the rows of both in "
+                "one order, and leave the index out"
+            )
 
 
 def _is_turned(part: Part, names: Names) -> bool:

@@ -252,6 +252,19 @@ def first_row(path: Path) -> Sequence[str]:
     return Form.of(path).first
 
 
+def index_of(path: Path) -> list[np.ndarray]:
+    """The index of a table, as pandas writes it; nothing of none or of one that counts the rows."""
+    if path.suffix == ".parquet":
+        read = [columns for _, columns in _parquet(path, of_index=True)]
+        index = [np.concatenate(parts) for parts in zip(*read, strict=True)]
+    else:
+        form = Form.of(path)
+        rows = _rows(path, form) if form.has_index else ()
+        words = [_fields(text, form.delimiter)[0] for text, _ in rows]
+        index = [numbers_of(np.array(words, str))] if words else []
+    return [] if len(index) == 1 and _counts(index[0], 0) else index
+
+
 def line_of(path: Path, row: int) -> str:
     """Where a row of a table is: ", line 7" of text, ", row 6" of others."""
     if path.suffix == ".parquet":
@@ -348,17 +361,22 @@ def _numbered(count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
+def _counts(index: np.ndarray, before: int) -> bool:
+    """Whether an index counts the rows, from 0 as pandas does or from 1 as R does."""
+    counted = np.arange(before, before + len(index))
+    return index.dtype.kind in "iuf" and any(
+        bool((index == (counted + start).astype(index.dtype)).all()) for start in (0, 1)
+    )
+
+
 def _check_index(
     path: Path,
     index: np.ndarray,
     before: int,
     what: str = "the first column has no name, as an index, but",
 ) -> None:
-    """UserError unless an index counts the rows, from 0 as pandas does or from 1 as R does."""
-    counted = np.arange(before, before + len(index))
-    if index.dtype.kind not in "iuf" or not any(
-        (index == (counted + start).astype(index.dtype)).all() for start in (0, 1)
-    ):
+    """UserError unless an index counts the rows."""
+    if not _counts(index, before):
         raise UserError(
             f"{path}: {what} is not 0, 1, 2, …, the order of the nodes; sort the rows and leave it "
             "out, or make it a column with a name"
@@ -366,13 +384,19 @@ def _check_index(
 
 
 def _parquet(
-    path: Path, *, words: bool = False, in_order: bool = False, count: int | None = None
+    path: Path,
+    *,
+    words: bool = False,
+    in_order: bool = False,
+    count: int | None = None,
+    of_index: bool = False,
 ) -> Iterator[tuple[list[str], list[np.ndarray]]]:
     """Names and columns of each block of rows, without pandas' index.
 
     Args:
         in_order: whether an index has to count the rows, as it also has to if they are `count`.
         words: columns of words are text, where nothing is ""; else they are objects.
+        of_index: give those of the index alone.
     """
     refuse_stand_in(path)
     try:
@@ -389,19 +413,25 @@ def _parquet(
             names = [name for name in schema.names if name not in index]
             num_rows = file.metadata.num_rows
             is_checked = in_order or num_rows == count
-            checked = [*index] if is_checked else []
-            for i in described if is_checked else ():
+            checked = [*index] if is_checked or of_index else []
+            for i in described if is_checked or of_index else ():
                 if isinstance(i, dict) and i.get("kind") == "range":  # in the metadata alone
                     numbers = np.arange(i["start"], i["stop"], i["step"])
-                    if len(numbers) == num_rows:  # else pandas takes it for lost
-                        _check_index(path, numbers, 0, f"its index {i['start']}, …")
+                    if len(numbers) != num_rows:  # pandas takes it for lost
+                        continue
+                    if of_index:
+                        yield [], [numbers]
+                        return
+                    _check_index(path, numbers, 0, f"its index {i['start']}, …")
+            names = [] if of_index else names
             before = 0
             for batch in file.iter_batches(ROWS, columns=[*names, *checked]):
                 for name in checked:
                     values = batch.column(name).to_numpy(zero_copy_only=False)
-                    _check_index(path, values, before, f"its index {name!r}")
+                    if is_checked:
+                        _check_index(path, values, before, f"its index {name!r}")
                 before += batch.num_rows
-                columns = [batch.column(name) for name in names]
+                columns = [batch.column(name) for name in (checked if of_index else names)]
                 parts = [column.to_numpy(zero_copy_only=False) for column in columns]
                 if words:
                     parts = [_texts(part) if part.dtype.kind == "O" else part for part in parts]
