@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from attnkit.lightning.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.trained_on import was_trained_on
+from attnkit.lightning.modules.trained_on import unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import ResumableSampler
 from attnkit.tasks.images.module import NormalizesImages, say_tested
 from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size
@@ -165,7 +165,8 @@ class SplitImages(SplitData):
                     "  give other images, or test all of them with data.test_fraction=1"
                 )
             total, images = len(images), images.select(rows)
-            how = f" of {total:,}; {why}; data.test_fraction=1 tests all"
+            more = "" if known is None else unknown_part(module)
+            how = f" of {total:,}; {why}{more}; data.test_fraction=1 tests all"
         else:
             if self.left_of:
                 only_split(self.left_of)
@@ -173,6 +174,7 @@ class SplitImages(SplitData):
             if known is not None:
                 count = int(known.sum())
                 how = f", {count:,} of which were in the module's training" if count else ""
+                how += unknown_part(module)
         self.sets[split] = images
         say_tested(self.trainer, split, len(images), how)
 

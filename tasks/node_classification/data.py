@@ -16,7 +16,7 @@ from torch_geometric.utils import homophily
 from attnkit.core.operators.sparse import with_values
 from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.trained_on import KnowsItsTraining, was_trained_on
+from attnkit.lightning.modules.trained_on import KnowsItsTraining, unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
 from attnkit.tasks.node_classification.checks import (
@@ -34,7 +34,7 @@ from attnkit.tasks.node_classification.neighbors import (
 )
 from attnkit.tasks.node_classification.positions import Positions, node_positions
 from attnkit.tasks.node_classification.sampler import InNeighbors
-from attnkit.tasks.node_classification.splits import node_keys
+from attnkit.tasks.node_classification.splits import are_alike, node_keys
 from attnkit.tasks.summary import class_lines, split_line
 
 SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so
@@ -296,23 +296,34 @@ class GraphDataModule(SplitData):
         if known is None:
             rank_zero_warn("test: it is not known which nodes the module was trained on")
             return graph
+        more = unknown_part(module)
         left = graph.test_mask & ~(known & ~(graph.train_mask | graph.val_mask))
         count, total = int(left.sum()), int(graph.test_mask.sum())
         if count < total and self._has_trained:
-            rank_zero_warn(f"test: {total - count:,} of {total:,} nodes were in earlier trainings")
+            rank_zero_warn(
+                f"test: {total - count:,} of {total:,} nodes were in earlier trainings{more}"
+            )
         elif count < total:
+            alike = int((are_alike(graph.x) & graph.test_mask & ~left).sum())
+            if alike:  # all ones, or one of few degrees, say nothing of the graph they are of
+                more = (
+                    f"; or {alike:,} of them, whose features are those of other nodes too, only "
+                    f"have the number and the label of one{more}"
+                )
             if not count:
                 raise UserError(
                     f"data: expected nodes to test, got none: all {total:,} were in the module's "
-                    "training\n  test it with the data.seed, data.split and fractions of its "
-                    "training, or on another graph"
+                    f"training{more}\n  test it with the data.seed, data.split and fractions of "
+                    "its training, or on another graph, whose nodes have other features"
                 )
             rank_zero_warn(
                 f"test: {count:,} of {total:,} nodes; the others were in the module's training, "
-                "whose data.seed, data.split or what else makes the split was another"
+                f"whose data.seed, data.split or what else makes the split was another{more}"
             )
             graph = copy(graph)
             graph.test_mask = left
+        elif more:
+            rank_zero_warn(f"test: {total:,} nodes{more}")
         return graph
 
     def loader(self, split: str) -> Any:

@@ -67,15 +67,17 @@ def has_masks(data: Data) -> bool:
 def node_keys(graph: Data) -> Tensor:
     """int64 [nodes]: a key that a node keeps while its number, label and features stay.
 
-    So nodes are known again where others or edges were added, but not in another graph. Of a node
-    with the features of another one the in-neighbours have to stay, too.
+    So nodes are known again where others or edges were added or removed. Where several have equal
+    features, as all ones, nodes of another graph may have the keys of these.
     """
-    numbers, features = _mixed(torch.arange(graph.num_nodes)), _row_keys(graph.x)
-    _, kinds, counts = features.unique(return_inverse=True, return_counts=True)
-    source, target = graph.edge_index
-    neighbors = torch.zeros_like(numbers).index_add_(0, target, numbers[source])
-    keys = _mixed(numbers + graph.y) + features
-    return _mixed(torch.where(counts[kinds] > 1, keys + neighbors, keys))
+    numbers = _mixed(torch.arange(graph.num_nodes))
+    return _mixed(_mixed(numbers + graph.y) + _row_keys(graph.x))
+
+
+def are_alike(x: Tensor) -> Tensor:
+    """bool [nodes]: which have the features of another one, too."""
+    _, kinds, counts = _row_keys(x).unique(return_inverse=True, return_counts=True)
+    return counts[kinds] > 1
 
 
 def _row_keys(x: Tensor) -> Tensor:

@@ -198,6 +198,7 @@ def counted(count=NODES, start=0, then=",1", by=1):
     return "".join(f"{start + by * number}{then}\n" for number in range(count))
 
 
+HASH = "".join(f"{n},{'#' if n < 2 else 'n'}{n}\n" for n in range(NODES))
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1329769\n"
 WRONG = {
     "a short mask of 0 and 1": (
@@ -286,6 +287,65 @@ WRONG = {
         None,
     ),
     "edges of an index that was filtered": (change("edges.csv", ",a,b\n7,0,1\n9,2,3\n"), None),
+    "an edge of a name with #": (
+        both(change("nodes.csv", ",name\n" + HASH), change("edges.csv", "a,b\nn2,n3\n#0,n3\n")),
+        "edges.csv, line 3: begins with #, as a comment or a name: put comments above the first",
+    ),
+    "a first edge of a name with #": (
+        both(change("nodes.csv", ",name\n" + HASH), change("edges.csv", "#0,n3\nn2,n3\n")),
+        "edges.csv, line 1: begins with #, as a comment or a name",
+    ),
+    "a split by names with #": (
+        both(change("nodes.csv", ",name\n" + HASH), change("edges.csv", "n2,n3\n"),
+             change("val.csv", "node\nn5\n#0\n")),
+        "val.csv, line 3: begins with #, as a comment or a name",
+    ),
+    "a split that begins with a name with #": (
+        both(change("nodes.csv", ",name\n" + HASH), change("edges.csv", "n2,n3\n"),
+             change("val.csv", "# mine\n#0\nn5\n")),
+        "val.csv, line 2: begins with #, as a comment or a name",
+    ),
+    "an unknown name under an index": (
+        both(change("nodes.csv", rows(*(f"n{n}" for n in range(NODES)))),
+             change("edges.csv", "n2,n3\n"), change("val.csv", ",node\n0,m5\n1,n6\n")),
+        "val.csv, line 2: 'm5' is not the name of a node",
+    ),
+    "an edge of unknown names under an index": (
+        both(change("nodes.csv", rows(*(f"n{n}" for n in range(NODES)))),
+             change("edges.csv", ",a,b\n0,m2,m3\n1,n2,n3\n")),
+        "edges.csv, line 2: 'm2' is not the name of a node",
+    ),
+    "an unknown name that is a number": (
+        both(change("nodes.csv", counted(then="", start=1)), change("edges.csv", "2,3\n"),
+             change("val.csv", "node\n99\n5\n")),
+        "val.csv, line 2: '99' is not the name of a node",
+    ),
+    "classes 01 and 1": (
+        change("labels.csv", "kind\n" + rows("1", "01", "2", then="0")),
+        "labels.csv, line 2: '1' and '01' are one class or two; write one of them",
+    ),
+    "classes 1 and 1.0": (
+        change("labels.csv", "kind\n" + rows("1", "1.0", "2.", then="0")), None
+    ),
+    "classes 00 and 01": (change("labels.csv", "kind\n" + rows("00", then="01")), None),
+    "a name of a node with #": (
+        change("nodes.csv", "name\n" + rows("n1", "#2", then="n3")),
+        "nodes.csv, line 3: begins with #, as a comment or a name",
+    ),
+    "a class with #": (
+        change("labels.csv", "kind\n" + rows("#ant", then="bee")),
+        "labels.csv, line 2: begins with #, as a comment or a name",
+    ),
+    "a first class with #": (
+        change("labels.csv", rows("#ant", then="bee") + "\n"),
+        "labels.csv: expected 11 labels, one per node, got 10",
+    ),
+    "names with # between quotes": (
+        both(change("nodes.csv", "name\n" + rows('"#0"', *(f"n{n}" for n in range(1, NODES)))),
+             change("edges.csv", '# mine\n"#0",n3\nn2,"#0"\n'),
+             change("labels.csv", '"#ant"\n' * 5 + rows(then="bee", count=NODES - 5))),
+        None,
+    ),
     "few weights": (
         change("edge_weight.npy", np.ones(3)),
         "edge_weight.npy: expected numbers [",
@@ -355,6 +415,158 @@ def test_an_index_in_parquet_counts_the_rows(tmp_path, part):
     write(np.arange(NODES)[::-1])
     with pytest.raises(UserError, match=rf"{part}.parquet: its index .* is not 0, 1, 2"):
         graph_of(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["features", "labels"])
+@pytest.mark.parametrize("end", [None, (0, NODES, 1), (NODES - 1, -1, -1), (0, 2 * NODES, 2)])
+def test_a_range_as_index_in_parquet_counts_the_rows(tmp_path, part, end):
+    """pandas writes it as three numbers among the metadata."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, values in parts().items():
+        if name != part:
+            np.save(tmp_path / f"{name}.npy", values)
+    values = parts()[part]
+    columns = {f"f{i}": c for i, c in enumerate(values.reshape(len(values), -1).T)}
+    start, stop, step = end or (0, 5 * NODES, 1)  # that of a table, of which rows were taken out
+    index = {"kind": "range", "name": None, "start": start, "stop": stop, "step": step}
+    table = pyarrow.table(columns).replace_schema_metadata(
+        {"pandas": json.dumps({"index_columns": [index]})}
+    )
+    parquet.write_table(table, tmp_path / f"{part}.parquet")
+    if step == 1:
+        assert graph_of(tmp_path).graph.num_nodes == NODES
+        return
+    with pytest.raises(UserError, match=rf"{part}.parquet: its index {start}, … is not 0, 1, 2"):
+        graph_of(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["features", "edge_attr"])
+def test_an_index_in_parquet_that_is_a_column_is_refused(tmp_path, part):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, values in parts().items():
+        if name != part:
+            np.save(tmp_path / f"{name}.npy", values)
+    count = NODES if part == "features" else len(parts()["edges"])
+    table = pyarrow.table({"index": np.arange(count), "a": np.ones(count), "b": np.ones(count)})
+    parquet.write_table(table, tmp_path / f"{part}.parquet")
+    with pytest.raises(UserError, match=rf"{part}.parquet: the first column counts the rows or"):
+        graph_of(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("are_named", [False, True])
+@pytest.mark.parametrize(
+    ("header", "is_turned"),
+    [
+        (("target", "source"), True),
+        (("dst", "src"), True),
+        (("ToNodeId", "FromNodeId"), True),
+        (("source", "target"), False),
+        (("a", "b"), False),
+        (("target", "b"), None),
+        (("a", "src_id"), None),
+    ],
+)
+def test_columns_of_edges_are_read_by_their_names(tmp_path, header, is_turned, are_named, ending):
+    for name, values in parts().items():
+        np.save(tmp_path / f"{name}.npy", values)
+    edges = parts()["edges"]
+    (tmp_path / "edges.npy").unlink()
+    nodes = [f"n{n}" if are_named else n for n in range(NODES)]
+    if are_named:
+        change("nodes.csv", "".join(f"{name}\n" for name in nodes))(tmp_path)
+    columns = {name: [nodes[n] for n in e] for name, e in zip(header, edges.T, strict=True)}
+    if ending == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table(columns), tmp_path / "edges.parquet")
+    else:
+        lines = [header, *zip(*columns.values(), strict=True)]
+        text = "".join(f"{a},{b}\n" for a, b in lines)
+        change("edges.csv", text)(tmp_path)
+    if is_turned is None:
+        with pytest.raises(UserError, match=f"edges.{ending}: the columns .* do not say"):
+            graph_of(tmp_path)
+        return
+    found = graph_of(tmp_path).graph.edge_index.numpy()
+    assert found.tolist() == (edges.T[::-1] if is_turned else edges.T).tolist()
+
+
+@pytest.mark.parametrize("kind", [int, str])
+def test_parquet_is_by_name_as_text_is(tmp_path, kind):
+    """Also where names are numbers, which are never those of the rows then."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    given = parts()
+    names = np.array([*range(1, NODES), 0]) if kind is int else np.array(list("abcdefghijk"))
+
+    def write(part, **columns):
+        parquet.write_table(pyarrow.table(columns), tmp_path / f"{part}.parquet")
+
+    for name in ("features", "labels"):
+        np.save(tmp_path / f"{name}.npy", given[name])
+    write("nodes", name=names)
+    write("edges", a=names[given["edges"][:, 0]], b=names[given["edges"][:, 1]])
+    splits = {name: given[name][:, 0].nonzero()[0] for name in ("train", "val", "test")}
+    for name, nodes in splits.items():
+        write(name, node=names[nodes])
+    graph = graph_of(tmp_path).graph
+    assert graph.edge_index.T.tolist() == given["edges"].tolist()
+    for name, nodes in splits.items():
+        assert graph[f"{name}_mask"].nonzero().flatten().tolist() == nodes.tolist()
+    unknown = 99 if kind is int else "z"
+    write("val", node=[unknown, *names[splits["val"]].tolist()])  # no header
+    with pytest.raises(UserError, match=f"val.parquet, row 0: '{unknown}' is not the name"):
+        graph_of(tmp_path)
+    write("edges", a=[unknown, names[0].item()], b=[unknown, names[1].item()])
+    with pytest.raises(UserError, match=f"edges.parquet, row 0: '{unknown}' is not the name"):
+        graph_of(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:data. edges carry")
+@pytest.mark.parametrize("part", ["edge_weight", "edge_attr"])
+@pytest.mark.parametrize("ending", ["csv", "parquet", "range"])
+def test_what_edges_carry_has_their_index(tmp_path, part, ending):
+    for name, values in parts().items():
+        np.save(tmp_path / f"{name}.npy", values)
+    edges = parts()["edges"]
+    counting = np.arange(len(edges))
+
+    def write(name, columns, index):
+        if ending == "csv":
+            rows = zip(index.tolist(), *(c.tolist() for c in columns.values()), strict=True)
+            lines = [("", *columns), *rows]
+            change(f"{name}.csv", "".join(f"{','.join(map(str, r))}\n" for r in lines))(tmp_path)
+            return
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        (tmp_path / f"{name}.npy").unlink(missing_ok=True)
+        start, step = index[0].item(), (index[1] - index[0]).item()
+        stop = start + step * len(index)
+        described = {"kind": "range", "name": None, "start": start, "stop": stop, "step": step}
+        if ending == "parquet":
+            described, columns = "__index_level_0__", columns | {"__index_level_0__": index}
+        metadata = {"pandas": json.dumps({"index_columns": [described]})}
+        table = pyarrow.table(columns).replace_schema_metadata(metadata)
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+
+    values = {"w": counting / 8}
+    for of_edges, of_values, fits in (
+        (counting, counting, True),
+        (counting[::-1], counting[::-1], True),
+        (3 * counting, 3 * counting, True),  # of rows that were filtered
+        (counting, counting[::-1], False),
+        (counting[::-1], counting, False),
+    ):
+        write("edges", {"a": edges[:, 0], "b": edges[:, 1]}, of_edges)
+        write(part, values, of_values)
+        if fits:
+            assert graph_of(tmp_path).graph[part].flatten().tolist() == values["w"].tolist()
+            continue
+        with pytest.raises(UserError, match=rf"{part}.* its index is not that of .*edges"):
+            graph_of(tmp_path)
 
 
 def test_a_mask_of_two_nodes_may_be_their_numbers(tmp_path):

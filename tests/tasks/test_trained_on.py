@@ -21,7 +21,7 @@ from attnkit.tasks.image_classification import (
     ImageFolderData,
     MemoryImages,
 )
-from attnkit.tasks.node_classification import DigitsGraphData, NodeClassification
+from attnkit.tasks.node_classification import DigitsGraphData, GraphFilesData, NodeClassification
 from attnkit.tasks.node_classification.data import to_sparse_csr
 from attnkit.tasks.node_classification.splits import node_keys
 
@@ -198,6 +198,37 @@ def test_keys_go_on_from_the_weights_of_another_run(root):
     assert module.trained_on.tolist() == sorted(keys)
 
 
+@pytest.mark.parametrize("first", ["weights", "loaders", "a checkpoint without keys"])
+def test_what_is_not_known_of_a_training_is_said_after_the_next(root, capfd, first):
+    """A later training adds its keys, but what came before it stays unknown."""
+    data, module, file = trained(root, labelled, classifier)
+    if first == "loaders":
+        module = classifier(data)
+        quiet(root, max_steps=1, limit_val_batches=0).fit(module, data.train_dataloader())
+    else:
+        state = torch.load(file, weights_only=False)
+        del state["trained_on"]
+        weights = first == "weights"
+        other = root.parent / ("w.pt" if weights else "other.ckpt")
+        torch.save(module.state_dict() if weights else state, other)
+        module = classifier(data)
+        warm_start(module, other)
+    data = labelled(root, num_workers=0, seed=1)
+    trainer = quiet(root, max_steps=1, limit_val_batches=0)
+    trainer.fit(module, datamodule=data)
+    unknown = "; what else the module was trained on is not known"
+    count = len(data.sets["test"])
+    assert line_of(module, data, capfd) == f"test: {count} images{unknown}"
+    trainer.save_checkpoint(root.parent / "again.ckpt")
+    again = classifier(data)
+    warm_start(again, root.parent / "again.ckpt")
+    data = labelled(root, num_workers=0, seed=2)
+    assert line_of(again, data, capfd) == (
+        f"test: {count} images of {COUNT}; the others were in the module's training{unknown}; "
+        "data.test_fraction=1 tests all"
+    )
+
+
 class Arrays(ImageDataModule):
     def load(self):
         images = torch.randint(0, 256, (COUNT, 3, SIDE, SIDE), generator=torch.manual_seed(0))
@@ -242,27 +273,53 @@ def test_no_node_of_a_training_is_tested(tmp_path, batch_size):
         quiet(tmp_path).test(fresh, datamodule=graph(), verbose=False)
 
 
-@pytest.mark.parametrize("are_alike", [False, True])
-def test_a_node_is_known_again_in_its_graph_alone(are_alike):
-    """By its features, or where those are alike, by its neighbours too."""
+def test_a_node_is_known_again_in_its_graph_alone():
+    """By its number, label and features."""
 
     def graph(seed, edges):
         generator = torch.Generator().manual_seed(seed)
-        x = torch.ones(40, 3) if are_alike else torch.randn(40, 3, generator=generator)
+        x = torch.randn(40, 3, generator=generator)
         edge_index = torch.randint(0, 40, (2, edges), generator=generator)
         return Data(x=x, edge_index=edge_index, y=torch.arange(40) % 3)
 
     known = node_keys(graph(0, 200))
     assert torch.equal(node_keys(graph(0, 200)), known)
     assert not torch.isin(node_keys(graph(1, 200)), known).any()
-    if not are_alike:
-        assert torch.equal(node_keys(graph(0, 20)), known)
-        assert not torch.isin(node_keys(graph(1, 0)), known).any()
-        more = graph(0, 200)  # one whose features are those of the first
-        more.x = torch.cat([more.x, more.x[:1]])
-        more.y = torch.cat([more.y, more.y[:1]])
-        more.num_nodes = 41
-        assert torch.isin(node_keys(more), known).sum() >= 39
-        sparse = graph(0, 20)
-        sparse.x = to_sparse_csr(sparse.x)
-        assert torch.equal(node_keys(sparse), known)
+    assert torch.equal(node_keys(graph(0, 20)), known)
+    assert not torch.isin(node_keys(graph(1, 0)), known).any()
+    more = graph(0, 200)  # one whose features are those of the first
+    more.x = torch.cat([more.x, more.x[:1]])
+    more.y = torch.cat([more.y, more.y[:1]])
+    more.num_nodes = 41
+    assert torch.isin(node_keys(more), known).tolist() == [True] * 40 + [False]
+    sparse = graph(0, 20)
+    sparse.x = to_sparse_csr(sparse.x)
+    assert torch.equal(node_keys(sparse), known)
+
+
+@pytest.mark.parametrize("undirected", [False, True])
+@pytest.mark.parametrize("features", ["ones", "degrees"])
+def test_nodes_with_equal_features_are_known_again_among_other_edges(
+    tmp_path, features, undirected
+):
+    count, random = 120, np.random.default_rng(0)
+    edges = random.integers(0, count, (400, 2))
+    degrees = np.bincount(edges[:, 1], minlength=count).clip(max=7)
+    x = np.ones((count, 8)) if features == "ones" else np.eye(8)[degrees]
+    arrays = {"x": x.astype(np.float32), "y": np.arange(count) % 3}
+    np.savez(tmp_path / "graph.npz", edges=edges, **arrays)
+    data = GraphFilesData(tmp_path / "graph.npz")
+    data.setup()
+    module = NodeClassification(GCN(8, 4, 1, 3), num_classes=3, class_names=data.class_names)
+    quiet(tmp_path, max_steps=1, limit_val_batches=0).fit(module, datamodule=data)
+    seen = data.graph.train_mask | data.graph.val_mask
+    more = np.concatenate([edges, random.integers(0, count, (99, 2))])
+    np.savez(tmp_path / "graph.npz", edges=more, **arrays)
+    other = GraphFilesData(tmp_path / "graph.npz", seed=1, undirected=undirected)
+    nodes = []
+    module.on_test_batch_end = lambda outputs, *_: nodes.append(outputs["node"])
+    with pytest.warns(UserWarning, match="the others were .* of other nodes too, only have"):
+        quiet(tmp_path).test(module, datamodule=other, verbose=False)
+    tested = torch.cat(nodes)
+    assert not seen[tested].any()
+    assert len(tested) == int((other.graph.test_mask & ~seen).sum()) > 0

@@ -12,6 +12,7 @@ from attnkit.finetune.low_rank import merge_state_dict
 from attnkit.finetune.order import head_of
 from attnkit.finetune.record import finetuned
 from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.modules.trained_on import KnowsItsTraining, training_of
 from attnkit.lightning.resume import checkpoints
 from attnkit.models.preprocessing import OF_DATA
 from attnkit.models.vit import ViT
@@ -42,7 +43,7 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
         UserError: it cannot be read, or other tensors do not fit; the first of them are named with
             both shapes. The module is as it was.
     """
-    state, arguments, keys = _read(given)
+    state, arguments, (keys, has_unknown) = _read(given)
     network = getattr(module, "model", None)
     target = network if isinstance(network, nn.Module) else module
     here = target.state_dict()
@@ -60,8 +61,8 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
         raise UserError(f"init: {given} does not fit the model: {first}")
     fitting = {n: t for n, t in state.items() if n not in wrong and n not in head}
     target.load_state_dict(fitting, strict=False)
-    if keys is not None:
-        module.trained_on = keys
+    if isinstance(module, KnowsItsTraining):
+        module.trained_on, module.has_unknown = keys, has_unknown
     left = f"; its head is left out: {_first([*others, *wrong.values()])}" if head or wrong else ""
     return f"init: weights of {given}{left}"
 
@@ -91,9 +92,11 @@ def trained_on(given: str | Path) -> dict[str, Any]:
     return {key: arguments[key] for key in _IMAGES if arguments.get(key) is not None}
 
 
-def _read(given: str | Path) -> tuple[dict[str, Tensor], Mapping[str, Any], Tensor | None]:
-    """The tensors, and where there are some the hyper-parameters and the keys of what was trained
-    on."""
+def _read(
+    given: str | Path,
+) -> tuple[dict[str, Tensor], Mapping[str, Any], tuple[Tensor | None, bool]]:
+    """The tensors, the hyper-parameters where there are some, and what is known of its training, by
+    `training_of`."""
     if _is_checkpoint(given):
         checkpoint = checkpoints.load(given)
         arguments = checkpoint.get("hyper_parameters") or {}
@@ -101,9 +104,9 @@ def _read(given: str | Path) -> tuple[dict[str, Tensor], Mapping[str, Any], Tens
             state = merge_state_dict(checkpoint["state_dict"], **(arguments.get("finetune") or {}))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"init: {given}: {first_line(error, named=True)}") from error
-        return state, arguments, checkpoint.get("trained_on")
+        return state, arguments, training_of(checkpoint)
     try:
-        return read_weights(given), {}, None
+        return read_weights(given), {}, training_of({})
     except ValueError as error:
         raise UserError(f"init: {error}") from error
 

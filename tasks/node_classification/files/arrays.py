@@ -104,6 +104,11 @@ class Part:
         return self.path.name.endswith(TEXT)
 
     @property
+    def may_have_header(self) -> bool:
+        """Whether the first row of words may be a header: Parquet and an index bring their own."""
+        return self.is_text and not Form.of(self.path).has_index
+
+    @property
     def is_numbered(self) -> bool:
         """Whether the first row may be a header or values (see `Form`)."""
         return self.is_text and Form.of(self.path).is_numbered
@@ -114,14 +119,14 @@ class Part:
             rank_zero_info(f"{self.where}: the first row is read as {what}, not as a header")
 
     def refuse_index(self, values: np.ndarray, what: str, names: Sequence[str] = ()) -> None:
-        """UserError if the first of several columns of text counts the rows, in any order, as an
+        """UserError if the first of several columns of a table counts the rows, in any order, as an
         index that was given a name, or has the names of the nodes.
 
         Args:
             values: [rows, columns], of a file whose form is not known (`rows` is None).
             what: a column is, if it is no index.
         """
-        if not self.is_text or self.rows is not None or values.ndim < 2 or values.shape[1] < 2:
+        if not self.is_table or self.rows is not None or values.ndim < 2 or values.shape[1] < 2:
             return
         first = values[:, 0]
         counted = np.arange(len(first), dtype=first.dtype)

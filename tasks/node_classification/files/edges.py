@@ -1,5 +1,6 @@
 """Edges from an array or a table, each checked, with the place of a wrong one."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,9 +12,21 @@ from torch_geometric.utils import to_undirected
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.files.arrays import Part
-from attnkit.tasks.node_classification.files.tables import ROWS, blocks, line_of, named_rows
+from attnkit.tasks.node_classification.files.tables import (
+    ROWS,
+    blocks,
+    first_row,
+    index_of,
+    line_of,
+    named_rows,
+    refuse_commented,
+)
 
 Names = Mapping[str, int]
+_SOURCE, _TARGET = (
+    re.compile(rf"({words})([ _]?(node|id|idx|index|name))*")
+    for words in ("source|src|from", "target|tgt|dst|dest|destination|to")
+)
 
 
 def read_edges(
@@ -27,8 +40,9 @@ def read_edges(
     """edge_index, int64 [2, edges], of a part with a source and a target per row, and what the
     edges carry.
 
-    An array may be [2, edges] or [edges, 2]; of [2, 2] each column is an edge. Edges that are given
-    more than once and those of a node with itself stay, and a warning counts them.
+    An array may be [2, edges] or [edges, 2]; of [2, 2] each column is an edge. A table whose
+    columns are called target and source, or dst and src, is read so. Edges that are given more than
+    once and those of a node with itself stay, and a warning counts them.
 
     Args:
         num_nodes: the nodes are 0 to num_nodes − 1.
@@ -44,7 +58,9 @@ def read_edges(
     if not part.is_table:
         edges = _from_array(part, num_nodes)
     else:
-        rows = _numbered(part.path, num_nodes) if names is None else _named(part.path, names)
+        if names is not None and part.is_text:
+            refuse_commented(part.path, names)
+        rows = _numbered(part.path, num_nodes) if names is None else _named(part, names)
         # int32 halves what is held twice while the blocks are joined
         kind = np.int32 if num_nodes < 2**31 else np.int64
         read = [block.T.astype(kind) for block in rows]
@@ -55,7 +71,10 @@ def read_edges(
             np.concatenate(read, axis=1, out=edges)
         if part.is_numbered and (names is None or {"0", "1"} <= names.keys()):
             edges = _without_header(edges, part, [p for p in (carried or {}).values() if p])
+        if _is_turned(part, names or {}):
+            edges = edges[::-1].copy()
     edge_index = torch.from_numpy(edges)
+    _refuse_other_index(part, carried or {})
     found = {
         name: _read_carried(name, part, edges.shape[1])
         for name, part in (carried or {}).items()
@@ -69,6 +88,43 @@ def read_edges(
         edge_index, list(found.values()), num_nodes=num_nodes, reduce="mean"
     )
     return {"edge_index": edge_index, **dict(zip(found, values, strict=True))}
+
+
+def _refuse_other_index(part: Part, carried: Mapping[str, Part | None]) -> None:
+    """UserError if what edges carry has another index than they have; of an array it counts."""
+    if part.rows is not None:
+        return
+    here, *others = [
+        (one, index_of(one.path) if one.is_table else [])
+        for one in (part, *carried.values())
+        if one is not None
+    ]
+    for other, index in others:
+        both = list(zip(here[1], index, strict=False))
+        if len(here[1]) != len(index) or not all(np.array_equal(a, b) for a, b in both):
+            raise UserError(
+                f"{other.where}: its index is not that of {part.where}; put the rows of both in "
+                "one order, and leave the index out"
+            )
+
+
+def _is_turned(part: Part, names: Names) -> bool:
+    """Whether a table says that its first column is the target.
+
+    Raises:
+        UserError: it says so of one of its columns only.
+    """
+    header = first_row(part.path)
+    if len(header) != 2 or (part.is_text and any(name in names for name in header)):
+        return False
+    first, second = (name.strip().lower() for name in header)
+    says = bool(_TARGET.fullmatch(first)), bool(_SOURCE.fullmatch(second))
+    if any(says) and not all(says):
+        raise UserError(
+            f"{part.where}: the columns {header[0]} and {header[1]} do not say which is the "
+            "source; expected source and target, or target and source"
+        )
+    return all(says)
 
 
 def _without_header(edges: np.ndarray, part: Part, carried: Sequence[Part]) -> np.ndarray:
@@ -154,17 +210,17 @@ def _not_there(where: str, node: int, num_nodes: int) -> UserError:
     )
 
 
-def _named(path: Path, names: Names) -> Iterator[np.ndarray]:
+def _named(part: Part, names: Names) -> Iterator[np.ndarray]:
     """Edges by the names of nodes; a first line of other words is a header."""
     rows: list[tuple[int, int]] = []
-    for number, (fields, line) in enumerate(named_rows(path)):
+    for number, (fields, place) in enumerate(named_rows(part.path)):
         if len(fields) != 2:
-            raise UserError(f"{path}, line {line}: expected 2 names of nodes, got {fields}")
+            raise UserError(f"{part.where}{place}: expected 2 names of nodes, got {fields}")
         unknown = [name for name in fields if name not in names]
-        if len(unknown) == 2 and not number:
+        if len(unknown) == 2 and not number and part.may_have_header:
             continue
         if unknown:
-            raise UserError(f"{path}, line {line}: {unknown[0]!r} is not the name of a node")
+            raise UserError(f"{part.where}{place}: {unknown[0]!r} is not the name of a node")
         rows.append((names[fields[0]], names[fields[1]]))
         if len(rows) == ROWS:
             yield np.array(rows)

@@ -1,5 +1,6 @@
 """What files say of nodes: features, labels, names, and which nodes a split has."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.files.arrays import Part
-from attnkit.tasks.node_classification.files.tables import are_whole, numbers_of
+from attnkit.tasks.node_classification.files.tables import are_whole, numbers_of, refuse_commented
 
 NO_LABEL = ("", "-1", "-1.0", "nan", "<na>")  # among names of classes, in lower case
 UNCLEAR = ("na", "n/a", "none", "null")  # a class, or what some programs write for no label
@@ -81,6 +82,8 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
     found, labels = list(classes), numbers_of(words)
     if labels.ndim == 1 and len(labels) != count:
         raise UserError(f"{part.where}: expected {count} labels, one per node, got {len(labels)}")
+    if labels.ndim == 1 and words.dtype.kind == "U":
+        _refuse_two_spellings(words, labels, place)
     if labels.dtype.kind in "Ub" and labels.ndim == 1:
         names, numbers = np.unique(labels.astype(str), return_inverse=True)
         found = found or [n for n in names.tolist() if n.lower() not in (*NO_LABEL, *UNCLEAR)]
@@ -120,6 +123,22 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
     return torch.from_numpy(np.array(labels, np.int64)), found
 
 
+def _refuse_two_spellings(
+    words: np.ndarray, labels: np.ndarray, place: Callable[[int], str]
+) -> None:
+    """UserError if words that are one number, as 01 and 1, may be two classes; 1.0 is 1."""
+    if labels.dtype.kind == "U":
+        return
+    spelled: dict[float, str] = {}
+    for word, node in zip(*np.unique(words, return_index=True), strict=True):
+        plain, number = re.sub(r"\.0*$", "", str(word).strip()), float(labels[node])
+        if spelled.setdefault(number, plain) != plain and not np.isnan(number):
+            raise UserError(
+                f"{place(int(node))}: {plain!r} and {spelled[number]!r} are one class or two; "
+                "write one of them, or names that are no numbers"
+            )
+
+
 def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) -> Tensor:
     """A mask, bool [nodes] or [nodes, splits], of one or of the numbers of its nodes.
 
@@ -129,7 +148,11 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
         count: of the nodes.
         names: of the nodes, to their numbers; None: text gives the numbers.
     """
+    if names is not None and part.is_text:
+        refuse_commented(part.path, names)
     words, place = part.words(count)
+    if names is not None and part.is_table and words.dtype.kind in "iuf":
+        words = words.astype(str)  # Parquet holds as numbers what text does not tell from names
     values = _truths(numbers_of(words))
     is_mask = values.dtype == bool or (values.dtype.kind in "iuf" and _is_binary(values))
     if is_mask and values.ndim in (1, 2) and len(values) == count:
@@ -148,7 +171,8 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
             f"got {list(values.shape)}"
         )
     elif words.ndim == 1 and "U" in (values.dtype.kind, words.dtype.kind if names else ""):
-        values = _numbers_of(words, place, names)
+        has_header = part.may_have_header and values.dtype.kind == "U"
+        values = _numbers_of(words, place, names, has_header)
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise UserError(
             f"{part.where}: expected numbers of nodes, or a mask bool [{count}] or "
@@ -184,7 +208,10 @@ def _is_binary(values: np.ndarray) -> bool:
 
 
 def _numbers_of(
-    words: np.ndarray, place: Callable[[int], str], names: Mapping[str, int] | None
+    words: np.ndarray,
+    place: Callable[[int], str],
+    names: Mapping[str, int] | None,
+    may_have_header: bool,
 ) -> np.ndarray:
     """Of nodes by their names, or of words of which some are no numbers; of names the first may be
     a header."""
@@ -192,7 +219,7 @@ def _numbers_of(
         wrong = next(n for n in range(len(words)) if numbers_of(words[n : n + 1]).dtype.kind == "U")
         raise UserError(f"{place(wrong)}: expected the number of a node, got {str(words[wrong])!r}")
     unknown = [number for number, word in enumerate(words.tolist()) if word not in names]
-    if unknown not in ([], [0]):
-        wrong = unknown[unknown[0] == 0 and len(unknown) > 1]
+    if unknown and not (may_have_header and unknown == [0]):
+        wrong = unknown[may_have_header and unknown[0] == 0]
         raise UserError(f"{place(wrong)}: {str(words[wrong])!r} is not the name of a node")
     return np.array([names[word] for word in words[len(unknown) :].tolist()], np.int64)

@@ -45,7 +45,7 @@ class GraphFilesData(GraphDataModule):
     | `edge_attr` | numbers [edges, channels] that the edges carry; may lack | `edge_features` |
     | `edge_weight` | a number of each edge; may lack | `edge_weights` |
     | `classes` | the name of each class, if labels are numbers; may lack | |
-    | `nodes` | the name of each node; edges and splits in text are by name then; may lack | |
+    | `nodes` | the name of each node; tables of edges and splits are by name then; may lack | |
 
     A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, these also `.gz`, or `.parquet`, which
     needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. Of tables a header and a first

@@ -4,8 +4,8 @@ import csv
 import gzip
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from zlib import error as ZlibError
@@ -30,12 +30,14 @@ class Form(NamedTuple):
     has_index: whether the first column has no name, as the index that pandas and R write.
     is_numbered: whether the first row is 0, 1, 2, …: the header that pandas writes of columns
         without names, or values. With blanks between them, as pandas writes none, it is values.
+    first: the fields of the first row, without those of an index.
     """
 
     delimiter: str | None = None
     is_header: bool = False
     has_index: bool = False
     is_numbered: bool = False
+    first: Sequence[str] = ()
 
     @classmethod
     def of(cls, path: Path) -> "Form":
@@ -47,7 +49,7 @@ class Form(NamedTuple):
         has_index &= is_header or names == _numbered(len(names))
         is_header = has_index or (is_header and index != "" and not _is_value(index))
         is_numbered = fields == _numbered(len(fields)) and (delimiter is not None or not names)
-        return cls(delimiter, is_header, has_index, is_numbered)
+        return cls(delimiter, is_header, has_index, is_numbered, fields[has_index:])
 
 
 def blocks(
@@ -56,8 +58,8 @@ def blocks(
     """The numbers [rows, columns] of a table, in blocks of rows.
 
     Text has one row per line, of numbers with a comma, semicolon, tab or blanks between them;
-    empty lines, lines that start with #, a first line of words, and an index are left out. True and
-    False are 1 and 0; 3.0 is a whole number.
+    empty lines, lines that start with # above the first row, a first line of words, and an index
+    are left out. True and False are 1 and 0; 3.0 is a whole number.
 
     Args:
         columns: how many are expected; None: those of the first row.
@@ -185,8 +187,9 @@ def cells(path: Path, count: int | None = None) -> tuple[np.ndarray, list[int]]:
     form, rows = Form.of(path), list(_lines(path))
     held = [row for row in rows if row[0].strip()]
     sizes = (count, count + 1) if count is not None else ()
-    if len(held) not in sizes and len(rows) in sizes:  # an empty line is a node, too
-        held = rows
+    has_comments = bool(rows) and rows[0][1] > 1  # or a label that looks like one
+    if len(held) not in sizes and len(rows) in sizes and not has_comments:
+        held = rows  # an empty line is a node, too
     lines = [line for _, line in held]
     last = _fields(held[-1][0], form.delimiter) if held else []
     is_line = form.delimiter is None or (".txt" in path.name and not form.has_index)
@@ -228,12 +231,38 @@ def are_whole(numbers: np.ndarray) -> np.ndarray:
     return np.isfinite(numbers) & (numbers == numbers.round())
 
 
-def named_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """The fields of each row of a text file, with the number of its line; a header too, unless it
-    is that of an index."""
+def named_rows(path: Path) -> Iterator[tuple[list[str], str]]:
+    """The fields of each row of a table as text, and where it is, as `line_of`; of a text file a
+    header too, unless it is that of an index."""
+    if path.suffix == ".parquet":
+        row = count()
+        for _, columns in _parquet(path, words=True):
+            for fields in zip(*(c.astype(str).tolist() for c in columns), strict=True):
+                yield list(fields), f", row {next(row)}"
+        return
     form = Form.of(path)
     for text, line in _rows(path, form if form.has_index else Form()):
-        yield _fields(text, form.delimiter)[form.has_index :], line
+        yield _fields(text, form.delimiter)[form.has_index :], f", line {line}"
+
+
+def first_row(path: Path) -> Sequence[str]:
+    """The names of the columns without an index; of text the first row, which may be no header."""
+    if path.suffix == ".parquet":
+        return next(_parquet(path), ((), ()))[0]
+    return Form.of(path).first
+
+
+def index_of(path: Path) -> list[np.ndarray]:
+    """The index of a table, as pandas writes it; nothing of none or of one that counts the rows."""
+    if path.suffix == ".parquet":
+        read = [columns for _, columns in _parquet(path, of_index=True)]
+        index = [np.concatenate(parts) for parts in zip(*read, strict=True)]
+    else:
+        form = Form.of(path)
+        rows = _rows(path, form) if form.has_index else ()
+        words = [_fields(text, form.delimiter)[0] for text, _ in rows]
+        index = [numbers_of(np.array(words, str))] if words else []
+    return [] if len(index) == 1 and _counts(index[0], 0) else index
 
 
 def line_of(path: Path, row: int) -> str:
@@ -258,16 +287,42 @@ class _Counted:
         return self.text
 
 
+def refuse_commented(path: Path, names: Container[str]) -> None:
+    """UserError if a comment above the first row may be a row, as it begins with such a name."""
+    for text, line in _every_line(path):
+        text = text.strip()
+        if text and text[0] != "#":
+            return
+        if text and (text in names or re.split(r"[,;\s]", text)[0] in names):
+            raise _comment_or_name(path, line)
+
+
+def _comment_or_name(path: Path, line: int) -> UserError:
+    return UserError(
+        f"{path}, line {line}: begins with #, as a comment or a name: put comments above the first "
+        "row, and such a name between quotes"
+    )
+
+
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """The lines that are no comments, with their numbers."""
+    """The lines but for comments, which are above the first row, with their numbers."""
+    has_begun = False
+    for text, line in _every_line(path):
+        if text.lstrip()[:1] != "#":
+            has_begun |= bool(text.strip())
+            yield text, line
+        elif has_begun:
+            raise _comment_or_name(path, line)
+
+
+def _every_line(path: Path) -> Iterator[tuple[str, int]]:
     refuse_stand_in(path)
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     line = 0
     try:
         with opened(path, "rt", encoding="utf-8-sig", errors="backslashreplace") as file:
             for line, text in enumerate(file, 1):
-                if text.lstrip()[:1] != "#":
-                    yield text, line
+                yield text, line
     except EOFError as error:
         raise UserError(f"{path}: ends early, after line {line}") from error
     except (OSError, ZlibError) as error:
@@ -306,17 +361,22 @@ def _numbered(count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
+def _counts(index: np.ndarray, before: int) -> bool:
+    """Whether an index counts the rows, from 0 as pandas does or from 1 as R does."""
+    counted = np.arange(before, before + len(index))
+    return index.dtype.kind in "iuf" and any(
+        bool((index == (counted + start).astype(index.dtype)).all()) for start in (0, 1)
+    )
+
+
 def _check_index(
     path: Path,
     index: np.ndarray,
     before: int,
     what: str = "the first column has no name, as an index, but",
 ) -> None:
-    """UserError unless an index counts the rows, from 0 as pandas does or from 1 as R does."""
-    counted = np.arange(before, before + len(index))
-    if index.dtype.kind not in "iuf" or not any(
-        (index == (counted + start).astype(index.dtype)).all() for start in (0, 1)
-    ):
+    """UserError unless an index counts the rows."""
+    if not _counts(index, before):
         raise UserError(
             f"{path}: {what} is not 0, 1, 2, …, the order of the nodes; sort the rows and leave it "
             "out, or make it a column with a name"
@@ -324,13 +384,19 @@ def _check_index(
 
 
 def _parquet(
-    path: Path, *, words: bool = False, in_order: bool = False, count: int | None = None
+    path: Path,
+    *,
+    words: bool = False,
+    in_order: bool = False,
+    count: int | None = None,
+    of_index: bool = False,
 ) -> Iterator[tuple[list[str], list[np.ndarray]]]:
     """Names and columns of each block of rows, without pandas' index.
 
     Args:
         in_order: whether an index has to count the rows, as it also has to if they are `count`.
         words: columns of words are text, where nothing is ""; else they are objects.
+        of_index: give those of the index alone.
     """
     refuse_stand_in(path)
     try:
@@ -342,17 +408,30 @@ def _parquet(
         with ParquetFile(path) as file:
             schema = file.schema_arrow
             index = {name for name in schema.names if re.fullmatch(r"Unnamed: \d+|", name)}
-            index |= {i for i in (schema.pandas_metadata or {}).get("index_columns", ())
-                      if isinstance(i, str)}  # fmt: skip
+            described = (schema.pandas_metadata or {}).get("index_columns", ())
+            index |= {i for i in described if isinstance(i, str)}
             names = [name for name in schema.names if name not in index]
-            checked = [*index] if in_order or file.metadata.num_rows == count else []
+            num_rows = file.metadata.num_rows
+            is_checked = in_order or num_rows == count
+            checked = [*index] if is_checked or of_index else []
+            for i in described if is_checked or of_index else ():
+                if isinstance(i, dict) and i.get("kind") == "range":  # in the metadata alone
+                    numbers = np.arange(i["start"], i["stop"], i["step"])
+                    if len(numbers) != num_rows:  # pandas takes it for lost
+                        continue
+                    if of_index:
+                        yield [], [numbers]
+                        return
+                    _check_index(path, numbers, 0, f"its index {i['start']}, …")
+            names = [] if of_index else names
             before = 0
             for batch in file.iter_batches(ROWS, columns=[*names, *checked]):
                 for name in checked:
                     values = batch.column(name).to_numpy(zero_copy_only=False)
-                    _check_index(path, values, before, f"its index {name!r}")
+                    if is_checked:
+                        _check_index(path, values, before, f"its index {name!r}")
                 before += batch.num_rows
-                columns = [batch.column(name) for name in names]
+                columns = [batch.column(name) for name in (checked if of_index else names)]
                 parts = [column.to_numpy(zero_copy_only=False) for column in columns]
                 if words:
                     parts = [_texts(part) if part.dtype.kind == "O" else part for part in parts]
