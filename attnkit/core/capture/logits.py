@@ -44,7 +44,8 @@ def record_logits(model: nn.Module | None = None) -> Iterator[dict[str, Tensor]]
             is called. Attention outside of any module is "".
 
     Raises:
-        ValueError: a module computes its attention by a softmax and a product of its own.
+        ValueError: a module computes its attention by a softmax and a product of its own, or with
+            several numbers of heads.
     """
     listener = _Logits(model)
     with heard(listener, listener.running):
@@ -66,6 +67,12 @@ class _Logits:
         if name is not None:
             largest = _largest(seen.inputs)
             before = self.found.get(name)
+            if before is not None and before.shape != largest.shape:
+                raise ValueError(
+                    f"model: {name or '(the model)'} computes attention of {len(before)} heads and "
+                    f"of {len(largest)}, expected one number of heads under one name; give each "
+                    "a module of its own"
+                )
             self.found[name] = largest if before is None else torch.maximum(before, largest)
 
     def miss(self, what: str, advice: str) -> None:
