@@ -1,8 +1,9 @@
 """Which modules of a model are running, and which functions of torch they call."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from threading import local
 from typing import Any
@@ -118,16 +119,16 @@ def _enter(module: nn.Module, args: object) -> None:
         running.enter(module)
     if following:
         _stack.set((*_stack.get(), module))
-    _local.thread.enter()
+    _local.thread.enter(module)
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:
-    _local.thread.leave()
     stack = _stack.get()
     if stack and stack[-1] is module:
         _stack.set(stack[:-1])
         for running in _FOLLOWING.get():
             running.leave(output)
+    _local.thread.leave(module, has_raised=output is None and sys.exc_info()[1] is not None)
 
 
 Handler = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
@@ -178,32 +179,54 @@ class _FunctionMode(TorchFunctionMode):
 
 
 class _Thread:
-    """The modes of a thread for the blocks that others have opened."""
+    """The modes of a thread for the blocks that others have opened, and the modules that run while
+    they are open."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        self.num_modules = 0
+        self.modules: list[nn.Module] = []
         self.modes = ExitStack()
+        self.hooks = ExitStack()
 
-    def enter(self) -> None:
+    def enter(self, module: nn.Module) -> None:
         """A module begins to run here."""
-        if not self.num_modules:
+        if not self.modules:
+            if self.num_blocks or not _handlers.get():
+                return
+            # until it has ended, which its block may not wait for
+            self.hooks.enter_context(shared("hooks of all modules", _hooks))
             self.modes.enter_context(self.inherited())
-        self.num_modules += 1
+        self.modules.append(module)
 
-    def leave(self) -> None:
+    def leave(self, module: nn.Module, has_raised: bool) -> None:
         """It has ended."""
-        self.num_modules = max(0, self.num_modules - 1)
-        if not self.num_modules:
+        if not has_raised:
+            with suppress(IndexError):  # of the empty deque
+                while True:
+                    _unused_hooks.popleft().close()
+        if module not in self.modules:
+            return
+        while self.modules.pop() is not module:  # those that raised what torch lets through
+            pass
+        if not self.modules:
             self.modes.close()
+            hooks = self.hooks.pop_all()
+            if has_raised:  # torch is going through the hooks, of which none may go
+                _unused_hooks.append(hooks)
+            else:
+                hooks.close()
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
         """In the block there is a mode for each handler that came with the context."""
         with ExitStack() as stack:
-            for _ in () if self.num_blocks or self.num_modules else _handlers.get():
+            for _ in () if self.num_blocks or self.modules else _handlers.get():
                 stack.enter_context(_FunctionMode())
             yield
+
+
+_unused_hooks: deque[ExitStack] = deque()
+"""Of modules that raised; they go when the next module ends."""
 
 
 class _Local(local):
