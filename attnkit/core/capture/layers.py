@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from attnkit.core.capture.calls import Call
+from attnkit.core.running import RunningModules
 
 Layers = int | str | Sequence[int | str] | None
 """Positions or names (`*` matches anything); None for all."""
@@ -22,15 +23,14 @@ class LayerChoice:
         if layers is not None:
             self.asked = [layers] if isinstance(layers, int | str) else list(layers)
         self.is_known = known is not None
-        self.names = list(known or ())
-        self.ran: list[str] = []
+        self.known = list(known or ())
+        self.ran: dict[str, list[object]] = {}
+        """An item for each time that a layer ran."""
 
-    def note(self, name: str) -> None:
-        """A layer has run."""
-        if name not in self.ran:
-            self.ran.append(name)
-            if not self.is_known:
-                self.names.append(name)
+    @property
+    def names(self) -> list[str]:
+        """What positions count."""
+        return self.known if self.is_known else [*self.ran]
 
     def has(self, name: str) -> bool:
         """Whether a layer is asked for, as far as the model has run."""
@@ -77,12 +77,12 @@ class ChosenCalls:
         self.keep = keep
         self.waiting: list[Call] = []
 
-    def add(self, call: Call) -> None:
-        self.choice.note(call.layer)
+    def add(self, running: RunningModules, call: Call) -> None:
+        running.keep(self.choice.ran, call.layer, object())
         if not self.waiting and self.choice.is_sure(call.layer):
             self.keep(call)
         else:
-            self.waiting.append(call)
+            running.append(self.waiting, call)
             self.waiting[:] = [call for call in self.waiting if self.choice.may_have(call.layer)]
 
     def settle(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from torch import nn
 
@@ -38,9 +39,11 @@ def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Ca
             in a way that is not seen, by a softmax and a product of its own.
     """
     calls: list[Call] = []
-    chosen = ChosenCalls(LayerChoice(layers), calls.append)
-    with told_of_attention(model, chosen) as running:
-        running.records.append(calls)
+
+    def keep(call: Call) -> None:
+        running.append(calls, call)
+
+    with told_of_attention(model, ChosenCalls(LayerChoice(layers), keep)) as running:
         yield calls
 
 
@@ -59,7 +62,6 @@ def told_of_attention(
     """
     running = RunningModules(model)
     listener = _Listener(running, chosen, served or {})
-    running.records += [chosen.choice.ran, chosen.choice.names, chosen.waiting, listener.missed]
     with ExitStack() as stack:
         stack.enter_context(heard(listener, running))
         stack.callback(model.register_forward_hook(listener.has_run).remove)
@@ -69,7 +71,7 @@ def told_of_attention(
             if module not in listener.served
         }
         if convolutions:
-            stack.enter_context(watch_convolutions(convolutions, chosen.add))
+            stack.enter_context(watch_convolutions(convolutions, partial(chosen.add, running)))
         yield running
         listener.settle()
         chosen.choice.check()
@@ -101,22 +103,23 @@ class _Listener:
         self.running = running
         self.chosen = chosen
         self.served = served
-        self.missed: dict[str, tuple[str, str]] = {}
+        self.missed: dict[str, list[tuple[str, str]]] = {}
 
     def see(self, seen: Seen) -> None:
         layer = self._layer(seen)
         if layer is None:
             return
         if is_of_edges(seen.inputs, is_batched=seen.is_batched):
-            self.chosen.add(edge_call(layer, seen.inputs, seen.output))
+            self.chosen.add(self.running, edge_call(layer, seen.inputs, seen.output))
         else:
-            self.chosen.add(AttentionCall(layer, seen.tap, seen.inputs, seen.output))
+            call = AttentionCall(layer, seen.tap, seen.inputs, seen.output)
+            self.chosen.add(self.running, call)
 
     def miss(self, what: str, advice: str) -> None:
         layer = self._layer(None)
         if layer is not None:
-            self.missed[layer] = what, advice
-            self.chosen.choice.note(layer)
+            self.running.keep(self.missed, layer, (what, advice))
+            self.running.keep(self.chosen.choice.ran, layer, object())
 
     def _layer(self, seen: Seen | None) -> str | None:
         """The name of the layer; None where it is none of the model's, or served by others."""
@@ -142,7 +145,7 @@ class _Listener:
         kind = type(self.running.model).__name__
         missed = [name for name in self.missed if choice.has(name)]
         if missed:
-            what, advice = self.missed[missed[0]]
+            what, advice = self.missed[missed[0]][-1]
             first = ", ".join(name or "(the model)" for name in missed[:3])
             more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
             raise ValueError(
