@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.arguments import floating
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.check import check_inputs
 from attnkit.core.kernels.record import note_kernel
@@ -33,8 +34,8 @@ def attention_step(
 
     Args:
         tokens: [batch, tokens, dim], the new ones.
-        bias: added to the scores, broadcastable to [batch, heads, tokens, keys]; −∞ hides a key,
-            and each token must see one.
+        bias: added to the scores, broadcastable to [batch, heads, tokens, keys]; −∞ hides a key.
+            The attention of a token that sees none is 0.
     """
     if not (_is_plain(block, tokens) and block.is_fused):
         return block(tokens, cache=cache, bias=bias, positions=positions)
@@ -105,7 +106,11 @@ def _averaged(
         alpha=block.score.factor(head_dim),
     )
     if bias is not None:
+        floating("bias", bias, query)
         scores.view(batch, num_heads, num_queries, scores.shape[2]).add_(bias)
     output = scores.softmax(dim=-1) @ value.flatten(0, 1)
+    output = output.view(batch, num_heads, num_queries, head_dim)
     note_kernel("step")
-    return output.view(batch, num_heads, num_queries, head_dim)
+    if bias is None:
+        return output
+    return output.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0.0)

@@ -2,11 +2,14 @@
 which functions of torch they call."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from threading import local
-from typing import Any
+from dataclasses import dataclass, field
+from threading import RLock, local
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +22,8 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from attnkit.core.contexts import Opened, shared
+
+Item = TypeVar("Item")
 
 
 @contextmanager
@@ -85,14 +90,11 @@ class RunningModules:
     """The modules whose forward is running, outermost first, named as in `named_modules()` of the
     model; of the outermost that was called, if there is none.
 
-    Attributes:
-        records: lists and dicts, in which nothing of an outermost module that raised is left.
+    What is told by `told` while an outermost module runs is taken back if that module raises; what
+    other threads tell meanwhile stays.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        self.records: list[Any] = []
-        self._take_back: list[Callable[[], None]] = []
-        self._handled: BaseException | None = None  # what the caller of the outermost is handling
         self.model = model
         self.names: dict[nn.Module, str] = {}
         self._num_around = 0
@@ -108,6 +110,7 @@ class RunningModules:
                 yield
             finally:
                 _stack.set(_stack.get()[: self._num_around])
+                self._set_call(None)
 
     @property
     def is_followed(self) -> bool:
@@ -133,20 +136,83 @@ class RunningModules:
         """A module begins to run."""
         if not self.modules:
             self._name_modules_of(module if self.model is None else self.model)
-            self._take_back = [_taking_back(record) for record in self.records]
-            self._handled = sys.exc_info()[1]
+            self.begin()
 
     def leave(self, output: object) -> None:
         """It has ended, with None where it raised."""
         if not self.modules:
-            if output is None and sys.exc_info()[1] is not self._handled:
-                for take_back in self._take_back:
-                    take_back()
-            self._handled = None
+            call = _calls.get().get(self)
+            if call is not None:
+                self.end(has_raised=output is None and sys.exc_info()[1] is not call.handled)
+
+    def begin(self) -> None:
+        """What is told from now on is of a call that may raise."""
+        self._set_call(_Call(_calls.get().get(self), sys.exc_info()[1]))
+
+    def end(self, *, has_raised: bool) -> None:
+        """The call has ended."""
+        call = _calls.get()[self]
+        self._set_call(call.around)
+        if call.around is not None and not has_raised:
+            call.around.told += call.told
+            return
+        with TELLING:
+            for ended in reversed(call.told):
+                ended(has_raised)
+
+    def told(self, ended: Callable[[bool], None]) -> None:
+        """Something was told; `ended` is called with whether the call that told it has raised."""
+        call = _calls.get().get(self)
+        if call is None:
+            ended(False)
+        else:
+            call.told.append(ended)
+
+    def keep(self, kept: dict[str, list[Item]], name: str, item: Item) -> None:
+        """Add it to the list of this name, unless the call raises."""
+
+        def ended(has_raised: bool) -> None:
+            if has_raised and not kept.get(name, True):
+                del kept[name]
+
+        with TELLING:
+            self.told(ended)
+            self.append(kept.setdefault(name, []), item)
+
+    def append(self, items: list[Item], item: Item) -> None:
+        """Add it to a list, unless the call raises."""
+
+        def ended(has_raised: bool) -> None:
+            if has_raised:
+                items[:] = [other for other in items if other is not item]
+
+        with TELLING:
+            items.append(item)
+            self.told(ended)
+
+    def _set_call(self, call: "_Call | None") -> None:
+        others = {running: other for running, other in _calls.get().items() if running is not self}
+        _calls.set(others if call is None else others | {self: call})
 
     def _name_modules_of(self, model: nn.Module) -> None:
         self.names = {child: module_name(name) for name, child in model.named_modules()}
 
+
+@dataclass(eq=False)
+class _Call:
+    """Of an outermost module, or of what `undone_on_error` is around."""
+
+    around: "_Call | None"
+    handled: BaseException | None
+    """What the caller is handling."""
+    told: list[Callable[[bool], None]] = field(default_factory=list)
+
+
+_calls: ContextVar[Mapping[RunningModules, _Call]] = ContextVar(
+    "calls that may raise", default=MappingProxyType({})
+)
+TELLING = RLock()
+"""Held where threads tell something and take it back."""
 
 _FOLLOWING: Opened[RunningModules] = Opened("running modules")
 _stack: ContextVar[tuple[nn.Module, ...]] = ContextVar("stack of modules", default=())
@@ -169,16 +235,16 @@ def _enter(module: nn.Module, args: object) -> None:
         running.enter(module)
     if following:
         _stack.set((*_stack.get(), module))
-    _local.thread.enter()
+    _local.thread.enter(module)
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:
-    _local.thread.leave()
     stack = _stack.get()
     if stack and stack[-1] is module:
         _stack.set(stack[:-1])
         for running in _FOLLOWING.get():
             running.leave(output)
+    _local.thread.leave(module, has_raised=output is None and sys.exc_info()[1] is not None)
 
 
 Handler = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
@@ -229,32 +295,54 @@ class _FunctionMode(TorchFunctionMode):
 
 
 class _Thread:
-    """The modes of a thread for the blocks that others have opened."""
+    """The modes of a thread for the blocks that others have opened, and the modules that run while
+    they are open."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        self.num_modules = 0
+        self.modules: list[nn.Module] = []
         self.modes = ExitStack()
+        self.hooks = ExitStack()
 
-    def enter(self) -> None:
+    def enter(self, module: nn.Module) -> None:
         """A module begins to run here."""
-        if not self.num_modules:
+        if not self.modules:
+            if self.num_blocks or not _handlers.get():
+                return
+            # until it has ended, which its block may not wait for
+            self.hooks.enter_context(shared("hooks of all modules", _hooks))
             self.modes.enter_context(self.inherited())
-        self.num_modules += 1
+        self.modules.append(module)
 
-    def leave(self) -> None:
+    def leave(self, module: nn.Module, has_raised: bool) -> None:
         """It has ended."""
-        self.num_modules = max(0, self.num_modules - 1)
-        if not self.num_modules:
+        if not has_raised:
+            with suppress(IndexError):  # of the empty deque
+                while True:
+                    _unused_hooks.popleft().close()
+        if module not in self.modules:
+            return
+        while self.modules.pop() is not module:  # those that raised what torch lets through
+            pass
+        if not self.modules:
             self.modes.close()
+            hooks = self.hooks.pop_all()
+            if has_raised:  # torch is going through the hooks, of which none may go
+                _unused_hooks.append(hooks)
+            else:
+                hooks.close()
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
         """In the block there is a mode for each handler that came with the context."""
         with ExitStack() as stack:
-            for _ in () if self.num_blocks or self.num_modules else _handlers.get():
+            for _ in () if self.num_blocks or self.modules else _handlers.get():
                 stack.enter_context(_FunctionMode())
             yield
+
+
+_unused_hooks: deque[ExitStack] = deque()
+"""Of modules that raised; they go when the next module ends."""
 
 
 class _Local(local):
@@ -270,32 +358,16 @@ def undone_on_error(*objects: object) -> Iterator[None]:
     """In the block; if it raises, the attributes of these objects are as they were before, and
     nothing of it is left in the records of those that follow modules."""
     before = [dict(vars(each)) for each in objects]
-    records = [record for running in _FOLLOWING.get() for record in running.records]
-    take_back = [_taking_back(record) for record in records]
+    following = _FOLLOWING.get()
+    for running in following:
+        running.begin()
+    has_raised = True
     try:
         yield
-    except BaseException:
-        for each, attributes in zip(objects, before, strict=True):
-            vars(each).update(attributes)
-        for take in take_back:
-            take()
-        raise
-
-
-def _taking_back(record: Any) -> Callable[[], None]:
-    """A function that takes back what was added to lists, and in dicts to lists and numbers."""
-    if isinstance(record, list):
-        items = list(record)
-        return lambda: record.__setitem__(slice(None), items)
-    inner = {k: _taking_back(v) for k, v in record.items() if isinstance(v, list | dict)}
-    others = {key: value for key, value in record.items() if key not in inner}
-
-    def take_back() -> None:
-        for key in [*record]:
-            if key not in inner and key not in others:
-                del record[key]
-        dict.update(record, others)  # of a Counter, its own would add
-        for take in inner.values():
-            take()
-
-    return take_back
+        has_raised = False
+    finally:
+        if has_raised:
+            for each, attributes in zip(objects, before, strict=True):
+                vars(each).update(attributes)
+        for running in following:
+            running.end(has_raised=has_raised)

@@ -72,6 +72,32 @@ def test_attention_steps_are_the_causal_block(name, rotated):
     torch.testing.assert_close(torch.cat(steps, dim=1), expected)
 
 
+@pytest.mark.parametrize("hidden", [(BATCH, 1, 1, KEYS), (BATCH, 1, 1, 1), (KEYS,)])
+@torch.no_grad()
+def test_a_token_that_sees_nothing_gets_0(hidden):
+    block = made({})
+    tokens, memory = some(BATCH, BEAMS, DIM), some(BATCH, KEYS, DIM)
+    bias = torch.full(hidden, -torch.inf, dtype=torch.float64)
+    if len(hidden) > 1:
+        bias[0] = 0.0
+    step = memory_step(block, tokens, block.remember(memory), bias=bias)
+    assert not step.isnan().any()
+    torch.testing.assert_close(step, block(tokens, memory, bias=bias.view(-1, 1, 1, hidden[-1])))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+@torch.no_grad()
+def test_a_bias_that_is_a_mask_is_refused(dtype):
+    block = made({})
+    tokens, cache = some(BATCH, 1, DIM), block.new_cache(BATCH, KEYS)
+    with pytest.raises(TypeError, match="bias: expected a floating-point tensor"):
+        memory_step(
+            block, tokens, block.remember(tokens), bias=torch.ones(BATCH, 1, 1, 1, dtype=dtype)
+        )
+    with pytest.raises(TypeError, match="bias: expected a floating-point tensor"):
+        attention_step(block, tokens, cache, bias=torch.ones(1, 1, 1, 1, dtype=dtype))
+
+
 @torch.no_grad()
 def test_hooks_of_a_block_are_called():
     block = made({})

@@ -20,15 +20,14 @@ class LayerChoice:
         if layers is not None:
             self.asked = [layers] if isinstance(layers, int | str) else list(layers)
         self.is_known = known is not None
-        self.names = list(known or ())
-        self.ran: list[str] = []
+        self.known = list(known or ())
+        self.ran: dict[str, list[object]] = {}
+        """An item for each time that a layer ran."""
 
-    def note(self, name: str) -> None:
-        """A layer has run."""
-        if name not in self.ran:
-            self.ran.append(name)
-            if not self.is_known:
-                self.names.append(name)
+    @property
+    def names(self) -> list[str]:
+        """What positions count."""
+        return self.known if self.is_known else [*self.ran]
 
     def has(self, name: str) -> bool:
         """Whether a layer is asked for, as far as the model has run."""

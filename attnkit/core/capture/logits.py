@@ -1,8 +1,10 @@
 """The largest logit of each head, to see training blow up before the loss does."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from attnkit.core.listeners import Seen
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Hard, Softmax, masked_scores
 from attnkit.core.precision import no_autocast
-from attnkit.core.running import RunningModules
+from attnkit.core.running import TELLING, RunningModules
 
 
 @contextmanager
@@ -44,7 +46,8 @@ def record_logits(model: nn.Module | None = None) -> Iterator[dict[str, Tensor]]
             is called. Attention outside of any module is "".
 
     Raises:
-        ValueError: a module computes its attention by a softmax and a product of its own.
+        ValueError: a module computes its attention by a softmax and a product of its own, or with
+            several numbers of heads.
     """
     listener = _Logits(model)
     with heard(listener, listener.running):
@@ -55,7 +58,9 @@ class _Logits:
     def __init__(self, model: nn.Module | None) -> None:
         self.found: dict[str, Tensor] = {}
         self.running = RunningModules(model)
-        self.running.records.append(self.found)
+        self._parts: dict[str, list[Tensor]] = {}
+        """Of what calls that run have told: what was found before, and each of theirs."""
+        self._num_running: Counter[str] = Counter()
 
     def see(self, seen: Seen) -> None:
         if not isinstance(seen.inputs.normalizer, Softmax | Hard):
@@ -66,7 +71,31 @@ class _Logits:
         if name is not None:
             largest = _largest(seen.inputs)
             before = self.found.get(name)
-            self.found[name] = largest if before is None else torch.maximum(before, largest)
+            if before is not None and before.shape != largest.shape:
+                raise ValueError(
+                    f"model: {name or '(the model)'} computes attention of {len(before)} heads and "
+                    f"of {len(largest)}, expected one number of heads under one name; give each "
+                    "a module of its own"
+                )
+            with TELLING:
+                parts = self._parts.setdefault(name, [] if before is None else [before])
+                parts.append(largest)
+                self._num_running[name] += 1
+                self.found[name] = torch.stack(parts).amax(0)
+                self.running.told(partial(self._ended, name, largest))
+
+    def _ended(self, name: str, largest: Tensor, has_raised: bool) -> None:
+        """The call that told it has ended."""
+        parts = self._parts[name]
+        if has_raised:
+            parts[:] = [part for part in parts if part is not largest]
+            if parts:
+                self.found[name] = torch.stack(parts).amax(0)
+            else:
+                self.found.pop(name, None)
+        self._num_running[name] -= 1
+        if not self._num_running[name]:
+            del self._parts[name]
 
     def miss(self, what: str, advice: str) -> None:
         name = self.running.innermost_of_model()

@@ -38,8 +38,11 @@ def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Ca
             in a way that is not seen, by a softmax and a product of its own.
     """
     calls: list[Call] = []
-    with told_of_attention(model, calls.append, LayerChoice(layers)) as running:
-        running.records.append(calls)
+
+    def keep(call: Call) -> None:
+        running.append(calls, call)
+
+    with told_of_attention(model, keep, LayerChoice(layers)) as running:
         yield calls
 
 
@@ -107,8 +110,7 @@ class _Listener:
         self.choice = choice
         self.served = served
         self.waiting: list[Call] = []
-        self.missed: dict[str, tuple[str, str]] = {}
-        self.running.records += [choice.ran, choice.names, self.waiting, self.missed]
+        self.missed: dict[str, list[tuple[str, str]]] = {}
 
     def see(self, seen: Seen) -> None:
         layer = self._layer(seen)
@@ -122,16 +124,16 @@ class _Listener:
     def miss(self, what: str, advice: str) -> None:
         layer = self._layer(None)
         if layer is not None:
-            self.missed[layer] = what, advice
-            self.choice.note(layer)
+            self.running.keep(self.missed, layer, (what, advice))
+            self.running.keep(self.choice.ran, layer, object())
 
     def add(self, call: Call) -> None:
         """A call of attention ran."""
-        self.choice.note(call.layer)
+        self.running.keep(self.choice.ran, call.layer, object())
         if not self.waiting and self.choice.is_sure(call.layer):
             self.hear(call)
         else:
-            self.waiting.append(call)
+            self.running.append(self.waiting, call)
             self.waiting[:] = [call for call in self.waiting if self.choice.may_have(call.layer)]
 
     def _layer(self, seen: Seen | None) -> str | None:
@@ -160,7 +162,7 @@ class _Listener:
         kind = type(self.running.model).__name__
         missed = [name for name in self.missed if self.choice.has(name)]
         if missed:
-            what, advice = self.missed[missed[0]]
+            what, advice = self.missed[missed[0]][-1]
             first = ", ".join(name or "(the model)" for name in missed[:3])
             more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
             raise ValueError(

@@ -78,12 +78,11 @@ def capture_attention(
         choice.check([module_name(name) for name, _ in model.named_modules()])
 
     def keep(call: Call) -> None:
-        captured.setdefault(call.layer, []).append(_weights(call, rows, heads))
+        running.keep(captured, call.layer, _weights(call, rows, heads))
 
     served = {module: _is_told(module) for module in found.values()}
     with ExitStack() as stack:
         running = stack.enter_context(told_of_attention(model, keep, choice, served))
-        running.records.append(captured)
         for name, module in found.items():
             if served[module] or not choice.has(name):
                 continue
@@ -91,13 +90,13 @@ def capture_attention(
             def hook(module, args, kwargs, output, name=name):
                 if is_recomputed() or not running.is_followed:
                     return
-                choice.note(name)
+                running.keep(choice.ran, name, object())
                 try:
                     with torch.no_grad(), unheard():
                         weights = module.attention_weights(*args, **kwargs, rows=rows, heads=heads)
                 except IndexError as error:
                     raise IndexError(f"{name}: {error}") from None
-                captured.setdefault(name, []).append(weights)
+                running.keep(captured, name, weights)
 
             handle = module.register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)

@@ -1,6 +1,6 @@
 """The base of all kernels: what each can serve, when it is worthwhile, and its computation."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
-from attnkit.core.masks.kept import tensors_of
+from attnkit.core.masks.kept import tensors_within
 from attnkit.core.normalizers import Normalizer, Softmax
 from attnkit.core.operators.modes import has_tangent
 from attnkit.core.scores.kinds import ScaledDot
@@ -159,20 +159,21 @@ def empty_reasons(inputs: Inputs) -> Iterator[str]:
         )
 
 
-def unwritten(mask: Mask | None) -> Callable[[], None]:
-    """For a backward that reads the mask again: a function that raises RuntimeError where its
-    tensors were written to since, as far as torch counts that."""
-    if mask is None or torch.compiler.is_compiling():
+def unwritten(mask: Mask | None, named: Mapping[str, Tensor]) -> Callable[[], None]:
+    """For a backward that reads the mask and these tensors again: a function that raises
+    RuntimeError where they were written to since, as far as torch counts that."""
+    if torch.compiler.is_compiling():
         return lambda: None
-    tensors = [tensor for tensor in tensors_of(mask) or () if not tensor.is_inference()]
-    versions = [tensor._version for tensor in tensors]
+    read = [("mask", tensor) for tensor in tensors_within(mask)] + list(named.items())
+    then = [(name, t, t._version) for name, t in read if not t.is_inference()]
 
     def check() -> None:
-        if [tensor._version for tensor in tensors] != versions:
-            raise RuntimeError(
-                "mask: its numbers were written to between forward and backward; give each call a "
-                "mask of its own, or write after the backward"
-            )
+        for name, tensor, version in then:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{name}: its numbers were written to between forward and backward; give each "
+                    f"call a {name} of its own, or write after the backward"
+                )
 
     return check
 

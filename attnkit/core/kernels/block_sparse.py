@@ -154,14 +154,14 @@ class _Attention(torch.autograd.Function):
         if sink is not None:
             lse = add_sink_(output, lse[..., None], sink)[..., 0]
         ctx.save_for_backward(query, key, value, sink, output, lse)
-        ctx.check_mask = unwritten(inputs.mask)
+        ctx.check = unwritten(inputs.mask, {} if inputs.bias is None else {"bias": inputs.bias})
         ctx.inputs, ctx.steps = inputs, steps
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("block_sparse", *gradients, *ctx.saved_tensors)
-        ctx.check_mask()
+        ctx.check()
         query, key, value, sink, output, lse = ctx.saved_tensors
         rows = query, output, lse, channels_in_order(gradients[0])
         # sums of many steps: in float32 where the kernel computes in half precision

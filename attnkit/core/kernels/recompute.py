@@ -133,7 +133,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        ctx.check_mask = unwritten(inputs.mask)
+        ctx.check_mask = unwritten(inputs.mask, {})  # autograd checks the tensors
         ctx.function, ctx.sizes, ctx.reads = function, sizes, reads
         ctx.inputs = _with(inputs, dict.fromkeys(_tensors(inputs)))
         ctx.names = tuple(_tensors(inputs))
@@ -245,10 +245,10 @@ def _checkpointed(
     """The same by torch's checkpoints, which find every tensor that the function reads, and whose
     gradients have derivatives."""
     draws = inputs.dropout_p > 0 or inputs.normalizer.draws
-    check_mask = unwritten(inputs.mask)
+    check = unwritten(inputs.mask, _tensors(inputs))
 
     def of_block(block: Inputs, start: tuple[int, int]) -> tuple[Tensor, ...]:
-        check_mask()
+        check()
         return function(*_read(block, start, inputs, reads))
 
     results = [

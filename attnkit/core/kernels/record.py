@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnkit.core.contexts import Opened, dispatch_flags_kept, uncompiled
-from attnkit.core.running import RunningModules, functions_handled
+from attnkit.core.running import TELLING, RunningModules, functions_handled
 
 KERNEL_OF_OPERATOR = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -42,6 +42,20 @@ class KernelCounts:
         self.counts.setdefault(module, Counter())[kernel] += 1
         if share is not None:
             self.shares.setdefault(module, {})[kernel] = share
+
+    def take_back(self, module: str, kernel: str, share: float | None) -> None:
+        """A call that was added has raised; `share` is what was there before it."""
+        kernels, shares = self.counts[module], self.shares.get(module, {})
+        kernels[kernel] -= 1
+        if share is None or not kernels[kernel]:
+            shares.pop(kernel, None)
+        else:
+            shares[kernel] = share
+        if not kernels[kernel]:
+            del kernels[kernel]
+        for records in (self.counts, self.shares):
+            if not records.get(module, True):
+                del records[module]
 
     def total(self) -> Counter[str]:
         """How often each kernel ran in all modules together."""
@@ -116,11 +130,20 @@ class _Recorder:
     def __init__(self, record: KernelCounts, model: nn.Module | None) -> None:
         self.record = record
         self.running = RunningModules(model)
-        self.running.records += [record.counts, record.shares]
 
     def add(self, kernel: str, share: float | None = None) -> None:
-        if not any(self in paused for paused in _PAUSED.get()):
-            self.record.add(self.running.innermost(), kernel, share)
+        if any(self in paused for paused in _PAUSED.get()):
+            return
+        module = self.running.innermost()
+        before = self.record.shares.get(module, {}).get(kernel)
+
+        def ended(has_raised: bool) -> None:
+            if has_raised:
+                self.record.take_back(module, kernel, before)
+
+        with TELLING:
+            self.record.add(module, kernel, share)
+            self.running.told(ended)
 
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function of torch; its attention is counted."""

@@ -145,6 +145,19 @@ def tensors_of(mask: Mask) -> list[Tensor] | None:
     return tensors
 
 
+def tensors_within(value: object) -> list[Tensor]:
+    """The tensors that are known to be in a mask: also those among the attributes of a mask of the
+    user's, alone or in a composition."""
+    found = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mask):
+            names = [*vars(leaf), *getattr(leaf, "__slots__", ())]
+            found += tensors_within([getattr(leaf, name, None) for name in names])
+    return found
+
+
 def _as_it_is(tensor: Tensor) -> Tensor | tuple:
     """What tells later whether a tensor is as it is now."""
     if tensor.is_cpu:

@@ -87,11 +87,10 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     captured: dict[str, list[Tensor]] = {}
     names = {module: name for name, module in gates.items()}
     running = RunningModules(model)
-    running.records.append(captured)
 
     def note(module: nn.Module, map_: Tensor) -> None:
         if module in names:
-            captured.setdefault(names[module], []).append(map_)
+            running.keep(captured, names[module], map_)
 
     with ExitStack() as stack:
         stack.enter_context(uncompiled())

@@ -110,3 +110,14 @@ def test_attention_that_is_not_seen_is_an_error():
     message = "model: 0 computes attention by functions of its own, whose logits are not seen"
     with pytest.raises(ValueError, match=message), record_logits(model):
         model(torch.randn(2, 5, 3))
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_several_numbers_of_heads_under_one_name_are_refused(num_heads):
+    x = torch.randn(1, 4, 5, 3)
+    few = x[:, :num_heads]
+    message = f"model: \\(the model\\) computes attention of 4 heads and of {num_heads}"
+    with record_logits():
+        attend(x, x, x)
+        with pytest.raises(ValueError, match=message):
+            attend(few, few, few)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -11,7 +12,9 @@ from torch.utils import _pytree as pytree
 import attnkit
 from attnkit import Blocks, Causal, Dense, Edges, Packed, Padding, attend
 from attnkit.core.kernels import recompute
+from attnkit.core.masks.base import Mask
 from attnkit.core.masks.kept import kept_mask
+from attnkit.core.scores.kinds import Score
 from attnkit.layers.graph.typed_edges import TypedEdges
 
 TOKENS = 8
@@ -126,6 +129,87 @@ def test_memory_that_is_written_to_before_the_backward(name, monkeypatch):
         found = gradient_unless_written(output, inputs)
         assert found is None or torch.equal(found, right), backend
     assert served > 1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slotted(Mask):
+    tables: list
+
+    def allows(self, batch, head, query, key, num_queries, num_keys):
+        return self.tables[0][query, key]
+
+
+class Own(Mask):
+    def __init__(self, table):
+        self.table = table
+
+    def allows(self, batch, head, query, key, num_queries, num_keys):
+        return self.table[query, key]
+
+
+class Squared(Score):
+    def uncapped(self, query, key):
+        return -((query @ key.mT) ** 2)
+
+
+@dataclass(frozen=True)
+class Scaled(Score):
+    factor: torch.Tensor
+
+    def uncapped(self, query, key):
+        return (query @ key.mT) * self.factor
+
+
+def grid(tokens):
+    return torch.rand(tokens, tokens, generator=torch.Generator().manual_seed(1)) > 0.5
+
+
+OWN = {
+    "own": Own,
+    "slotted": lambda table: Slotted([table]),
+    "and": lambda table: Own(table) & Causal(),
+    "or, beside": lambda table: Own(torch.eye(TOKENS, dtype=torch.bool)) | Dense(table),
+    "not": lambda table: ~Own(table),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_mask_of_the_users_that_is_written_to_before_the_backward(name, monkeypatch):
+    monkeypatch.setattr(recompute, "KEPT", 0)
+    monkeypatch.setitem(recompute.BLOCK_SCORES, "cpu", 2 * 2 * TOKENS)
+    query = tensors()[0].requires_grad_()
+    for options in ({"backend": "block_sparse"}, {"backend": "blockwise"}, {"normalizer": "hard"}):
+        table = grid(TOKENS)
+        output = attend(query, *tensors()[1:], mask=OWN[name](table), **options)
+        table.fill_(True)
+        with pytest.raises(RuntimeError, match="mask: its numbers were written to between"):
+            output.sum().backward()
+
+
+def written(what, mask=None, score="dot", backend="auto"):
+    """The backward after one of the tensors of a call was written to."""
+    inputs = {name: t.clone() for name, t in zip(("query", "key", "value"), tensors(), strict=True)}
+    inputs["bias"] = torch.randn(1, 1, TOKENS, TOKENS)
+    leaf = inputs["query"].requires_grad_()
+    inputs["query"] = leaf * 1
+    output = attend(**inputs, mask=mask, score=score, backend=backend)
+    factor = getattr(score, "factor", None)
+    with torch.no_grad():
+        (factor if what == "factor" else inputs[what]).zero_()
+    return torch.autograd.grad(output.sum(), leaf)
+
+
+def test_a_bias_that_is_written_to_before_the_backward():
+    with pytest.raises(RuntimeError, match="bias: its numbers were written to between"):
+        written("bias", mask=attnkit.Window(2, 2), backend="block_sparse")
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value", "bias", "factor"])
+def test_what_a_score_of_the_users_reads_is_written_to_before_the_backward(what, monkeypatch):
+    monkeypatch.setitem(recompute.BLOCK_SCORES, "cpu", 2 * 2 * TOKENS)
+    score = Scaled(torch.ones(1)) if what == "factor" else Squared()
+    with pytest.raises(RuntimeError, match=f"{what}: its numbers were written to between"):
+        written(what, score=score, backend="blockwise")
 
 
 @pytest.mark.parametrize("clone", COPIES)
