@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 
-from attnkit.core.capture.interface import interface_handled
 from attnkit.core.contexts import Opened, uncompiled
+from attnkit.core.interface import interface_handled
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Padding
 from attnkit.core.running import functions_handled

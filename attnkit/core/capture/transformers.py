@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from attnkit.core.capture.calls import AttentionCall
-from attnkit.core.capture.interface import interface_handled
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
+from attnkit.core.interface import interface_handled
 from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, tell_missed, unheard
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Causal, Padding
