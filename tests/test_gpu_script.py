@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-QUICK = ("choice", "windows", "kernels")
-SLOW = ("syncs", "edges", "tests", "jobs", "vit", "decoding")
+QUICK = ("choice", "windows")
+SLOW = ("kernels", "syncs", "edges", "tests", "jobs", "vit", "decoding")
 
 
 @pytest.fixture

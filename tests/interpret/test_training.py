@@ -116,6 +116,7 @@ def test_the_scores_are_those_of_trust(vit, loader, trainer, tmp_path):
     assert interpret.history["interpret_prefix_share"] == [(1, pytest.approx(share, abs=1e-6))]
 
 
+@pytest.mark.slow
 def test_the_cost_that_is_said_is_that_of_a_look(
     vit, loader, trainer, tmp_path, monkeypatch, capsys
 ):

@@ -30,7 +30,17 @@ def test_every_experiment_is_a_record(repository):
     assert len(files) >= 30
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *EXPERIMENTS[::3],
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in EXPERIMENTS
+            if n not in EXPERIMENTS[::3]
+        ),
+    ],
+)
 def test_composes(name, tmp_path):
     record = RECORDS[name]
     job = decide(Request.read(Composer(), record.overrides(tmp_path)), tmp_path / "run")

@@ -134,7 +134,7 @@ def test_batches_with_all_neighbours_have_the_metrics_of_the_whole_graph(tmp_pat
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [None, 64])
+@pytest.mark.parametrize("batch_size", [None, pytest.param(64, marks=pytest.mark.slow)])
 def test_digits_are_learned_from_twenty_of_each(tmp_path, batch_size, capsys):
     seed_everything(1, verbose=False)
     data = DigitsGraphData(batch_size=batch_size, num_neighbors=[5, 5])

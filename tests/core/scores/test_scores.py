@@ -339,7 +339,14 @@ class Largest(support.Largest):
             self.booleans = max(self.booleans, tensor.numel())
 
 
-@pytest.mark.parametrize("name", ["additive", "leaky_relu", "scaled_dot", "gaussian"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "additive",
+        "gaussian",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("leaky_relu", "scaled_dot")),
+    ],
+)
 def test_no_large_tensor_is_held(name, monkeypatch):
     """Neither queries × keys × dim nor queries × keys, forward and backward."""
     tokens, dim = 211, 13

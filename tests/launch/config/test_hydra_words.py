@@ -26,6 +26,7 @@ def test_the_folder_of_a_run(mine):
     assert [path.name for path in Path("outputs").iterdir()] == ["named"]
 
 
+@pytest.mark.slow
 def test_the_folders_of_a_sweep(mine, found):
     done = mine(
         *QUICK, "-m", "module.lr=0.1,0.2", "hydra.sweep.dir=out/${task}",

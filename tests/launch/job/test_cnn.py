@@ -41,6 +41,7 @@ def test_options_are_read(attnkit):
     ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_alone_is_enough(attnkit):
     done = attnkit("task=spatial", *QUICK, "attention=window", "run_dir=run")
     assert done.code == 0, done.err

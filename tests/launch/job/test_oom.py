@@ -122,7 +122,9 @@ def same_training(a, b):
         torch.testing.assert_close(ours[name], value, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("limit", "how"), [(10, "tensor"), (4, "python")])
+@pytest.mark.parametrize(
+    ("limit", "how"), [(10, "tensor"), pytest.param(4, "python", marks=pytest.mark.slow)]
+)
 def test_the_weights_are_those_of_the_full_batch(hungry, limit, how):
     """77 samples: 16 does not divide them, so the last step of an epoch has fewer, 13."""
     assert hungry("run_dir=full").code == 0

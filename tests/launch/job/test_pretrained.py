@@ -49,6 +49,7 @@ def results_of(run):
     return json.loads(Path(run, "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_needs_the_weights_only_once(attnkit, saved, photos):
     """Their mean and size are the run's, and its checkpoint is enough for all that follows."""
     weights = Path("net.safetensors").absolute()
@@ -112,6 +113,7 @@ def test_our_network_with_timms_weights(attnkit, saved, photos, form):
     assert held["model"]["pretrained"] is None
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another(attnkit, photos):
     """With another head, the size and the mean of the earlier one; resumed, tested without it."""
     small = ("task=vit", "model.dim=24", "model.depth=1")

@@ -92,7 +92,14 @@ GRAPH = ("task=graph", "trainer=cpu", "callbacks.nodes=null", "callbacks.curves=
 
 @pytest.mark.parametrize(
     "task",
-    [VIT, CAPTIONING, GRAPH, pytest.param((*GRAPH, "data.batch_size=64"), marks=pytest.mark.slow)],
+    [
+        VIT,
+        CAPTIONING,
+        *(
+            pytest.param(task, marks=pytest.mark.slow)
+            for task in (GRAPH, (*GRAPH, "data.batch_size=64"))
+        ),
+    ],
 )
 def test_overfitting(attnkit, task):
     """Of every task, whatever its batches are made of."""

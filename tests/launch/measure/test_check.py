@@ -35,6 +35,7 @@ def files(*folders):
     return {path: path.stat().st_mtime_ns for f in folders for path in [f, *f.rglob("*")]}
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_job(attnkit):
     """Everything that no clock decides; the rest is in docs/benchmarks.md."""
     found = figures_of(*VIT, "data.batch_size=200")

@@ -357,7 +357,8 @@ class Wrong(ImageClassification):
 
 
 @pytest.mark.parametrize(
-    ("cls", "cause"), [(Untraceable, "GuardOn"), (Wrong, "outputs differ by ")]
+    ("cls", "cause"),
+    [(Untraceable, "GuardOn"), pytest.param(Wrong, "outputs differ by ", marks=pytest.mark.slow)],
 )
 def test_what_a_model_does_not_allow_is_left_out(cls, cause, tmp_path, capfd):
     module = cls(VIT, **ARGUMENTS)

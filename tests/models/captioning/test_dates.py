@@ -14,6 +14,7 @@ def dates(repository):
     return module
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(dates, tmp_path):
     picture = tmp_path / "dates.png"
     dates.main(steps=10, picture=str(picture))

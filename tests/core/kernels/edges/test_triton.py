@@ -401,7 +401,7 @@ class Compiler:
     ("name", "dtype", "dropout_p"),
     [
         ("scaled_dot", torch.bfloat16, 0.1),
-        ("gatv2", torch.float32, 0.0),
+        pytest.param("gatv2", torch.float32, 0.0, marks=pytest.mark.slow),
         pytest.param("tanh", torch.float16, 0.1, marks=pytest.mark.slow),
     ],
 )
