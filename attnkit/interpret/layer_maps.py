@@ -126,7 +126,7 @@ def _of_attention(name: str, model: nn.Module, weights: Tensor, image: Tensor) -
     rows = weights[0].mean(0)
     row = rows[0] if grid.num_prefix_tokens and _has_class_token(model) else rows.mean(0)
     values = grid.patches(row, dim=0).reshape(grid.rows, grid.columns)
-    took = 1 - float(values.sum()) if num_keys > values.numel() else None
+    took = 1 - float(values.sum()) if grid.num_others else None
     return LayerMap(name, "attention", values * num_keys, "image", took)
 
 

@@ -265,7 +265,7 @@ class Interpret(Callback):
         }
         if CLASS_SENSITIVITY in scores and seen.has_target:
             found["interpret_class_sensitivity"] = scores[CLASS_SENSITIVITY].map
-        if seen.share is not None and seen.num_prefix_tokens:
+        if seen.share is not None:
             found["interpret_prefix_share"] = float(seen.share.mean())
         return {name: value for name, value in found.items() if value is not None}
 

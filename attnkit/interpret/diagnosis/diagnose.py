@@ -143,14 +143,13 @@ class Recorder:
 
     def _of_tokens(self, call: AttentionCall) -> dict[str, Tensor]:
         sampling, num_keys = self.sampling, call.num_keys
-        num_prefix, grid = self.num_prefix_tokens, None
+        grid = None
         if self.grids is not None:
-            found = self.grids.get(num_keys)
-            if found is None:
+            grid = self.grids.get(num_keys)
+            if grid is None:
                 self._note(f"grid: the {num_keys} keys of {call.layer or '(itself)'} form none.")
             else:
-                num_prefix, grid = found.num_prefix_tokens, (found.rows, found.columns)
-                self._note(f"grid: {found.rows} x {found.columns}, {found.source}.")
+                self._note(f"grid: {grid.rows} x {grid.columns}, {grid.source}.")
         drawn = f"drawn with the seed {sampling.seed}"
         if call.num_queries > sampling.rows:
             self._note(f"{sampling.rows} queries of each layer, {drawn}.")
@@ -163,7 +162,8 @@ class Recorder:
         if real is not None and real.shape != (len(call.query), num_keys):
             real = None
         self.has_met_padding |= real is not None
-        return measure_tokens(call, sampling, num_prefix_tokens=num_prefix, grid=grid, real=real)
+        known = self.num_prefix_tokens
+        return measure_tokens(call, sampling, num_prefix_tokens=known, grid=grid, real=real)
 
     def _note(self, sentence: str) -> None:
         self.notes[sentence] = None

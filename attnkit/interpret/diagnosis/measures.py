@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.capture.calls import AttentionCall, EdgeCall
+from attnkit.interpret.methods.grid import Grid
 
 BLOCK_ELEMENTS = 2**21  # weights held at once, of which a measure holds a copy or two
 
@@ -126,18 +127,18 @@ def measure_tokens(
     sampling: Sampling,
     *,
     num_prefix_tokens: int | None = None,
-    grid: tuple[int, int] | None = None,
+    grid: Grid | None = None,
     real: Annotated[Tensor, "batch keys", bool] | None = None,
 ) -> ByHead:
     """The measures of attention over dense tokens, computed in blocks of rows.
 
     Args:
-        num_prefix_tokens: keys before the first patch; None: not known.
-        grid: rows and columns of the keys after the prefix; None: they form none.
+        num_prefix_tokens: class and register tokens before all others, where there is no grid;
+            None: not known.
+        grid: which keys are patches, and where; None: they form none.
         real: False for padding; None: there is none.
     """
     batch, num_heads, device = call.query.shape[0], call.num_heads, call.query.device
-    prefix = num_prefix_tokens or 0
     received = torch.zeros(batch, num_heads, call.num_keys, device=device)
     num_rows = torch.zeros(batch, num_heads, 1, device=device)
     sums: dict[str, list[tuple[Tensor, Tensor]]] = {}  # of each mean: parts, and their terms
@@ -152,14 +153,15 @@ def measure_tokens(
         part = (normalised * counted).sum((0, 2)), counted.sum((0, 2))
         sums.setdefault("entropy", []).append(part)
         if grid is not None and call.is_self:
-            between = _distances(block, prefix, grid)
-            on_patches = weights[:, :, block >= prefix, prefix:].sum((0, 2, 3))
-            part = (weights * between).sum((0, 2, 3)), on_patches
+            between, is_between = _distances(block, grid)
+            part = (weights * between).sum((0, 2, 3)), (weights * is_between).sum((0, 2, 3))
             sums.setdefault("distance", []).append(part)
     shares = received / num_rows.clamp(min=1)  # of each key
     found = {"sink": shares.amax(dim=2).mean(dim=0)}
-    if num_prefix_tokens is not None:
-        found["prefix"] = shares[:, :, :prefix].sum(dim=2).mean(dim=0)
+    if grid is not None:
+        found["prefix"] = grid.others(shares, dim=2).sum(dim=2).mean(dim=0)
+    elif num_prefix_tokens is not None:
+        found["prefix"] = shares[:, :, :num_prefix_tokens].sum(dim=2).mean(dim=0)
     if real is not None:
         found["padding"] = (shares * ~real[:, None]).sum(dim=2).mean(dim=0)
     if sampling.compared and call.num_queries:  # on a few rows, which are held at once
@@ -201,12 +203,14 @@ def _keys_seen(call: AttentionCall, rows: Tensor) -> Tensor:
     return seen.expand(*seen.shape[:3], call.num_keys).sum(dim=3)
 
 
-def _distances(rows: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
-    """From some tokens to all in patches, 0 from and to the prefix, [rows, tokens]."""
-    token = torch.arange(prefix + grid[0] * grid[1], device=rows.device)
-    places = torch.stack([(token - prefix) // grid[1], (token - prefix) % grid[1]], dim=1).float()
-    is_patch = token >= prefix
-    return torch.cdist(places[rows], places) * (is_patch[rows, None] & is_patch)
+def _distances(rows: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """From some tokens to all in patches, and whether both are patches, [rows, tokens]; 0 from and
+    to others."""
+    patch = torch.arange(grid.num_tokens, device=rows.device) - grid.num_prefix_tokens
+    is_patch = (patch >= 0) & (patch < grid.rows * grid.columns)
+    places = torch.stack([patch // grid.columns, patch % grid.columns], dim=1).float()
+    is_between = is_patch[rows, None] & is_patch
+    return torch.cdist(places[rows], places) * is_between, is_between
 
 
 # --- edges ----------------------------------------------------------------------------------------

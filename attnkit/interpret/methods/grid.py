@@ -35,8 +35,13 @@ class Grid(NamedTuple):
     """How it was found."""
 
     @property
+    def num_others(self) -> int:
+        """Class and register tokens, before and behind the patches."""
+        return self.num_prefix_tokens + self.num_suffix_tokens
+
+    @property
     def num_tokens(self) -> int:
-        return self.num_prefix_tokens + self.rows * self.columns + self.num_suffix_tokens
+        return self.num_others + self.rows * self.columns
 
     def patches(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """The patches among all tokens, which `dim` counts."""

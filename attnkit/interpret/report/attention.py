@@ -14,6 +14,7 @@ from attnkit.interpret.diagnosis.diagnosis import SINK
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.layer_table import MOST_ROWS
 from attnkit.interpret.methods.flow import Step
+from attnkit.interpret.methods.grid import Grid as TokenGrid
 from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.methods.tokens import Chain, watch
 from attnkit.interpret.report.page import colour_bar, map_uri
@@ -63,12 +64,11 @@ class Heads(NamedTuple):
 class Attention(NamedTuple):
     """Of all images of an explanation, on a grid of at most `MOST_CELLS` places.
 
-    columns: of the model's own grid, by which tokens are numbered.
+    tokens: the model's own grid, by which its tokens are numbered.
     """
 
     grid: Grid
-    columns: int
-    num_prefix_tokens: int
+    tokens: TokenGrid
     looks: list[Looks]
     heads: list[Heads]
 
@@ -105,7 +105,7 @@ def attention_of(explanation: Explanation) -> Attention:
         heads = [
             _heads(step, read, chain, grid) for step, read in zip(chain.steps, rows, strict=True)
         ]
-    return Attention(grid, of_model[1], chain.grid.num_prefix_tokens, looks, heads)
+    return Attention(grid, chain.grid, looks, heads)
 
 
 def without_each(
@@ -167,7 +167,7 @@ def looks_data(attention: Attention, image: int) -> dict[str, Any]:
         weights = one.weights[image]
         times, most = weights.max(dim=1)
         tiles = weights.unflatten(0, attention.grid).unflatten(2, attention.grid)
-        shares = one.prefix[image].tolist() if attention.num_prefix_tokens else []
+        shares = one.prefix[image].tolist() if attention.tokens.num_others else []
         layers.append(
             {
                 "layer": one.layer or "(itself)",
@@ -216,17 +216,17 @@ def heads_data(attention: Attention, image: int) -> dict[str, Any]:
         "sheet": map_uri(_sheet(sheet), scale),
         "tiles": tiles,
         "bar": colour_bar(scale, _UNIT),
-        "reads": "the class token" if attention.num_prefix_tokens else "the tokens that are read",
+        "reads": "the class token" if attention.tokens.num_others else "the tokens that are read",
         "sink": f"{100 * SINK:.0f} %",
     }
 
 
 def _token(attention: Attention, number: int) -> str:
-    prefix = attention.num_prefix_tokens
-    if number < prefix:
-        return "the class token" if prefix == 1 else f"class or register token {number}"
-    row, column = divmod(number - prefix, attention.columns)
-    return f"the patch at row {row}, column {column}"
+    tokens = attention.tokens
+    row, column = divmod(number - tokens.num_prefix_tokens, tokens.columns)
+    if 0 <= row < tokens.rows:
+        return f"the patch at row {row}, column {column}"
+    return "the class token" if tokens.num_others == 1 else f"class or register token {number}"
 
 
 def _sheet(tiles: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class Images:
             row = {"map": method, "images": len(seen.map), **cls._scores(trust, "map")}
             for kind, words in (trust.verdicts if trust else {}).items():
                 row[f"verdict_{kind}"] = "; ".join(words)
-            if seen.share is not None and seen.num_prefix_tokens:
+            if seen.share is not None:
                 row["prefix_share"] = float(seen.share.mean())
             if other is not None:
                 row["spearman_against"] = float(spearman(seen.map, other.map).mean())

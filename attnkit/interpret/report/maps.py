@@ -223,7 +223,7 @@ def _about(explained: Explained, one: Explanation, image: int) -> str:
         name, p = explained.class_name(int(one.target[image])), float(one.probability[image])
         text = f"For {name}, p = {number(p)}. "
     text += _largest(as_numbers(one.map[image]))
-    if one.share is not None and one.num_prefix_tokens:
+    if one.share is not None:
         text += f" Class and register tokens took {100 * float(one.share[image]):.0f} %."
     return text
 

@@ -51,8 +51,9 @@ class Patches(Unit):
             grid = find_grid(target.model, target.images, number, *given)
         super().__init__(target, grid.patches(found).unflatten(1, (grid.rows, grid.columns)))
         self.tokens, self.num_prefix_tokens = found, grid.num_prefix_tokens
-        total, others = found.abs().sum(dim=1), grid.others(found).abs().sum(dim=1)
-        self.share = torch.where(total > 0, others / total, torch.zeros_like(total))
+        if grid.num_others:
+            total, others = found.abs().sum(dim=1), grid.others(found).abs().sum(dim=1)
+            self.share = torch.where(total > 0, others / total, torch.zeros_like(total))
 
     def trust(self, seen: Explanation, **options: Any) -> Trust:
         """`attnkit.trust` of the map."""
@@ -111,7 +112,7 @@ class Patches(Unit):
         parts = [f"class {target} ({model}), {number_of}"]
         if not seen.has_target:
             parts[0] += " (the map does not depend on the class)"
-        if self.share is not None and self.num_prefix_tokens:
+        if self.share is not None:
             parts.append(f"class and register tokens: {100 * float(self.share[number]):.0f} %")
         return "; ".join(parts)
 

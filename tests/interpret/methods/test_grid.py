@@ -7,7 +7,10 @@ from torch.nn import functional as F
 
 import attnkit
 from attnkit.core.capture.watch import watch_attention
+from attnkit.interpret.layer_maps import layer_maps
+from attnkit.interpret.layer_table import MOST_ROWS
 from attnkit.interpret.methods.grid import find_grid, patch_grid, token_grids
+from attnkit.interpret.report.attention import attention_of, heads_data
 
 DIM = 12
 
@@ -114,6 +117,62 @@ def test_what_is_given_has_to_fit():
         attnkit.explain(model, images, method="attention", grid=(2, 2))
     with pytest.raises(ValueError, match=r"9 tokens do not form a grid .* behind 2 prefix tokens"):
         attnkit.explain(model, images, method="attention", num_prefix_tokens=2)
+
+
+class Attending(Patches):
+    """With attention of attnkit's own."""
+
+    def __init__(self, before, behind):
+        super().__init__(before=before, behind=behind)
+        own = attnkit.MultiHeadAttention(DIM, 2)
+        self.attention = own
+        for parameter in own.parameters():
+            nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, images):
+        tokens = self.embed(images).flatten(2).transpose(1, 2)
+        special = self.special.expand(len(images), -1, -1)
+        tokens = torch.cat([special[:, : self.before], tokens, special[:, self.before :]], dim=1)
+        return self.head((tokens + self.attention(tokens)).mean(dim=1))
+
+
+@pytest.mark.parametrize(("before", "behind"), [(1, 0), (0, 1), (2, 3)])
+def test_whatever_names_tokens_knows_those_behind_the_patches(before, behind):
+    torch.manual_seed(3)
+    model, images = Attending(before, behind).eval(), torch.randn(2, 3, 12, 20)
+    with attnkit.capture_attention(model) as captured:
+        model(images)
+    weights = captured["attention"][0]  # [batch, heads, tokens, tokens], of a grid of 3 x 5
+    is_patch = torch.zeros(weights.shape[-1], dtype=torch.bool)
+    is_patch[before : before + 15] = True
+    others = weights[..., ~is_patch].sum(dim=-1)
+    seen = attnkit.explain(model, images, method="attention")
+    torch.testing.assert_close(seen.share, others.mean(dim=(1, 2)))
+    assert f"class and register tokens: {100 * seen.share[0]:.0f} %" in repr(seen)
+    queries = torch.linspace(0, len(is_patch) - 1, min(MOST_ROWS, len(is_patch))).round().long()
+    for head, row in enumerate(seen.layers):
+        share = others[:, head, queries].mean()
+        assert row.prefix_share == pytest.approx(float(share), abs=1e-6)
+    attention = attention_of(seen)
+    torch.testing.assert_close(attention.looks[0].prefix, others.mean(dim=1)[:, is_patch])
+    named = [
+        tile["says"].partition("; ")[2].partition(" gets most")[0]
+        for tile in heads_data(attention, 0)["tiles"]
+    ]
+    for head, name in enumerate(named):
+        token = int(weights[0, head, queries].mean(dim=0).argmax())
+        row, column = divmod(token - before, 5)
+        special = "the class token" if before + behind == 1 else f"class or register token {token}"
+        is_special = not is_patch[token]
+        assert name == (special if is_special else f"the patch at row {row}, column {column}")
+    ((layer,), _) = layer_maps(model, images[0], -1)
+    assert layer.prefix == pytest.approx(1 - float(layer.values.sum()) / weights.shape[-1])
+    places = torch.tensor([(row, column) for row in range(3) for column in range(5)]).float()
+    between = weights[:, :, is_patch][..., is_patch]
+    distance = (between * torch.cdist(places, places)).sum((0, 2, 3)) / between.sum((0, 2, 3))
+    rows = attnkit.diagnose_attention(model, images).rows
+    assert [row["distance"] for row in rows] == pytest.approx(distance.tolist(), rel=1e-4)
+    assert [row["prefix"] for row in rows] == pytest.approx(others.mean(dim=(0, 2)).tolist())
 
 
 def test_tokens_in_windows_have_the_grid_of_a_window():
