@@ -12,7 +12,7 @@ from attnkit.core.masks.base import Mask, as_4d, as_mask, check_broadcastable
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.masks.sequences import Causal
 from attnkit.core.normalizers import Normalizer, Softmax, as_normalizer
-from attnkit.core.precision import WITHOUT_AUTOCAST, wide
+from attnkit.core.operators.precision import WITHOUT_AUTOCAST, wide
 from attnkit.core.scores.kinds import Score, as_score
 
 

@@ -17,7 +17,7 @@ from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.masks.kept import kept_mask
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.normalizers import Normalizer
-from attnkit.core.precision import cast_bias, wide
+from attnkit.core.operators.precision import cast_bias, wide
 from attnkit.core.scores.kinds import ScaledDot, Score
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, divides
-from attnkit.core.precision import no_autocast
+from attnkit.core.operators.precision import no_autocast
 
 _PARTS = ("query_proj", "key_proj", "value_proj")
 

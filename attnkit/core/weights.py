@@ -13,7 +13,7 @@ from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Normalizer
-from attnkit.core.precision import no_autocast
+from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.kinds import Score
 
 Indices = int | slice | Sequence[int] | Annotated[Tensor, "_", int] | None

@@ -8,8 +8,8 @@ from torch import Tensor
 
 Kind = Literal["probability", "sigmoid", "logit"]
 Of = Kind | Callable[[Tensor], Tensor]
-SUM_TOLERANCE = 0.02
-"""How far a sum of probabilities of a model in bfloat16 is from 1."""
+SUM_TOLERANCE, COARSE_SUM_TOLERANCE = 1e-4, 0.02
+"""How far a sum of probabilities is from 1, also of numbers that are rounded to half precision."""
 
 
 class Quantity(NamedTuple):
@@ -80,8 +80,12 @@ def quantity_of(logits: Tensor, of: Of = "probability") -> Quantity:
 
 def is_distribution(outputs: Tensor) -> bool:
     """Whether a model's outputs [..., classes] are probabilities, by their signs and sums."""
-    is_positive = outputs.shape[-1] > 1 and bool((outputs >= 0).all())
-    return is_positive and bool(((outputs.sum(dim=-1) - 1).abs() < SUM_TOLERANCE).all())
+    if outputs.shape[-1] == 1 or bool((outputs < 0).any()):
+        return False
+    halves = torch.bfloat16, torch.float16
+    is_coarse = any(torch.equal(outputs.to(half).to(outputs.dtype), outputs) for half in halves)
+    tolerance = COARSE_SUM_TOLERANCE if is_coarse else SUM_TOLERANCE
+    return bool(((outputs.sum(dim=-1) - 1).abs() < tolerance).all())
 
 
 def _as_it_is(logits: Tensor) -> Tensor:

@@ -253,10 +253,8 @@ class Interpret(Callback):
         assert self._look is not None
         removal = self._look.removal
         scores = {score.name: score for score in seen.trust(removals=[removal], full=full).scores}
-        # the name says whose gap it is: "gap in p, tokens masked"
-        name = next(name for name in scores if name.endswith(f", {REMOVALS[removal]}"))
-        self._gap_of = name.removeprefix("gap in ").partition(",")[0]
-        gap = scores[name]
+        self._gap_of = seen.quantity.symbol
+        gap = scores[f"gap in {self._gap_of}, {REMOVALS[removal]}"]
         found = {
             "interpret_gap": gap.map,
             "interpret_random": gap.within,

@@ -18,8 +18,11 @@ def test_the_quantity_is_that_of_the_head():
     p = LOGITS.softmax(dim=1)
     assert torch.equal(quantity_of(p)(p), p)
     assert quantity_of(p).meaning == "the model's output, which sums to 1"
-    half = p.bfloat16().float()
-    assert torch.equal(quantity_of(half)(half), half)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = torch.randn(2, 1000).softmax(dim=1).to(dtype).float()
+        assert torch.equal(quantity_of(half)(half), half)
+    near = p * 1.01  # logits that happen to sum to almost 1
+    torch.testing.assert_close(quantity_of(near)(near), near.softmax(dim=1))
     torch.testing.assert_close(quantity_of(LOGITS, "sigmoid")(LOGITS), LOGITS.sigmoid())
     assert torch.equal(quantity_of(LOGITS, "logit")(LOGITS), LOGITS)
     assert quantity_of(LOGITS, torch.exp).symbol == "exp"

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
-from attnkit.core.precision import no_autocast, wide
+from attnkit.core.operators.precision import no_autocast, wide
 from attnkit.core.weights import Indices, as_indices, of_heads, row_blocks, weights_of_rows
 
 PROPAGATED_ELEMENTS = 2**21  # scores at once, of which a step holds several copies

@@ -16,7 +16,7 @@ from attnkit.core.kernels.reference import scores_of_edges
 from attnkit.core.listeners import Seen
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Hard, Softmax, masked_scores
-from attnkit.core.precision import no_autocast
+from attnkit.core.operators.precision import no_autocast
 from attnkit.core.running import TELLING, RunningModules
 
 

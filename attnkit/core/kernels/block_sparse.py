@@ -41,7 +41,7 @@ from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.sequences import Packed, Window
 from attnkit.core.operators.modes import is_plain
-from attnkit.core.precision import cast_bias, wide
+from attnkit.core.operators.precision import cast_bias, wide
 from attnkit.core.threads import TASKS_PAY, run_tasks
 
 PAYS = 2**22  # products query · key of a full matrix, before which nothing is planned

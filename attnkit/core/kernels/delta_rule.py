@@ -19,7 +19,7 @@ from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
 from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size, size_of_chunk
 from attnkit.core.masks.sequences import Causal
 from attnkit.core.normalizers import DeltaRule
-from attnkit.core.precision import no_autocast, wide
+from attnkit.core.operators.precision import no_autocast, wide
 
 CHUNK = 64
 

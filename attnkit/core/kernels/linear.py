@@ -22,7 +22,7 @@ from attnkit.core.kernels.base import Backend, are_known, dropout_reasons, empty
 from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size, size_of_chunk
 from attnkit.core.masks.sequences import Causal, Packed, Padding
 from attnkit.core.normalizers import Linear
-from attnkit.core.precision import no_autocast, wide
+from attnkit.core.operators.precision import no_autocast, wide
 
 Features = Callable[[Tensor], Tensor]
 

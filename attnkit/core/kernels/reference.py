@@ -11,7 +11,7 @@ from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.base import Backend
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Normalizer, Softmax
-from attnkit.core.precision import no_autocast
+from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.kinds import Score
 
 

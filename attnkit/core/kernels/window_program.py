@@ -20,7 +20,7 @@ from attnkit.core.kernels.base import first_channels, with_channels
 from attnkit.core.kernels.block_steps import TILE, grid_of
 from attnkit.core.kernels.sdpa import revive
 from attnkit.core.masks.base import Mask
-from attnkit.core.precision import cast_bias
+from attnkit.core.operators.precision import cast_bias
 
 LEAST_BLOCK = 64  # queries of a line
 

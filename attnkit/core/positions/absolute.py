@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least
-from attnkit.core.precision import wide
+from attnkit.core.operators.precision import wide
 
 
 def sincos_1d(

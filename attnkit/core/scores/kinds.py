@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_number, floating, positive
 from attnkit.core.operators.modes import has_tangent
-from attnkit.core.precision import wide
+from attnkit.core.operators.precision import wide
 
 Owner = TypeVar("Owner", bound=Any)
 Query = Annotated[Tensor, "batch heads queries head_dim"]

@@ -39,7 +39,7 @@ from attnkit.core.kernels.edges.scores import (
     sum_weights,
 )
 from attnkit.core.masks.edges import Edges
-from attnkit.core.precision import no_autocast
+from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import Cosine, Gaussian
 

@@ -21,7 +21,7 @@ from attnkit.core.kernels.edges.edges import EdgesKernel, computes_by_operators
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results, solve
 from attnkit.core.masks.adjacency import SplitNodes
 from attnkit.core.masks.edges import Edges
-from attnkit.core.precision import no_autocast
+from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import ScaledDot
 

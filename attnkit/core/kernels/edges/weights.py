@@ -13,7 +13,7 @@ from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results, 
 from attnkit.core.kernels.edges.scores import groups, new_gradients, sum_weights
 from attnkit.core.kernels.reference import softmax_of_edges
 from attnkit.core.masks.edges import EdgeFeatures, Edges
-from attnkit.core.precision import no_autocast
+from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.kinds import Score
 
 
