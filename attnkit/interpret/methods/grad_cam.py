@@ -238,7 +238,7 @@ def _grid_of_tokens(
             if grid is not None:
                 field = partial(_field_of_tokens, each, grid)
                 sources.append(Source(outputs[each.number].tensor, field))
-        sources += maps_among(outputs[: first.number], images)
+        sources += maps_among(outputs[: first.number], images, {num_tokens, *before})
         found = locate(first.in_order(outputs[first.number].tensor), sources)
     try:
         given = question.grid, question.num_prefix_tokens

@@ -13,7 +13,7 @@ from attnkit.core.capture.watch import watch_attention
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import (
     Grid,
-    keys_of,
+    heads_joined,
     locate,
     maps_among,
     module_outputs,
@@ -109,7 +109,8 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     given = question.grid, question.num_prefix_tokens
     found = None
     if None in given:
-        found = locate(keys_of(steps[0].call), maps_among(outputs, question.images))
+        maps = maps_among(outputs, question.images, {steps[0].num_tokens})
+        found = locate(heads_joined(steps[0].call.key, steps[0].call.value), maps)
     grid = settled(question.model, question.images, steps[0].num_tokens, found, *given)
     question.notes.append(str(grid))
     question.chain = Chain(steps, start, grid, y)
