@@ -110,6 +110,7 @@ _HOME = {
     "replace_attention": "attnkit.surgery.replace",
     "interop": "attnkit.interop",
     "lightning": "attnkit.lightning",
+    "run": "attnkit.launch.api",
     "load": "attnkit.lightning.export.exported",
     "metrics": "attnkit.metrics",
     "trust": "attnkit.interpret.trust.judge",
@@ -174,6 +175,7 @@ if TYPE_CHECKING:
     from attnkit.interpret.trust.curves import perturbation_curves
     from attnkit.interpret.trust.judge import trust
     from attnkit.interpret.trust.result import Trust
+    from attnkit.launch.api import run
     from attnkit.layers.gates.bam import BAM
     from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
     from attnkit.layers.gates.coordinate import CoordinateAttention

@@ -17,8 +17,8 @@ from lightning import LightningModule
 
 import attnkit
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job.one_run import Session
 from attnkit.launch.job.request import Request, decide
+from attnkit.launch.job.run import Run
 from attnkit.lightning import Export
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,9 +74,9 @@ def models() -> dict[str, tuple[str, ...]]:
 def random_module(overrides: tuple[str, ...]) -> LightningModule:
     """The module of a command line with random parameters and buffers."""
     job = decide(Request.read(Composer(), ["trainer=cpu", "logger.tensorboard=null", *overrides]))
-    session = Session(job.runs[0])
-    session.make_data()
-    module = session.make_module().eval()
+    run = Run(job.runs[0])
+    run.make_data()
+    module = run.make_module().eval()
     generator = torch.Generator().manual_seed(0)
     state = module.state_dict()
     for name, tensor in state.items():

@@ -24,7 +24,7 @@ from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.one_run import Session
+    from attnkit.launch.job.run import Run
 
 # Results that differ between seeds by chance; those get a spread.
 SPREAD = ("test/", "val/")
@@ -36,12 +36,18 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
     return 0
 
 
-def execute(job: Job, launcher: Launcher | None = None) -> None:
-    """Run a job and print its tables; nothing is left of one that can't be built."""
+def execute(job: Job, launcher: Launcher | None = None) -> Run | None:
+    """Run a job and print its tables; nothing is left of one that can't be built.
+
+    Returns:
+        the last run that was carried out in this process; None where ranks did, or the job was
+        finished before.
+    """
     over = (_is_over(config, job.changes) for config in job.runs)
     if job.resumed and folders.is_finished(job.folder) and all(over):
         _say_finished(job)
-        return
+        return None
+    run: Run | None = None
     with _run_folder(job):  # whether it is free is known before torch is
         from attnkit.launch.job import screen
         from attnkit.lightning.build.build import allowing
@@ -54,10 +60,12 @@ def execute(job: Job, launcher: Launcher | None = None) -> None:
                     if _is_over(config, job.changes):
                         continue
                     screen.say(folder.name.replace("_", " "))
+                run = None  # with its model, before the next one is built
                 with _held(job, folder):
-                    _run_one(job, config, launcher)
+                    run = _run_one(job, config, launcher)
             screen.final(job, _summarise(job))
             origin.ended(job.folder, folders.DONE)
+    return run
 
 
 @contextmanager
@@ -105,8 +113,12 @@ def _held(job: Job, folder: Path) -> Iterator[None]:
         yield
 
 
-def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
-    """One run; when its training runs out of memory, again with smaller batches."""
+def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run | None:
+    """One run; when its training runs out of memory, again with smaller batches.
+
+    Returns:
+        the run; None where ranks carried it out.
+    """
     from attnkit.launch.job import screen
 
     while True:
@@ -132,36 +144,38 @@ def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Non
         folders.save_config(folder, config)
 
 
-def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
+def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run | None:
     """One attempt at a run, in this process or in ranks of its own."""
-    from attnkit.launch.job.one_run import Session
+    from attnkit.launch.job.run import Run
     from attnkit.lightning._private import starts_processes
 
     folder = Path(config["run_dir"])
     ranks: list[int] = []
 
-    def begin(session: Session) -> bool:
-        _check_processes(session, launcher)
-        _write_down(job, session)
-        if starts_processes(session.trainer):  # which must not start from this one
-            ranks.append(session.trainer.num_devices)
+    def on_ready(run: Run) -> bool:
+        _check_processes(run, launcher)
+        _write_down(job, run)
+        if starts_processes(run.trainer):  # which must not start from this one
+            ranks.append(run.trainer.num_devices)
         elif launcher:
             launcher.tell(run_dir=str(folder), log=str(job.folder))
         return not ranks
 
-    session: Session | None = None
+    run: Run | None = None
     try:
-        session = Session(config, alone=job.alone, callbacks=job.callbacks, begin=begin)
+        run = Run(config, alone=job.alone, callbacks=job.callbacks, on_ready=on_ready)
         raise_received()
-        session.run()
-        if ranks:
-            session = None  # the ranks have a model and data of their own
-            run = {"run_dir": str(folder), "log": str(job.folder), "alone": job.alone}
-            start_ranks.start({**run, "allow": job.allow, "path": job.paths}, ranks[0])
+        run.carry_out()
+        if not ranks:
+            return run
+        run = None  # the ranks have a model and data of their own
+        given = {"run_dir": str(folder), "log": str(job.folder), "alone": job.alone}
+        start_ranks.start({**given, "allow": job.allow, "path": job.paths}, ranks[0])
+        return None
     except (KeyboardInterrupt, StoppedBySignal) as error:
         if not job.begun:
             raise
-        trainer = getattr(session, "trainer", None)
+        trainer = getattr(run, "trainer", None)
         step = getattr(error, "step", trainer.global_step if trainer else 0)
         by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"
         after = f" after step {step}" if step else ""
@@ -172,8 +186,8 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> None:
         raise Interrupted(f"{by}{after}", f"; to go on: {go_on}", code) from None
 
 
-def _check_processes(session: Session, launcher: Launcher | None) -> None:
-    trainer = session.trainer
+def _check_processes(run: Run, launcher: Launcher | None) -> None:
+    trainer = run.trainer
     if launcher:
         launcher.check(trainer)
     elif trainer.num_nodes > 1:
@@ -183,7 +197,7 @@ def _check_processes(session: Session, launcher: Launcher | None) -> None:
         )
 
 
-def _write_down(job: Job, session: Session) -> None:
+def _write_down(job: Job, run: Run) -> None:
     """Write and print what runs, once all objects are built."""
     from attnkit.launch.job import screen
 
@@ -193,13 +207,13 @@ def _write_down(job: Job, session: Session) -> None:
         for config in job.runs:
             folder = folders.create(Path(config["run_dir"]), fresh=False)
             folders.save_config(folder, config)
-    folders.save_config(session.folder, session.config)
-    folders.save_state(session.folder, folders.RUNNING)
+    folders.save_config(run.folder, run.config)
+    folders.save_state(run.folder, folders.RUNNING)
     if not job.begun:
-        origin.started(job.folder, job.command, session.trainer, session.from_data)
-        screen.header(job, session)
-    if session.start:
-        screen.say(f"from {session.start}: {session.newest.why}")
+        origin.started(job.folder, job.command, run.trainer, run.from_data)
+        screen.header(job, run)
+    if run.start:
+        screen.say(f"from {run.start}: {run.newest.why}")
     job.begun = True
 
 

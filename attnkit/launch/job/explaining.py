@@ -18,8 +18,8 @@ from attnkit.interpret.report import Report
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import screen
-from attnkit.launch.job.one_run import Session, loaded
 from attnkit.launch.job.parts import fill
+from attnkit.launch.job.run import Run, loaded
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.explained import Explained
@@ -33,27 +33,27 @@ _OF_REPORT = (
 )  # fmt: skip
 
 
-def explain(session: Session) -> dict[str, float] | None:
+def explain(run: Run) -> dict[str, float] | None:
     """Explain images, sentences or nodes; leaves explain.html, scores.csv and maps.npz."""
-    report = build(session.config["explain"], at="explain")
+    report = build(run.config["explain"], at="explain")
     if not isinstance(report, Report):
-        raise UserError(f"explain: {session.config['explain']['_target_']} is not a Report")
-    facts = [] if session.config["ckpt"] else _of_timm(session)
-    module = session.make_module()
-    session.make_trainer()
-    session.restore()
+        raise UserError(f"explain: {run.config['explain']['_target_']} is not a Report")
+    facts = [] if run.config["ckpt"] else _of_timm(run)
+    module = run.make_module()
+    run.make_trainer()
+    run.restore()
     device = _device(report.device)
-    batch, rows, how = _chosen(session, report)
-    explained = _explained(module, batch, device)
+    batch, rows, how = chosen(run, report)
+    explained = explained_of(module, batch, device)
     against = None
     with _told():
         report.check(explained)
-        _beside(session, report, explained, batch, rows)
+        _beside(run, report, explained, batch, rows)
         if report.against is not None:
-            against = _explained(_other(module, report.against), batch, device)
-    facts = [*_facts(session, report, device), *facts, how, *explained.notes]
+            against = explained_of(_other(module, report.against), batch, device)
+    facts = [*_facts(run, report, device), *facts, how, *explained.notes]
     facts = [fact for fact in facts if fact]
-    if not session.begin():
+    if not run.ready():
         return None
     for fact in facts:
         say(fact)
@@ -61,32 +61,32 @@ def explain(session: Session) -> dict[str, float] | None:
         say(f"methods: {', '.join(report.methods)}; {report.cost(explained)}")
         with steps(report.num_steps(explained)) as step:
             found = report(
-                explained, session.folder, title=_title(session), facts=facts, against=against,
+                explained, run.folder, title=_title(run), facts=facts, against=against,
                 step=step,
             )  # fmt: skip
-    screen.show(found.table(_title(session)))
+    screen.show(found.table(_title(run)))
     for sentence in found.said[:1]:
         say(sentence)
     count = len(report.nodes or explained.inputs)
-    return {"explained": float(count), "parameters": session.num_parameters}
+    return {"explained": float(count), "parameters": run.num_parameters}
 
 
-def _title(session: Session) -> str:
-    return f"{session.config['task']} · explain"
+def _title(run: Run) -> str:
+    return f"{run.config['task']} · explain"
 
 
-def _facts(session: Session, report: Report, device: torch.device) -> list[str]:
+def _facts(run: Run, report: Report, device: torch.device) -> list[str]:
     """What is explained, with which weights and versions."""
-    model = getattr(session.module, "model", session.module)
-    ckpt = session.config["ckpt"]
+    model = getattr(run.module, "model", run.module)
+    ckpt = run.config["ckpt"]
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
-    facts = [f"model: {type(model).__name__}, {session.num_parameters:,} parameters"]
+    facts = [f"model: {type(model).__name__}, {run.num_parameters:,} parameters"]
     facts += [f"checkpoint: {ckpt}"] if ckpt else []
     facts += [f"against: {report.against}"] if report.against else []
     return [*facts, f"versions: {versions}; on {device.type}"]
 
 
-def _explained(module: LightningModule, batch: Any, device: torch.device) -> Explained:
+def explained_of(module: LightningModule, batch: Any, device: torch.device) -> Explained:
     """What the module says is explained of a batch."""
     look = getattr(module, "explained", None)
     if look is None:
@@ -144,15 +144,16 @@ def _device(asked: str | None) -> torch.device:
 # --- what is explained ----------------------------------------------------------------------------
 
 
-def _chosen(session: Session, report: Report) -> tuple[Any, list[int], str]:
+def chosen(run: Run, report: Report) -> tuple[Any, list[int], str]:
     """A batch of what is explained, its places in the data, and how it was chosen."""
-    images = session.config["images"]
-    data = session.make_predict_data(session.module) if images else session.make_own_data()
-    data.trainer = session.trainer
-    session.trainer.strategy.connect(session.module)  # whom data asks for sizes and words
+    images = run.config["images"]
+    made = getattr(run, "data", None)  # of a run that has trained
+    data = run.make_predict_data(run.module) if images else made or run.make_own_data()
+    data.trainer = run.trainer
+    run.trainer.strategy.connect(run.module)  # whom data asks for sizes and words
     data.prepare_data()
     data.setup("predict" if images else "test")
-    if not takes_images(session.config["predict"]):  # a graph is one batch
+    if not takes_images(run.config["predict"]):  # a graph is one batch
         is_whole = type(data).predict_dataloader is not LightningDataModule.predict_dataloader
         loader = data.predict_dataloader() if is_whole else _first(data.test_dataloader())
         return next(iter(loader)), [], "" if is_whole else "shown: the first batch of the test data"
@@ -174,20 +175,18 @@ def _chosen(session: Session, report: Report) -> tuple[Any, list[int], str]:
     return batch, rows, f"shown: {count} of {len(dataset):,} {source}, {how}"
 
 
-def _beside(
-    session: Session, report: Report, explained: Explained, batch: Any, rows: list[int]
-) -> None:
+def _beside(run: Run, report: Report, explained: Explained, batch: Any, rows: list[int]) -> None:
     """What the data know besides: names of test images, and where the evidence is."""
-    if session.config["images"]:
-        root = str(session.config["images"])
+    if run.config["images"]:
+        root = str(run.config["images"])
         explained.names = [name.removeprefix(root).lstrip("/") or name for name in explained.names]
         return
     if explained.kind == "nodes":
-        look = getattr(session.data, "true_edges", None)
+        look = getattr(run.data, "true_edges", None)
         explained.true_edges = look and partial(look, batch)
         return
     explained.names = explained.names or [f"Test image {row}" for row in rows]
-    look = getattr(session.data, "truth", None)
+    look = getattr(run.data, "truth", None)
     if look is None or explained.kind != "images" or explained.truth is None:
         return
     truth, target = look("test"), report.class_of(explained)
@@ -210,10 +209,10 @@ def _first(loaders: Any) -> Any:
 # --- a network trained elsewhere ------------------------------------------------------------------
 
 
-def _of_timm(session: Session) -> list[str]:
+def _of_timm(run: Run) -> list[str]:
     """Fill in what timm says of a network: sizes, mean and deviation, classes; what a reader must
     know of its weights."""
-    config = session.config
+    config = run.config
     node, module = config["model"], config["module"]
     has_weights = bool(node.get("pretrained") or node.get("weights"))
     try:

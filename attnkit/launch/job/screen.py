@@ -26,7 +26,7 @@ from attnkit.lightning.telling.text import cell, visible
 
 if TYPE_CHECKING:
     from attnkit.launch.job.job import Job
-    from attnkit.launch.job.one_run import Session
+    from attnkit.launch.job.run import Run
 
 LOG = "run.log"
 PREDICTIONS = "predictions.csv"
@@ -161,15 +161,14 @@ def show(table: Table) -> None:
     _log.info("%s", "\n" + plain.getvalue())
 
 
-def header(job: Job, session: Session) -> None:
+def header(job: Job, run: Run) -> None:
     """What runs, on what, and where it writes."""
-    run = job.config["run"]
-    device = session.trainer.strategy.root_device.type
-    world = session.trainer.world_size
+    device = run.trainer.strategy.root_device.type
+    world = run.trainer.world_size
     processes = f" × {world} processes" if world > 1 else ""
-    model = f"{type(session.module).__name__}, {session.num_parameters:,} parameters"
+    model = f"{type(run.module).__name__}, {run.num_parameters:,} parameters"
     again = ", going on" if job.resumed else ""
-    say(f"{job.config['task']} · {run}{again} · {model} · {device}{processes}")
+    say(f"{job.config['task']} · {job.config['run']}{again} · {model} · {device}{processes}")
     say(f"in {job.folder}")
     if job.changes:
         say(f"changed: {' '.join(job.changes)}")

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from attnkit.launch.errors import is_out_of_memory, of_allocator
 from attnkit.launch.job import out_of_memory
-from attnkit.launch.job.one_run import Session
+from attnkit.launch.job.run import Run
 from attnkit.lightning._private import epoch_ends
 from attnkit.lightning.loggers.tensorboard import TensorBoard
 from attnkit.lightning.resume import checkpoints
@@ -21,34 +21,34 @@ from attnkit.lightning.telling.epochs import EpochLines
 _log = logging.getLogger(__name__)
 
 
-def train(session: Session) -> dict[str, float] | None:
+def train(run: Run) -> dict[str, float] | None:
     """Train from the newest checkpoint or from the start, then test the best one."""
-    trainer = session.make_trainer()  # first: what is wrong there costs no look at the data
-    data = session.make_data()
-    module = session.make_module()
-    if not session.begin():
+    trainer = run.make_trainer()  # first: what is wrong there costs no look at the data
+    data = run.make_data()
+    module = run.make_module()
+    if not run.ready():
         return None
-    _log_run(session, {})
-    _fit(session)
-    figures = _of_epochs(trainer, session.metrics())
+    _log_run(run, {})
+    _fit(run)
+    figures = _of_epochs(trainer, run.metrics())
     figures |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
-    figures |= {"parameters": session.num_parameters}
-    session.ended_by = ended_by(trainer)
+    figures |= {"parameters": run.num_parameters}
+    run.ended_by = ended_by(trainer)
     best = None
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.monitor:
             best = callback.best_model_path or None
     if _has_test(module, data):
-        session.loaded(trainer.test, ckpt_path=best, verbose=False)
-        figures |= session.metrics()
-    _log_run(session, {k: v for k, v in figures.items() if k.startswith("test/") or "_best" in k})
+        run.loaded(trainer.test, ckpt_path=best, verbose=False)
+        figures |= run.metrics()
+    _log_run(run, {k: v for k, v in figures.items() if k.startswith("test/") or "_best" in k})
     return figures
 
 
-def _log_run(session: Session, figures: dict[str, float]) -> None:
-    for logger in session.trainer.loggers:
+def _log_run(run: Run, figures: dict[str, float]) -> None:
+    for logger in run.trainer.loggers:
         if isinstance(logger, TensorBoard):
-            logger.log_run(session.config, figures)
+            logger.log_run(run.config, figures)
 
 
 def _of_epochs(trainer: Trainer, figures: dict[str, float]) -> dict[str, float]:
@@ -81,36 +81,36 @@ def ended_by(trainer: Trainer) -> str:
     return "callback"
 
 
-def _fit(session: Session) -> None:
-    for error in session.newest.broken:
-        rank_zero_warn(f"{error}; going on from {session.start}")
-    _ask_for_no_less(session)
+def _fit(run: Run) -> None:
+    for error in run.newest.broken:
+        rank_zero_warn(f"{error}; going on from {run.start}")
+    _ask_for_no_less(run)
     try:
-        session.loaded(session.trainer.fit, ckpt_path=session.start)
+        run.loaded(run.trainer.fit, ckpt_path=run.start)
     except Exception as error:
-        if not is_out_of_memory(error) or not _may_shrink(session):
+        if not is_out_of_memory(error) or not _may_shrink(run):
             raise
         raise out_of_memory.OutOfMemory(of_allocator(error)) from error
-    if session.trainer.interrupted:
+    if run.trainer.interrupted:
         raise KeyboardInterrupt
 
 
-def _ask_for_no_less(session: Session) -> None:
+def _ask_for_no_less(run: Run) -> None:
     """Where the run has more epochs than asked for, which Lightning refuses, ask for those."""
-    trainer = session.trainer
+    trainer = run.trainer
     asked = trainer.max_epochs or -1
-    done = checkpoints.load(session.start, mmap=True)["epoch"] if session.start else 0
+    done = checkpoints.load(run.start, mmap=True)["epoch"] if run.start else 0
     if 0 <= asked < done:
         _log.info(f"trainer.max_epochs={asked}: the run has {done} already; it trains no more")
         trainer.fit_loop.max_epochs = done
 
 
-def _may_shrink(session: Session) -> bool:
+def _may_shrink(run: Run) -> bool:
     """Whether smaller batches can be accumulated, which a module that steps itself cannot."""
-    callbacks = session.trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
     scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
-    wanted = out_of_memory.wanted(session.config)
-    return wanted and session.module.automatic_optimization and not scheduled
+    wanted = out_of_memory.wanted(run.config)
+    return wanted and run.module.automatic_optimization and not scheduled
 
 
 def _has_test(module: LightningModule, data: LightningDataModule) -> bool:

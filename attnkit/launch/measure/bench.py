@@ -13,7 +13,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 
-from attnkit.launch.job.one_run import Session
+from attnkit.launch.job.run import Run
 from attnkit.launch.measure.kernels import compare_kernels
 from attnkit.launch.measure.step import step_of
 from attnkit.lightning.callbacks.throughput import num_samples, wait_for_device
@@ -94,15 +94,15 @@ def units(batch: Any) -> dict[str, int]:
     return counts or {"samples": num_samples(batch)}
 
 
-def work(session: Session) -> dict[str, float] | None:
+def work(run: Run) -> dict[str, float] | None:
     """Time steps of training and the kernels; leaves bench.md."""
-    data = session.make_data()
-    module = session.make_module()
-    trainer = session.make_trainer()
+    data = run.make_data()
+    module = run.make_module()
+    trainer = run.make_trainer()
     clock = trainer.profiler = Clock(module)  # type: ignore[attr-defined]
     if trainer.world_size > 1:
         raise UserError("run=bench: one process; trainer.devices=1 trainer.strategy=auto")
-    if not session.begin():
+    if not run.ready():
         return None
     timed = _Timed(clock)
     trainer.callbacks.append(timed)  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def work(session: Session) -> dict[str, float] | None:
     figures |= _split(clock, usual)
     kernels = compare_kernels(module, step_of(trainer, module, timed.batch))
     figures |= {f"backend/{name}_seconds": found for name, (found, _) in kernels.items() if found}
-    (session.folder / FILE).write_text(_markdown(figures, kernels), encoding="utf-8")
+    (run.folder / FILE).write_text(_markdown(figures, kernels), encoding="utf-8")
     return figures
 
 

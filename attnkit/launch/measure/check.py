@@ -23,8 +23,8 @@ from attnkit.launch.job import out_of_memory as oom
 from attnkit.launch.job import screen as report
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.kinds import KINDS
-from attnkit.launch.job.one_run import Session
 from attnkit.launch.job.request import Request, decide
+from attnkit.launch.job.run import Run
 from attnkit.launch.job.trainer import make_trainer
 from attnkit.launch.measure.step import step_of
 from attnkit.launch.measure.stopwatch import Stopwatch
@@ -96,16 +96,16 @@ def _tried(
         config["trainer"] = {**config["trainer"], **one}
         unknown.append(f"what {world} processes wait for each other; measured is one of them alone")
 
-    def begin(session: Session) -> bool:
-        callbacks: list[Any] = session.trainer.callbacks  # type: ignore[attr-defined]
+    def on_ready(run: Run) -> bool:
+        callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(c, KernelRecord) for c in callbacks):
             callbacks.append(KernelRecord(verbose=False))
-        callbacks.append(Stopwatch(session.trainer, given, world))
+        callbacks.append(Stopwatch(run.trainer, given, world))
         return True
 
-    work = Session(config, begin=begin)
+    work = Run(config, on_ready=on_ready)
     try:
-        work.run()
+        work.carry_out()
     except oom.OutOfMemory as error:
         batch = (config.get("data") or {}).get("batch_size")
         raise RunError(

@@ -36,7 +36,7 @@ from attnkit.launch.signals import end_on_signals, ignore_signals, raise_receive
 from attnkit.lightning.errors import StoppedBySignal, UserError
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.one_run import Session
+    from attnkit.launch.job.run import Run
 
 _ENDING = 5.0  # seconds in which rank 0 says how it ends, when something has gone wrong
 
@@ -108,11 +108,11 @@ def _run(
     rank: int, run_dir: str, log: str, alone: bool, allow: Sequence[str], path: Sequence[str]
 ) -> Report | None:
     """One run; returns what went wrong."""
-    works: list[Session] = []
+    works: list[Run] = []
 
     def run() -> None:
         from attnkit.launch.job import screen as report
-        from attnkit.launch.job.one_run import Session
+        from attnkit.launch.job.run import Run
         from attnkit.lightning.build.build import allowing
         from attnkit.lightning.resume.signals import fork_apart
 
@@ -122,9 +122,9 @@ def _run(
         with allowing(*allow):
             config = folders.load_config(Path(run_dir))
             with report.logging_to(Path(log), rank, own=bool(config.get("rank_logs"))):
-                works.append(Session(config, alone=alone))
+                works.append(Run(config, alone=alone))
                 raise_received()
-                works[0].run()
+                works[0].carry_out()
 
     return _reported(
         run, lambda: works[0].trainer.global_step if works and hasattr(works[0], "trainer") else 0

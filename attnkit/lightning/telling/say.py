@@ -22,5 +22,6 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether there is a terminal; else lines replace progress bars."""
-    return Console().is_terminal
+    """Whether a progress bar can be shown, in a terminal or a notebook; else lines replace it."""
+    console = Console()
+    return console.is_terminal or console.is_jupyter

@@ -201,12 +201,12 @@ def test_another_task_is_refused_in_a_resumed_run(attnkit, trained, monkeypatch)
 
 
 GREETING = """\
-def work(session):
-    data, module = session.make_data(), session.make_module()
-    trainer = session.make_trainer()
-    if not session.begin():
+def work(run):
+    data, module = run.make_data(), run.make_module()
+    trainer = run.make_trainer()
+    if not run.ready():
         return None
-    (session.folder / "greeting.txt").write_text(f"hello {type(module).__name__}")
+    (run.folder / "greeting.txt").write_text(f"hello {type(module).__name__}")
     return {"greetings": 1}
 """
 

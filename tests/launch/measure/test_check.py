@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job.one_run import Session
 from attnkit.launch.job.request import Request, decide
+from attnkit.launch.job.run import Run
 from attnkit.launch.measure import stopwatch
 from attnkit.launch.measure.check import check
 from attnkit.layers import ReceptiveField
@@ -50,9 +50,9 @@ def test_the_figures_are_those_of_the_job(attnkit):
 def test_multiply_adds_of_a_dense_model_are_torchs(flash_is_counted):
     """By the module's example, and, without one, by a step of training."""
     config = decide(Request.read(Composer(None), list(VIT))).runs[0]
-    session = Session(config)
-    session.make_data()
-    module = session.make_module().eval()
+    run = Run(config)
+    run.make_data()
+    module = run.make_module().eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(*[torch.zeros_like(module.example_input_array)])
     expected = counter.get_total_flops() // 2

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning
 from lightning import LightningDataModule, LightningModule, Trainer
@@ -34,17 +34,27 @@ from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.warm_start import trained_on, warm_start
 from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
 
+if TYPE_CHECKING:
+    from attnkit.interpret.explanation import Explanation
+
 _log = logging.getLogger(__name__)
 
 
-class Session:
-    """A run in this process. `run` does the work of its kind, which builds the objects here.
+class Run:
+    """A run: its configuration and folder, and the objects that its kind of work builds.
+
+    `carry_out` does the work, a function of this run that reads top-down: it makes trainer, data
+    and module, says that all is `ready`, and trains, tests or whatever it is for.
+
+    Attributes:
+        config, folder: what is run, and where it writes.
+        data, module, trainer: known once they are made.
 
     Args:
         config: resolved. Nulls of `model` and `module` that the data decides are filled in.
         alone: the checkpoint to test or predict with is all there is; `config` knows no sizes.
         callbacks: names of those that were asked for on the command line.
-        begin: what `begin` is to do, with this session.
+        on_ready: what `ready` is to do, with this run; False: others do the work.
     """
 
     data: LightningDataModule
@@ -57,7 +67,7 @@ class Session:
         *,
         alone: bool = False,
         callbacks: Collection[str] = (),
-        begin: Callable[[Session], bool] = lambda session: True,
+        on_ready: Callable[[Run], bool] = lambda run: True,
     ) -> None:
         self.config = config
         self.kind = kind_of(config["run"])
@@ -67,7 +77,7 @@ class Session:
         self.from_data: list[str] = []
         """Keys of the configuration that were null, and that the data or the weights gave."""
         self._asked = callbacks
-        self._begin = begin
+        self._on_ready = on_ready
         self._started = time.perf_counter()
         self._seed()
         report_lost_batches()
@@ -80,7 +90,7 @@ class Session:
         if config["ckpt"] is not None:
             checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
 
-    def begin(self) -> bool:
+    def ready(self) -> bool:
         """To be called when all is built and nothing is written yet; whether this process does the
         rest, which is not so where others do the work.
 
@@ -88,7 +98,7 @@ class Session:
         first of them imports, and decodes what all share.
         """
         self._started = time.perf_counter()
-        return self._begin(self)
+        return self._on_ready(self)
 
     # --- building ---
 
@@ -256,6 +266,31 @@ class Session:
         """The checkpoint whose weights the module does not have yet."""
         return None if self.alone else self.config["ckpt"]
 
+    @property
+    def results(self) -> dict[str, float]:
+        """The numbers of results.json."""
+        return folders.load_results(self.folder)
+
+    def explain(self, num_images: int = 8, **options: Any) -> Explanation:
+        """`attnkit.explain` of the first test data, or of a node of a graph by `index`.
+
+        Args:
+            num_images: how many images at most, from each class in turn.
+            options: of `attnkit.explain`.
+
+        Raises:
+            UserError: the module does not say what is explained of a batch.
+            ValueError, TypeError: as `attnkit.explain`.
+        """
+        from attnkit.interpret.explain import explain
+        from attnkit.interpret.report import Report
+        from attnkit.launch.job.explaining import chosen, explained_of
+
+        batch, _, _ = chosen(self, Report(num_images=num_images))
+        given = explained_of(self.module, batch, self.module.device)
+        options = {"target": given.sentences, **options}
+        return explain(given.model, given.inputs, **options)
+
     def loaded(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """Call a function of the trainer that loads the checkpoint; only plain data is read."""
         call = partial(function, self.module, datamodule=self.data, weights_only=True, **arguments)
@@ -264,7 +299,7 @@ class Session:
 
     # --- running ---
 
-    def run(self) -> None:
+    def carry_out(self) -> None:
         """Do the work; its figures go to results.json, and that it is done to state.json."""
         done = False
         try:

@@ -1,0 +1,161 @@
+"""`attnkit.run`: a run from Python, in this process, for notebooks, scripts and tests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnkit.launch.command import quoted
+from attnkit.launch.config import hydra_words
+from attnkit.launch.config.compose import Composer, readable
+from attnkit.launch.job import folder as folders
+from attnkit.launch.job.execute import command, execute
+from attnkit.launch.job.request import Request, decide
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import absolute
+
+if TYPE_CHECKING:
+    from attnkit.launch.job.job import Job
+    from attnkit.launch.job.run import Run
+
+
+def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run:
+    """Train, test, predict, explain, export or time, as the command line does; in this process.
+
+        run = attnkit.run("task=vit", trainer={"max_epochs": 3}, run_dir="runs/one")
+        run.results["test/accuracy"], run.module, run.data, run.folder
+        run.explain(method="relevance").save("seen.png")
+        attnkit.run("run=predict", ckpt=run.folder, images="photos")
+
+    What stands on the command line may stand in `words`; what has a Python value may be a keyword.
+    Both are checked alike, and the folder of the run holds the same files. Random numbers,
+    torch's number of threads, loggers, warnings, `sys.path` and the environment are afterwards as
+    they were. Several processes (`trainer=cpu_ddp`) are started as by the command.
+
+    Args:
+        words: overrides as on the command line: "task=vit", "data=image_folder", "+model.extra=1".
+        config_dir: a folder of your own configurations, as `--config-dir`.
+        values: keys of the configuration: a number, text, path, list or None as it is, and a dict
+            for what is below a key.
+
+    Returns:
+        the run: `results`, the numbers of results.json, with several seeds their means and
+        deviations; `module`, with the best weights where the run kept them, `data` and `trainer`,
+        of several seeds of the last one; `folder`, `config`, and `explain`.
+
+    Raises:
+        UserError: what the command line would refuse, in the same words.
+        RunError: what went wrong, such as too little memory.
+    """
+    with _given_back():
+        composer = Composer(None if config_dir is None else absolute(str(config_dir)))
+        typed = [*map(readable, words), *_overrides(values)]
+        overrides, _ = hydra_words.read(composer, typed, multirun=False)
+        request = Request.read(composer, overrides)
+        kind = request.kind
+        if kind.command != f"{command.__module__}.{command.__name__}":
+            raise UserError(
+                f"run={kind.name}: expected a run that leaves a folder of its own\n"
+                f"  on the command line: attnkit run={kind.name} …"
+            )
+        job = decide(request)
+        found = execute(job) or _opened(job)
+        found.folder = job.folder
+        return found
+
+
+def _opened(job: Job) -> Run:
+    """A run that other processes carried out, or that was over before: its best weights."""
+    from attnkit.launch.job import screen
+    from attnkit.launch.job.run import Run
+    from attnkit.lightning.build.build import allowing
+
+    screen.quiet()
+    home = Path(job.runs[-1]["run_dir"])
+    ckpt = str(folders.checkpoint(str(home)))
+    with allowing(*job.allow):
+        run = Run({**folders.load_config(home), "run": "test", "ckpt": ckpt})
+        run.make_own_data()
+        run.make_module()
+        run.restore()
+        run.make_trainer()
+    return run
+
+
+def _overrides(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Python values as overrides of the command line."""
+    for name, value in values.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _overrides(value, f"{key}.")
+        else:
+            yield f"{key}={_text(key, value)}"
+
+
+def _text(key: str, value: Any) -> str:
+    """A Python value as Hydra's overrides write it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value)
+        is_plain = re.fullmatch(r"[A-Za-z_./][\w./+-]*", text, re.ASCII)
+        return text if is_plain and text.lower() not in _NO_TEXTS else quoted(text)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_text(key, one) for one in value)}]"
+    if isinstance(value, Mapping):
+        inner = (f"{name}:{_text(key, one)}" for name, one in value.items())
+        return f"{{{','.join(inner)}}}"
+    raise UserError(
+        f"{key}: expected a number, a text, a path, a list, a dict or None, got "
+        f"{type(value).__name__}"
+    )
+
+
+_NO_TEXTS = {"null", "true", "false", "nan", "inf"}
+"""Words that Hydra reads as other than a text."""
+
+
+@contextmanager
+def _given_back() -> Iterator[None]:
+    """What a run changes in its process is afterwards as it was."""
+    import lightning.pytorch  # noqa: F401  # makes its loggers
+    import numpy as np
+    import torch
+
+    loggers = [logging.getLogger(name) for name in (None, *_LOGGERS)]
+    before = [(one, one.level, one.propagate, one.handlers[:]) for one in loggers]
+    levels = [(handler, handler.level) for one in loggers for handler in one.handlers]
+    environment, path, threads = os.environ.copy(), sys.path[:], torch.get_num_threads()
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    show_warning = warnings.showwarning
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            yield
+    finally:
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
+        for logger, level, propagate, handlers in before:
+            logger.setLevel(level)
+            logger.propagate, logger.handlers[:] = propagate, handlers
+        for handler, level in levels:
+            handler.setLevel(level)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:] = path
+        torch.set_num_threads(threads)
+        warnings.showwarning = show_warning
+
+
+_LOGGERS = ("attnkit", "attnkit.run", "lightning", "lightning.pytorch", "lightning.fabric")

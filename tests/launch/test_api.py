@@ -1,0 +1,152 @@
+"""`attnkit.run`: the same run from Python as from the command line, in this process."""
+
+import logging
+import os
+import random
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import attnkit as toolkit
+from attnkit.launch.job import folder as folders
+from attnkit.lightning.errors import UserError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LOGGERS = ("", "attnkit", "attnkit.run", "lightning", "lightning.pytorch")
+
+
+def numbers(results):
+    """What depends on the run alone, and not on the machine."""
+    of_run = ("train/loss", "val/", "test/", "epochs", "steps", "parameters", "num_seeds")
+    return {name: value for name, value in results.items() if name.startswith(of_run)}
+
+
+def config_of(folder):
+    return folders.relocate(folders.load_config(folder), folder, Path("run"))
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+
+
+def test_it_is_the_run_of_the_command_line(mine, hers):
+    assert mine("trainer.max_epochs=3", "module.lr=0.1", "run_dir=typed").code == 0
+    for name in ("one", "two"):
+        run = toolkit.run(
+            "task=mine", config_dir=hers, trainer={"max_epochs": 3}, module={"lr": 0.1},
+            run_dir=Path(name),
+        )  # fmt: skip
+        typed = folders.load_results(Path("typed"))
+        assert set(run.results) == set(typed)
+        assert numbers(run.results) == pytest.approx(numbers(typed), abs=1e-6)
+        assert files(run.folder) == files("typed")
+        assert run.folder == Path(name).resolve()
+        assert config_of(run.folder) == config_of(Path("typed").resolve())
+        best = torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)
+        for key, value in run.module.state_dict().items():
+            assert torch.equal(value, best["state_dict"][key])
+        assert len(run.data.set) == 53
+        assert run.trainer.current_epoch == 3
+
+
+def test_values_are_what_they_are(hers):
+    given = {
+        "text": "a b=c,d ${x} 'y' \\ ???", "number": "1", "path": Path("p q"), "none": None,
+        "flag": True, "small": 1e-7, "list": [1, [2.5, "true"], None], "empty": {}, "of": {"n": -3},
+        "pairs": [{"one": 1, "two": "2"}],
+    }  # fmt: skip
+    run = toolkit.run("task=mine", config_dir=hers, vars=given, trainer={"max_epochs": 1})
+    assert run.config["vars"] == {**given, "path": "p q"}
+    assert run.folder.parent == Path("outputs/mine").resolve()
+
+
+def test_what_is_wrong_is_said_as_on_the_command_line(mine, hers):
+    for typed, values in (
+        ("trainer.max_epoch=3", {"trainer": {"max_epoch": 3}}),
+        ("module.width=wide", {"module": {"width": "wide"}}),
+        ("ckpt=nowhere", {"ckpt": "nowhere"}),
+        ("run=tain", {"run": "tain"}),
+        ("data.samples=1", {"data": {"samples": 1}}),
+    ):
+        said = mine(typed).err.removeprefix("attnkit: ").strip()
+        with pytest.raises(UserError) as error:
+            toolkit.run("task=mine", config_dir=hers, **values)
+        assert str(error.value) == said
+    with pytest.raises(UserError, match=r"trainer.callbacks: .* None, got object"):
+        toolkit.run("task=mine", config_dir=hers, trainer={"callbacks": object()})
+    with pytest.raises(UserError, match="run=check: expected a run that leaves a folder"):
+        toolkit.run("task=mine", "run=check", config_dir=hers)
+    assert os.listdir(".") == []
+
+
+def test_the_process_is_afterwards_as_it_was(hers):
+    random.seed(3)
+    np.random.seed(5)
+    torch.manual_seed(7)
+    threads = torch.get_num_threads()
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+    for seed, module in ((3, random.seed), (5, np.random.seed), (7, torch.manual_seed)):
+        module(seed)
+
+    def state():
+        loggers = [logging.getLogger(name) for name in LOGGERS]
+        return (
+            [(one.level, one.propagate, one.handlers[:]) for one in loggers],
+            [handler.level for one in loggers for handler in one.handlers],
+            [signal.getsignal(number) for number in SIGNALS],
+            dict(os.environ), sys.path[:], torch.get_num_threads(), os.getcwd(),
+            warnings.showwarning, warnings.filters[:],
+        )  # fmt: skip
+
+    before = state()
+    toolkit.run("task=mine", config_dir=hers, run_dir="one")
+    with pytest.raises(RuntimeError, match="fails on purpose"):
+        toolkit.run("task=mine", config_dir=hers, module={"fail_at": 1}, run_dir="two")
+    assert folders.load_state(Path("two"))["state"] == folders.FAILED
+    assert state() == before
+    assert threads == torch.get_num_threads()
+    assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))
+
+
+def test_resumed_and_tested_and_several_seeds(hers):
+    run = toolkit.run("task=mine", config_dir=hers, run_dir="one")
+    again = toolkit.run(resume=run.folder, config_dir=hers)  # which is over
+    assert again.results == run.results
+    for key, value in run.module.state_dict().items():
+        assert torch.equal(value, again.module.state_dict()[key])
+    longer = toolkit.run(resume="one", config_dir=hers, trainer={"max_epochs": 4})
+    assert longer.results["epochs"] == 4
+    tested = toolkit.run("run=test", ckpt=run.folder, config_dir=hers)
+    assert tested.results["test/loss"] == pytest.approx(longer.results["test/loss"], abs=1e-6)
+    several = toolkit.run("task=mine", config_dir=hers, seeds=2, run_dir="both")
+    assert several.folder == Path("both").resolve()
+    assert several.results["num_seeds"] == 2
+    assert several.results["test/loss_std"] > 0
+    assert several.config["seed"] == 1
+
+
+def test_explained():
+    run = toolkit.run(
+        "task=vit", "model.depth=1", "model.dim=16", "model.num_heads=2", run_dir="one",
+        trainer={"max_epochs": 1, "limit_batches": 2}, callbacks={"curves": None},
+    )  # fmt: skip
+    seen = run.explain(num_images=3, method="relevance")
+    assert seen.map.shape == (3, 4, 4)
+    assert seen.model is run.module
+    again = toolkit.run(resume="one").explain(num_images=3, method="relevance")
+    torch.testing.assert_close(seen.map, again.map)
+    torch.testing.assert_close(seen.images, again.images)
+
+
+@pytest.mark.slow
+def test_several_processes(hers):
+    run = toolkit.run("task=mine", "trainer=cpu_ddp", config_dir=hers, run_dir="one")
+    best = torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)
+    for key, value in run.module.state_dict().items():
+        assert torch.equal(value, best["state_dict"][key])
+    assert run.results["epochs"] == 2
