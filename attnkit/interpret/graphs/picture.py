@@ -187,7 +187,13 @@ def draw_graph(
         )  # fmt: skip
     _edges(panel, ego, circles)
     style: dict[str, Any] = {"fontsize": 8, "title_fontsize": 8, "frameon": False}
-    style |= {"alignment": "left", "loc": "upper left", "borderaxespad": 0}
+    style |= {
+        "columnspacing": 1.2,
+        "handlelength": 1.5,
+        "alignment": "left",
+        "loc": "upper left",
+        "borderaxespad": 0,
+    }
     lines = _scale(ego)
     widths = panel.legend(
         handles=lines, title=method, bbox_to_anchor=(0, 0), ncols=len(lines), **style
