@@ -245,7 +245,7 @@ class GraphQuestion(Target):
             )
         if isinstance(inputs, Mapping):
             given: dict[int | str, Any] = dict(inputs)
-            self._names = {name: name for name in given}
+            self._names = {name: str(name) for name in given}
         else:
             given = dict(enumerate(inputs))
             parameters = signature(self.model.forward).parameters.values()
