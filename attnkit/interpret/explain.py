@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.layer_table import layer_table
 from attnkit.interpret.methods.question import (
     Classes,
     Layers,
@@ -185,8 +184,6 @@ def _explained(
         if asked.logits is None:
             with torch.no_grad():
                 asked.ask()
-        chain = getattr(asked, "chain", None)
-        table = None if chain is None else layer_table(chain)
         unit = _made_of(asked.unit)[1](asked, found)
     assert asked.logits is not None
     assert asked.target is not None
@@ -209,7 +206,6 @@ def _explained(
         unit=unit,
         **of_each,
         quantity=asked.quantity,
-        layers=table,
         notes=asked.notes,
         is_signed=is_signed or bool((found < 0).any()),
         has_target=has_target,

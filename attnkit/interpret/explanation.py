@@ -11,7 +11,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from attnkit.interpret.layer_table import LayerTable
 from attnkit.interpret.picture import save
 from attnkit.interpret.quantity import Quantity
 from attnkit.interpret.units.unit import Unit
@@ -30,8 +29,6 @@ class Explanation:
         a captioner the sentences. Of a graph a single one, as of all that follows.
     predicted, logit, probability: the model's own class, and logit and `quantity` of `target`.
     quantity: what `probability` is: softmax, sigmoid, or what `of` asked for.
-    layers: a row for each layer and head of attention that was used; None for a method that does
-        not look at attention.
     notes: what was assumed or measured on the way, a sentence each.
     is_signed: whether negative numbers speak against the class.
     has_target: whether the method knows of the class.
@@ -46,7 +43,6 @@ class Explanation:
     logit: Annotated[Tensor, "*batch"]
     probability: Annotated[Tensor, "*batch"]
     quantity: Quantity
-    layers: LayerTable | None = None
     notes: list[str] = field(default_factory=list)
     is_signed: bool = False
     has_target: bool = True

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from attnkit.interpret.colours import Scale
 from attnkit.interpret.diagnosis.diagnosis import SINK
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.layer_table import MOST_ROWS
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import Grid as TokenGrid
 from attnkit.interpret.methods.question import Question, looking
@@ -26,6 +25,8 @@ MOST_CELLS = 256
 """Places of a page's grid: what one looks at is as many numbers for each."""
 MOST_LAYERS = 3
 """Of which the page holds what every patch looks at; 196 patches are 40 kB a layer and image."""
+MOST_ROWS = 16
+"""Queries of a layer whose attention the table of heads averages, evenly spaced."""
 BLOCK_ELEMENTS = 2**22  # weights held at once
 _SIDE = 44  # pixels of a thumbnail, at least a pixel for each place
 _UNIT = "attention / uniform; higher is clipped"
@@ -270,7 +271,7 @@ def _looks(step: Step, chain: Chain, grid: Grid) -> Looks:
 
 
 def _heads(step: Step, read: Tensor, chain: Chain, grid: Grid) -> Heads:
-    """As `layer_table`, image by image: of the queries that are read at most `MOST_ROWS`."""
+    """The mean over at most `MOST_ROWS` of the queries that are read."""
     call = step.call
     queries = read.any(dim=0).nonzero()[:, 0]
     chosen = torch.linspace(0, len(queries) - 1, min(MOST_ROWS, len(queries))).round().long()
