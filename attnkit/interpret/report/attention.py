@@ -17,9 +17,8 @@ from attnkit.interpret.methods.grid import Grid as TokenGrid
 from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.methods.tokens import Chain, watch
 from attnkit.interpret.report.page import colour_bar, map_uri
-from attnkit.interpret.trust.curves import answers_without, of_images
-from attnkit.interpret.trust.places import removal_grid
-from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal
+from attnkit.interpret.trust.curves import answers_without_each, of_images
+from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal, removal_grid
 
 MOST_CELLS = 256
 """Places of a page's grid: what one looks at is as many numbers for each."""
@@ -128,12 +127,9 @@ def without_each(
             kind, answer = "mask", removal("mask", question, grid)
         except NotAvailableError:
             kind, answer = "mean", removal("mean", question, grid)
-        alone = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=images.device)
-        none = torch.zeros_like(alone[:1])
-        removed = torch.cat([none, alone])[:, None].expand(-1, len(images), -1)
+        without, places = of_images(question, answer), grid[0] * grid[1]
         said = f"leaving one patch out, {REMOVALS[kind]}"
-        without = of_images(question, answer)
-        _, p, _ = answers_without(question, without, removed, batch_size, said)
+        _, p, _ = answers_without_each(question, without, places, batch_size, said)
     return Without(grid, p[1:].T, p[0], REMOVALS[kind])
 
 
