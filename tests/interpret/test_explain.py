@@ -203,8 +203,8 @@ def test_a_map_or_a_function_of_somebody_else():
 def test_layers_are_chosen_by_place_or_name():
     model, images = randomised(ours()), torch.randn(2, 3, 32, 48)
     last = explain(model, images, 3, layers=-1)
-    assert {row.layer for row in last.layers} == {"blocks.2.attention"}
-    torch.testing.assert_close(last.map, explain(model, images, 3, layers="blocks.2*").map)
+    for name in ("blocks.2.attention", "blocks.2*"):
+        torch.testing.assert_close(last.map, explain(model, images, 3, layers=name).map)
     assert not torch.allclose(last.map, explain(model, images, 3).map)
 
 

@@ -14,6 +14,7 @@ from attnkit.interpret.units.patch import Patches
 
 if TYPE_CHECKING:
     from attnkit.interpret.explanation import Explanation
+    from attnkit.interpret.trust.result import Trust
 
 
 class Words(Patches):
@@ -38,11 +39,11 @@ class Words(Patches):
         image: int | None = None,
         word: int | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Trust | WordTrust:
         """`attnkit.trust` of a word as the class of one image, behind the words before it; without
         an image and a word, `trust_words` of all."""
         if image is None and word is None:
-            return self.trust_words(**options)
+            return trust_words(self.target, self.words, **options)
         number, length, *grid = self.words.shape
         for name, index, size in (("image", image, number), ("word", word, length)):
             if index is None or not 0 <= index < size:
@@ -67,10 +68,6 @@ class Words(Patches):
         known |= {"map": self.words[image : image + 1, word], "of": self.target.of}
         model = WordLogits(self.target.captioner, self.target.before[image, : word + 1])
         return trust(model, self.target.images.detach()[image : image + 1], **known | options)
-
-    def trust_words(self, **options: Any) -> WordTrust:
-        """How far to trust the maps of all words at once."""
-        return trust_words(self.target, self.words, **options)
 
     def arrays(self) -> dict[str, Tensor]:
         """The maps of the words, and their mean."""

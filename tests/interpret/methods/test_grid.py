@@ -146,6 +146,7 @@ def test_whatever_names_tokens_knows_those_behind_the_patches(before, behind):
     is_patch[before : before + 15] = True
     others = weights[..., ~is_patch].sum(dim=-1)
     seen = attnkit.explain(model, images, method="attention")
+    assert (seen.num_prefix_tokens, seen.num_suffix_tokens) == (before, behind)
     torch.testing.assert_close(seen.share, others.mean(dim=(1, 2)))
     assert f"class and register tokens: {100 * seen.share[0]:.0f} %" in repr(seen)
     queries = torch.linspace(0, len(is_patch) - 1, min(MOST_ROWS, len(is_patch))).round().long()
