@@ -92,14 +92,15 @@ def _grid(question: Question, patch: int | tuple[int, int] | None) -> tuple[int,
                 f"patch: {patch} does not divide an image of {height} x {width} pixels"
             )
         return height // high, width // wide
+    patches = patch_grid(question.model, question.images)
     if question.grid is not None:
         rows, columns = question.grid
-        if height % rows or width % columns:
+        is_of_patches = patches is not None and patches.are_in(question.grid)
+        if not is_of_patches and (height % rows or width % columns):
             raise ValueError(
                 f"grid: {rows} x {columns} does not divide an image of {height} x {width} pixels"
             )
         return rows, columns
-    patches = patch_grid(question.model, question.images)
     if patches is not None:
         return patches.grid
     for tokens in token_grids(question.model, question.images, num_tokens=0).values():

@@ -203,6 +203,13 @@ def gaps_of(curves: Curves, removed: Annotated[Tensor, "points"]) -> tuple[Value
     return {key: gap[0] for key, gap in gaps.items()}, within
 
 
+def check_orders(orders: int) -> None:
+    """ValueError for a number of random orders, half of which are the other half reversed."""
+    at_least(2, orders=orders)
+    if orders % 2:
+        raise ValueError(f"orders: expected an even number, half of them reversed, got {orders}")
+
+
 def check_map(map: Tensor, question: Question, name: str = "map") -> None:
     """ValueError or TypeError for what is not a map of these images."""
     if not isinstance(map, Tensor) or not map.is_floating_point():

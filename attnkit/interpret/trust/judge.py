@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.functional import spearman_corrcoef
 
-from attnkit.core.arguments import at_least
 from attnkit.interpret.methods.controls import centre
 from attnkit.interpret.methods.gradients import input_gradient
 from attnkit.interpret.methods.question import Classes, Question, looking
@@ -20,10 +19,10 @@ from attnkit.interpret.trust.curves import (
     FRACTIONS,
     FULL_FRACTIONS,
     Values,
-    Without,
     answers,
     both_orders,
     check_map,
+    check_orders,
     gaps_of,
     of_images,
     removal_ranks,
@@ -34,9 +33,8 @@ from attnkit.interpret.trust.removal import (
     REMOVALS,
     Grid,
     Maps,
-    NotAvailableError,
+    available,
     on_grid,
-    removal,
     removal_grid,
 )
 from attnkit.interpret.trust.result import (
@@ -45,6 +43,7 @@ from attnkit.interpret.trust.result import (
     SENSITIVE,
     SURVIVING,
     Fall,
+    Score,
     Trust,
     verdict,
 )
@@ -126,9 +125,7 @@ def trust(
         TypeError, ValueError: an argument has a wrong type, shape or value; no kind of removal is
             available for this model.
     """
-    at_least(2, orders=orders)
-    if orders % 2:
-        raise ValueError(f"orders: expected an even number, half of them reversed, got {orders}")
+    check_orders(orders)
     if isinstance(removals, str) or not removals:
         raise ValueError(f"removals: expected kinds of removal in a list, got {removals!r}")
     if method is not None and not callable(method):
@@ -172,18 +169,19 @@ def trust(
         by_lot = torch.rand(orders // 2, question.batch, *grid, generator=generator)
 
         # what is lost while patches are removed, those first that a map ranks highest, or lowest
-        ways = _available(removals, question, grid, result.unavailable)
+        ways, unavailable = available(removals, question, grid)
+        result.unavailable |= unavailable
         ranks = {name: both_orders(removal_ranks(one, generator)) for name, one in maps.items()}
         lots = [both_orders(removal_ranks(one, generator)) for one in by_lot.to(images.device)]
         ranks["random"] = torch.cat(lots)
-        every, sizes = torch.cat([*ranks.values()]), [len(orders) for orders in ranks.values()]
-        for kind, without in ways.items():
-            said = f"removing patches, {REMOVALS[kind]}"
+        every, sizes = torch.cat([*ranks.values()]), [len(one) for one in ranks.values()]
+        for kind, way in ways.items():
+            said, without = f"removing patches, {REMOVALS[kind]}", of_images(question, way)
             found = answers(question, without, every, counts, batch_size, said)
             logits, curves = (dict(zip(ranks, one.split(sizes), strict=True)) for one in found[:2])
             gaps, within = gaps_of(curves, removed)
-            result.add(f"gap in {result.symbol}, {REMOVALS[kind]}", gaps, within)
-            result.add(f"gap in logit, {REMOVALS[kind]}", *gaps_of(logits, removed))
+            _add(result, f"gap in {result.symbol}, {REMOVALS[kind]}", gaps, within)
+            _add(result, f"gap in logit, {REMOVALS[kind]}", *gaps_of(logits, removed))
             result.curves[kind], result.gaps[kind] = curves, gaps["map"]
             result.verdicts[kind] = _verdicts(gaps, within)
             result.falls[kind] = Fall.at(SAID_SHARE, removed, curves, result.symbol)
@@ -194,7 +192,7 @@ def trust(
                 name: 1 - spearman(*(make(model, classes) for classes in both))
                 for name, make in makers.items()
             }
-            score = result.add(CLASS_SENSITIVITY, differ, random=1.0)
+            score = _add(result, CLASS_SENSITIVITY, differ, random=1.0)
             result.verdicts["class"] = (verdict("class", score.map >= SENSITIVE),)
 
         if method is not None:  # does the map know what was learned?
@@ -203,18 +201,18 @@ def trust(
                 name: spearman(maps[name], make(shuffled, question.target))
                 for name, make in makers.items()
             }
-            score = result.add(RANDOM_WEIGHTS, alike)
+            score = _add(result, RANDOM_WEIGHTS, alike)
             result.verdicts["weights"] = (verdict("weights", score.map >= SURVIVING),)
             if question.batch > 1:
                 alike = {name: spearman(maps[name], maps[name].roll(1, dims=0)) for name in makers}
-                result.add("similarity, another image", alike)
+                _add(result, "similarity, another image", alike)
 
         if masks is not None:  # does the map point to the object?
             chance = area(masks).mean()
             hits = {name: pointing(one, masks) for name, one in maps.items()}
-            result.add("pointing", hits, random=float(chance))
+            _add(result, "pointing", hits, random=float(chance))
             over = {name: mass(one, masks) / chance for name, one in maps.items()}
-            result.add("mass over chance", over, random=1.0)
+            _add(result, "mass over chance", over, random=1.0)
     result.num_forwards = sum(images_seen) / question.batch
     return result
 
@@ -239,26 +237,13 @@ def _makers(question: Question, method: MapFunction | None, grid: Grid) -> dict[
     return {"map": made} | makers
 
 
-def _available(
-    removals: Sequence[str], question: Question, grid: Grid, unavailable: dict[str, str]
-) -> dict[str, Without]:
-    """The kinds of removal that the model allows; `unavailable` gets the reasons for the others.
-
-    Raises:
-        NotAvailableError: it allows none.
-    """
-    ways: dict[str, Without] = {}
-    for name in removals:
-        try:
-            ways[name] = of_images(question, removal(name, question, grid))
-        except NotAvailableError as error:
-            unavailable[name] = str(error)
-    if not ways:
-        first = removals[0]
-        raise NotAvailableError(
-            f"removals: {first!r} is not available; {unavailable[first]}; take 'mean'"
-        )
-    return ways
+def _add(
+    result: Trust, name: str, values: Values, within: float | None = None, random: float = 0.0
+) -> Score:
+    """Add a score: of each map the mean over the images; of random ones what is expected."""
+    means = {key: float(value.mean()) for key, value in values.items()}
+    result.scores.append(Score(name, **means, random=random, within=within))
+    return result.scores[-1]
 
 
 def _verdicts(gaps: Values, within: float) -> tuple[str, ...]:

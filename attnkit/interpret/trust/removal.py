@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
@@ -113,6 +113,28 @@ def removal(name: str, question: Question, grid: Grid) -> Answer:
     return painting(question, grid, lambda images: gaussian_blur(images, *widths_first))
 
 
+def available(
+    names: Sequence[str], question: Question, grid: Grid
+) -> tuple[dict[str, Answer], dict[str, str]]:
+    """The kinds of removal that the model allows, and the reasons for the others, by name.
+
+    Raises:
+        ValueError: another name.
+        NotAvailableError: the model allows none.
+    """
+    ways: dict[str, Answer] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            ways[name] = removal(name, question, grid)
+        except NotAvailableError as error:
+            reasons[name] = str(error)
+    if not ways:
+        name, reason = next(iter(reasons.items()))
+        raise NotAvailableError(f"removals: {name!r} is not available; {reason}; take 'mean'")
+    return ways, reasons
+
+
 def painting(question: Question, grid: Grid, paint: Callable[[Images], Tensor]) -> Answer:
     """Patches painted over.
 
@@ -134,7 +156,7 @@ def pixels_of(question: Question, grid: Grid) -> Callable[[Places], Tensor]:
     height, width = question.images.shape[-2:]
     patches = patch_grid(question.model, question.images)
     covered = None
-    if patches and not (patches.rows % grid[0] or patches.columns % grid[1]):
+    if patches is not None and patches.are_in(grid):
         covered = patches.covered
     return lambda removed: as_pixels(removed, grid, (height, width), covered)
 

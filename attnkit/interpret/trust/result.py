@@ -133,18 +133,6 @@ class Trust:
         names = ", ".join(repr(score.name) for score in self.scores)
         raise KeyError(f"{name!r} is not one of the scores {names}")
 
-    def add(
-        self,
-        name: str,
-        values: Mapping[str, Annotated[Tensor, "batch"]],
-        within: float | None = None,
-        random: float = 0.0,
-    ) -> Score:
-        """Add a score: of each map the mean over the images; of a random map, what is expected."""
-        means = {key: float(value.mean()) for key, value in values.items()}
-        self.scores.append(Score(name, **means, random=random, within=within))
-        return self.scores[-1]
-
     def to_dict(self) -> dict[str, dict[str, float]]:
         """The table: by score and by map, without what there is not."""
         return {

@@ -10,7 +10,6 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from attnkit.core.arguments import at_least
 from attnkit.interpret.methods.question import looking
 from attnkit.interpret.quantity import Quantity
 from attnkit.interpret.sentences import Sentences
@@ -19,6 +18,7 @@ from attnkit.interpret.trust.curves import (
     FULL_FRACTIONS,
     answers_without,
     both_orders,
+    check_orders,
     removal_ranks,
     removed_at,
     removed_counts,
@@ -119,10 +119,7 @@ def trust_words(
     Raises:
         ValueError: maps of other words; fractions that take away nothing or all; orders.
     """
-    at_least(2, orders=orders)
-    at_least(1, batch_size=batch_size)
-    if orders % 2:
-        raise ValueError(f"orders: expected an even number, half of them reversed, got {orders}")
+    check_orders(orders)
     if maps.shape[:2] != sentences.said.shape:
         raise ValueError(
             f"maps: expected [batch, words, …] = {list(sentences.said.shape)}, got "
@@ -183,4 +180,4 @@ def trust_words(
 
 def word_counts(fractions: Sequence[float], places: int) -> list[int]:
     """How many regions are gone at each point of a curve: none, one, those of fractions, all."""
-    return removed_counts((*fractions, 1 / places), places)
+    return sorted({*removed_counts(fractions, places), 1})
