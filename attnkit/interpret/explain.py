@@ -244,9 +244,11 @@ def _refuse(why: str, options: Mapping[str, Any]) -> None:
 
 def _given(asked: Any, method: MapFunction | Tensor) -> Tensor:
     """Numbers that are not of a method of ours, checked."""
-    if asked.unit == "word" or (asked.unit == "edge" and not isinstance(method, Tensor)):
+    if asked.unit == "word":
         raise no_method(asked.unit, type(method).__name__)
     if asked.unit == "edge":
+        if not isinstance(method, Tensor):
+            raise no_method(asked.unit, repr(method))
         if list(method.shape) != [asked.num_edges] or not method.is_floating_point():
             raise ValueError(
                 f"method: expected floating-point numbers [edges] = [{asked.num_edges}], got "

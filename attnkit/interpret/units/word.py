@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from attnkit.interpret.sentences import Sentences, WordLogits
 from attnkit.interpret.trust.judge import trust
-from attnkit.interpret.trust.words import WordTrust, trust_words
+from attnkit.interpret.trust.words import trust_words
 from attnkit.interpret.units.patch import Patches
 
 if TYPE_CHECKING:
     from attnkit.interpret.explanation import Explanation
-    from attnkit.interpret.trust.result import Trust
 
 
 class Words(Patches):
@@ -39,7 +38,7 @@ class Words(Patches):
         image: int | None = None,
         word: int | None = None,
         **options: Any,
-    ) -> Trust | WordTrust:
+    ) -> Any:
         """`attnkit.trust` of a word as the class of one image, behind the words before it; without
         an image and a word, `trust_words` of all."""
         if image is None and word is None:
