@@ -50,9 +50,9 @@ from attnkit.interpret.trust.result import (
 from attnkit.metrics.localisation import area, check_maps, covered, mass, pointing
 
 SAID_SHARE = 0.2
-"""Of patches, nearest to which is the share that a sentence tells the loss of."""
+"""A sentence tells what is lost at the point of the curves that is nearest to this share."""
 ENOUGH_IMAGES = 10
-"""From which on two maps are compared by how their difference varies from image to image."""
+"""From so many on, two maps are compared by how their difference varies from image to image."""
 
 MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """A map of a model, images and a class for each."""

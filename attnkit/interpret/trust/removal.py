@@ -18,7 +18,7 @@ from attnkit.interpret.methods.question import Question, logits_of
 REMOVALS = {"mask": "tokens masked", "mean": "mean colour", "blur": "blurred"}
 """The kinds of removal, and what they are called in sentences."""
 LARGEST_GRID = 16
-"""Rows and columns at most of what is removed from a model without patches."""
+"""The most rows and columns of places that are removed from a model without patches."""
 
 Grid = tuple[int, int]
 Maps = Annotated[Tensor, "batch map_height map_width"]

@@ -13,9 +13,9 @@ from attnkit.interpret.text_table import text_table
 from attnkit.interpret.trust.removal import REMOVALS
 
 SENSITIVE = 0.1
-"""Of class sensitivity, from which on a map is called class-specific."""
+"""A map is called class-specific from this class sensitivity on."""
 SURVIVING = 0.5
-"""Of similarity to the map of random weights, from which on a map is said to survive them."""
+"""A map is said to survive random weights from this similarity to theirs on."""
 CLASS_SENSITIVITY = "class sensitivity"
 RANDOM_WEIGHTS = "similarity, all weights random"
 VERDICTS = {
