@@ -63,14 +63,13 @@ def integrated_gradients(
 
 def over_patches(question: Question, pixels: Tensor) -> Tensor:
     """The sum over channels and over each patch, [batch, channels, height, width] to a map."""
-    values = pixels.sum(dim=1)
-    if question.grid is not None:
-        return sum_over(values, question.grid)
+    values, grid = pixels.sum(dim=1), question.grid
     patches = patch_grid(question.model, question.images)
-    if patches is None:
-        return values
-    below, right = (n - m for n, m in zip(patches.covered, values.shape[1:], strict=True))
-    return sum_over(F.pad(values, (0, right, 0, below)), patches.grid)  # cuts off where negative
+    if patches is not None and (grid is None or patches.are_in(grid)):
+        below, right = (n - m for n, m in zip(patches.covered, values.shape[1:], strict=True))
+        values = F.pad(values, (0, right, 0, below))  # cuts off where negative
+        grid = grid or patches.grid
+    return values if grid is None else sum_over(values, grid)
 
 
 def sum_over(values: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -414,6 +414,10 @@ class Patches(NamedTuple):
         """Height and width in pixels of all patches together."""
         return self.rows * self.size[0], self.columns * self.size[1]
 
+    def are_in(self, grid: tuple[int, int]) -> bool:
+        """Whether each place of a grid is a number of whole patches."""
+        return not (self.rows % grid[0] or self.columns % grid[1])
+
 
 def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
     """The patches of the images, as the model's patch embedding made them of the first.

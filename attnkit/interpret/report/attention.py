@@ -12,20 +12,20 @@ from torch.nn import functional as F
 from attnkit.interpret.colours import Scale
 from attnkit.interpret.diagnosis.diagnosis import SINK
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.layer_table import MOST_ROWS
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import Grid as TokenGrid
 from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.methods.tokens import Chain, watch
 from attnkit.interpret.report.page import colour_bar, map_uri
-from attnkit.interpret.trust.curves import answers_without, of_images
-from attnkit.interpret.trust.places import removal_grid
-from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal
+from attnkit.interpret.trust.curves import answers_without_each, of_images
+from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal, removal_grid
 
 MOST_CELLS = 256
 """Places of a page's grid: what one looks at is as many numbers for each."""
 MOST_LAYERS = 3
 """Of which the page holds what every patch looks at; 196 patches are 40 kB a layer and image."""
+MOST_ROWS = 16
+"""Queries of a layer whose attention the table of heads averages, evenly spaced."""
 BLOCK_ELEMENTS = 2**22  # weights held at once
 _SIDE = 44  # pixels of a thumbnail, at least a pixel for each place
 _UNIT = "attention / uniform; higher is clipped"
@@ -127,12 +127,9 @@ def without_each(
             kind, answer = "mask", removal("mask", question, grid)
         except NotAvailableError:
             kind, answer = "mean", removal("mean", question, grid)
-        alone = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=images.device)
-        none = torch.zeros_like(alone[:1])
-        removed = torch.cat([none, alone])[:, None].expand(-1, len(images), -1)
+        without, places = of_images(question, answer), grid[0] * grid[1]
         said = f"leaving one patch out, {REMOVALS[kind]}"
-        without = of_images(question, answer)
-        _, p, _ = answers_without(question, without, removed, batch_size, said)
+        _, p, _ = answers_without_each(question, without, places, batch_size, said)
     return Without(grid, p[1:].T, p[0], REMOVALS[kind])
 
 
@@ -270,7 +267,7 @@ def _looks(step: Step, chain: Chain, grid: Grid) -> Looks:
 
 
 def _heads(step: Step, read: Tensor, chain: Chain, grid: Grid) -> Heads:
-    """As `layer_table`, image by image: of the queries that are read at most `MOST_ROWS`."""
+    """The mean over at most `MOST_ROWS` of the queries that are read."""
     call = step.call
     queries = read.any(dim=0).nonzero()[:, 0]
     chosen = torch.linspace(0, len(queries) - 1, min(MOST_ROWS, len(queries))).round().long()

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attnkit.interpret.trust.gaps import fall
+from attnkit.interpret.trust.curves import gaps_of
 from attnkit.interpret.trust.removal import REMOVALS
-from attnkit.interpret.trust.result import VERDICTS, Trust
-from attnkit.metrics.perturbation import perturbation_gap
+from attnkit.interpret.trust.result import Fall, Trust, verdict
 
 _COLOURS = 6  # of lines, in the style sheet
 
@@ -57,16 +56,13 @@ def patch_sentences(trust: Trust, image: int) -> list[tuple[str, str]]:
     said = []
     for kind, curves in trust.curves.items():
         one = {name: values[:, image : image + 1] for name, values in curves.items()}
-        point = int((trust.removed - trust.falls[kind].share).abs().argmin())
-        random = one["random"]
-        drawn = perturbation_gap(random[::2], random[1::2], trust.removed)
-        within = 2 * float(drawn.square().mean().sqrt())
-        gap = float(trust.gaps[kind][image])
-        lost = fall(one, trust.removed, point)
+        gaps, within = gaps_of(one, trust.removed)
+        gap = float(gaps["map"])
+        lost = Fall.at(trust.falls[kind].share, trust.removed, one)
         # two standard errors of a mean reach beyond what a probability can be
         lost = lost._replace(low=max(0.0, lost.low), high=min(1.0, lost.high))
-        verdict = VERDICTS[0] if gap > within else VERDICTS[1]
-        judged = f"Gap {gap:.2f}, random maps 0 ± {within:.2f}: {verdict}.".replace("-", "−")
+        better = verdict("random", gap > within)
+        judged = f"Gap {gap:.2f}, random maps 0 ± {within:.2f}: {better}.".replace("-", "−")
         said.append((lost.sentence(kind, 1), judged))
     return said
 

@@ -64,7 +64,7 @@ def edge_section(
         return ["not known" if classes[node] < 0 else explained.class_name(classes[node])]
 
     ego = ego_graph(seen.edges, seen.edge_index, seen.candidates, seen.index)
-    classes = seen.classes(explained.truth)
+    classes = seen.unit.classes(explained.truth)
     kind = "predicted class" if explained.truth is None else "class"
     rows = seen.top(_ROWS)
     table: list[list[Any]] = [
@@ -98,7 +98,7 @@ def edge_section(
     return {
         "kind": "graph",
         "title": title,
-        "headline": seen.headline(explained.class_names),
+        "headline": seen.unit.headline(seen, explained.class_names),
         "alt": f"Edges that reach {what} by {seen.method}. First: {first}. {ego}",
         "drawing": _inline(figure),
         "says": says,

@@ -25,7 +25,7 @@ from attnkit.interpret.report.edges import edge_sections
 from attnkit.interpret.report.findings import Judged, Row, number
 from attnkit.interpret.report.maps import image_sections, over_chance, word_sections
 from attnkit.interpret.report.page import Section
-from attnkit.interpret.trust.agreement import spearman
+from attnkit.interpret.trust.judge import spearman
 from attnkit.interpret.trust.result import SENSITIVE, SURVIVING
 from attnkit.lightning.explained import Explained
 

@@ -286,7 +286,7 @@ def test_numbers_of_somebody_else_are_taken(graph):
 
 
 def test_images_have_no_index():
-    with pytest.raises(TypeError, match="index: 'relevance' has no options"):
+    with pytest.raises(TypeError, match="index: only a graph has one; leave it out"):
         explain(nn.Flatten(), torch.randn(1, 3, 8, 8), 3)
 
 

@@ -125,23 +125,20 @@ def test_what_a_patch_looks_at_is_the_attention_of_its_row(model, images, seen, 
                 assert data["most"][place] == int(one.weights[1, place].argmax())
 
 
-def test_heads_are_those_of_the_table_of_layers(model, images):
-    one = attnkit.explain(model, images[:1])
-    heads = attention_of(one).heads
-    found = [
-        (layer.layer, head, layer.entropy[0, head], layer.share[0, head], layer.receiver[0, head])
-        for layer in heads
-        for head in range(2)
-    ]
-    assert len(found) == 8
-    for row, (layer, head, entropy, share, receiver) in zip(one.layers, found, strict=True):
-        assert (row.layer, row.head, row.receiver) == (layer, head, int(receiver))
-        assert float(entropy) == pytest.approx(row.entropy, abs=1e-5)
-        assert float(share) == pytest.approx(row.receiver_share, abs=1e-5)
+def test_heads_are_of_what_the_class_token_looks_at(model, images):
+    heads = attention_of(attnkit.explain(model, images)).heads
     with attnkit.capture_attention(model, rows=0) as weights:
-        model(images[:1])
-    expected = weights["blocks.2.attn"][0][0, :, 0, 1:] * (ROWS * COLUMNS + 1)
-    torch.testing.assert_close(heads[2].weights[0], expected)
+        model(images)
+    assert [layer.layer for layer in heads] == [*weights]
+    num_keys = ROWS * COLUMNS + 1
+    for layer in heads:
+        of_class = weights[layer.layer][0][:, :, 0]  # [batch, heads, keys]
+        entropy = torch.special.entr(of_class).sum(dim=-1) / torch.tensor(num_keys).log()
+        torch.testing.assert_close(layer.entropy, entropy)
+        largest, receiver = of_class.max(dim=-1)
+        torch.testing.assert_close(layer.share, largest)
+        assert torch.equal(layer.receiver, receiver)
+        torch.testing.assert_close(layer.weights, of_class[:, :, 1:] * num_keys)
 
 
 def test_p_without_a_patch_is_that_of_a_curve_that_removes_it(model, images, seen):
