@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from attnkit.core.capture.weights import capture_attention
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name
-from attnkit.interpret.colours import OVERLAY, Scale
 from attnkit.interpret.explain import explain
 from attnkit.interpret.methods.grid import find_grid
-from attnkit.interpret.picture import Panel, Row, as_picture, draw
+from attnkit.interpret.picture import OVERLAY, Panel, Row, Scale, as_picture, draw
 from attnkit.layers.gates.gate import capture_gates
 from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.layers.maps.spatial import SpatialAttention

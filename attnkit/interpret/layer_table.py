@@ -1,12 +1,12 @@
 """What each layer and head of attention did at the tokens that the answer is read from."""
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from attnkit.interpret.methods.tokens import Chain
-from attnkit.interpret.text_table import text_table
 
 MOST_ROWS = 16
 
@@ -68,3 +68,22 @@ def layer_table(chain: Chain) -> LayerTable:
         for head, numbers in enumerate(zip(*columns, strict=True)):
             table.append(LayerRow(step.call.layer, head, *numbers))
     return table
+
+
+def text_table(rows: Iterable[Sequence[object]], num_left: int = 1) -> str:
+    """Rows of cells as lines, the columns two spaces apart.
+
+    Args:
+        rows: the heading first, all of the same length.
+        num_left: how many columns, from the first on, stand at the left; the others at the right.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if place < num_left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)

@@ -17,19 +17,17 @@ from PIL import Image
 from torch import Tensor
 
 from attnkit.core.arguments import choice
-from attnkit.interpret.by_turns import by_turns, num_rows
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.layer_maps import chosen_layers, draw_layer
 from attnkit.interpret.picture import pixels_of, save
-from attnkit.interpret.report.cost import duration
+from attnkit.interpret.report.report import duration, usual_method
 from attnkit.interpret.sentences import captioner_of
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError
 from attnkit.interpret.trust.result import CLASS_SENSITIVITY
-from attnkit.interpret.usual_method import usual_method
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.explained import Explained
+from attnkit.lightning.explained import Explained, by_turns, num_rows
 from attnkit.lightning.files import in_log_folder, replacing
 from attnkit.lightning.loggers.pictures import log_picture
 from attnkit.lightning.telling.say import say

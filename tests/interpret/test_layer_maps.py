@@ -16,8 +16,8 @@ from attnkit import (
     ViT,
     capture_attention,
 )
-from attnkit.interpret.colours import Scale, overlaid
 from attnkit.interpret.layer_maps import LayerMap, draw_layer, draw_layers, layer_maps
+from attnkit.interpret.picture import Scale, overlaid
 from attnkit.lightning import Explained
 
 

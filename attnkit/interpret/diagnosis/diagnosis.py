@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from attnkit.interpret.text_table import text_table
+from attnkit.interpret.layer_table import text_table
 
 Row = dict[str, Any]
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnkit.interpret.colours import Scale, as_numbers, overlay_scale, scale_of
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.methods.question import logits_of, looking
+from attnkit.interpret.picture import Scale, as_numbers, overlay_scale, scale_of
 from attnkit.interpret.report.attention import (
     Without,
     attention_of,

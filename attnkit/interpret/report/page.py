@@ -16,8 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 from torch import Tensor
 
-from attnkit.interpret.colours import Scale
-from attnkit.interpret.picture import as_picture
+from attnkit.interpret.picture import Scale, as_picture
 from attnkit.lightning.files import write_text
 
 _LOSSLESS = 64 * 64  # pixels of an image up to which it is stored without loss

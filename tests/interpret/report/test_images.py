@@ -14,8 +14,8 @@ from sklearn.datasets import load_sample_image
 from torch import nn
 
 import attnkit
-from attnkit.interpret.colours import scale_of
 from attnkit.interpret.diagnosis.diagnosis import SINK
+from attnkit.interpret.picture import scale_of
 from attnkit.interpret.report.attention import (
     Without,
     attention_of,
