@@ -171,7 +171,8 @@ def draw(rows: Sequence[Row], across: int = _ACROSS, heading: str = "") -> Figur
             y += height + _below(line)
         if row.scale is not None and not _is_curve(row.panels[-1]):
             place = axes(columns * (_SIDE + _GAP) + 0.05, first, 0.14, y - _below(some[-1]) - first)
-            bar = figure.colorbar(row.scale.mappable, cax=place, label=row.label)
+            bar = figure.colorbar(row.scale.mappable, cax=place)
+            bar.set_label(row.label, fontsize=7)  # which is not longer than a row is high
             bar.ax.tick_params(labelsize=7)
     return figure
 

@@ -228,7 +228,7 @@ class Interpret(Callback):
             )
         try:
             if self.layer is not None:
-                return draw_layer(given, self.layer)[0], {}
+                return draw_layer(given, self.layer).figure, {}
             method = self.method or (self._look.method if self._look else usual_method(given))
             seen = explain(given.model, given.inputs, given.sentences, method)
         except torch.OutOfMemoryError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,7 +15,7 @@ from attnkit.core.arguments import at_least
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.graphs.question import GraphQuestion
-from attnkit.interpret.layer_maps import draw_layer, first_of
+from attnkit.interpret.layer_maps import draw_layer
 from attnkit.interpret.methods.grid import patch_grid
 from attnkit.interpret.methods.question import looking
 from attnkit.interpret.methods.table import METHODS, methods_of
@@ -22,7 +23,7 @@ from attnkit.interpret.picture import save
 from attnkit.interpret.report.attention import MOST_CELLS
 from attnkit.interpret.report.findings import PAGE, Findings, Judged, findings_of, table_of
 from attnkit.interpret.report.kinds import KINDS, arrays_of
-from attnkit.interpret.report.page import write_page
+from attnkit.interpret.report.page import picture_section, write_page
 from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS
 from attnkit.interpret.trust.words import ORDERS, word_counts
 from attnkit.lightning.explained import Explained
@@ -137,7 +138,7 @@ class Report:
                 if not 0 <= node <= last:
                     raise ValueError(f"nodes: expected numbers from 0 to {last}, got {node}")
         if self.layer is not None:
-            draw_layer(first_of(explained), self.layer)
+            draw_layer(_first_of(explained), self.layer)
 
     def class_of(self, explained: Explained) -> int | None:
         """The number of the class that is asked for.
@@ -259,9 +260,11 @@ class Report:
         )
         folder = Path(folder)
         if self.layer is not None:
-            picture, maps = draw_layer(explained, self.layer)
-            findings.arrays |= {f"layer_{name}": one.cpu().numpy() for name, one in maps.items()}
-            save(folder / LAYERS, picture)
+            drawn = draw_layer(explained, self.layer)
+            of_layers = {f"layer_{name}": one.cpu().numpy() for name, one in drawn.maps.items()}
+            findings.arrays |= of_layers
+            save(folder / LAYERS, drawn.figure)
+            findings.sections.append(picture_section(folder / LAYERS, drawn.caption))
         findings.write(folder)
         untested = "These maps were not tested against random ones. " * (self.trust == "none")
         write_page(
@@ -303,8 +306,17 @@ def usual_method(explained: Explained) -> str:
     """The method that `attnkit.explain` takes where none is asked for, of the first of them."""
     if explained.kind == "nodes":
         return explain(explained.model, explained.inputs, index=0).method
-    said = None if explained.sentences is None else explained.sentences[:1]
-    return explain(explained.model, explained.inputs[:1], said).method
+    first = _first_of(explained)
+    return explain(first.model, first.inputs, first.sentences).method
+
+
+def _first_of(explained: Explained) -> Explained:
+    """The first image, or sentence, alone."""
+    names = ("inputs", "pictures", "sentences")
+    given = {name: getattr(explained, name) for name in names}
+    return replace(
+        explained, **{name: one if one is None else one[:1] for name, one in given.items()}
+    )
 
 
 def duration(seconds: float) -> str:

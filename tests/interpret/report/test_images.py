@@ -16,6 +16,7 @@ from torch import nn
 import attnkit
 from attnkit.interpret.diagnosis.diagnosis import SINK
 from attnkit.interpret.picture import scale_of
+from attnkit.interpret.report import Report
 from attnkit.interpret.report.attention import (
     Without,
     attention_of,
@@ -363,3 +364,23 @@ def test_nothing_is_cut_off(open_page, path, wide):
 def test_the_data_is_json(path):
     for text in re.findall(r'<script type="application/json">(.*?)</script>', path.read_text()):
         assert json.loads(text)["rows"] == ROWS
+
+
+def test_the_picture_of_layers_stands_in_the_page(open_page, tmp_path):
+    """As it is beside the page; a small screen shows no less of it."""
+    torch.manual_seed(0)
+    vit = attnkit.ViT(image_size=(12, 20), patch_size=4, dim=12, depth=2, num_heads=3)
+    images = torch.randn(3, 3, 12, 20)
+    report = Report("attention", trust="none", layer="blocks.*")
+    found = report(Explained(vit.eval(), images, pictures=images), tmp_path)
+    assert [one["title"] for one in found.sections] == [
+        "image 0", "image 1", "image 2", "What layers do",
+    ]  # fmt: skip
+    assert {"layer_blocks.0.attention", "layer_blocks.1.attention"} < {*found.arrays}
+    beside = np.asarray(Image.open(tmp_path / "layers.png").convert("RGB"))
+    np.testing.assert_array_equal(pixels(found.sections[-1]["picture"]), beside)
+    for wide, shown in ((1280, beside.shape[1]), (380, 640)):
+        page = open_page(tmp_path / "explain.html", viewport={"width": wide, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= wide
+        assert "multiple of what uniform attention would give" in page.locator("#s3 p").inner_text()
+        assert page.locator("#s3 img").bounding_box()["width"] == pytest.approx(shown, abs=1)
