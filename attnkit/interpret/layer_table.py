@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.tokens import Chain
 
 MOST_ROWS = 16
@@ -48,26 +51,28 @@ def layer_table(chain: Chain) -> LayerTable:
     for step, read in zip(chain.steps, chain.rows_read(), strict=True):
         if not step.is_used:
             continue
-        queries = read.any(dim=0).nonzero()[:, 0]
-        chosen = torch.linspace(0, len(queries) - 1, min(MOST_ROWS, len(queries))).round().long()
-        weights = step.call.weights(rows=queries[chosen.to(queries.device)]).double()
-        num_keys = weights.shape[-1]
-        entropies = torch.special.entr(weights).sum(dim=-1).mean(dim=(0, 2))
-        received = weights.mean(dim=(0, 2))  # [heads, keys]
-        first = step.num_tokens - num_keys
+        received, entropies = head_by_head(step, read)
+        received = received.mean(dim=0)  # [heads, tokens]
         shares, receivers = received.max(dim=-1)
-        num_prefix = max(0, chain.grid.num_prefix_tokens - first)
-        prefix = received[:, :num_prefix].sum(dim=-1)
-        prefix += received[:, num_keys - chain.grid.num_suffix_tokens :].sum(dim=-1)
-        columns = (
-            (entropies / math.log(max(2, num_keys))).tolist(),
-            (first + receivers).tolist(),
-            shares.tolist(),
-            prefix.tolist(),
-        )
-        for head, numbers in enumerate(zip(*columns, strict=True)):
+        prefix = chain.grid.others(received).sum(dim=-1)
+        columns = entropies.mean(dim=0), receivers, shares, prefix
+        for head, numbers in enumerate(zip(*map(Tensor.tolist, columns), strict=True)):
             table.append(LayerRow(step.call.layer, head, *numbers))
     return table
+
+
+def head_by_head(
+    step: Step, read: Annotated[Tensor, "batch queries"]
+) -> tuple[Annotated[Tensor, "batch heads tokens"], Annotated[Tensor, "batch heads"]]:
+    """What each head gives each token, the mean over the queries that are read, and the entropy,
+    −Σ a log a / log(keys), in float64; of the queries at most `MOST_ROWS`."""
+    num_keys = step.call.num_keys
+    queries = read.any(dim=0).nonzero()[:, 0]
+    chosen = torch.linspace(0, len(queries) - 1, min(MOST_ROWS, len(queries))).round().long()
+    weights = step.call.weights(rows=queries[chosen.to(queries.device)]).double()
+    entropies = torch.special.entr(weights).sum(dim=-1).mean(dim=2) / math.log(max(2, num_keys))
+    # keys are the last of the tokens, where there are fewer
+    return F.pad(weights.mean(dim=2), (step.num_tokens - num_keys, 0)), entropies
 
 
 def text_table(rows: Iterable[Sequence[object]], num_left: int = 1) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from attnkit.interpret.diagnosis.diagnosis import SINK
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.layer_table import MOST_ROWS
+from attnkit.interpret.layer_table import head_by_head
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import Grid as TokenGrid
 from attnkit.interpret.methods.question import Question, looking
@@ -65,12 +65,16 @@ class Attention(NamedTuple):
     """Of all images of an explanation, on a grid of at most `MOST_CELLS` places.
 
     tokens: the model's own grid, by which its tokens are numbered.
+    reads: who looks where heads are shown.
+    class_token: its number, if the answer is read from it alone.
     """
 
     grid: Grid
     tokens: TokenGrid
     looks: list[Looks]
     heads: list[Heads]
+    reads: str
+    class_token: int | None
 
 
 class Without(NamedTuple):
@@ -97,15 +101,14 @@ def attention_of(explanation: Explanation) -> Attention:
     question = Question(model, images, explanation.target, None, own_grid(explanation), prefix)
     with looking(model):
         chain = watch(question, "attention")
-        of_model = chain.grid.rows, chain.grid.columns
-        grid = cell_grid(*of_model)
+        grid = cell_grid(*chain.grid[:2])
         whole = [step for step in chain.steps if step.call.num_queries == step.num_tokens]
         looks = [_looks(step, chain, grid) for step in _some(whole)]
         rows = chain.rows_read()
         heads = [
             _heads(step, read, chain, grid) for step, read in zip(chain.steps, rows, strict=True)
         ]
-    return Attention(grid, chain.grid, looks, heads)
+    return Attention(grid, chain.grid, looks, heads, *_reader(chain))
 
 
 def without_each(
@@ -216,7 +219,7 @@ def heads_data(attention: Attention, image: int) -> dict[str, Any]:
         "sheet": map_uri(_sheet(sheet), scale),
         "tiles": tiles,
         "bar": colour_bar(scale, _UNIT),
-        "reads": "the class token" if attention.tokens.num_others else "the tokens that are read",
+        "reads": attention.reads,
         "sink": f"{100 * SINK:.0f} %",
     }
 
@@ -226,7 +229,8 @@ def _token(attention: Attention, number: int) -> str:
     row, column = divmod(number - tokens.num_prefix_tokens, tokens.columns)
     if 0 <= row < tokens.rows:
         return f"the patch at row {row}, column {column}"
-    return "the class token" if tokens.num_others == 1 else f"class or register token {number}"
+    is_class_token = number == attention.class_token
+    return "the class token" if is_class_token else f"class or register token {number}"
 
 
 def _sheet(tiles: Tensor) -> Tensor:
@@ -257,8 +261,7 @@ def _some(steps: list[Step]) -> list[Step]:
 
 
 def _looks(step: Step, chain: Chain, grid: Grid) -> Looks:
-    call = step.call
-    of_model = chain.grid.rows, chain.grid.columns
+    call, of_model = step.call, chain.grid[:2]
     rows = chain.grid.patches(torch.arange(call.num_queries, device=call.query.device), dim=0)
     block = max(1, BLOCK_ELEMENTS // (len(call.query) * call.num_heads * call.num_keys))
     found = [call.weights(rows=some).mean(dim=1) for some in rows.split(block)]
@@ -270,24 +273,25 @@ def _looks(step: Step, chain: Chain, grid: Grid) -> Looks:
 
 
 def _heads(step: Step, read: Tensor, chain: Chain, grid: Grid) -> Heads:
-    """As `layer_table`, image by image: of the queries that are read at most `MOST_ROWS`."""
-    call = step.call
-    queries = read.any(dim=0).nonzero()[:, 0]
-    chosen = torch.linspace(0, len(queries) - 1, min(MOST_ROWS, len(queries))).round().long()
-    weights = call.weights(rows=queries[chosen.to(queries.device)]).float()
-    entropy = torch.special.entr(weights).sum(dim=-1).mean(dim=2)
-    received = weights.mean(dim=2)  # [batch, heads, keys]
-    first = step.num_tokens - call.num_keys
-    share, receiver = received.max(dim=-1)
-    start = max(0, chain.grid.num_prefix_tokens - first)
-    patches = received[:, :, start : start + chain.grid.rows * chain.grid.columns]
-    return Heads(
-        call.layer,
-        _pooled(patches, (chain.grid.rows, chain.grid.columns), grid) * call.num_keys,
-        entropy / torch.tensor(max(2, call.num_keys)).log(),
-        share,
-        first + receiver,
-    )
+    received, entropy = (one.float() for one in head_by_head(step, read))
+    patches = _pooled(chain.grid.patches(received, dim=2), chain.grid[:2], grid)
+    return Heads(step.call.layer, patches * step.call.num_keys, entropy, *received.max(dim=-1))
+
+
+def _reader(chain: Chain) -> tuple[str, int | None]:
+    """Whose attention heads are shown with, and the number of the class token, if the answer is
+    read from it alone."""
+    last, grid = chain.steps[-1], chain.grid
+    if last.rows is None:
+        return "the learned queries look at, and in layers below all tokens, on average", None
+    read = last.rows[chain.start[0] > 0]
+    patch = read - grid.num_prefix_tokens
+    is_patch = (patch >= 0) & (patch < grid.rows * grid.columns)
+    if len(read) == 1 and not is_patch:
+        return "the class token looks at", int(read)
+    if is_patch.all():
+        return "the patches look at, on average", None
+    return f"the {len(read)} tokens look at that the answer is read from, on average", None
 
 
 def _pooled(values: Tensor, fine: Grid, grid: Grid) -> Tensor:

@@ -162,9 +162,8 @@ def test_whatever_names_tokens_knows_those_behind_the_patches(before, behind):
     for head, name in enumerate(named):
         token = int(weights[0, head, queries].mean(dim=0).argmax())
         row, column = divmod(token - before, 5)
-        special = "the class token" if before + behind == 1 else f"class or register token {token}"
-        is_special = not is_patch[token]
-        assert name == (special if is_special else f"the patch at row {row}, column {column}")
+        patch = f"the patch at row {row}, column {column}"
+        assert name == (patch if is_patch[token] else f"class or register token {token}")
     (layer,) = layer_maps(model, images, -1)
     took = 1 - layer.values.sum(dim=(1, 2)) / weights.shape[-1]
     torch.testing.assert_close(layer.share, took)
