@@ -96,10 +96,8 @@ def attention_of(explanation: Explanation) -> Attention:
     Raises:
         ValueError: the model has no attention between the tokens of a whole image.
     """
-    model, images = explanation.model, explanation.images
-    prefix = None if explanation.tokens is None else explanation.num_prefix_tokens
-    question = Question(model, images, explanation.target, None, own_grid(explanation), prefix)
-    with looking(model):
+    question = _question(explanation)
+    with looking(question.model):
         chain = watch(question, "attention")
         grid = cell_grid(*chain.grid[:2])
         whole = [step for step in chain.steps if step.call.num_queries == step.num_tokens]
@@ -120,19 +118,18 @@ def without_each(
     Args:
         grid: of the places; None: the model's patches, or coarser, of at most 256 places.
     """
-    model, images, target = explanation.model, explanation.images, explanation.target
-    question = Question(model, images, target, grid=own_grid(explanation))
+    question = _question(explanation)
     if grid is None:
         grid = cell_grid(*removal_grid(question, explanation.map))
-    with looking(model), torch.no_grad():
+    with looking(question.model), torch.no_grad():
         question.ask()
         try:
             kind, answer = "mask", removal("mask", question, grid)
         except NotAvailableError:
             kind, answer = "mean", removal("mean", question, grid)
-        alone = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=images.device)
+        alone = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=question.images.device)
         none = torch.zeros_like(alone[:1])
-        removed = torch.cat([none, alone])[:, None].expand(-1, len(images), -1)
+        removed = torch.cat([none, alone])[:, None].expand(-1, question.batch, -1)
         said = f"leaving one patch out, {REMOVALS[kind]}"
         without = of_images(question, answer)
         _, p, _ = answers_without(question, without, removed, batch_size, said)
@@ -238,10 +235,13 @@ def _sheet(tiles: Tensor) -> Tensor:
     return tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
-def own_grid(explanation: Explanation) -> Grid | None:
-    """Rows and columns of the model's patches, where the explanation is of them."""
-    rows, columns = explanation.map.shape[1:]
-    return None if explanation.tokens is None else (rows, columns)
+def _question(explanation: Explanation) -> Question:
+    """What was asked, on the grid of the tokens where the explanation is of these."""
+    grid: dict[str, Any] = {}
+    if explanation.tokens is not None:
+        rows, columns = explanation.map.shape[1:]
+        grid = {"grid": (rows, columns), "num_prefix_tokens": explanation.num_prefix_tokens}
+    return Question(explanation.model, explanation.images, explanation.target, **grid)
 
 
 def cell_grid(rows: int, columns: int) -> Grid:
