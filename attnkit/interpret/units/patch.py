@@ -10,10 +10,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from attnkit.interpret.colours import overlay_scale
 from attnkit.interpret.methods.grid import find_grid
 from attnkit.interpret.methods.question import Question
-from attnkit.interpret.picture import Panel, Row, as_picture, draw
+from attnkit.interpret.picture import Panel, Row, as_picture, draw, overlay_scale
 from attnkit.interpret.units.unit import Unit
 
 if TYPE_CHECKING:

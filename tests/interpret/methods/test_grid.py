@@ -159,11 +159,11 @@ def test_whatever_names_tokens_knows_those_behind_the_patches(before, behind):
     for head, name in enumerate(named):
         token = int(weights[0, head, queries].mean(dim=0).argmax())
         row, column = divmod(token - before, 5)
-        special = "the class token" if before + behind == 1 else f"class or register token {token}"
-        is_special = not is_patch[token]
-        assert name == (special if is_special else f"the patch at row {row}, column {column}")
-    ((layer,), _) = layer_maps(model, images[0], -1)
-    assert layer.prefix == pytest.approx(1 - float(layer.values.sum()) / weights.shape[-1])
+        patch = f"the patch at row {row}, column {column}"
+        assert name == (patch if is_patch[token] else f"class or register token {token}")
+    (layer,) = layer_maps(model, images, -1)
+    took = 1 - layer.values.sum(dim=(1, 2)) / weights.shape[-1]
+    torch.testing.assert_close(layer.share, took)
     places = torch.tensor([(row, column) for row in range(3) for column in range(5)]).float()
     between = weights[:, :, is_patch][..., is_patch]
     distance = (between * torch.cdist(places, places)).sum((0, 2, 3)) / between.sum((0, 2, 3))
