@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from attnkit.core.capture.calls import AttentionCall
 from attnkit.interpret.methods.flow import Step
+from attnkit.interpret.methods.hooks import module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import watch
 
@@ -38,22 +39,13 @@ def value_weighted(question: Question) -> Tensor:
     given the merged heads; where there is none, ‖v_h,j‖ is taken, and a note says so. The sum of
     norms is no norm of the sum: heads that cancel each other count.
     """
-    merged: dict[nn.Linear, Tensor] = {}
-
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if isinstance(module, nn.Linear) and args and isinstance(args[0], Tensor):
-            merged[module] = args[0].detach()
-
-    handles = [
-        module.register_forward_pre_hook(hook)
-        for module in question.model.modules()
-        if isinstance(module, nn.Linear)
-    ]
-    try:
+    with module_runs(question.model, lambda run: isinstance(run.module, nn.Linear)) as runs:
         chain = watch(question, "value_weighted", default=-1)
-    finally:
-        for handle in handles:
-            handle.remove()
+    merged = {
+        run.module: run.given[0].detach()
+        for run in runs
+        if isinstance(run.module, nn.Linear) and run.given
+    }
     maps = [
         _weighted(step, rows, _value_norms(step, merged, question))
         for step, rows in zip(chain.steps, chain.rows_read(), strict=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnkit.interpret.methods.hooks import module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import watch
 
@@ -27,12 +28,13 @@ def legrad(question: Question) -> Tensor:
     Raises:
         ValueError: the model's blocks are not a sequence of one block for each layer of attention.
     """
-    with _kept_outputs(question.model) as outputs:
+    with module_runs(question.model) as runs:
         chain = watch(question, "legrad")
+    outputs = {run.module: run.output for run in runs}
     steps = [step for step in chain.steps if step.rows is not None]
     blocks = _blocks(question, [step.call.layer for step in steps])
     made = [outputs[block] for block in blocks]
-    del outputs
+    del runs, outputs
     maps = []
     for step, output in zip(steps, made, strict=True):
         if step.is_used:
@@ -75,22 +77,6 @@ def _blocks(question: Question, layers: Sequence[str]) -> list[nn.Module]:
             f"{', '.join(layer or '(itself)' for layer in layers)}; take method='relevance'"
         )
     return [question.module(name) for name in names]
-
-
-@contextmanager
-def _kept_outputs(model: nn.Module) -> Iterator[dict[nn.Module, Any]]:
-    """What each module returned last."""
-    outputs: dict[nn.Module, Any] = {}
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[module] = output
-
-    handles = [module.register_forward_hook(hook) for module in model.modules()]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
