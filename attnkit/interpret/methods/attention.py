@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.calls import PROPAGATED_ELEMENTS, AttentionCall
+from attnkit.core.weights import row_blocks
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.hooks import module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import watch
-
-BLOCK_ELEMENTS = 2**22  # weights held at once
 
 
 def attention(question: Question) -> Tensor:
@@ -95,8 +94,7 @@ def _weighted(step: Step, rows: Tensor, norms: Tensor) -> Tensor:
     call = step.call
     total = torch.zeros(len(rows), call.num_keys, dtype=rows.dtype, device=rows.device)
     read = rows.any(dim=0).nonzero()[:, 0]
-    block = max(1, BLOCK_ELEMENTS // (len(rows) * call.num_heads * call.num_keys))
-    for some in read.split(block):
+    for some in row_blocks(call.inputs, read, PROPAGATED_ELEMENTS):
         weights = call.weights(rows=some)
         total += torch.einsum("bi,bhij,bhj->bj", rows[:, some], weights, norms.to(weights.dtype))
     total /= call.num_heads

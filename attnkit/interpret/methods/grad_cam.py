@@ -79,7 +79,7 @@ def _on_tokens(question: Question) -> Tensor:
 def _axes_of_tokens(
     tensor: Tensor, shape: tuple[int, int], is_batch_first: bool
 ) -> tuple[int, int] | None:
-    """The axes of batch and tokens; torch's default is that tokens come first. None: it has none."""
+    """The axes of batch and tokens, if it has them; torch's default is that tokens come first."""
     if tensor.ndim != 3:
         return None
     ways = [axes for axes in ((0, 1), (1, 0)) if tuple(tensor.shape[a] for a in axes) == shape]

@@ -6,6 +6,7 @@ before it (that of the patch embedding) or on the image itself.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,11 @@ class Source(NamedTuple):
     fields: tuple[Callable[[Tensor], Tensor], ...]
     is_image: bool = False
 
+    def seen_by(self, y: Tensor) -> list[Tensor]:
+        """The fields of the gradient of a number; none where it is not made of the tensor."""
+        (found,) = torch.autograd.grad(y, self.tensor, retain_graph=True, allow_unused=True)
+        return [] if found is None else [field(found.abs().float()) for field in self.fields]
+
 
 def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
     """Where tokens lie on the first of the sources on which they form a grid; None: on none.
@@ -94,45 +100,29 @@ def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
     direction = torch.randn(tokens.shape[-1], generator=generator).to(tokens)
     if not tokens.requires_grad:
         return None
+    along = (tokens[0] * direction).sum(dim=-1)
     for source in sources:
-        sizes: dict[int, Tensor | None] = {}
-
-        def size(number: int, tensor=source.tensor, sizes=sizes) -> Tensor | None:
-            if number not in sizes:
-                y = (tokens[0, number] * direction).sum()
-                (found,) = torch.autograd.grad(y, tensor, retain_graph=True, allow_unused=True)
-                sizes[number] = None if found is None else found.abs().float()
-            return sizes[number]
-
-        for field in source.fields:
-
-            def seen(number: int, size=size, field=field) -> Tensor | None:
-                gradient = size(number)
-                return None if gradient is None else field(gradient)
-
-            found = _grid_on(seen, tokens.shape[1])
+        seen = cache(lambda number, source=source: source.seen_by(along[number]))
+        for way in range(len(seen(len(along) // 2))):
+            found = _grid_on(lambda number, seen=seen, way=way: seen(number)[way], len(along))
             # [batch, heads, tokens, head_dim] is no map
-            if found is not None and (source.is_image or tokens.shape[1] not in found[:2]):
+            if found is not None and (source.is_image or len(along) not in found[:2]):
                 return found
     return None
 
 
-def _grid_on(seen: Callable[[int], Tensor | None], num_tokens: int) -> Grid | None:
+def _grid_on(seen: Callable[[int], Tensor], num_tokens: int) -> Grid | None:
     """The grid, by what each token sees of a source, [rows, columns]."""
     eighths = [num_tokens * number // 8 for number in (4, 2, 6, 1, 3, 5, 7)]
     for number in dict.fromkeys((*eighths, num_tokens - 1, 0)):  # until one that is a patch
         field = seen(number)
-        if field is None:
-            return None
         if field.any():
             break
     else:
         return None
 
     def place(number: int, tile: tuple[int, int]) -> int | None:
-        field = seen(number)
-        assert field is not None
-        cells = F.avg_pool2d(field[None, None], tile)[0, 0]
+        cells = F.avg_pool2d(seen(number)[None, None], tile)[0, 0]
         return int(cells.argmax()) if cells.any() else None
 
     rows, columns = ((field > _NEGLIGIBLE * field.max()).any(dim=d).nonzero() for d in (1, 0))

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.capture.calls import PROPAGATED_ELEMENTS, AttentionCall
+from attnkit.core.weights import row_blocks
 from attnkit.interpret.methods.hooks import module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import watch
-
-BLOCK_ELEMENTS = 2**22  # gradients of weights held at once
 
 
 def legrad(question: Question) -> Tensor:
@@ -46,13 +46,12 @@ def legrad(question: Question) -> Tensor:
 
 
 @torch.no_grad()
-def _positive(call: Any, output_gradient: Tensor) -> Tensor:
+def _positive(call: AttentionCall, output_gradient: Tensor) -> Tensor:
     """The mean over heads, and the sum over queries, of (∂y/∂A)⁺, [batch, keys], in blocks."""
     read = (output_gradient != 0).flatten(0, 1).any(dim=-1).any(dim=0).nonzero()[:, 0]
     batch, num_heads = output_gradient.shape[:2]
-    block = max(1, BLOCK_ELEMENTS // (batch * num_heads * call.num_keys))
     total = torch.zeros(batch, call.num_keys, device=output_gradient.device)
-    for rows in read.split(block):
+    for rows in row_blocks(call.inputs, read, PROPAGATED_ELEMENTS):
         total = total + call.weight_gradient(output_gradient, rows=rows).relu().sum(dim=(1, 2))
     return total / num_heads
 

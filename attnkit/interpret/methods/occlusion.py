@@ -4,13 +4,13 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
+from attnkit.interpret.methods.gradients import pixels_of_place
 from attnkit.interpret.methods.grid import patch_grid, token_grids
 from attnkit.interpret.methods.question import Question, logits_of
 from attnkit.interpret.progress import shown
-from attnkit.interpret.trust.removal import Answer, NotAvailableError, hiding, pixels_of
+from attnkit.interpret.trust.removal import NotAvailableError, hiding, pixels_of
 
 Removal = Literal["tokens", "colour"]
 
@@ -63,7 +63,14 @@ def occlusion(
         question.notes.append(
             "patches given " + ("the image's mean colour" if baseline is None else "the baseline")
         )
-        answer = _coloured(question, grid, baseline)
+        pixels = pixels_of(question, grid)
+
+        def coloured(images: Tensor, removed: Tensor) -> Tensor:
+            painted = torch.where(pixels(removed), colours_of(images, baseline), images)
+            return logits_of(question.model(painted))
+
+        answer = coloured
+
     with torch.no_grad():
         before = question.ask()
         assert question.target is not None
@@ -75,18 +82,6 @@ def occlusion(
             y = logits.gather(1, question.target.repeat(len(some))[:, None])
             after.append(y.unflatten(0, (len(some), question.batch))[:, :, 0])
     return (before - torch.cat(after)).T.unflatten(1, grid)
-
-
-def _coloured(question: Question, grid: tuple[int, int], baseline: float | Tensor | None) -> Answer:
-    """The logits of images with some places in one colour."""
-    pixels = pixels_of(question, grid)
-
-    def answer(images: Tensor, removed: Tensor) -> Tensor:
-        return logits_of(
-            question.model(torch.where(pixels(removed), colours_of(images, baseline), images))
-        )
-
-    return answer
 
 
 def colours_of(images: Tensor, baseline: float | Tensor | None) -> Tensor:
@@ -102,13 +97,6 @@ def colours_of(images: Tensor, baseline: float | Tensor | None) -> Tensor:
     return given[None, :, None, None].expand(len(images), images.shape[1], 1, 1)
 
 
-def in_colour(images: Tensor, places: Tensor, grid: tuple[int, int], colour: Tensor) -> Tensor:
-    """The batch with each of some places, [places, patches], in one colour, one after the other."""
-    size = list(images.shape[-2:])
-    covered = F.interpolate(places.float().unflatten(1, grid)[:, None], size, mode="nearest")
-    return torch.where(covered[:, None] > 0, colour, images).flatten(0, 1)
-
-
 def _grid(question: Question, patch: int | tuple[int, int] | None) -> tuple[int, int]:
     height, width = question.images.shape[-2:]
     if patch is not None:
@@ -119,12 +107,8 @@ def _grid(question: Question, patch: int | tuple[int, int] | None) -> tuple[int,
             )
         return height // high, width // wide
     if question.grid is not None:
-        rows, columns = question.grid
-        if height % rows or width % columns:
-            raise ValueError(
-                f"grid: {rows} x {columns} does not divide an image of {height} x {width} pixels"
-            )
-        return rows, columns
+        pixels_of_place(question.grid, height, width)
+        return question.grid
     patches = patch_grid(question.model, question.images)
     if patches is not None:
         return patches.grid

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.layers import LayerChoice
 from attnkit.core.capture.watch import watch_attention
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import (
@@ -196,21 +196,9 @@ def _tokens_of_queries(
 
 def chosen_layers(names: list[str], layers: Layers, default: Layers) -> list[bool]:
     """Which of the layers are asked for, by position or by name (`*` matches anything)."""
-    layers = default if layers is None else layers
-    if layers is None:
-        return [True] * len(names)
-    chosen = [False] * len(names)
-    for layer in [layers] if isinstance(layers, int | str) else layers:
-        if isinstance(layer, int) and not isinstance(layer, bool):
-            found = [range(len(names))[layer]] if -len(names) <= layer < len(names) else []
-        else:
-            found = [n for n, name in enumerate(names) if fnmatchcase(name, str(layer))]
-        if not found:
-            raise ValueError(
-                f"layers: {layer!r} is none of the {len(names)} attention layers {', '.join(names)}"
-            )
-        for number in found:
-            chosen[number] = True
+    choice = LayerChoice(default if layers is None else layers, known=names)
+    choice.check()
+    chosen = [choice.has(name) for name in names]
     if not any(chosen):
         raise ValueError("layers: expected at least one, got none")
     return chosen

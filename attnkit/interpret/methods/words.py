@@ -13,9 +13,10 @@ from attnkit.core.capture.watch import watch_attention
 from attnkit.interpret.methods.controls import centred, drawn
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.gradients import sum_over
-from attnkit.interpret.methods.occlusion import colours_of, in_colour
+from attnkit.interpret.methods.occlusion import colours_of
 from attnkit.interpret.methods.tokens import chosen_layers
 from attnkit.interpret.progress import shown
+from attnkit.interpret.trust.places import as_pixels
 
 if TYPE_CHECKING:
     from attnkit.interpret.sentences import Sentences
@@ -134,10 +135,11 @@ def occlusion(
     colour = colours_of(images, baseline)
     before = sentences.ask(images)
     places = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=images.device)
-    after = [
-        sentences.ask(in_colour(images, some, grid, colour)).unflatten(0, (len(some), -1))
-        for some in shown(places.split(max(1, batch_size // len(images))), "occlusion")
-    ]
+    size = images.shape[2], images.shape[3]
+    after = []
+    for some in shown(places.split(max(1, batch_size // len(images))), "occlusion"):
+        painted = torch.where(as_pixels(some, grid, size)[:, None], colour, images)
+        after.append(sentences.ask(painted.flatten(0, 1)).unflatten(0, (len(some), -1)))
     drops = before - torch.cat(after)  # [places, batch, words]
     return drops.permute(1, 2, 0).unflatten(2, grid)
 
