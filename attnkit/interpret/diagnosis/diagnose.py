@@ -18,7 +18,7 @@ from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.running import module_name, undisturbed
 from attnkit.interpret.diagnosis.diagnosis import MEASURES, Diagnosis, Row, findings_of
 from attnkit.interpret.diagnosis.measures import Sampling, measure_edges, measure_tokens
-from attnkit.interpret.methods.grid import Grid, settled_grids
+from attnkit.interpret.methods.grid import Family, Grid, family_of, settled_grids
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.heads import NodeHeads
 
@@ -73,11 +73,18 @@ def diagnose_attention(
     if images is None and grid is not None:
         raise ValueError("grid: only images [batch, channels, height, width] have patches on one")
     mask = kwargs.get("attention_mask") if real_tokens is None else real_tokens
-    grids = None
+    grids: dict[Family, Grid | None] | None = None
     if images is not None:
-        is_alone = len(given) == 1  # else what belongs to the first image alone is not known
-        known = is_alone and images.is_floating_point()
-        grids = settled_grids(model, images, grid, num_prefix_tokens) if known else {}
+        grids = {}
+
+        def ask(other: Tensor) -> Any:
+            """Run the model with other images, and all else as it was given."""
+            others = {name: other if one is images else one for name, one in kwargs.items()}
+            return model(*(other if one is images else one for one in args), **others)
+
+        if images.is_floating_point():
+            of_all = ask if len(given) > 1 else None
+            grids = settled_grids(model, images, grid, num_prefix_tokens, of_all)
     recorder = Recorder(
         Sampling(num_rows, min(16, num_rows), seed=seed),
         grids=grids,
@@ -104,7 +111,7 @@ class Recorder:
     """Receives calls of attention, and keeps a row of a `Diagnosis` for each head.
 
     sampling: how many queries are measured.
-    grids: by its number of keys, where those of attention lie on the images; None without images.
+    grids: where the keys of each family of layers lie on the images; None without images.
     num_prefix_tokens: before the patches; None: found.
     real: [batch, tokens], False for padding; None: there is none.
     rows: head by head.
@@ -113,7 +120,7 @@ class Recorder:
     """
 
     sampling: Sampling
-    grids: dict[int, Grid | None] | None = None
+    grids: dict[Family, Grid | None] | None = None
     num_prefix_tokens: int | None = None
     real: Tensor | None = None
     rows: list[Row] = field(default_factory=list)
@@ -145,7 +152,7 @@ class Recorder:
         sampling, num_keys = self.sampling, call.num_keys
         grid = None
         if self.grids is not None:
-            grid = self.grids.get(num_keys)
+            grid = self.grids.get(family_of(call))
             if grid is None:
                 self._note(f"grid: the {num_keys} keys of {call.layer or '(itself)'} form none.")
             else:

@@ -152,7 +152,7 @@ def measure_tokens(
         normalised = entropy(weights) / seen.clamp(min=2).log()
         part = (normalised * counted).sum((0, 2)), counted.sum((0, 2))
         sums.setdefault("entropy", []).append(part)
-        if grid is not None and call.is_self:
+        if grid is not None and grid.has_queries and call.is_self:
             between, is_between = _distances(block, grid)
             part = (weights * between).sum((0, 2, 3)), (weights * is_between).sum((0, 2, 3))
             sums.setdefault("distance", []).append(part)

@@ -4,10 +4,11 @@ Nothing is taken from proportions. A token lies where its gradient is, on a map 
 before it (that of the patch embedding) or on the image itself.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ class Grid(NamedTuple):
     num_suffix_tokens: int
     source: str
     """How it was found."""
+    has_queries: bool = True
+    """Whether the queries of as many are these tokens too; not so where words look at patches."""
 
     @property
     def num_others(self) -> int:
@@ -75,7 +78,6 @@ class Source(NamedTuple):
 
     tensor: Tensor
     fields: tuple[Callable[[Tensor], Tensor], ...]
-    is_image: bool = False
 
     def seen_by(self, y: Tensor) -> list[Tensor]:
         """The fields of the gradient of a number; none where it is not made of the tensor."""
@@ -105,8 +107,7 @@ def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
         seen = cache(lambda number, source=source: source.seen_by(along[number]))
         for way in range(len(seen(len(along) // 2))):
             found = _grid_on(lambda number, seen=seen, way=way: seen(number)[way], len(along))
-            # [batch, heads, tokens, head_dim] is no map
-            if found is not None and (source.is_image or len(along) not in found[:2]):
+            if found is not None:
                 return found
     return None
 
@@ -154,50 +155,71 @@ def _grid_on(seen: Callable[[int], Tensor], num_tokens: int) -> Grid | None:
     return None
 
 
-def maps_among(runs: Sequence[Run], images: Tensor) -> list[Source]:
-    """The latest map of each shape that a module made, and the images, as sources."""
-    latest: dict[torch.Size, Tensor] = {}
+def maps_among(
+    runs: Sequence[Run], images: Tensor, token_counts: Collection[int] = ()
+) -> list[Source]:
+    """The latest map of each shape that modules made, and the images, as sources.
+
+    Args:
+        token_counts: numbers of tokens that are known; what has so many rows or columns holds the
+            heads of attention, [batch, heads, tokens, head_dim], and is no map.
+    """
+    found: dict[torch.Size, Source] = {}
     for tensor in (made for run in reversed(runs) for made in run.made[:1]):
         if tensor.ndim == 4 and tensor.requires_grad and len(tensor) == len(images):
-            latest.setdefault(tensor.shape, tensor)
-    maps = list(latest.values())[:_MOST_MAPS]
-    return [
-        *(Source(map, (_rows_and_columns_last, _channels_last)) for map in maps),
-        Source(images, (_rows_and_columns_last,), is_image=True),
-    ]
+            fields = tuple(
+                partial(torch.sum, dim=others)
+                for axes, others in (((2, 3), (0, 1)), ((1, 2), (0, 3)))
+                if not {tensor.shape[axis] for axis in axes}.intersection(token_counts)
+            )
+            if fields:
+                found.setdefault(tensor.shape, Source(tensor, fields))
+    image = Source(images, (partial(torch.sum, dim=(0, 1)),))
+    return [*list(found.values())[:_MOST_MAPS], image]
 
 
-def _rows_and_columns_last(gradient: Tensor) -> Tensor:
-    return gradient.sum(dim=(0, 1))
+def heads_joined(*tensors: Tensor) -> Tensor:
+    """What tokens are told by, [batch, heads, tokens, head_dim] each, as [batch, tokens, channels].
+
+    Where the heads of some are fewer, all of their channels are there once.
+    """
+    return torch.cat([tensor.transpose(1, 2).flatten(2) for tensor in tensors], dim=-1)
 
 
-def _channels_last(gradient: Tensor) -> Tensor:
-    return gradient.sum(dim=(0, 3))
+Family = tuple[str, int]
+"""Layers of attention that differ by numbers in their names alone, as in `family_of`, and the
+number of their keys."""
 
 
-def keys_of(call: AttentionCall) -> Tensor:
-    """What the keys of a call are told by, [batch, keys, channels]."""
-    return torch.cat([t.transpose(1, 2).flatten(2) for t in (call.key, call.value)], dim=-1)
+def family_of(call: AttentionCall) -> Family:
+    """What layers share that attend over the same tokens: names without numbers, number of keys."""
+    return re.sub(r"\d+", "*", call.layer), call.num_keys
 
 
 def token_grids(
-    model: nn.Module, images: Tensor, num_tokens: int | None = None
-) -> dict[int, Grid | None]:
-    """By its number of keys, where the first attention of so many keys has them on the first image.
+    model: nn.Module,
+    images: Tensor,
+    num_tokens: int | None = None,
+    ask: Callable[[Tensor], Any] | None = None,
+) -> dict[Family, Grid | None]:
+    """Where the keys of the first layer of each family lie on the images.
 
     None where they form no grid. Nothing is in it where no attention is seen.
 
     Args:
         num_tokens: a number of keys; the model then stops behind it. 0: any.
+        ask: runs the model with images in the place of these; None: the model takes an image alone.
     """
-    images = images[:1].detach().clone().requires_grad_()
-    first: dict[int, tuple[AttentionCall, list[Source]]] = {}
+    images = (images[:1] if ask is None else images).detach().clone().requires_grad_()
+    first: dict[Family, tuple[AttentionCall, list[Source]]] = {}
 
     def look(run: Run | None = None) -> bool:
         for call in calls:
-            if isinstance(call, AttentionCall) and call.num_keys not in first:
-                first[call.num_keys] = call, maps_among(runs, images)
-        if first and num_tokens is not None and (num_tokens in first or not num_tokens):
+            if isinstance(call, AttentionCall) and family_of(call) not in first:
+                counts = {call.num_keys, *(size for _, size in first)}
+                first[family_of(call)] = call, maps_among(runs, images, counts)
+        found = [size for _, size in first]
+        if found and num_tokens is not None and (num_tokens in found or not num_tokens):
             raise Enough
         return True
 
@@ -208,9 +230,17 @@ def token_grids(
             watch_attention(model) as calls,
             module_runs(model, look) as runs,
         ):
-            model(images.clone())
+            (ask or model)(images.clone())
             look()
-        return {size: locate(keys_of(call), maps) for size, (call, maps) in first.items()}
+        grids = {}
+        for family, (call, maps) in first.items():
+            found = locate(heads_joined(call.key, call.value), maps)
+            if found is not None and ask is not None and call.is_self:
+                of_queries = locate(heads_joined(call.query), maps)
+                is_same = of_queries is not None and of_queries[:4] == found[:4]
+                found = found._replace(has_queries=is_same)
+            grids[family] = found
+    return grids
 
 
 def find_grid(
@@ -225,8 +255,10 @@ def find_grid(
     Raises:
         ValueError: what is given does not fit, or it cannot be known.
     """
-    is_given = grid is not None and num_prefix_tokens is not None
-    found = None if is_given else token_grids(model, images, num_tokens).get(num_tokens)
+    found = None
+    if grid is None or num_prefix_tokens is None:
+        grids = token_grids(model, images, num_tokens)
+        found = next((one for (_, size), one in grids.items() if size == num_tokens), None)
     return settled(model, images, num_tokens, found, grid, num_prefix_tokens)
 
 
@@ -235,17 +267,24 @@ def settled_grids(
     images: Tensor,
     grid: tuple[int, int] | None = None,
     num_prefix_tokens: int | None = None,
-) -> dict[int, Grid | None]:
-    """By the number of keys of each attention, the grid of `find_grid`; None where there is none.
+    ask: Callable[[Tensor], Any] | None = None,
+) -> dict[Family, Grid | None]:
+    """The grid of `find_grid` of each family of layers; None where there is none.
 
     The model runs once, before a run in which these are needed.
+
+    Args:
+        ask: as of `token_grids`.
     """
-    grids: dict[int, Grid | None] = {}
-    for num_tokens, found in token_grids(model, images).items():
+    grids = token_grids(model, images, ask=ask)
+    for family, found in grids.items():
+        if found is None and ask is not None and None in (grid, num_prefix_tokens):
+            continue  # words, say; what the model says of itself is of its images
         try:
-            grids[num_tokens] = settled(model, images, num_tokens, found, grid, num_prefix_tokens)
+            given = grid, num_prefix_tokens
+            grids[family] = settled(model, images, family[1], found, *given)
         except ValueError:
-            grids[num_tokens] = None
+            grids[family] = None
     return grids
 
 
@@ -263,7 +302,7 @@ def settled(
         ValueError: what is given does not fit the tokens, or it is not known.
     """
     height, width = images.shape[-2:]
-    if found is None:
+    if found is None and None in (grid, num_prefix_tokens):
         found = _said_grid(model, images, num_tokens)
     behind = "" if num_prefix_tokens is None else f" behind {num_prefix_tokens} prefix tokens"
     if grid is not None:

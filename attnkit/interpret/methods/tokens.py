@@ -13,7 +13,7 @@ from attnkit.core.capture.watch import watch_attention
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import (
     Grid,
-    keys_of,
+    heads_joined,
     locate,
     maps_among,
     settled,
@@ -119,7 +119,8 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     given = question.grid, question.num_prefix_tokens
     found = None
     if None in given:
-        found = locate(keys_of(steps[0].call), maps_among(runs, question.images))
+        maps = maps_among(runs, question.images, {num_tokens})
+        found = locate(heads_joined(calls[0].key, calls[0].value), maps)
     grid = settled(question.model, question.images, num_tokens, found, *given)
     question.notes.append(str(grid))
     question.chain = Chain(steps, start, grid, y)

@@ -135,7 +135,7 @@ def _tokens(question: Question) -> Tokens:
     found = token_grids(question.model, question.images, num_tokens=0)
     if not found:
         raise NotAvailableError("no attention that can be masked ran")
-    ((num_tokens, grid),) = found.items()
+    (((_, num_tokens), grid),) = found.items()
     try:
         return settled(question.model, question.images, num_tokens, grid, None, None)
     except ValueError:

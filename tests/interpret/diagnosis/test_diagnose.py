@@ -242,3 +242,29 @@ def test_findings_are_at_most_five_sentences_each_with_its_number():
 def test_wrong_arguments_are_named(model, inputs, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         diagnose_attention(model, inputs, **options)
+
+
+@pytest.mark.parametrize("num_words", [5, 6, 8])
+def test_a_captioners_patches_lie_on_the_image_and_its_words_do_not(num_words):
+    """Also where there are as many words as patches, 2 x 3, or with the 2 registers as tokens."""
+    torch.manual_seed(0)
+    encoder = attnkit.ViTEncoder(
+        (16, 24), patch_size=8, dim=12, depth=2, num_heads=3, num_registers=2
+    )
+    decoder = attnkit.TransformerDecoder(23, 11, dim=12, depth=2, num_heads=3)
+    captioner = attnkit.Captioner(encoder, decoder).eval()
+    inputs = torch.randn(3, 3, 16, 24), torch.randint(3, 23, (3, num_words))
+    found = {}
+    for row in diagnose_attention(captioner, inputs).rows:
+        found.setdefault(row["layer"], []).append((row["prefix"], row["distance"]))
+    of_image = [layer for layer in found if layer.startswith("encoder.")]
+    assert len(of_image) == 2
+    alone = diagnose_attention(encoder, inputs[0]).rows
+    for layer in of_image:
+        own = [row for row in alone if layer.endswith(row["layer"])]
+        assert found[layer] == [
+            (pytest.approx(row["prefix"]), pytest.approx(row["distance"])) for row in own
+        ]
+        assert all(prefix > 0 and distance > 0 for prefix, distance in found[layer])
+    assert found["decoder.blocks.0.attention"] == [(None, None)] * 3
+    assert found["decoder.blocks.0.cross_attention"] == [(0, None)] * 3
