@@ -65,11 +65,11 @@ def occlusion(
         )
         pixels = pixels_of(question, grid)
 
-        def coloured(images: Tensor, removed: Tensor) -> Tensor:
+        def paint(images: Tensor, removed: Tensor) -> Tensor:
             painted = torch.where(pixels(removed), colours_of(images, baseline), images)
             return logits_of(question.model(painted))
 
-        answer = coloured
+        answer = paint
 
     with torch.no_grad():
         before = question.ask()
