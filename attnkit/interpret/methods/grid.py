@@ -104,7 +104,11 @@ def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
         return None
     along = (tokens[0] * direction).sum(dim=-1)
     for source in sources:
-        seen = cache(lambda number, source=source: source.seen_by(along[number]))
+
+        @cache
+        def seen(number: int, source: Source = source) -> list[Tensor]:
+            return source.seen_by(along[number])
+
         for way in range(len(seen(len(along) // 2))):
             found = _grid_on(lambda number, seen=seen, way=way: seen(number)[way], len(along))
             if found is not None:
