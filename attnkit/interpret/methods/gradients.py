@@ -74,10 +74,14 @@ def over_patches(question: Question, pixels: Tensor) -> Tensor:
 
 def sum_over(values: Tensor, grid: tuple[int, int]) -> Tensor:
     """The sum over each place of a grid, [batch, height, width] to [batch, rows, columns]."""
-    height, width = values.shape[-2:]
+    high, wide = pixels_of_place(grid, *values.shape[-2:])
+    return F.avg_pool2d(values[:, None], (high, wide))[:, 0] * (high * wide)
+
+
+def pixels_of_place(grid: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """Height and width in pixels of a place of a grid, which has to divide the image."""
     if height % grid[0] or width % grid[1]:
         raise ValueError(
             f"grid: {grid[0]} x {grid[1]} does not divide an image of {height} x {width} pixels"
         )
-    patch = height // grid[0], width // grid[1]
-    return F.avg_pool2d(values[:, None], patch)[:, 0] * (patch[0] * patch[1])
+    return height // grid[0], width // grid[1]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.arguments import at_least, choice
+from attnkit.interpret.methods.gradients import pixels_of_place
 from attnkit.interpret.methods.grid import patch_grid, token_grids
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.trust.curves import answers_without_each, of_images
@@ -94,13 +95,9 @@ def _grid(question: Question, patch: int | tuple[int, int] | None) -> tuple[int,
         return height // high, width // wide
     patches = patch_grid(question.model, question.images)
     if question.grid is not None:
-        rows, columns = question.grid
-        is_of_patches = patches is not None and patches.are_in(question.grid)
-        if not is_of_patches and (height % rows or width % columns):
-            raise ValueError(
-                f"grid: {rows} x {columns} does not divide an image of {height} x {width} pixels"
-            )
-        return rows, columns
+        if patches is None or not patches.are_in(question.grid):
+            pixels_of_place(question.grid, height, width)
+        return question.grid
     if patches is not None:
         return patches.grid
     for tokens in token_grids(question.model, question.images, num_tokens=0).values():
