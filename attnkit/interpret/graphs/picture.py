@@ -63,7 +63,7 @@ class DrawnEdge(NamedTuple):
 class EgoGraph(NamedTuple):
     """What is drawn of a graph.
 
-    index: the node that is asked for; None: none is.
+    asked: the node that is asked for; None: none is.
     nodes: in the order of their numbers.
     edges: the widest first.
     largest: the size of the number whose edge is widest.
@@ -71,7 +71,7 @@ class EgoGraph(NamedTuple):
     num_left_out: how many edges that can reach the node are not drawn.
     """
 
-    index: int | None
+    asked: int | None
     nodes: list[DrawnNode]
     edges: list[DrawnEdge]
     largest: float
@@ -125,7 +125,8 @@ def ego_graph(
         score = float(scores[place])
         is_ranked = number < len(first) and abs(score) > LEAST * largest
         width = abs(score) / largest if is_ranked else 0.0
-        edges.append(DrawnEdge(place, *ends[place], score, width))
+        source, target = ends[place]
+        edges.append(DrawnEdge(place, source, target, score, width))
     return EgoGraph(
         index,
         [DrawnNode(node, *at[node]) for node in sorted(nodes)],
@@ -171,7 +172,7 @@ def draw_graph(
     font_size = min(9.0, 290 * ego.radius / (0.62 * letters + 0.4))
     circles = {}
     for rank, node in enumerate(ego.nodes, len(ego.edges)):
-        is_asked = node.number == ego.index
+        is_asked = node.number == ego.asked
         if is_asked:
             ring = Circle((node.x, node.y), 1.35 * ego.radius, fill=False, ec=INK, lw=1.6, zorder=3)
             panel.add_patch(ring)

@@ -207,7 +207,7 @@ def _grid_of_tokens(
             if grid is not None:
                 field = partial(_field_of_tokens, each, grid)
                 sources.append(Source(of_others[each.number].made[0], (field,)))
-        sources += maps_among(of_others[: first.number], others, {num_tokens, *before})
+        sources += maps_among(of_others[: first.number], others)
         found = locate(first.in_order(of_others[first.number].made[0]), sources)
     try:
         given = question.grid, question.num_prefix_tokens

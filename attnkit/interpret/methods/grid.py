@@ -5,7 +5,7 @@ before it (that of the patch embedding) or on the image itself.
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -109,9 +109,13 @@ def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
         def seen(number: int, source: Source = source) -> list[Tensor]:
             return source.seen_by(along[number])
 
+        def seen_in(way: int, number: int, seen: Callable[[int], list[Tensor]] = seen) -> Tensor:
+            return seen(number)[way]
+
         for way in range(len(seen(len(along) // 2))):
-            found = _grid_on(lambda number, seen=seen, way=way: seen(number)[way], len(along))
-            if found is not None:
+            found = _grid_on(partial(seen_in, way), len(along))
+            # as many rows as tokens are heads of attention, [batch, heads, tokens, head_dim]
+            if found is not None and (source is sources[-1] or len(along) not in found[:2]):
                 return found
     return None
 
@@ -160,24 +164,26 @@ def _grid_on(seen: Callable[[int], Tensor], num_tokens: int) -> Grid | None:
 
 
 def maps_among(
-    runs: Sequence[Run], images: Tensor, token_counts: Collection[int] = ()
+    runs: Sequence[Run], images: Tensor, calls: Sequence[AttentionCall] = ()
 ) -> list[Source]:
     """The latest map of each shape that modules made, and the images, as sources.
 
     Args:
-        token_counts: numbers of tokens that are known; what has so many rows or columns holds the
-            heads of attention, [batch, heads, tokens, head_dim], and is no map.
+        calls: of attention; what has the shape of their heads, [batch, heads, tokens, head_dim] or
+            [batch, tokens, heads, head_dim], is no map.
     """
+    heads = {
+        shape
+        for call in calls
+        for one in (call.query, call.key, call.value)
+        for shape in (one.shape, one.transpose(1, 2).shape)
+    }
     found: dict[torch.Size, Source] = {}
     for tensor in (made for run in reversed(runs) for made in run.made[:1]):
-        if tensor.ndim == 4 and tensor.requires_grad and len(tensor) == len(images):
-            fields = tuple(
-                partial(torch.sum, dim=others)
-                for axes, others in (((2, 3), (0, 1)), ((1, 2), (0, 3)))
-                if not {tensor.shape[axis] for axis in axes}.intersection(token_counts)
-            )
-            if fields:
-                found.setdefault(tensor.shape, Source(tensor, fields))
+        is_of_images = tensor.ndim == 4 and tensor.requires_grad and len(tensor) == len(images)
+        if is_of_images and tensor.shape not in heads:
+            fields = tuple(partial(torch.sum, dim=others) for others in ((0, 1), (0, 3)))
+            found.setdefault(tensor.shape, Source(tensor, fields))
     image = Source(images, (partial(torch.sum, dim=(0, 1)),))
     return [*list(found.values())[:_MOST_MAPS], image]
 
@@ -220,8 +226,8 @@ def token_grids(
     def look(run: Run | None = None) -> bool:
         for call in calls:
             if isinstance(call, AttentionCall) and family_of(call) not in first:
-                counts = {call.num_keys, *(size for _, size in first)}
-                first[family_of(call)] = call, maps_among(runs, images, counts)
+                seen = [call, *(one for one, _ in first.values())]
+                first[family_of(call)] = call, maps_among(runs, images, seen)
         found = [size for _, size in first]
         if found and num_tokens is not None and (num_tokens in found or not num_tokens):
             raise Enough

@@ -119,7 +119,7 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     given = question.grid, question.num_prefix_tokens
     found = None
     if None in given:
-        maps = maps_among(runs, question.images, {num_tokens})
+        maps = maps_among(runs, question.images, calls)
         found = locate(heads_joined(calls[0].key, calls[0].value), maps)
     grid = settled(question.model, question.images, num_tokens, found, *given)
     question.notes.append(str(grid))

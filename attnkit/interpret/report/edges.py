@@ -74,9 +74,9 @@ def edge_section(
         edge, share = f"{row.source} → {row.target}", f"{100 * row.share:.0f} %"
         table.append([edge, *class_of(row.source), short(row.score), share, row.steps])
     says = []
-    for edge in ego.edges:
-        part = f", {100 * seen.unit.part(edge.score):.0f} % of all"
-        says.append(f"{edge.source} → {edge.target}: {seen.method} {short(edge.score)}{part}.")
+    for one in ego.edges:
+        part = f", {100 * seen.unit.part(one.score):.0f} % of all"
+        says.append(f"{one.source} → {one.target}: {seen.method} {short(one.score)}{part}.")
     for node in ego.nodes:
         parts = [f"Node {node.number}", *(f"{kind} {name}" for name in class_of(node.number))]
         is_asked = ": the node that was asked for" * (node.number == seen.index)

@@ -139,8 +139,10 @@ def over_chance(explained: Explained, seen: Any, image: int) -> list[float | Non
     found: list[float | None] = []
     for values, place in zip(seen.words[image], range(len(explained.words[image])), strict=False):
         mask = known.get(place)
-        is_known = mask is not None and bool(mask.any())
-        found.append(float(mass(values[None], mask[None]) / area(mask[None])) if is_known else None)
+        if mask is None or not mask.any():
+            found.append(None)
+        else:
+            found.append(float(mass(values[None], mask[None]) / area(mask[None])))
     return found
 
 

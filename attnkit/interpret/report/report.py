@@ -312,10 +312,12 @@ def usual_method(explained: Explained) -> str:
 
 def _first_of(explained: Explained) -> Explained:
     """The first image, or sentence, alone."""
-    names = ("inputs", "pictures", "sentences")
-    given = {name: getattr(explained, name) for name in names}
+    pictures, said = explained.pictures, explained.sentences
     return replace(
-        explained, **{name: one if one is None else one[:1] for name, one in given.items()}
+        explained,
+        inputs=explained.inputs[:1],
+        pictures=None if pictures is None else pictures[:1],
+        sentences=None if said is None else said[:1],
     )
 
 

@@ -81,12 +81,15 @@ class Edges(Unit):
         steps = steps_to(index, edge_index)
         return EdgeTable(
             EdgeRow(
-                *edge_index[:, place].tolist(),
-                score := float(self.values[place]),
+                source,
+                target,
+                score,
                 self.part(score),
-                None if index is None else int(steps[edge_index[0, place]]),
+                None if index is None else int(steps[source]),
             )
-            for place in places.tolist()
+            for source, target, score in zip(
+                *edge_index[:, places].tolist(), self.values[places].tolist(), strict=True
+            )
         )
 
     def part(self, score: float) -> float:
