@@ -110,7 +110,8 @@ class Sentences(Question):
             )
         if bool((said[:, 0] == START).any()):
             raise ValueError("target: sentences begin with their first word, without START")
-        return said.to(self.images.device).long()
+        with torch.inference_mode(False):  # what is made there cannot be in a graph
+            return said.to(self.images.device).long().clone()
 
 
 class WordLogits(nn.Module):
