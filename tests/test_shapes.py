@@ -461,7 +461,6 @@ def graphs():
     node = int(edge_index[1].mode().values)
     yield called(attnkit.edge_fidelity, model, inputs, floats("edges"), node)
     seen = attnkit.explain(model, inputs, index=node)
-    yield called(attnkit.Explanation.classes, seen, labels)
     for name in ("share", "edges", "edge_index", "candidates"):
         yield called(getattr(attnkit.Explanation, name).fget, seen)
     model = attnkit.GraphTransformer(18, 16, 31, edge_dim=17, position_dim=30, readout="edge")

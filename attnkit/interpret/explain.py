@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.layer_table import layer_table
 from attnkit.interpret.methods.question import (
     Classes,
     Layers,
+    Question,
     Target,
     captioner_of,
     in_float,
@@ -19,6 +19,8 @@ from attnkit.interpret.methods.question import (
 )
 from attnkit.interpret.methods.table import METHODS, USUAL, check_method, no_method
 from attnkit.interpret.quantity import Of
+from attnkit.interpret.units.patch import Patches
+from attnkit.interpret.units.unit import Unit
 
 Map = (
     Annotated[Tensor, "batch map_height map_width"]
@@ -38,6 +40,8 @@ def explain(
     grid: tuple[int, int] | None = None,
     num_prefix_tokens: int | None = None,
     of: Of = "probability",
+    index: int | None = None,
+    num_hops: int | None = None,
     **options: Any,
 ) -> Explanation:
     """Map what a model's answer depends on, or where it looks, on the model's own grid.
@@ -99,95 +103,41 @@ def explain(
             the sigmoid of a single logit, or the model's output where that sums to 1; "sigmoid" of
             each logit by itself, for several labels; "logit", also of a regression; or a function
             of the logits.
+        index: the node of a graph; None: the model gives one row for the graph.
+        num_hops: in how many steps edges of a graph reach the node; None: the model is asked.
         options: of the method: `baseline` and `num_steps` of "integrated_gradients"; `baseline`,
-            `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre". Of
-            graphs `index`, the node, left out where the model gives one row for a graph, and
-            `num_hops`, in how many steps edges reach it, if the model is not to be asked.
+            `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre".
 
     Raises:
-        TypeError: a model, images or a target of another type; an option that the method lacks.
+        TypeError: a model, images or a target of another type; an option that the method, or what
+            is explained, lacks.
         ValueError: an unknown method; no attention where one needs it; a target out of range or
             for a method that does not know of it; layers or a grid that the model does not have.
         RuntimeError: the model stops the gradient; the message names the module.
     """
-    own: dict[str, Any] = {"layers": layers, "of": of}
-    if captioner_of(model) is not None:
-        _refuse("a captioner has its own grid", grid, num_prefix_tokens)
-        unit = "word"
-    elif isinstance(inputs, tuple | Mapping):
-        _refuse("a graph has none", grid, num_prefix_tokens)
-        own |= {name: options.pop(name) for name in ("index", "num_hops") if name in options}
-        unit = "edge"
-    else:
-        own |= {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
-        unit = "patch"
-    make, _ = _made_of(unit)
-
-    def explained(method: str | MapFunction | Map) -> Explanation:
-        asked = make(model, inputs, target=target, **own)
-        return _explained(asked, target is not None, method, own, options)
-
-    first, *rest = USUAL[unit]
-    if method is not None:
-        return explained(method)
-    if options or not all(given is None for given in (layers, grid, num_prefix_tokens)):
-        return explained(first)
-    try:
-        return explained(first)
-    except torch.OutOfMemoryError:
-        raise
-    except (ValueError, TypeError, RuntimeError) as error:
-        refused = error
-    asked = make(model, inputs, target=target, **own)
-    with looking(asked.model), torch.no_grad():  # which raises what no other method mends
-        asked.prepare()
-        asked.ask()
-    for name in rest:
-        try:
-            seen = explained(name)
-        except torch.OutOfMemoryError:
-            raise
-        except (ValueError, TypeError, RuntimeError):
-            continue
-        why = str(refused).partition("; ")[0]
-        seen.notes.append(f"method {name!r}, since {first!r} does not serve the model: {why}")
-        return seen
-    raise refused
-
-
-def _explained(
-    asked: Target,
-    has_classes: bool,
-    method: str | MapFunction | Map,
-    own: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Explanation:
-    """The method's numbers of what is asked, once it is checked that it has them.
-
-    Args:
-        has_classes: whether a class was asked for.
-        own, options: the arguments of `explain`, to ask another model the same.
-    """
+    asked_of: dict[str, Any] = {
+        "layers": layers, "grid": grid, "num_prefix_tokens": num_prefix_tokens, "of": of,
+        "index": index, "num_hops": num_hops,
+    }  # fmt: skip
+    if method is None:
+        return _by_usual_method(model, inputs, target, asked_of, options)
+    asked, unit_of = _asked(model, inputs, target, **asked_of)
     if isinstance(method, str):
-        function = check_method(method, asked, has_classes, options)
-        name, known = method, METHODS[method]
-        has_target, is_signed = known.has_target, known.is_signed
+        function = check_method(method, asked, target is not None, options)
+        name, has_target, is_signed = method, METHODS[method].has_target, METHODS[method].is_signed
     else:
-        if options or asked.layers is not None:
-            what = "layers" if asked.layers is not None else next(iter(options))
+        if options or layers is not None:
+            what = "layers" if layers is not None else next(iter(options))
             raise TypeError(f"{what}: only methods of attnkit's own have one")
         function = partial(_given, method=method)
-        name = getattr(method, "__name__", "given") if callable(method) else "given"
-        has_target, is_signed = True, False
+        name, has_target, is_signed = getattr(method, "__name__", "given"), True, False
     with looking(asked.model):
         asked.prepare()
         found = in_float(function(asked, **options).detach())
         if asked.logits is None:
             with torch.no_grad():
                 asked.ask()
-        chain = getattr(asked, "chain", None)
-        table = None if chain is None else layer_table(chain)
-        unit = _made_of(asked.unit)[1](asked, found)
+        unit = unit_of(asked, found)
     assert asked.logits is not None
     assert asked.target is not None
     assert asked.quantity is not None
@@ -201,7 +151,7 @@ def _explained(
 
     def again(model: nn.Module, inputs: Any, classes: Tensor) -> Tensor:
         wanted = classes if has_target or unit.name == "word" else None
-        seen = explain(model, inputs, wanted, method, **own, **options)
+        seen = explain(model, inputs, wanted, method, **asked_of, **options)
         return seen.unit.values if seen.words is None else seen.words
 
     return Explanation(
@@ -209,7 +159,6 @@ def _explained(
         unit=unit,
         **of_each,
         quantity=asked.quantity,
-        layers=table,
         notes=asked.notes,
         is_signed=is_signed or bool((found < 0).any()),
         has_target=has_target,
@@ -217,27 +166,86 @@ def _explained(
     )
 
 
-def _made_of(unit: str) -> tuple[Any, Any]:
-    """The classes of what is asked and of what has a number, imported where they are needed: only
-    they need layers of graphs, and words of captioners."""
-    if unit == "word":
+def _by_usual_method(
+    model: nn.Module, inputs: Any, target: Any, asked_of: dict[str, Any], options: dict[str, Any]
+) -> Explanation:
+    """Explain by the first method that serves the model, with a note why it is not the usual one.
+
+    Where layers, a grid or options are asked for, it is the usual one in any case.
+    """
+    again = partial(explain, model, inputs, target, **asked_of, **options)
+    asked, _ = _asked(model, inputs, target, **asked_of)
+    first, *rest = USUAL[asked.unit]
+    chosen = (asked_of[name] for name in ("layers", "grid", "num_prefix_tokens"))
+    if options or any(given is not None for given in chosen):
+        return again(method=first)
+    try:
+        return again(method=first)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        refused = error
+    with looking(asked.model), torch.no_grad():  # which raises what no other method mends
+        asked.prepare()
+        asked.ask()
+    for name in rest:
+        try:
+            seen = again(method=name)
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, TypeError, RuntimeError):
+            continue
+        why = str(refused).partition("; ")[0]
+        seen.notes.append(f"method {name!r}, since {first!r} does not serve the model: {why}")
+        return seen
+    raise refused
+
+
+def _asked(
+    model: nn.Module,
+    inputs: Any,
+    target: Any,
+    *,
+    layers: Layers,
+    of: Of,
+    grid: tuple[int, int] | None,
+    num_prefix_tokens: int | None,
+    index: int | None,
+    num_hops: int | None,
+) -> tuple[Target, Callable[[Any, Tensor], Unit]]:
+    """What is asked, and the class of what gets a number, by the model and its inputs.
+
+    Layers of graphs and words of captioners are imported only where there are some.
+    """
+    of_images = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
+    of_graphs = {"index": index, "num_hops": num_hops}
+    if captioner_of(model) is not None:
         from attnkit.interpret.sentences import Sentences
         from attnkit.interpret.units.word import Words
 
-        return Sentences, Words
-    if unit == "edge":
+        _refuse("a captioner has its own grid", of_images)
+        _refuse("only a graph has one", of_graphs)
+        return Sentences(model, inputs, target, layers, of), Words
+    if isinstance(inputs, tuple | Mapping):
         from attnkit.interpret.graphs.question import GraphQuestion
         from attnkit.interpret.units.edge import Edges
 
-        return GraphQuestion, Edges
-    from attnkit.interpret.methods.question import Question
-    from attnkit.interpret.units.patch import Patches
+        _refuse("a graph has none", of_images)
+        return GraphQuestion(model, inputs, index, target, num_hops, layers, of), Edges
+    _refuse("only a graph has one", of_graphs)
+    return Question(model, inputs, target, layers, grid, num_prefix_tokens, of), Patches
 
-    return Question, Patches
+
+def _refuse(why: str, options: Mapping[str, Any]) -> None:
+    for name, given in options.items():
+        if given is not None:
+            raise TypeError(f"{name}: {why}; leave it out")
 
 
 def _given(asked: Any, method: MapFunction | Tensor) -> Tensor:
-    """Numbers that are not ours, checked."""
+    """Numbers that are not of a method of ours, checked."""
+    if asked.unit == "word":
+        raise no_method(asked.unit, type(method).__name__)
     if asked.unit == "edge":
         if not isinstance(method, Tensor):
             raise no_method(asked.unit, repr(method))
@@ -247,8 +255,6 @@ def _given(asked: Any, method: MapFunction | Tensor) -> Tensor:
                 f"{list(method.shape)}, {method.dtype}"
             )
         return torch.nn.functional.pad(method.to(asked.edge_index.device), (0, 1))
-    if asked.unit == "word":
-        raise no_method(asked.unit, type(method).__name__)
     if not isinstance(method, Tensor):
         if not callable(method):
             raise TypeError(
@@ -256,7 +262,6 @@ def _given(asked: Any, method: MapFunction | Tensor) -> Tensor:
             )
         with torch.no_grad():
             asked.ask()
-        assert asked.target is not None
         method = method(asked.model, asked.images.detach(), asked.target)
     if (
         not isinstance(method, Tensor)
@@ -270,9 +275,3 @@ def _given(asked: Any, method: MapFunction | Tensor) -> Tensor:
             f"tokens] of floating-point numbers, got {got}"
         )
     return method.to(asked.images.device)
-
-
-def _refuse(why: str, grid: Any, num_prefix_tokens: Any) -> None:
-    for name, given in {"grid": grid, "num_prefix_tokens": num_prefix_tokens}.items():
-        if given is not None:
-            raise TypeError(f"{name}: {why}; leave it out")

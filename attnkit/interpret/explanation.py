@@ -11,7 +11,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from attnkit.interpret.layer_table import LayerTable
 from attnkit.interpret.picture import save
 from attnkit.interpret.quantity import Quantity
 from attnkit.interpret.units.unit import Unit
@@ -30,8 +29,6 @@ class Explanation:
         a captioner the sentences. Of a graph a single one, as of all that follows.
     predicted, logit, probability: the model's own class, and logit and `quantity` of `target`.
     quantity: what `probability` is: softmax, sigmoid, or what `of` asked for.
-    layers: a row for each layer and head of attention that was used; None for a method that does
-        not look at attention.
     notes: what was assumed or measured on the way, a sentence each.
     is_signed: whether negative numbers speak against the class.
     has_target: whether the method knows of the class.
@@ -46,7 +43,6 @@ class Explanation:
     logit: Annotated[Tensor, "*batch"]
     probability: Annotated[Tensor, "*batch"]
     quantity: Quantity
-    layers: LayerTable | None = None
     notes: list[str] = field(default_factory=list)
     is_signed: bool = False
     has_target: bool = True
@@ -78,14 +74,18 @@ class Explanation:
 
     @property
     def tokens(self) -> Annotated[Tensor, "batch tokens"] | None:
-        """The map with the class and register tokens before the patches; None where a method gives
-        the image alone."""
+        """The map with the class and register tokens; None where a method gives the image alone."""
         return self._of("patch", "word").tokens
 
     @property
     def num_prefix_tokens(self) -> int:
-        """How many tokens of `tokens` are not patches."""
+        """How many class and register tokens of `tokens` stand before the patches."""
         return self._of("patch", "word").num_prefix_tokens
+
+    @property
+    def num_suffix_tokens(self) -> int:
+        """How many class, register and detection tokens of `tokens` stand behind the patches."""
+        return self._of("patch", "word").num_suffix_tokens
 
     @property
     def images(self) -> Annotated[Tensor, "batch channels height width"]:
@@ -123,19 +123,6 @@ class Explanation:
         """
         return self._of("edge").top(k)
 
-    def headline(self, class_names: Sequence[str] = ()) -> str:
-        """What was asked of a graph and what the model said, in a line."""
-        return self._of("edge").headline(self, class_names)
-
-    def classes(self, labels: Annotated[Tensor, "nodes", int] | None = None) -> list[int]:
-        """The class of each node: labels, or what the model predicts; empty where it answers for a
-        graph.
-
-        Raises:
-            ValueError: labels not one a node.
-        """
-        return self._of("edge").classes(labels)
-
     # --- how far to trust it --------------------------------------------------------------------
 
     def trust(self, *args: Any, **options: Any) -> Any:
@@ -169,14 +156,14 @@ class Explanation:
         and 12 words.
 
         Args:
-            options: `full`, `fractions`, `orders`, `seed`, `batch_size`, as of `attnkit.trust`.
+            options: `full`, `fractions`, `orders`, `seed`, `batch_size`, as of `trust_words`.
 
         Raises:
             ValueError: what was explained has no words.
         """
         if self.unit.name != "word":
             raise ValueError("words: only a captioner's sentences have them; take trust()")
-        return self._of("word").trust_words(**options)
+        return self.unit.trust(self, **options)
 
     def fidelity(self, ks: Sequence[int] | None = None, num_draws: int = 20, seed: int = 0) -> Any:
         """What a graph model predicts without the edges that rank first, and with these alone, an

@@ -1,51 +1,72 @@
 """What a layer of attention, or a gate, does with images: its maps, and a picture of them."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from attnkit.core.capture.weights import capture_attention
-from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name
-from attnkit.interpret.colours import OVERLAY, Scale
 from attnkit.interpret.explain import explain
-from attnkit.interpret.methods.grid import find_grid
-from attnkit.interpret.picture import Panel, Row, as_picture, draw
+from attnkit.interpret.methods.grid import Grid, find_grid
+from attnkit.interpret.methods.question import Question, looking
+from attnkit.interpret.methods.tokens import watch
+from attnkit.interpret.picture import OVERLAY, Panel, Row, Scale, as_picture, draw
 from attnkit.layers.gates.gate import capture_gates
-from attnkit.layers.maps.channel import ChannelAttention, CrossCovarianceAttention
 from attnkit.layers.maps.spatial import SpatialAttention
 from attnkit.lightning.explained import Explained
 
-_LABELS = {"attention": "attention / uniform attention", "gate": "gate, mean of channels"}
-_OVER_CHANNELS = (ChannelAttention, CrossCovarianceAttention)
+ATTENTION = "attention / uniform attention"
 
 
 class LayerMap(NamedTuple):
-    """`values` is [rows, columns] over the image, [channels], or [channels, channels].
+    """What a layer does with each image of a batch.
 
-    `kind` says how to read them: "attention" as a multiple of what uniform attention would give, so
-    that 1 is uniform; "gate" between 0 and 1.
+    values: over the image, [batch, rows, columns]; of a gate of channels [batch, channels], and of
+        attention over channels [batch, channels, channels].
+    label: what the numbers are. Attention is a multiple of what uniform attention would give, so
+        that 1 is uniform; gates are between 0 and 1.
+    is_over_image: whether values have places of the image.
+    share: of attention over tokens, what class and register tokens took.
     """
 
     layer: str
-    kind: str
     values: Tensor
-    over: str
-    """Over what: "image", "channels" or "pairs of channels"."""
-    prefix: float | None = None
-    """Of attention over tokens, what the class and register tokens before the image took."""
+    label: str = ATTENTION
+    is_over_image: bool = True
+    share: Annotated[Tensor, "batch"] | None = None
+
+    @property
+    def scale(self) -> Scale:
+        """A uniform map has one colour, the middle one."""
+        largest = max(2.0, float(self.values.max()))
+        return Scale(0.0, largest if self.label == ATTENTION else 1.0, OVERLAY)
+
+    @property
+    def below(self) -> list[str]:
+        """What is said below each map."""
+        if self.share is None:
+            return [""] * len(self.values)
+        return [f"class and register tokens: {100 * share:.0f} %" for share in self.share.tolist()]
 
 
-def chosen_layers(model: nn.Module, layer: int | str) -> tuple[str, list[str]]:
-    """Whether a model is looked at by its "attention" or its "gate"s, and the names of the layers.
+class LayerPicture(NamedTuple):
+    """What layers do with images.
+
+    maps: [batch, …], by the layer's name; of a captioner one for each word, with the name `words`.
+    caption: what the figure shows.
+    """
+
+    figure: Figure
+    maps: dict[str, Tensor]
+    caption: str
+
+
+def chosen_layers(model: nn.Module, layer: int | str) -> tuple[bool, list[str]]:
+    """Whether a model is looked at by its gates, and the names of the layers.
 
     Gates are looked at where there is no attention.
 
@@ -54,159 +75,157 @@ def chosen_layers(model: nn.Module, layer: int | str) -> tuple[str, list[str]]:
         layer: a position among the layers, or a name (`*` matches anything).
 
     Raises:
-        ValueError: it has neither, or no such layer.
+        ValueError: it has neither attention nor gates, or no such layer.
     """
     modules = {module_name(name): module for name, module in model.named_modules()}
-    found = {
-        "attention": [
-            n for n, m in modules.items() if callable(getattr(m, "attention_weights", None))
-        ],
-        "gate": [n for n, m in modules.items() if callable(getattr(type(m), "gate", None))],
-    }
-    kind = next((kind for kind, names in found.items() if names), None)
-    if kind is None:
+    attention = [n for n, m in modules.items() if callable(getattr(m, "attention_weights", None))]
+    gates = [n for n, m in modules.items() if callable(getattr(type(m), "gate", None))]
+    names = attention or gates
+    if not names:
         raise ValueError(
             f"layer: {type(model).__name__} has neither attention with weights nor gates: nothing "
             "to draw; insert_attention puts them in, replace_attention makes timm's visible"
         )
-    names = found[kind]
     if isinstance(layer, int):
         chosen = names[layer : layer + 1 or None] if -len(names) <= layer else []
     else:
         chosen = [name for name in names if fnmatchcase(name, layer)]
     if not chosen:
         raise ValueError(f"layer: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
-    return kind, chosen
+    return not attention, chosen
 
 
-@torch.no_grad()
-def layer_maps(model: nn.Module, image: Tensor, layer: int | str) -> tuple[list[LayerMap], Any]:
-    """The maps of some layers over an image [channels, height, width], and the model's output."""
-    kind, names = chosen_layers(model, layer)
-    with ExitStack() as stack:
-        stack.enter_context(unrecorded())
-        captured: dict[str, list[Tensor]] = stack.enter_context(
-            capture_gates(model) if kind == "gate" else capture_attention(model, names)
-        )
-        output = model(image[None])
-    maps = []
-    for name in names:
-        if name not in captured:
-            raise ValueError(f"layer: {name!r} did not run")
-        values = captured[name][-1].float().cpu()
-        if kind == "gate":
-            maps.append(_of_gate(name, values[0]))
-        else:
-            maps.append(_of_attention(name, model, values, image))
-    return maps, output
+def layer_maps(
+    model: nn.Module, images: Annotated[Tensor, "batch channels height width"], layer: int | str
+) -> list[LayerMap]:
+    """The maps of some layers over images.
 
-
-def _of_gate(name: str, values: Tensor) -> LayerMap:
-    if values[0].numel() == 1:
-        return LayerMap(name, "gate", values.flatten(), "channels")
-    return LayerMap(name, "gate", values.mean(0), "image")
-
-
-def _of_attention(name: str, model: nn.Module, weights: Tensor, image: Tensor) -> LayerMap:
-    layer, around = (model.get_submodule(path) for path in (name, name.rpartition(".")[0]))
-    num_keys = weights.shape[-1]
-    if isinstance(layer, _OVER_CHANNELS):
-        pairs = weights[0].mean(0) * num_keys
-        return LayerMap(name, "attention", pairs, "pairs of channels")
-    if isinstance(around, SpatialAttention) and around.pattern == "axial":
-        lines = weights.mean(dim=(1, 2)) * num_keys  # each row or column is an item of the batch
-        is_column = layer is around.column_attention
-        return LayerMap(name, "attention", lines.T if is_column else lines, "image")
-    if len(weights) > 1:
-        raise ValueError(
-            f"layer: {name!r} attends within {len(weights)} parts of the image, windows or the "
-            "like, which are not drawn; take another layer"
-        )
-    grid = find_grid(model, image[None], num_keys)
-    rows = weights[0].mean(0)
-    row = rows[0] if grid.num_prefix_tokens and _has_class_token(model) else rows.mean(0)
-    values = grid.patches(row, dim=0).reshape(grid.rows, grid.columns)
-    took = 1 - float(values.sum()) if grid.num_others else None
-    return LayerMap(name, "attention", values * num_keys, "image", took)
-
-
-def _has_class_token(model: nn.Module) -> bool:
-    """Whether the first of the prefix tokens is one, as far as the model says."""
-    said = (m for m in model.modules() if isinstance(getattr(m, "num_prefix_tokens", None), int))
-    module = next(said, None)
-    return getattr(module, "class_token", getattr(module, "cls_token", True)) is not None
-
-
-def draw_layer(given: Explained, layer: int | str) -> tuple[Figure, dict[str, Tensor]]:
-    """The picture of what a layer does with images, and its maps [batch, …] by the layer's name.
-
-    For a captioner there is a map of the layer's attention for each word, with the name `words`.
+    Attention is that of the tokens which the answer is read from, as in `explain` with the method
+    "attention". Of a layer that is not between the tokens of a whole image, or that the answer does
+    not depend on, it is the mean over all queries.
 
     Args:
-        given: a model and images, or a captioner and its sentences.
-        layer: a position among the layers, or a name (`*` matches anything, and each layer is a
-            row; of a captioner it is the mean over them).
+        model: any module.
+        images: as the model takes them.
+        layer: as of `chosen_layers`.
 
     Raises:
         ValueError: there is no such layer; it did not run, attends within windows, or over tokens
             that are not a grid.
     """
+    are_gates, names = chosen_layers(model, layer)
+    with looking(model):
+        found = {} if are_gates else _as_explained(model, images)
+        others = [name for name in names if name not in found]
+        captures = capture_gates(model) if are_gates else capture_attention(model, others)
+        if others:
+            with torch.no_grad(), captures as captured:
+                model(images)
+        for name in others:
+            if name not in captured:
+                raise ValueError(f"layer: {name!r} did not run")
+            values = captured[name][-1].float()
+            of_one = _of_gate if are_gates else _of_attention
+            found[name] = of_one(name, values, model, images)
+    return [found[name] for name in names]
+
+
+def _as_explained(model: nn.Module, images: Tensor) -> dict[str, LayerMap]:
+    """By name, the layers that tokens can be followed through."""
+    try:
+        chain = watch(Question(model, images), "attention")
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError):
+        return {}
+    found = {}
+    for step, rows in zip(chain.steps, chain.rows_read(), strict=True):
+        name, received = step.call.layer, step.looked_at(rows).detach()
+        found[name] = _on_grid(name, received, step.call.num_keys, chain.grid)
+    return found
+
+
+def _on_grid(layer: str, received: Tensor, num_keys: int, grid: Grid) -> LayerMap:
+    """What each token gets, [batch, tokens], on the grid of the patches."""
+    values = grid.patches(received * num_keys).unflatten(1, (grid.rows, grid.columns))
+    share = grid.others(received).sum(dim=1) if grid.num_others else None
+    return LayerMap(layer, values, share=share)
+
+
+def _of_gate(name: str, values: Tensor, model: nn.Module, images: Tensor) -> LayerMap:
+    if values[0, 0].numel() == 1:
+        return LayerMap(name, values.flatten(1), "gate", is_over_image=False)
+    return LayerMap(name, values.mean(dim=1), "gate, mean of channels")
+
+
+def _of_attention(name: str, weights: Tensor, model: nn.Module, images: Tensor) -> LayerMap:
+    """The weights of a layer by itself, the mean over heads and queries."""
+    layer, around = (model.get_submodule(path) for path in (name, name.rpartition(".")[0]))
+    batch, num_keys = len(images), weights.shape[-1]
+    if getattr(layer, "is_over_channels", False):
+        return LayerMap(name, weights.mean(dim=1) * num_keys, is_over_image=False)
+    received = weights.mean(dim=(1, 2))
+    if isinstance(around, SpatialAttention) and around.pattern == "axial":
+        lines = received.unflatten(0, (batch, -1)) * num_keys  # each row or column is an item
+        return LayerMap(name, lines.mT if layer is around.column_attention else lines)
+    if len(weights) > batch:
+        raise ValueError(
+            f"layer: {name!r} attends within {len(weights) // batch} parts of the image, windows "
+            "or the like, which are not drawn; take another layer"
+        )
+    return _on_grid(name, received, num_keys, find_grid(model, images, num_keys))
+
+
+def draw_layer(given: Explained, layer: int | str) -> LayerPicture:
+    """The picture of what a layer does with images: a column for each image, a row for each layer.
+
+    Of a captioner it is the layer's attention at each word.
+
+    Args:
+        given: a model and images, or a captioner and its sentences.
+        layer: as of `chosen_layers`; of a captioner it is the mean over them.
+
+    Raises:
+        ValueError: as `layer_maps`.
+    """
+    assert given.pictures is not None
     if given.sentences is not None:
         seen = explain(given.model, given.inputs, given.sentences, "attention", layers=layer)
         assert seen.words is not None
-        return seen.draw(given.words or None, given.pictures), {"words": seen.words}
-    found = [layer_maps(given.model, image, layer) for image in given.inputs]
-    maps = [one for one, _ in found]
-    titles = [_title(given, number, output) for number, (_, output) in enumerate(found)]
-    pictures = given.inputs if given.pictures is None else given.pictures
-    layers = {row[0].layer: torch.stack([one.values for one in row])
-              for row in zip(*maps, strict=True)}  # fmt: skip
-    return draw_layers(pictures, maps, titles), layers
-
-
-def first_of(given: Explained) -> Explained:
-    """The first image alone, to learn whether a layer can be drawn."""
-    pictures = None if given.pictures is None else given.pictures[:1]
-    said = None if given.sentences is None else given.sentences[:1]
-    return replace(given, inputs=given.inputs[:1], pictures=pictures, sentences=said)
-
-
-def _title(given: Explained, number: int, output: Any) -> str:
-    """The image's name, its class, and the one that logits predict."""
-    lines = ["/".join(Path(given.names[number]).parts[-2:])] if given.names else []
-    if given.truth is not None:
-        lines.append(f"true: {given.class_name(int(given.truth[number]))}")
-    if isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] > 1:
-        lines.append(f"predicted: {given.class_name(int(output[0].argmax()))}")
-    return "\n".join(lines)
-
-
-def draw_layers(
-    images: Tensor, maps: Sequence[Sequence[LayerMap]], titles: Sequence[str]
-) -> Figure:
-    """A column for each image: the image, and a row for each layer with its scale.
-
-    Attention is shown as a multiple of uniform attention, gates between 0 and 1: a uniform map
-    has one colour.
-
-    Args:
-        images: [batch, channels, height, width], uint8, or floats of any range.
-        maps: for each image, the maps of the layers.
-        titles: for each image.
-    """
-    pictures = [as_picture(image) for image in images]
+        figure = seen.draw(given.words or None, given.pictures)
+        said = f"What layer {layer} looks at for each word of a caption, the mean over heads."
+        return LayerPicture(figure, {"words": seen.words}, f"{said} Each image has one scale.")
+    maps = layer_maps(given.model, given.inputs, layer)
+    with looking(given.model), torch.no_grad():
+        titles = _titles(given, given.model(given.inputs))
+    pictures = [as_picture(one) for one in given.pictures]
     rows = [Row([Panel(one, title=said) for one, said in zip(pictures, titles, strict=True)])]
-    for layers in zip(*maps, strict=True):
-        first = layers[0]
-        largest = max(float(one.values.max()) for one in layers)
-        scale = Scale(0.0, 1.0 if first.kind == "gate" else max(2.0, largest), OVERLAY)
-        label = first.kind if first.over == "channels" else _LABELS[first.kind]
-        panels = [_panel(*both) for both in zip(layers, pictures, strict=True)]
-        panels[0] = panels[0]._replace(title=first.layer)  # once for the row
-        rows.append(Row(panels, scale, label))
-    return draw(rows, across=len(images))
+    for one in maps:
+        panels = [
+            Panel(picture if one.is_over_image else None, values, below=below)
+            for picture, values, below in zip(pictures, one.values, one.below, strict=True)
+        ]
+        panels[0] = panels[0]._replace(title=one.layer)  # once for the row
+        rows.append(Row(panels, one.scale, one.label))
+    figure = draw(rows, across=len(pictures))
+    said = (
+        "Attention is a multiple of what uniform attention would give, the mean over heads."
+        if maps[0].label == ATTENTION
+        else "Gates multiply what passes: 0 closes, 1 lets all through."
+    )
+    caption = f"{said} Each row is a layer and has one scale for all images."
+    return LayerPicture(figure, {one.layer: one.values for one in maps}, caption)
 
 
-def _panel(one: LayerMap, picture: np.ndarray) -> Panel:
-    took = "" if one.prefix is None else f"class and register tokens: {100 * one.prefix:.0f} %"
-    return Panel(picture if one.over == "image" else None, one.values, below=took)
+def _titles(given: Explained, output: Any) -> list[str]:
+    """Of each image its name, its class, and the one that logits predict."""
+    lines: list[list[str]] = [[] for _ in given.inputs]
+    for line, name in zip(lines, given.names, strict=False):
+        line.append("/".join(Path(name).parts[-2:]))
+    classes = {"true": given.truth}
+    if isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] > 1:
+        classes["predicted"] = output.argmax(dim=1)
+    for what, numbers in classes.items():
+        for line, number in zip(lines, () if numbers is None else numbers.tolist(), strict=False):
+            line.append(f"{what}: {given.class_name(number)}")
+    return ["\n".join(line) for line in lines]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from attnkit.interpret.methods.question import Layers, Question, captioner_of, in_float
 from attnkit.interpret.quantity import Of
+from attnkit.interpret.trust.removal import as_pixels
 from attnkit.models.captioning.word_decoder import PAD, START
 
 
@@ -68,22 +69,28 @@ class Sentences(Question):
                 self.see(self.logits_of_words(self.images))
 
     def logits_of_words(
-        self, images: Tensor, items: Annotated[Tensor, "_", int] | None = None
+        self, images: Tensor, items: Annotated[Tensor, "_", int] | slice = slice(None)
     ) -> Annotated[Tensor, "_ words classes"]:
-        """Of each word what could stand there: of n copies of the batch, one after the other, or
-        of the sentences of some items."""
-        if items is None:
-            before = self.before.repeat(len(images) // self.batch, 1)
-        else:
-            before = self.before[items]
-        return in_float(self.captioner(images, before))
+        """What could stand at the place of each word, of images and the sentences of some items."""
+        return in_float(self.captioner(images, self.before[items]))
 
-    def ask(self, images: Tensor | None = None) -> Annotated[Tensor, "_ words"]:
-        """The logit of each word; of n copies of the batch, n times as many."""
-        images = self.images if images is None else images
-        logits = self.logits_of_words(images)
-        said = self.said.repeat(len(images) // self.batch, 1)
-        return logits.gather(2, said[..., None])[..., 0]
+    def without(
+        self,
+        items: Annotated[Tensor, "_", int],
+        removed: Annotated[Tensor, "_ places", bool],
+        *,
+        grid: tuple[int, int],
+        colour: Annotated[Tensor, "batch channels 1 1"],
+    ) -> Annotated[Tensor, "_ words classes"]:
+        """The logits of the words of some items, places of whose images are in one colour."""
+        images = self.images.detach()
+        pixels = as_pixels(removed, grid, (images.shape[2], images.shape[3]))
+        return self.logits_of_words(torch.where(pixels, colour[items], images[items]), items)
+
+    def ask(self, images: Tensor | None = None) -> Annotated[Tensor, "batch words"]:
+        """The logit of each word."""
+        logits = self.logits_of_words(self.images if images is None else images)
+        return logits.gather(2, self.said[..., None])[..., 0]
 
     def _checked(self, said: Any) -> Tensor:
         size = getattr(getattr(self.captioner, "decoder", None), "vocabulary_size", None)
@@ -103,7 +110,8 @@ class Sentences(Question):
             )
         if bool((said[:, 0] == START).any()):
             raise ValueError("target: sentences begin with their first word, without START")
-        return said.to(self.images.device).long()
+        with torch.inference_mode(False):  # what is made there cannot be in a graph
+            return said.to(self.images.device).long().clone()
 
 
 class WordLogits(nn.Module):

@@ -17,19 +17,17 @@ from PIL import Image
 from torch import Tensor
 
 from attnkit.core.arguments import choice
-from attnkit.interpret.by_turns import by_turns, num_rows
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.layer_maps import chosen_layers, draw_layer
 from attnkit.interpret.picture import pixels_of, save
-from attnkit.interpret.report.cost import duration
+from attnkit.interpret.report.report import duration
 from attnkit.interpret.sentences import captioner_of
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError
 from attnkit.interpret.trust.result import CLASS_SENSITIVITY
-from attnkit.interpret.usual_method import usual_method
 from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.explained import Explained
+from attnkit.lightning.explained import Explained, by_turns, num_rows
 from attnkit.lightning.files import in_log_folder, replacing
 from attnkit.lightning.loggers.pictures import log_picture
 from attnkit.lightning.telling.say import say
@@ -153,13 +151,12 @@ class Interpret(Callback):
         return f"Interpret(method={self.method!r}, layer={self.layer!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        history = {name: [list(point) for point in points] for name, points in self.history.items()}
-        return {"history": history}
+        return {"history": {name: list(points) for name, points in self.history.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        history = state_dict["history"].items()
         self.history = {
-            name: [(epoch, value) for epoch, value in points]
-            for name, points in state_dict["history"].items()
+            name: [(epoch, value) for epoch, value in points] for name, points in history
         }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -177,7 +174,8 @@ class Interpret(Callback):
         stage: Literal["val", "test"],
     ) -> None:
         """Explain some images of the first batch of a validation that is due, or of a test."""
-        is_due = stage == "test" or self._is_due(trainer)
+        is_due = stage == "test" or trainer.sanity_checking
+        is_due = is_due or self._has_look(trainer.current_epoch, trainer)
         if batch_idx or dataloader_idx or not trainer.is_global_zero or not is_due:
             return
         start = time.monotonic()
@@ -215,9 +213,6 @@ class Interpret(Callback):
         share = self._seconds / max(1e-9, time.monotonic() - self._began)
         say(f"interpret: {self._seconds:.1f} s, {100 * share:.1f} % of the training; {left}")
 
-    def _is_due(self, trainer: Trainer) -> bool:
-        return trainer.sanity_checking or self._has_look(trainer.current_epoch, trainer)
-
     def _has_look(self, epoch: int, trainer: Trainer) -> bool:
         return epoch % self.every_n_epochs == 0 or epoch + 1 == trainer.max_epochs
 
@@ -230,8 +225,8 @@ class Interpret(Callback):
             )
         try:
             if self.layer is not None:
-                return draw_layer(given, self.layer)[0], {}
-            method = self.method or (self._look.method if self._look else usual_method(given))
+                return draw_layer(given, self.layer).figure, {}
+            method = self._look.method if self._look else self.method
             seen = explain(given.model, given.inputs, given.sentences, method)
         except torch.OutOfMemoryError:
             raise
@@ -332,11 +327,8 @@ def _some(batch: Any, number: int) -> Any:
     """Some rows of a batch on the CPU, of as many classes as there are."""
     size = num_rows(batch)
     labels = _labels(list(batch[1:]), size) if isinstance(batch, list | tuple) else None
-    if labels is not None:
-        rows = by_turns(labels.tolist(), number)
-    else:
-        rows = list(range(min(number, size)))
-    return _rows(batch, rows, size)
+    rows = range(size) if labels is None else by_turns(labels.tolist(), number)
+    return _rows(batch, list(rows)[:number], size)
 
 
 def _rows(batch: Any, rows: list[int], size: int) -> Any:
@@ -347,9 +339,8 @@ def _rows(batch: Any, rows: list[int], size: int) -> Any:
         return {name: _rows(value, rows, size) for name, value in batch.items()}
     if isinstance(batch, tuple) or (isinstance(batch, list) and isinstance(batch[0], Tensor)):
         return [_rows(value, rows, size) for value in batch]
-    if isinstance(batch, list) and len(batch) == size:
-        return [batch[row] for row in rows]
-    return batch
+    is_of_rows = isinstance(batch, list) and len(batch) == size
+    return [batch[row] for row in rows] if is_of_rows else batch
 
 
 def draw_history(history: History, gap_of: str) -> Figure:
@@ -360,11 +351,9 @@ def draw_history(history: History, gap_of: str) -> Figure:
         gap_of: the quantity whose gap it is, such as "p".
     """
     others = [name for name in _SHARES if history.get(name)]
-    columns = 1 + len(others)
-    figure = Figure(figsize=(4.4 * columns, 3.4), layout="constrained")
+    figure = Figure(figsize=(4.4 * (1 + len(others)), 3.4), layout="constrained")
     FigureCanvasAgg(figure)  # no global state, no display
-    panels = figure.subplots(1, columns, squeeze=False)[0]
-    first = panels[0]
+    first, *rest = panels = figure.subplots(1, 1 + len(others), squeeze=False)[0]
     if history.get("interpret_random"):
         epochs, within = zip(*history["interpret_random"], strict=True)
         low = [-value for value in within]
@@ -372,14 +361,12 @@ def draw_history(history: History, gap_of: str) -> Figure:
     first.axhline(0, color="0.4", lw=0.8)
     for name, (label, colour, style) in _GAPS.items():
         if history.get(name):
-            first.plot(
-                *zip(*history[name], strict=True), color=colour, ls=style, marker="o", ms=3,
-                label=label,
-            )  # fmt: skip
+            points = zip(*history[name], strict=True)
+            first.plot(*points, color=colour, ls=style, marker="o", ms=3, label=label)
     first.set_title(f"gap in {gap_of}: what is lost where the map points", fontsize=10)
     first.set_ylabel(f"gap in {gap_of}", fontsize=9)
     first.legend(frameon=False, fontsize=8)
-    for panel, name in zip(panels[1:], others, strict=True):
+    for panel, name in zip(rest, others, strict=True):
         panel.plot(*zip(*history[name], strict=True), color="#b3300a", marker="o", ms=3)
         panel.set_title(_SHARES[name], fontsize=10)
         panel.set_ylim(0, 1.1 * max(value for _, value in history[name]) or 1)

@@ -1,6 +1,6 @@
-"""What a module of a task says is explained of a batch, for `run=explain` and for anyone."""
+"""What a module of a task says is explained of a batch, and which rows of many are taken."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -60,3 +60,22 @@ class Explained:
     def class_name(self, number: int) -> str:
         """The name of a class, or its number."""
         return self.class_names[number] if number < len(self.class_names) else str(number)
+
+
+def by_turns(labels: Sequence[int], count: int) -> list[int]:
+    """Their places: the first of each class, then the second of each, and so on."""
+    seen: dict[int, int] = {}
+    turns = []
+    for row, label in enumerate(labels):
+        seen[label] = seen.get(label, -1) + 1
+        turns.append((seen[label], label, row))
+    return [row for _, _, row in sorted(turns)[:count]]
+
+
+def num_rows(batch: Any) -> int:
+    """How many a batch has, by its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    some = values if isinstance(values, Iterable) else ()
+    return next((len(value) for value in some if isinstance(value, Tensor) and value.ndim), 0)

@@ -102,9 +102,6 @@ def test_every_method_on_every_kind_of_vit(name):
             assert seen.num_prefix_tokens == prefix
             assert seen.tokens.shape == (2, prefix + seen.map[0].numel())
             torch.testing.assert_close(seen.tokens[:, prefix:], seen.map.flatten(1))
-            used = 1 if method in ("attention", "value_weighted") else 3 + ("pool" in name)
-            assert len(seen.layers) == used * 3
-            assert all(0 < row.entropy <= 1 for row in seen.layers)
             if method == "rollout":
                 torch.testing.assert_close(seen.tokens.sum(dim=1), torch.ones(2))
 
@@ -206,8 +203,8 @@ def test_a_map_or_a_function_of_somebody_else():
 def test_layers_are_chosen_by_place_or_name():
     model, images = randomised(ours()), torch.randn(2, 3, 32, 48)
     last = explain(model, images, 3, layers=-1)
-    assert {row.layer for row in last.layers} == {"blocks.2.attention"}
-    torch.testing.assert_close(last.map, explain(model, images, 3, layers="blocks.2*").map)
+    for name in ("blocks.2.attention", "blocks.2*"):
+        torch.testing.assert_close(last.map, explain(model, images, 3, layers=name).map)
     assert not torch.allclose(last.map, explain(model, images, 3).map)
 
 
@@ -363,10 +360,6 @@ def test_it_is_printed_in_words():
     assert "class and register tokens: " in text
     assert "… 2 more" in text
     assert "grid 2 x 3 behind 1 prefix tokens, as tokens depend on the image" in text
-    assert str(seen.layers).splitlines()[0].split() == [
-        *("layer", "head", "entropy", "largest", "receiver", "prefix")
-    ]
-    assert len(str(seen.layers).splitlines()) == 1 + 9
 
 
 # --- what is refused ------------------------------------------------------------------------------

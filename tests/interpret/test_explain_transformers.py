@@ -115,11 +115,15 @@ def test_of_attention_with_masks_of_another_kind_nothing_is_hidden():
     assert list(seen.trust().unavailable) == ["mask"]
 
 
-def test_the_grid_at_sizes_that_the_patch_does_not_divide():
+def dinov2_of_one_layer():
     transformers = pytest.importorskip("transformers")
     sizes = SIZES | {"patch_size": 14, "image_size": 56, "num_hidden_layers": 1}
     config = transformers.Dinov2Config(**sizes, num_labels=7)
-    model = transformers.Dinov2ForImageClassification(config).eval()
+    return transformers.Dinov2ForImageClassification(config).eval()
+
+
+def test_the_grid_at_sizes_that_the_patch_does_not_divide():
+    model = dinov2_of_one_layer()
     draw = torch.Generator().manual_seed(0)
     for _ in range(20):
         high, wide = torch.randint(28, 100, (2,), generator=draw).tolist()
@@ -127,6 +131,19 @@ def test_the_grid_at_sizes_that_the_patch_does_not_divide():
         for method in ("attention", "input_gradient"):
             seen = explain(model, images, method=method)
             assert seen.map.shape == (1, high // 14, wide // 14), (method, high, wide)
+
+
+def test_a_given_grid_of_patches_has_their_pixels_at_such_sizes():
+    model, images = dinov2_of_one_layer(), torch.randn(2, 3, 76, 61)  # the patches have 70 x 56
+    for method, options in (("input_gradient", {}), ("occlusion", {"removal": "colour"})):
+        found, given = (
+            explain(model, images, 3, method, grid=grid, **options).map for grid in (None, (5, 4))
+        )
+        torch.testing.assert_close(found, given)
+    trust = explain(model, images, 3).trust(removals=["mean"])
+    known = explain(model, images, 3, "input_gradient").trust(removals=["mean"])
+    gap = "gap in logit, mean colour"
+    assert trust[gap].input_gradient == pytest.approx(known[gap].map, rel=1e-4)
 
 
 def test_tokens_behind_the_patches_of_a_detector():
@@ -145,6 +162,7 @@ def test_tokens_behind_the_patches_of_a_detector():
 
     images = torch.randn(1, 3, 32, 48)
     seen = explain(FirstDetection(), images, method="attention")
-    assert (seen.map.shape, seen.num_prefix_tokens) == ((1, 4, 6), 1)
+    assert seen.map.shape == (1, 4, 6)
+    assert (seen.num_prefix_tokens, seen.num_suffix_tokens) == (1, 100)
     assert seen.tokens.shape == (1, 125)
     torch.testing.assert_close(seen.map.flatten(1), seen.tokens[:, 1:25])

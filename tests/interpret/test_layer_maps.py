@@ -1,5 +1,7 @@
 """What the layers of a model do with an image, as maps and as a picture."""
 
+from functools import partial
+
 import matplotlib
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from attnkit import (
     SqueezeExcitation,
     ViT,
     capture_attention,
+    explain,
 )
-from attnkit.interpret.colours import Scale, overlaid
-from attnkit.interpret.layer_maps import LayerMap, draw_layer, draw_layers, layer_maps
+from attnkit.interpret.layer_maps import LayerMap, draw_layer, layer_maps
+from attnkit.interpret.picture import Scale, overlaid
 from attnkit.lightning import Explained
 
 
@@ -41,11 +44,11 @@ class Bright(nn.Module):
 def test_the_map_lies_over_the_image_as_the_patches_do(num_prefix_tokens):
     image = torch.zeros(3, 21, 35)  # 3 x 5 patches
     image[:, 7:14, 21:28] = 1.0
-    (found,), _ = layer_maps(Bright(num_prefix_tokens), image, -1)
+    (found,) = layer_maps(Bright(num_prefix_tokens), image[None], -1)
     expected = torch.ones(3, 5)
     expected[1, 3] = torch.e**10
     tokens = 15 + num_prefix_tokens
-    torch.testing.assert_close(found.values, tokens * expected / (expected.sum() + tokens - 15))
+    torch.testing.assert_close(found.values[0], tokens * expected / (expected.sum() + tokens - 15))
 
 
 @pytest.mark.parametrize(
@@ -62,19 +65,36 @@ def test_the_map_lies_over_the_image_as_the_patches_do(num_prefix_tokens):
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_the_last_layer_of_our_vit(options):
-    """The class token's row, the pooling's, or the mean over all where there is no class token."""
-    vit, image = make_vit(**options), torch.randn(3, 6, 10)
+    """The class token's row, the pooling's, or the mean over the patches that are averaged."""
+    vit, images = make_vit(**options), torch.randn(2, 3, 6, 10)
     with torch.no_grad():  # so that the layers look at different places
         for parameter in vit.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     with capture_attention(vit) as captured:
-        vit(image[None])
-    *_, weights = (weights[0][0].mean(0) for weights in captured.values())
-    shown = weights.mean(0) if options.get("pooling") == "mean" else weights[0]
-    expected = shown[-15:].reshape(3, 5)
+        vit(images)
+    *_, weights = (weights[0].mean(1) for weights in captured.values())
+    is_mean = options.get("pooling") == "mean"
+    shown = weights[:, -15:].mean(1) if is_mean else weights[:, 0]
+    expected = shown[:, -15:].reshape(2, 3, 5)
     assert expected.std() > 1e-3
-    (found,), _ = layer_maps(vit, image, -1)
-    torch.testing.assert_close(found.values, expected * weights.shape[1])
+    (found,) = layer_maps(vit, images, -1)
+    torch.testing.assert_close(found.values, expected * weights.shape[2])
+    seen = explain(vit, images, method="attention")
+    if options.get("pooling") != "attention":  # which is a layer of its own there
+        torch.testing.assert_close(found.values, seen.map * weights.shape[2])
+    if seen.share is not None:
+        torch.testing.assert_close(found.share, seen.share)
+
+
+def test_a_layer_that_the_answer_does_not_depend_on_is_drawn_too():
+    """As one that begins as the identity: the mean over all queries."""
+    images = torch.randn(2, 6, 4, 5)
+    model = nn.Sequential(SpatialAttention(6), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    (found,) = layer_maps(model, images, -1)
+    with capture_attention(model) as captured:
+        model(images)
+    (weights,) = captured["0.attention"]
+    torch.testing.assert_close(found.values, 20 * weights.mean(dim=(1, 2)).reshape(2, 4, 5))
 
 
 def make_vit(**options):
@@ -82,36 +102,41 @@ def make_vit(**options):
     return ViT(image_size=(6, 10), patch_size=2, **options).eval()
 
 
-def picture(*maps):
-    """The figure of one image under these maps, and its rows of panels."""
-    image = torch.zeros(1, 1, 6, 10, dtype=torch.uint8)
-    figure = draw_layers(image, [maps], ["true: a\npredicted: b (93 %)"])
+@pytest.fixture
+def picture(monkeypatch):
+    """Makes the figure of one image under a map, and its rows of panels."""
+    return partial(drawn, monkeypatch)
+
+
+def drawn(monkeypatch, one, name="a"):
+    monkeypatch.setattr("attnkit.interpret.layer_maps.layer_maps", lambda *_: [one])
+    images = torch.zeros(1, 1, 6, 10, dtype=torch.uint8)
+    figure = draw_layer(Explained(nn.Flatten(), images, images, names=[name]), -1).figure
     bars = "attention / uniform attention", "gate, mean of channels"
     return figure, [axes for axes in figure.axes if axes.get_ylabel() not in bars]
 
 
-def test_an_even_map_looks_even_and_has_a_scale():
-    even = LayerMap("blocks.1.attention", "attention", torch.ones(3, 5), "image")
+def test_an_even_map_looks_even_and_has_a_scale(picture):
+    even = LayerMap("blocks.1.attention", torch.ones(1, 3, 5))
     figure, (top, below) = picture(even)
-    assert top.get_title("left") == "true: a\npredicted: b (93 %)"
+    assert top.get_title("left") == "a\npredicted: 0"
     assert below.get_title("left") == "blocks.1.attention"
     (bar,) = (axes for axes in figure.axes if axes not in (top, below))
     assert bar.get_ylabel() == "attention / uniform attention"
     assert bar.get_ylim() == (0, 2)  # so that its colour is the middle one
     assert not list(below.texts)
-    uneven = even._replace(values=torch.tensor([[0.5, 7.0]]), prefix=0.613)
+    uneven = even._replace(values=torch.tensor([[[0.5, 7.0]]]), share=torch.tensor([0.613]))
     figure, (_, below) = picture(uneven)
     assert figure.axes[-1].get_ylim() == (0, 7)
     assert [text.get_text() for text in below.texts] == ["class and register tokens: 61 %"]
-    gate = LayerMap("gate", "gate", torch.full((3, 5), 0.5), "image")
+    gate = LayerMap("gate", torch.full((1, 3, 5), 0.5), "gate, mean of channels")
     assert picture(gate)[0].axes[-1].get_ylim() == (0, 1)
 
 
-def test_a_title_that_would_be_a_formula(tmp_path):
-    image = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
-    figure = draw_layers(image, [[]], [r"$5 or $\frac"])
+def test_a_title_that_would_be_a_formula(picture, tmp_path):
+    figure, _ = picture(LayerMap("a", torch.ones(1, 3, 5)), r"$5 or $\frac")
     figure.savefig(tmp_path / "picture.png")
-    assert figure.axes[0].get_title("left") == r"\$5 or \$\frac"
+    assert figure.axes[0].get_title("left") == "\\$5 or \\$\\frac\npredicted: 0"
 
 
 def test_each_place_has_one_colour_and_the_image_shows_through():
@@ -133,17 +158,17 @@ def test_each_place_has_one_colour_and_the_image_shows_through():
 
 def test_what_the_prefix_took():
     vit = make_vit(num_registers=2)
-    image = torch.randn(3, 6, 10)
-    (found,), _ = layer_maps(vit, image, -1)
+    images = torch.randn(2, 3, 6, 10)
+    (found,) = layer_maps(vit, images, -1)
     with capture_attention(vit, layers=-1) as captured:
-        vit(image[None])
+        vit(images)
     (weights,) = captured["blocks.1.attention"]
-    assert found.prefix == pytest.approx(float(weights[0].mean(0)[0, :3].sum()), abs=1e-6)
-    assert layer_maps(make_vit(pooling="mean"), image, -1)[0][0].prefix is None
+    torch.testing.assert_close(found.share, weights.mean(1)[:, 0, :3].sum(1))
+    assert layer_maps(make_vit(pooling="mean"), images, -1)[0].share is None
 
 
-def test_gates_of_channels_are_a_curve():
-    gate = LayerMap("se", "gate", torch.tensor([0.2, 0.9, 0.4]), "channels")
+def test_gates_of_channels_are_a_curve(picture):
+    gate = LayerMap("se", torch.tensor([[0.2, 0.9, 0.4]]), "gate", is_over_image=False)
     _, (_, below) = picture(gate)
     (line,) = below.get_lines()
     assert line.get_ydata() == pytest.approx([0.2, 0.9, 0.4])
@@ -151,18 +176,20 @@ def test_gates_of_channels_are_a_curve():
 
 
 def test_what_each_kind_of_layer_gives():
-    image = torch.rand(6, 8, 8)
+    images = torch.rand(2, 6, 8, 8)
+    attention, gate = "attention / uniform attention", "gate"
     kinds = {
-        "cbam": (CBAM(6, reduction=2), "gate", "image", (8, 8)),
-        "se": (SqueezeExcitation(6, reduction=2), "gate", "channels", (6,)),
-        "channel": (ChannelAttention(6), "attention", "pairs of channels", (6, 6)),
-        "spatial": (SpatialAttention(6), "attention", "image", (8, 8)),
+        "cbam": (CBAM(6, reduction=2), "gate, mean of channels", True, (8, 8)),
+        "se": (SqueezeExcitation(6, reduction=2), gate, False, (6,)),
+        "channel": (ChannelAttention(6), attention, False, (6, 6)),
+        "spatial": (SpatialAttention(6), attention, True, (8, 8)),
     }
-    for name, (layer, kind, over, shape) in kinds.items():
+    for name, (layer, label, is_over_image, shape) in kinds.items():
         model = nn.Sequential(layer).eval()
-        (found,), _ = layer_maps(model, image, -1)
-        assert (found.kind, found.over, tuple(found.values.shape)) == (kind, over, shape), name
-        if kind == "attention":
+        (found,) = layer_maps(model, images, -1)
+        assert (found.label, found.is_over_image) == (label, is_over_image), name
+        assert found.values.shape == (2, *shape), name
+        if label == attention:
             assert found.values.mean() == pytest.approx(1, abs=1e-4)  # of uniform attention
         else:
             assert found.values.min() > 0
@@ -188,28 +215,28 @@ class Axial(nn.Module):
 
 
 def test_axial_attention_is_drawn_along_rows_and_columns():
-    image = torch.zeros(3, 21, 35)  # 3 x 5 positions
-    image[:, 7:14, 21:28] = 1.0
+    images = torch.zeros(2, 3, 21, 35)  # 3 x 5 positions
+    images[1, :, 7:14, 21:28] = 1.0
     model = Axial().eval()
-    (rows, columns), _ = layer_maps(model, image, "*")
+    rows, columns = layer_maps(model, images, "*")
     assert [rows.layer, columns.layer] == ["spatial.attention", "spatial.column_attention"]
     share = torch.e**10 / (torch.e**10 + 4)
     expected = torch.ones(3, 5)
     expected[1] = 5 * (1 - share) / 4
     expected[1, 3] = 5 * share
-    torch.testing.assert_close(rows.values, expected)
+    torch.testing.assert_close(rows.values, torch.stack([torch.ones(3, 5), expected]))
     after = model.spatial.attention.in_proj.weight[2].item() * share  # how bright row 1 is then
     share = torch.e ** (10 * after) / (torch.e ** (10 * after) + 2)
     expected = torch.full((3, 5), 3 * (1 - share) / 2)
     expected[1] = 3 * share
-    torch.testing.assert_close(columns.values, expected)
-    assert rows.over == columns.over == "image"
+    torch.testing.assert_close(columns.values[1], expected)
+    assert all(one.is_over_image for one in (rows, columns))
 
 
 def test_a_map_of_one_row_or_column():
     for size, shapes in (((7, 35), [(1, 5), (1, 5)]), ((21, 7), [(3, 1), (3, 1)])):
-        found, _ = layer_maps(Axial().eval(), torch.rand(3, *size), "*")
-        assert [one.values.shape for one in found] == shapes
+        found = layer_maps(Axial().eval(), torch.rand(1, 3, *size), "*")
+        assert [one.values.shape[1:] for one in found] == shapes
 
 
 class Windows(nn.Module):
@@ -220,12 +247,12 @@ class Windows(nn.Module):
         self.attention = MultiHeadAttention(1, num_heads=1)
 
     def forward(self, images):
-        return self.attention(images.mean(1).reshape(2, -1, 1))
+        return self.attention(images.mean(1).reshape(2 * len(images), -1, 1))
 
 
 def test_windows_are_refused():
     with pytest.raises(ValueError, match="layer: 'attention' attends within 2 parts of the image"):
-        layer_maps(Windows(), torch.rand(3, 6, 5), -1)
+        layer_maps(Windows(), torch.rand(3, 3, 6, 5), -1)
 
 
 def test_the_maps_of_a_batch_have_the_titles_of_what_is_explained():
@@ -233,11 +260,11 @@ def test_the_maps_of_a_batch_have_the_titles_of_what_is_explained():
     vit, images = make_vit(), torch.randn(2, 3, 6, 10)
     known = {"truth": torch.tensor([2, 0]), "names": ["x/cat/1.png", "y"]}
     given = Explained(vit, images, images, ["a", "b", "c"], **known)
-    figure, maps = draw_layer(given, "*")
+    figure, maps, _ = draw_layer(given, "*")
     assert [*maps] == ["blocks.0.attention", "blocks.1.attention"]
     for number, image in enumerate(images):
-        for one in layer_maps(vit, image, "*")[0]:
-            torch.testing.assert_close(maps[one.layer][number], one.values)
+        for one in layer_maps(vit, image[None], "*"):
+            torch.testing.assert_close(maps[one.layer][number], one.values[0])
     predicted = ["abc"[number] for number in vit(images).argmax(1)]
     titles = [axes.get_title("left") for axes in figure.axes]
     assert titles[:2] == [

@@ -30,24 +30,22 @@ def attention(question: GraphQuestion) -> Tensor:
         if question.num_hops == len(names):
             near = question.reached(steps_before, max(call.num_nodes))
             weights = weights * near[call.edge_index[1]]
-        maps.append(_split(question, weights))
-    return torch.stack(maps).mean(dim=0)
+        maps.append(weights)
+    return _sum(question, maps) / len(maps)
 
 
 def relevance(question: GraphQuestion) -> Tensor:
     """Σ over layers of mean over heads of (∂y/∂α · α)⁺ (Chefer et al., Generic Attention-model
     Explainability, 2021, equation 5)."""
     parts, _ = _gradient_times_attention(question)
-    total = [_split(question, part.clamp(min=0).mean(dim=1)) for part in parts]
-    return torch.stack(total).sum(dim=0)
+    return _sum(question, [part.clamp(min=0).mean(dim=1) for part in parts])
 
 
 def input_gradient(question: GraphQuestion) -> Tensor:
     """|∂y/∂m_e| of a factor m_e = 1 on the messages along an edge, in all layers at once: the sum
     over layers and heads of ∂y/∂α · α."""
     parts, _ = _gradient_times_attention(question)
-    total = [_split(question, part.sum(dim=1)) for part in parts]
-    return torch.stack(total).sum(dim=0).abs()
+    return _sum(question, [part.sum(dim=1) for part in parts]).abs()
 
 
 def removal_gradient(question: GraphQuestion) -> Tensor:
@@ -59,7 +57,7 @@ def removal_gradient(question: GraphQuestion) -> Tensor:
 
     It is what `occlusion` measures, to first order, in one backward; and unlike ∂y/∂α · α it does
     not change if a number is added to all that a node can receive."""
-    total = []
+    lost = []
     for part, call in zip(*_gradient_times_attention(question), strict=True):
         part, weights = part.double(), call.weights.double()  # a difference of sums: α may be 1
         target = call.edge_index[1]
@@ -67,8 +65,8 @@ def removal_gradient(question: GraphQuestion) -> Tensor:
         others = nothing.index_add(0, target, part)[target] - part
         rest = nothing.index_add(0, target, weights)[target] - weights
         mean = torch.where(rest > 0, others / rest.where(rest > 0, 1.0), 0.0)
-        total.append(_split(question, (part - weights * mean).sum(dim=1).to(call.weights.dtype)))
-    return torch.stack(total).sum(dim=0).abs()
+        lost.append((part - weights * mean).sum(dim=1).to(call.weights.dtype))
+    return _sum(question, lost).abs()
 
 
 @torch.no_grad()
@@ -102,7 +100,8 @@ def _gradient_times_attention(question: GraphQuestion) -> tuple[list[Tensor], li
     return parts, calls
 
 
-def _split(question: GraphQuestion, values: Tensor) -> Tensor:
-    """[edges + 1] of [edges and loops]."""
-    loops = values[question.num_edges :].sum()
-    return torch.cat([values[: question.num_edges], loops[None]])
+def _sum(question: GraphQuestion, parts: list[Tensor]) -> Tensor:
+    """[edges + 1], of parts of each call [edges and loops], of which calls may have other loops."""
+    edges = torch.stack([part[: question.num_edges] for part in parts]).sum(dim=0)
+    loops = torch.stack([part[question.num_edges :].sum() for part in parts]).sum()
+    return torch.cat([edges, loops[None]])

@@ -1,150 +1,243 @@
-"""A picture of a graph's explanation: the node, its edges, the scale, and fidelity beside it."""
+"""The picture of a node: which edges are drawn, where, in which colours; and curves of fidelity."""
 
-import textwrap
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import networkx as nx
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Circle, PathPatch, Polygon
-from matplotlib.path import Path
+from matplotlib.patches import Circle, FancyArrowPatch
+from torch import Tensor
 
-from attnkit.interpret.graphs.ego import (
-    FOR,
-    NO_CLASS,
-    OTHER,
-    DrawnEdge,
-    EgoGraph,
-    class_colours,
-    left_out,
-    legend,
-    width_samples,
-)
 from attnkit.interpret.graphs.fidelity import EdgeFidelity
+from attnkit.interpret.graphs.question import steps_to
 from attnkit.lightning.telling.text import in_picture
 
-_INK, _SOFT = "#1d1f24", "#5b6068"
+MOST_RANKED, MOST_EDGES = 24, 120
+LEAST = 1e-4  # of the largest number: what is less may be rounding, whose sign says nothing
+# the soft colours of ColorBrewer's Set3 without its grey, on which black numbers are legible
+CLASS_COLOURS = (
+    "#8dd3c7", "#fdb462", "#bebada", "#b3de69", "#80b1d3", "#fccde5", "#ffed6f", "#bc80bd",
+    "#ccebc5", "#fb8072", "#ffffb3",
+)  # fmt: skip
+NO_CLASS, ON_CLASS = "#ffffff", "#1d1f24"
+FOR, AGAINST, OTHER, SOFT, INK = "#c2410c", "#2166ac", "#b4b8c0", "#5b6068", "#000000"
+"""Of edges, and of what is said of them."""
 _THIN, _WIDE = 0.8, 7.0  # points
+_LETTERS = 70  # of names of classes beside each other
+
+
+class DrawnNode(NamedTuple):
+    """A node at x and y, each from −1 to 1."""
+
+    number: int
+    x: float
+    y: float
+
+
+class DrawnEdge(NamedTuple):
+    """An arrow.
+
+    place: its column of `edge_index`.
+    width: of its number over the largest, 0 to 1; 0 of an edge that is drawn as one of the others.
+    """
+
+    place: int
+    source: int
+    target: int
+    score: float
+    width: float
+
+    @property
+    def colour(self) -> str:
+        if not self.width:
+            return OTHER
+        return FOR if self.score >= 0 else AGAINST
+
+
+class EgoGraph(NamedTuple):
+    """What is drawn of a graph.
+
+    asked: the node that is asked for; None: none is.
+    nodes: in the order of their numbers.
+    edges: the widest first.
+    largest: the size of the number whose edge is widest.
+    num_ranked: how many edges are drawn as wide as their value.
+    num_left_out: how many edges that can reach the node are not drawn.
+    """
+
+    asked: int | None
+    nodes: list[DrawnNode]
+    edges: list[DrawnEdge]
+    largest: float
+    num_ranked: int
+    num_left_out: int
+
+    @property
+    def radius(self) -> float:
+        """Of a node, where the layout is from −1 to 1."""
+        return min(0.085, 0.3 / math.sqrt(len(self.nodes)))
+
+    def __str__(self) -> str:
+        """Which edges are drawn how."""
+        others = len(self.edges) - self.num_ranked
+        parts = [f"{self.num_ranked} edges as wide as their value"]
+        if others:
+            parts.append(f"{others} other{'s' * (others > 1)} in grey")
+        if self.num_left_out:
+            parts.append(f"{self.num_left_out} not drawn")
+        return ", ".join(parts) + "."
+
+
+def ego_graph(
+    scores: Tensor,
+    edge_index: Tensor,
+    candidates: Tensor,
+    index: int | None,
+    most: int = MOST_RANKED,
+) -> EgoGraph:
+    """The edges of the largest numbers, a way from each to the node, and, as the others, the edges
+    between the nodes that are then there, up to `MOST_EDGES`.
+
+    The layout is that of Kamada and Kawai (1989) from circles by steps to the node, without chance.
+    """
+    scores, edge_index = scores.detach().double().cpu(), edge_index.cpu()
+    places = candidates.cpu().nonzero()[:, 0]
+    places = places[scores[places].abs().argsort(descending=True, stable=True)]
+    first = places[:most].tolist()
+    largest = float(scores[first].abs().max()) if first else 0.0
+    ends = edge_index.T.tolist()
+    steps = steps_to(index, edge_index).tolist()
+    taken = dict.fromkeys([*first, *_ways(first, places.tolist(), ends, steps)])
+    nodes = {end for place in taken for end in ends[place]}
+    if index is not None:
+        nodes.add(index)
+    inside = [p for p in places.tolist() if p not in taken and nodes.issuperset(ends[p])]
+    drawn = [*taken, *inside][: max(MOST_EDGES, len(taken))]
+    at = _layout(sorted(nodes), [ends[place] for place in drawn], index, steps)
+    edges = []
+    for number, place in enumerate(drawn):
+        score = float(scores[place])
+        is_ranked = number < len(first) and abs(score) > LEAST * largest
+        width = abs(score) / largest if is_ranked else 0.0
+        source, target = ends[place]
+        edges.append(DrawnEdge(place, source, target, score, width))
+    return EgoGraph(
+        index,
+        [DrawnNode(node, *at[node]) for node in sorted(nodes)],
+        sorted(edges, key=lambda edge: -edge.width),
+        largest,
+        sum(edge.width > 0 for edge in edges),
+        len(places) - len(drawn),
+    )
+
+
+def empty_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches, whose panels leave room for their legends."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # no global state, no display
+    return figure
 
 
 def draw_graph(
+    panel: Axes,
     ego: EgoGraph,
-    index: int | None,
     classes: Sequence[int],
     names: Sequence[str],
     *,
-    title: str,
     method: str,
     classes_are: str,
-    fidelity: EdgeFidelity | None,
-) -> Figure:
-    """The ego graph with its legend; on its right what is left of p without edges and with edges.
+) -> None:
+    """Nodes and edges, the scale of widths and the colours of classes.
+
+    The group of each in an SVG is called `rank0`, `rank1`, …: first edges, then nodes, both in the
+    order of `ego`.
 
     Args:
-        index: the node, which a ring marks.
         classes: of each node of the graph, −1 where it is not known; empty: colours say nothing.
         names: of the classes; empty: their numbers.
         method: of the edges' numbers, in the legend.
         classes_are: what the colours are of, in the legend.
-        fidelity: None: no curves.
     """
-    figure = Figure(figsize=(10.5 if fidelity else 7.5, 6.4), layout="constrained")
-    FigureCanvasAgg(figure)  # no global state, no display
-    if fidelity is None:
-        panels = {"graph": figure.subplots()}
-    else:
-        panels = figure.subplot_mosaic(
-            [["graph", "plus"], ["graph", "minus"]], width_ratios=[2.2, 1]
-        )
-        _curves(panels["plus"], panels["minus"], fidelity)
-        sentence = textwrap.fill(str(fidelity), 150)
-        figure.supxlabel(in_picture(sentence), x=0.01, ha="left", fontsize=9)
-    figure.suptitle(in_picture(title), x=0.01, ha="left", fontsize=11)
-    graph = panels["graph"]
-    graph.set(aspect="equal", xlim=(-1.14, 1.14), ylim=(-1.14, 1.14))
-    graph.axis("off")
-    for edge in ego.edges:
-        _edge(graph, edge)
+    panel.set(aspect="equal", xlim=(-1.14, 1.14), ylim=(-1.14, 1.14))
+    panel.axis("off")
     drawn = [classes[node.number] for node in ego.nodes] if len(classes) else []
     colours = class_colours(drawn)
     letters = max(len(str(node.number)) for node in ego.nodes)
-    for node in ego.nodes:
-        one = classes[node.number] if len(classes) else -1
-        is_asked = node.number == index
+    font_size = min(9.0, 290 * ego.radius / (0.62 * letters + 0.4))
+    circles = {}
+    for rank, node in enumerate(ego.nodes, len(ego.edges)):
+        is_asked = node.number == ego.asked
         if is_asked:
-            ring = Circle((node.x, node.y), 1.35 * ego.radius, fill=False, ec=_INK, lw=1.6)
-            graph.add_patch(ring).set_zorder(3)
-        fill = colours.get(one, NO_CLASS)
-        graph.add_patch(
-            Circle((node.x, node.y), ego.radius, fc=fill, ec=_INK, lw=1.6 if is_asked else 0.7)
-        ).set_zorder(3)
-        graph.text(
-            node.x, node.y, str(node.number), ha="center", va="center_baseline", color=_INK,
-            fontsize=min(9.0, 290 * ego.radius / (0.62 * letters + 0.4)), zorder=4,
-            weight="bold" if is_asked else "normal",
+            ring = Circle((node.x, node.y), 1.35 * ego.radius, fill=False, ec=INK, lw=1.6, zorder=3)
+            panel.add_patch(ring)
+        colour = colours.get(classes[node.number], NO_CLASS) if len(classes) else NO_CLASS
+        circles[node.number] = Circle(
+            (node.x, node.y), ego.radius, fc=colour, ec=ON_CLASS, lw=1.6 if is_asked else 0.7,
+            zorder=3, gid=f"rank{rank}",
         )  # fmt: skip
-    _legends(graph, ego, legend(colours, drawn, names), method, classes_are)
-    graph.text(0, 1, left_out(ego), transform=graph.transAxes, fontsize=8, color=_SOFT, va="bottom")
-    return figure
-
-
-def _edge(panel: Axes, edge: DrawnEdge) -> None:
-    bezier = Path.CURVE3 if len(edge.curve) == 3 else Path.CURVE4
-    path = Path(edge.curve, [Path.MOVETO, *[bezier] * (len(edge.curve) - 1)])
-    order = 1 + edge.width
-    style = {"lw": _points(edge.width), "capstyle": "butt", "zorder": order}
-    panel.add_patch(PathPatch(path, fill=False, ec=edge.colour, **style))
-    panel.add_patch(Polygon(edge.head, fc=edge.colour, ec="none", zorder=order))
-
-
-def _points(width: float) -> float:
-    return _THIN + (_WIDE - _THIN) * width
-
-
-def _legends(
-    panel: Axes, ego: EgoGraph, shown: list[tuple[str, str]], method: str, classes_are: str
-) -> None:
-    """The widths of edges and the colours of classes, below the graph."""
-    lines = [
-        Line2D([], [], color=colour, lw=_points(width), label=label)
-        for colour, width, label in width_samples(ego)
-    ]
+        panel.add_patch(circles[node.number])
+        panel.text(
+            node.x, node.y, str(node.number), ha="center", va="center_baseline", zorder=4,
+            color=ON_CLASS, fontsize=font_size, weight="bold" if is_asked else "normal",
+        )  # fmt: skip
+    _edges(panel, ego, circles)
     style: dict[str, Any] = {"fontsize": 8, "title_fontsize": 8, "frameon": False}
-    style |= {"alignment": "left", "loc": "upper left", "borderaxespad": 0}
+    style |= {
+        "columnspacing": 1.2,
+        "handlelength": 1.5,
+        "alignment": "left",
+        "loc": "upper left",
+        "borderaxespad": 0,
+    }
+    lines = _scale(ego)
     widths = panel.legend(
         handles=lines, title=method, bbox_to_anchor=(0, 0), ncols=len(lines), **style
     )
-    if shown:
+    if shown := legend(colours, drawn, names):
         panel.add_artist(widths)
-        look: dict[str, Any] = {"ls": "", "marker": "o", "ms": 8, "mec": _INK, "mew": 0.7}
-        dots = [Line2D([], [], mfc=colour, label=name, **look) for name, colour in shown]
-        panel.legend(handles=dots, title=classes_are, bbox_to_anchor=(0, -0.085), ncols=6, **style)
+        look: dict[str, Any] = {"ls": "", "marker": "o", "ms": 8, "mec": ON_CLASS, "mew": 0.7}
+        dots = [
+            Line2D([], [], mfc=colour, label=in_picture(name), **look) for name, colour in shown
+        ]
+        ncols = max(1, min(6, _LETTERS // (6 + max(len(name) for name, _ in shown))))
+        panel.legend(
+            handles=dots, title=classes_are, bbox_to_anchor=(0, -0.085), ncols=ncols, **style
+        )
+    panel.text(0, 1, str(ego), transform=panel.transAxes, fontsize=8, color=SOFT, va="bottom")
 
 
-def _curves(plus: Axes, minus: Axes, fidelity: EdgeFidelity) -> None:
-    """p without the first k edges, and with these alone."""
+def draw_fidelity(panels: Sequence[Axes], fidelity: EdgeFidelity, name: str) -> None:
+    """Two curves over k: p without the first k edges, and p with these alone.
+
+    Args:
+        name: of the class.
+    """
     ks = [int(row["k"]) for row in fidelity.rows]
-    for panel, name, title in (
+    p = fidelity.probability
+
+    def left(key: str) -> np.ndarray:
+        return p - np.array([row[key] for row in fidelity.rows])
+
+    plus, minus = panels
+    for panel, kind, title in (
         (plus, "plus", "without the first k edges (fidelity₊)"),
         (minus, "minus", "with these alone (fidelity₋)"),
     ):
-        p = fidelity.probability
-
-        def left(key: str, whole: float = p) -> np.ndarray:
-            return whole - np.array([row[key] for row in fidelity.rows])
-
         panel.fill_between(
-            ks, left(f"random_{name}_low"), left(f"random_{name}_high"), color=OTHER, alpha=0.45,
+            ks, left(f"random_{kind}_low"), left(f"random_{kind}_high"), color=OTHER, alpha=0.45,
             lw=0, label=f"{fidelity.num_draws} random orders",
         )  # fmt: skip
-        panel.plot(ks, left(f"random_{name}"), color=_SOFT, lw=1.2, label="mean of these")
-        panel.plot(ks, left(name), color=FOR, lw=2, marker="o", ms=4, label="edges as ranked")
-        panel.axhline(p, color=_INK, lw=0.8, ls=(0, (4, 3)), label="all edges")
+        panel.plot(ks, left(f"random_{kind}"), color=SOFT, lw=1.2, label="mean of these")
+        panel.plot(ks, left(kind), color=FOR, lw=2, marker="o", ms=4, label="edges as ranked")
+        panel.axhline(p, color=INK, lw=0.8, ls=(0, (4, 3)), label="all edges")
         panel.set_title(title, fontsize=9, loc="left")
-        panel.set_ylabel(f"{fidelity.quantity.symbol}({fidelity.target})", fontsize=8)
+        panel.set_ylabel(in_picture(f"{fidelity.quantity.symbol}({name})"), fontsize=8)
         panel.set(ylim=(-0.03, 1.03), xscale="log" if ks[-1] > 2 else "linear")
         panel.set_xticks(ks, [str(k) for k in ks])
         panel.minorticks_off()
@@ -152,3 +245,109 @@ def _curves(plus: Axes, minus: Axes, fidelity: EdgeFidelity) -> None:
         panel.spines[["top", "right"]].set_visible(False)
     minus.set_xlabel("k, edges", fontsize=8)
     minus.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(-0.02, -0.2), ncols=2)
+
+
+def class_colours(classes: Sequence[int]) -> dict[int, str]:
+    """A colour for each class: its own where the classes are few, so that drawings agree; else for
+    the most frequent. A class below 0 is one that is not known."""
+    known = [one for one in classes if one >= 0]
+    if max(known, default=0) < len(CLASS_COLOURS):
+        return {one: CLASS_COLOURS[one] for one in sorted(set(known))}
+    ordered = sorted(set(known), key=lambda one: (-known.count(one), one))
+    return dict(zip(ordered, CLASS_COLOURS, strict=False))
+
+
+def legend(
+    colours: dict[int, str], classes: Iterable[int], names: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Names and colours of the classes of the nodes that are drawn."""
+    classes = set(classes)
+    shown = [
+        (names[one] if one < len(names) else str(one), colour) for one, colour in colours.items()
+    ]
+    if any(one >= 0 and one not in colours for one in classes):
+        shown.append(("another", NO_CLASS))
+    elif min(classes, default=0) < 0:
+        shown.append(("not known", NO_CLASS))
+    return shown
+
+
+def _edges(panel: Axes, ego: EgoGraph, circles: dict[int, Circle]) -> None:
+    """Arrows from rim to rim, the widest above all others; a loop stands above its node."""
+    pairs = Counter((edge.source, edge.target) for edge in ego.edges)
+    seen: Counter[tuple[int, int]] = Counter()
+    for rank, edge in enumerate(ego.edges):
+        ends = edge.source, edge.target
+        # an edge alone is straight; edges there and back, or given twice, lie apart
+        bend = 0.16 * (seen[ends] + (ends[::-1] in pairs))
+        seen[ends] += 1
+        start, end = (np.array(circles[node].center) for node in ends)
+        rims: dict[str, Any] = {"patchA": circles[edge.source], "patchB": circles[edge.target]}
+        if edge.source == edge.target:
+            aside = ego.radius * math.sqrt(0.5)
+            start, end = start + np.array([-aside, aside]), end + aside
+            rims, bend = {}, -1.5 - 5 * bend
+        width = _points(edge.width)
+        arrow = FancyArrowPatch(
+            tuple(start), tuple(end), shrinkA=0, shrinkB=0, **rims, fc=edge.colour, lw=0,
+            connectionstyle=f"arc3,rad={bend}", zorder=1 + edge.width, gid=f"rank{rank}",
+            arrowstyle=f"simple,tail_width={width},head_width={5 + 1.6 * width},"
+            f"head_length={6 + 0.8 * width}",
+        )  # fmt: skip
+        panel.add_patch(arrow)
+
+
+def _points(width: float) -> float:
+    return _THIN + (_WIDE - _THIN) * width
+
+
+def _scale(ego: EgoGraph) -> list[Line2D]:
+    """Lines of the largest width and half of it, for the signs that occur, with their numbers."""
+    lines = [Line2D([], [], color=OTHER, lw=_THIN, label="other edges")]
+    for sign, colour in ((-1, AGAINST), (1, FOR)):
+        if any(edge.colour == colour for edge in ego.edges):
+            for width in (0.5, 1.0):
+                number = f"{sign * width * ego.largest:.3g}".replace("-", "−")
+                lines.append(Line2D([], [], color=colour, lw=_points(width), label=number))
+    return lines[::-1]
+
+
+def _ways(
+    ranked: list[int], places: list[int], ends: list[list[int]], steps: list[int]
+) -> list[int]:
+    """Edges that lead from those that rank first to the node, of the shortest ways those with the
+    largest numbers, which come first in `places`."""
+    onward: dict[int, int] = {}
+    for place in places:
+        source, target = ends[place]
+        if steps[source] == steps[target] + 1:
+            onward.setdefault(source, place)
+    ways: dict[int, None] = {}
+    for place in ranked:
+        node = ends[place][1]
+        while node in onward and onward[node] not in ways:
+            ways[onward[node]] = None
+            node = ends[onward[node]][1]
+    return list(ways)
+
+
+def _layout(
+    nodes: list[int], edges: list[list[int]], index: int | None, steps: list[int]
+) -> dict[int, tuple[float, float]]:
+    """Places from −1 to 1 in both directions."""
+    network = nx.Graph()
+    network.add_nodes_from(nodes)
+    network.add_edges_from(edges)
+    if len(nodes) == 1:
+        return {nodes[0]: (0.0, 0.0)}
+    if index is not None:
+        # nodes that no edge leads from are the farthest
+        far = {n: steps[n] if steps[n] >= 0 else len(steps) for n in nodes}
+        shells = [[n for n in nodes if far[n] == one] for one in sorted(set(far.values()))]
+        found = nx.kamada_kawai_layout(network, pos=nx.shell_layout(network, shells))
+    else:
+        found = nx.spring_layout(network, seed=0)
+    array = np.array([found[node] for node in nodes])
+    array = array - (array.max(axis=0) + array.min(axis=0)) / 2
+    array = array / (np.abs(array).max() or 1.0)
+    return {node: (float(x), float(y)) for node, (x, y) in zip(nodes, array, strict=True)}

@@ -1,7 +1,9 @@
 """What is asked of a graph: a model, what it is called with, a node and a class."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from inspect import Parameter, signature
+from itertools import count
 from operator import index as as_integer
 from typing import Any
 
@@ -13,8 +15,6 @@ from attnkit.core.capture.calls import EdgeCall
 from attnkit.core.capture.watch import watch_attention
 from attnkit.core.masks.edges import Edges
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.interpret.graphs.part import of_nodes, renumbered
-from attnkit.interpret.graphs.table import steps_to
 from attnkit.interpret.methods.question import Layers, Target, logits_of
 from attnkit.interpret.progress import shown
 from attnkit.interpret.quantity import Of
@@ -55,7 +55,15 @@ class GraphQuestion(Target):
         self._num_nodes = 0
         self._known_part: GraphQuestion | None = None
         self._is_part_known = False
-        self._read(inputs)
+        self._names: dict[int | str, str] = {}
+        self.given = self._given(inputs)
+        self.place = self._place_of_edges()
+        edges = self.given[self.place]
+        self.edge_index: Tensor = edges.edge_index if isinstance(edges, Edges) else edges
+        if hasattr(self.edge_index, "as_tensor"):
+            self.edge_index = self.edge_index.as_tensor()
+        if not self.num_edges:
+            raise ValueError("inputs: a graph without edges")
         self.candidates = torch.ones_like(self.edge_index[0], dtype=torch.bool)
 
     def prepare(self) -> None:
@@ -81,7 +89,7 @@ class GraphQuestion(Target):
 
     def run(self) -> object:
         """The model's output for the whole graph."""
-        return self.model(*self.args, **self.kwargs)
+        return self._call(self.given)
 
     @property
     def num_edges(self) -> int:
@@ -89,11 +97,8 @@ class GraphQuestion(Target):
 
     def answers(self, keep: Tensor | None = None) -> Tensor:
         """The logits [nodes or 1, classes] with these edges alone, [edges] bool; None: with all."""
-        args, kwargs = self.args, self.kwargs
-        if keep is not None:
-            args = tuple(self._kept(place, given, keep) for place, given in enumerate(args))
-            kwargs = {name: self._kept(name, given, keep) for name, given in kwargs.items()}
-        return logits_of(self.model(*args, **kwargs), type(self.model).__name__)
+        given = self.given if keep is None else self._kept(keep)
+        return logits_of(self._call(given), type(self.model).__name__)
 
     def ask(self, keep: Tensor | None = None) -> Tensor:
         """The logits [classes] of the node or the graph, with these edges alone."""
@@ -133,7 +138,7 @@ class GraphQuestion(Target):
             return None
         features = [
             one
-            for one in (*self.args, *self.kwargs.values())
+            for one in self.given.values()
             if isinstance(one, Tensor) and one.requires_grad and len(one) == self._num_nodes
         ]
         if features and logits.requires_grad:
@@ -142,7 +147,7 @@ class GraphQuestion(Target):
             parts = [part.flatten(1).any(dim=1) for part in found if part is not None]
             if parts:
                 told = torch.stack(parts).any(dim=0)
-                steps = steps_to(self.index or 0, self.edge_index, len(told))[told]
+                steps = steps_to(self.index, self.edge_index, len(told))[: len(told)][told]
                 if bool((steps < 0).any()):
                     return None  # nodes that no edge leads from
                 hops = max(hops, *steps.tolist())
@@ -173,22 +178,27 @@ class GraphQuestion(Target):
         if self.index is None or self.logits is None or self._is_part_known:
             return self._known_part
         self._is_part_known = True
-        given = self.edge_index[:, self.candidates]
-        nodes, edges, index = renumbered(given, self.index)
-        is_named = all(place in self.names for place in range(len(self.args)))
-        if not edges.shape[1] or 2 * len(nodes) > self._num_nodes or not is_named:
+        ends = self.edge_index[:, self.candidates].flatten()
+        nodes, places = torch.cat([ends, ends.new_tensor([self.index])]).unique(return_inverse=True)
+        edges, index = places[:-1].view(2, -1), int(places[-1])
+        if not edges.shape[1] or 2 * len(nodes) > self._num_nodes:
             return None
 
-        def thin(place: int | str, one: Any) -> Any:
-            if place == self.place and not isinstance(one, Edges):
+        def thin(place: int | str, given: Any) -> Any:
+            """The edges between these nodes, and of what has a row for each node the rows."""
+            if isinstance(given, Edges):
+                return Edges(edges, len(nodes))
+            if place == self.place:
                 return edges
-            return of_nodes(self._kept(place, one, self.candidates), nodes, edges, self._num_nodes)
+            if not isinstance(given, Tensor) or not given.ndim or len(given) != self._num_nodes:
+                return given
+            if given.layout == torch.strided:
+                return given[nodes]
+            return given.to_dense()[nodes].to_sparse(layout=given.layout)
 
-        inputs = {name: thin(name, one) for name, one in self.kwargs.items()}
-        inputs |= {self.names[place]: thin(place, one) for place, one in enumerate(self.args)}
-        assert self.target is not None
-        part = GraphQuestion(self.model, inputs, index, int(self.target), self.num_hops)
-        part._is_part_known = True
+        part = copy(self)
+        part.given = {place: thin(place, one) for place, one in self._kept(self.candidates).items()}
+        part.index, part.edge_index, part._num_nodes = index, edges, 0
         if torch.allclose(part.ask(), self.logits[0], rtol=UNCHANGED, atol=UNCHANGED):
             self._known_part = part
         return self._known_part
@@ -219,60 +229,77 @@ class GraphQuestion(Target):
 
     def reached(self, num_hops: int, num_nodes: int = 0) -> Tensor:
         """The nodes from which the node is reached in at most so many steps, [nodes] bool."""
-        source, target = self.edge_index
-        size = max(int(self.edge_index.max()) + 1, (self.index or 0) + 1, num_nodes)
-        nodes = torch.zeros(size, dtype=torch.bool, device=source.device)
-        nodes[self.index] = True  # without an index all are
-        for _ in range(num_hops):
-            nodes[source[nodes[target]]] = True
-        return nodes
+        steps = steps_to(self.index, self.edge_index, num_nodes)
+        return (steps >= 0) & (steps <= num_hops)
 
-    def _read(self, inputs: Any) -> None:
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        if isinstance(inputs, Mapping):
-            self.kwargs = dict(inputs)
-        elif isinstance(inputs, Sequence):
-            self.args = tuple(inputs)
-        else:
+    def _given(self, inputs: Any) -> dict[int | str, Any]:
+        """The arguments of the model by position, or by name where they are a dictionary.
+
+        Raises:
+            TypeError: something else, or texts.
+        """
+        if not isinstance(inputs, Mapping | Sequence):
             raise TypeError(
                 "inputs: expected (x, edge_index, …) or a dictionary of arguments, got "
                 f"{type(inputs).__name__}"
             )
-        parameters = signature(self.model.forward).parameters.values()
-        named = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-        self.names: dict[int | str, str] = {name: name for name in self.kwargs}
-        self.names |= dict(enumerate(named[: len(self.args)]))
-        given: dict[int | str, Any] = dict(enumerate(self.args))
-        given.update(self.kwargs)
-        places = [place for place in given if self.names.get(place) == "edge_index"]
-        places += [place for place, one in given.items() if _is_edges(one)]
-        if not places or not _is_edges(given[places[0]]):
+        if isinstance(inputs, Mapping):
+            given: dict[int | str, Any] = dict(inputs)
+            self._names = {name: str(name) for name in given}
+        else:
+            given = dict(enumerate(inputs))
+            parameters = signature(self.model.forward).parameters.values()
+            named = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+            self._names = dict(enumerate(named[: len(given)]))
+        if "input_ids" in self._names.values():
+            raise TypeError(
+                "inputs: texts, as input_ids, are not explained; attnkit.diagnose_attention says "
+                "what their attention does, attnkit.capture_attention gives its weights"
+            )
+        # all that is made of the nodes is then in the graph, also where parameters are frozen
+        return {place: _with_gradient(one) for place, one in given.items()}
+
+    def _place_of_edges(self) -> int | str:
+        """Which argument is the edges: integers [2, n] under another name are not.
+
+        Raises:
+            TypeError: nowhere.
+        """
+        found = [
+            place
+            for place, one in self.given.items()
+            if isinstance(one, Edges)
+            or (_is_edges(one) and (isinstance(place, int) or "edge" in place))
+        ]
+        named = [place for place, name in self._names.items() if name == "edge_index"]
+        if not found or not set(named) <= set(found):
             raise TypeError(
                 "inputs: expected edges, integers [2, edges] or attnkit.Edges, named edge_index; a "
                 "graph of several types of edges, or a sparse matrix, is not explained"
             )
-        self.place = places[0]
-        edges = given[self.place]
-        self.edge_index: Tensor = edges.edge_index if isinstance(edges, Edges) else edges
-        if hasattr(self.edge_index, "as_tensor"):
-            self.edge_index = self.edge_index.as_tensor()
-        if not self.num_edges:
-            raise ValueError("inputs: a graph without edges")
-        # all that is made of the nodes is then in the graph, also where parameters are frozen
-        self.args = tuple(map(_with_gradient, self.args))
-        self.kwargs = {name: _with_gradient(one) for name, one in self.kwargs.items()}
+        return [*named, *found][0]
 
-    def _kept(self, place: int | str, given: Any, keep: Tensor) -> Any:
-        """The argument without the edges that are left out."""
-        if isinstance(given, Edges):
-            return Edges(given.edge_index[:, keep], *given.sizes)
-        if place == self.place:
-            return self.edge_index[:, keep]
-        is_of_edges = self.names.get(place, "").startswith("edge") and isinstance(given, Tensor)
-        if is_of_edges and given.ndim and len(given) == self.num_edges:
-            return given[keep]
-        return given
+    def _kept(self, keep: Tensor) -> dict[int | str, Any]:
+        """The arguments without the edges that are left out."""
+
+        def kept(place: int | str, given: Any) -> Any:
+            if isinstance(given, Edges):
+                return Edges(given.edge_index[:, keep], *given.sizes)
+            if place == self.place:
+                return self.edge_index[:, keep]
+            is_of_edges = self._names.get(place, "").startswith("edge") and isinstance(
+                given, Tensor
+            )
+            if is_of_edges and given.ndim and len(given) == self.num_edges:
+                return given[keep]
+            return given
+
+        return {place: kept(place, one) for place, one in self.given.items()}
+
+    def _call(self, given: Mapping[int | str, Any]) -> object:
+        """The model's output for arguments such as `given`."""
+        by_name = {name: one for name, one in given.items() if isinstance(name, str)}
+        return self.model(**by_name) if by_name else self.model(*given.values())
 
 
 def _number(name: str, given: Any, least: int = 0) -> int | None:
@@ -286,6 +313,25 @@ def _number(name: str, given: Any, least: int = 0) -> int | None:
     if number < least:
         raise ValueError(f"{name}: expected {least} or more, got {number}")
     return number
+
+
+def steps_to(index: int | None, edge_index: Tensor, num_nodes: int = 0) -> Tensor:
+    """How many steps lead from each node to one of them along edges, [nodes]; −1: none do.
+
+    Args:
+        index: the node; None: all of them, to which no step leads.
+        num_nodes: at least so many are told of, also where edges join fewer.
+    """
+    source, target = edge_index
+    size = max(int(edge_index.max()) + 1, (index or 0) + 1, num_nodes)
+    steps = torch.full((size,), -1, device=edge_index.device)
+    steps[index] = 0  # of all nodes where the index is None
+    for step in count(1):
+        found = source[(steps[target] == step - 1) & (steps[source] < 0)]
+        if not len(found):
+            break
+        steps[found] = step
+    return steps
 
 
 def count_hops(model: nn.Module) -> int | None:

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.calls import PROPAGATED_ELEMENTS, AttentionCall
+from attnkit.core.weights import row_blocks
 from attnkit.interpret.methods.flow import Step
+from attnkit.interpret.methods.hooks import module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import watch
-
-BLOCK_ELEMENTS = 2**22  # weights held at once
 
 
 def attention(question: Question) -> Tensor:
@@ -38,22 +38,13 @@ def value_weighted(question: Question) -> Tensor:
     given the merged heads; where there is none, ‖v_h,j‖ is taken, and a note says so. The sum of
     norms is no norm of the sum: heads that cancel each other count.
     """
-    merged: dict[nn.Linear, Tensor] = {}
-
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if isinstance(module, nn.Linear) and args and isinstance(args[0], Tensor):
-            merged[module] = args[0].detach()
-
-    handles = [
-        module.register_forward_pre_hook(hook)
-        for module in question.model.modules()
-        if isinstance(module, nn.Linear)
-    ]
-    try:
+    with module_runs(question.model, lambda run: isinstance(run.module, nn.Linear)) as runs:
         chain = watch(question, "value_weighted", default=-1)
-    finally:
-        for handle in handles:
-            handle.remove()
+    merged = {
+        run.module: run.given[0].detach()
+        for run in runs
+        if isinstance(run.module, nn.Linear) and run.given
+    }
     maps = [
         _weighted(step, rows, _value_norms(step, merged, question))
         for step, rows in zip(chain.steps, chain.rows_read(), strict=True)
@@ -103,8 +94,7 @@ def _weighted(step: Step, rows: Tensor, norms: Tensor) -> Tensor:
     call = step.call
     total = torch.zeros(len(rows), call.num_keys, dtype=rows.dtype, device=rows.device)
     read = rows.any(dim=0).nonzero()[:, 0]
-    block = max(1, BLOCK_ELEMENTS // (len(rows) * call.num_heads * call.num_keys))
-    for some in read.split(block):
+    for some in row_blocks(call.inputs, read, PROPAGATED_ELEMENTS):
         weights = call.weights(rows=some)
         total += torch.einsum("bi,bhij,bhj->bj", rows[:, some], weights, norms.to(weights.dtype))
     total /= call.num_heads

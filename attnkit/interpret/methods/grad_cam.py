@@ -3,20 +3,13 @@
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from attnkit.interpret.methods.grid import (
-    Grid,
-    Output,
-    Source,
-    locate,
-    maps_among,
-    module_outputs,
-    settled,
-)
+from attnkit.interpret.methods.grid import Grid, Source, locate, maps_among, settled
+from attnkit.interpret.methods.hooks import Run, module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import token_layers, watch
 
@@ -57,35 +50,19 @@ def grad_cam(question: Question) -> Tensor:
 
 
 def _on_tokens(question: Question) -> Tensor:
-    chain = watch(question, "grad_cam")
+    with module_runs(question.model, lambda run: any(t.ndim == 3 for t in run.given)) as runs:
+        chain = watch(question, "grad_cam")
     step = [step for step in chain.used if step.rows is not None][-1]
     name = step.call.layer
     # attention in a child module is given heads; a module around it is given the tokens
     around = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
-    given: list[tuple[str, Tensor]] = []
-
-    def hook_of(name: str) -> Any:
-        def hook(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            given.extend((name, tensor) for tensor in tensors if tensor.ndim == 3)
-
-        return hook
-
-    modules = {each: question.module(each) for each in around}
-    handles = [
-        module.register_forward_pre_hook(hook_of(each), with_kwargs=True)
-        for each, module in modules.items()
-    ]
-    try:
-        y = question.ask()
-    finally:
-        for handle in handles:
-            handle.remove()
     shape = question.batch, step.num_tokens
     fitting = {
-        each: (tensor, *axes)
-        for each, tensor in reversed(given)
-        if (axes := _axes_of_tokens(tensor, shape, getattr(modules[each], "batch_first", True)))
+        run.name: (tensor, *axes)
+        for run in reversed(runs)
+        for tensor in reversed(run.given)
+        if run.name in around
+        and (axes := _axes_of_tokens(tensor, shape, getattr(run.module, "batch_first", True)))
     }
     found = next((each for each in around if each in fitting), None)
     if found is None:
@@ -94,30 +71,31 @@ def _on_tokens(question: Question) -> Tensor:
             f"{step.num_tokens}, dim]; name a module that returns tokens or a map"
         )
     tokens, batch, place = fitting[found]
-    (gradient,) = question.gradients(y, [tokens])
+    (gradient,) = question.gradients(chain.y, [tokens])
     question.notes.append(f"tokens given to the module {found!r}")
-    tokens, gradient = (
-        chain.grid.patches(t.detach().permute(batch, place, 2)) for t in (tokens, gradient)
-    )
-    return _cam(tokens, gradient).unflatten(1, (chain.grid.rows, chain.grid.columns))
+    return _cam(*(chain.grid.image(t.permute(batch, place, 2)) for t in (tokens, gradient)))
 
 
 def _axes_of_tokens(
     tensor: Tensor, shape: tuple[int, int], is_batch_first: bool
 ) -> tuple[int, int] | None:
-    """The axes of batch and tokens; torch's default is that tokens come first."""
+    """The axes of batch and tokens, if it has them; torch's default is that tokens come first."""
+    if tensor.ndim != 3:
+        return None
     ways = [axes for axes in ((0, 1), (1, 0)) if tuple(tensor.shape[a] for a in axes) == shape]
     return None if not ways else ways[0] if is_batch_first else ways[-1]
 
 
-class _Kept(NamedTuple):
-    """What a module returned for images: a map or tokens.
+class _Made(NamedTuple):
+    """A map or tokens that a module made of images.
 
-    number: its place among all outputs.
+    run: of the module.
+    number: its place among all that modules made.
     batch, places: the axes of the images, and of rows and columns, or of the tokens.
     num_tokens: 0 of a map.
     """
 
+    run: Run
     number: int
     batch: int
     places: tuple[int, ...]
@@ -131,49 +109,44 @@ class _Kept(NamedTuple):
 
 
 def _on_output(question: Question, layer: str | None) -> Tensor:
-    with module_outputs(question.model) as outputs:
+    with module_runs(question.model, lambda run: bool(run.made)) as runs:
         y = question.ask()
     # rows that are images are as many as images; a table of parameters has the same for any
     others = question.images.detach()[:1].repeat(1 if question.batch > 1 else 2, 1, 1, 1)
     others.requires_grad_()
-    with module_outputs(question.model) as of_others:
+    with module_runs(question.model, lambda run: bool(run.made)) as of_others:
         question.forward(others.clone())
-    kept = _of_images(outputs, of_others, question.images, others)
-    first = len(outputs) - max(len(outputs) // _LAST_SHARE, _LAST_MODULES)
+    made = _of_images(runs, of_others, question.images, others)
+    first = len(runs) - max(len(runs) // _LAST_SHARE, _LAST_MODULES)
     near_end = [
         each
-        for each in kept
+        for each in made
         if each.number >= first
         # keys or values alone, say, beside which there are other ways to the logits
-        and not (each.num_tokens and isinstance(_module(question, outputs, each), nn.Linear))
+        and not (each.num_tokens and isinstance(each.run.module, nn.Linear))
     ]
-    named = [each for each in kept if outputs[each.number].name == layer]
-    last = near_end if layer is None else named
-    tensors = [outputs[each.number].tensor for each in last]
+    last = near_end if layer is None else [each for each in made if each.run.name == layer]
+    tensors = [each.run.made[0] for each in last]
     gradients = torch.autograd.grad(y.sum(), tensors, allow_unused=True) if tensors else ()
-    counts = {each.num_tokens for each in kept} - {0}
+    counts = {each.num_tokens for each in made} - {0}
     grids: dict[int, Grid | None] = {}
     for each, gradient in reversed([*zip(last, gradients, strict=True)]):
         if gradient is None:
             continue
-        name, tensor = outputs[each.number]
-        tensor, gradient = each.in_order(tensor.detach()), each.in_order(gradient)
+        values, gradient = each.in_order(each.run.made[0]), each.in_order(gradient)
         if each.num_tokens:
-            grid = _grid_of_tokens(question, kept, of_others, others, each.num_tokens, grids)
+            grid = _grid_of_tokens(question, made, of_others, others, each.num_tokens, grids)
             if grid is None:
                 continue
-            tensor, gradient = (
-                grid.patches(t).unflatten(1, (grid.rows, grid.columns)) for t in (tensor, gradient)
-            )
+            values, gradient = grid.image(values), grid.image(gradient)
             if int((gradient != 0).any(dim=3).flatten(1).sum(dim=1).min()) < 2:
                 continue  # patches that no one reads, behind the last attention
             question.notes.append(str(grid))
-        elif counts.intersection(tensor.shape[1:3]):
+        elif counts.intersection(values.shape[1:3]):
             continue  # of heads: weights of tokens by tokens, or what tokens are told by
         what = "tokens" if each.num_tokens else "map"
-        question.notes.append(f"{what} of the module {name!r}")
-        cam = _cam(tensor.flatten(1, 2), gradient.flatten(1, 2))
-        return cam.unflatten(1, tensor.shape[1:3])
+        question.notes.append(f"{what} of the module {each.run.name!r}")
+        return _cam(values, gradient)
     what = (
         "no module near the end returns a" if layer is None else f"the module {layer!r} returns no"
     )
@@ -184,19 +157,15 @@ def _on_output(question: Question, layer: str | None) -> Tensor:
     )
 
 
-def _module(question: Question, outputs: Sequence[Output], each: _Kept) -> nn.Module:
-    return question.module(outputs[each.number].name)
-
-
 def _of_images(
-    outputs: Sequence[Output], of_others: Sequence[Output], images: Tensor, others: Tensor
-) -> list[_Kept]:
-    """Maps and tokens among the outputs for images and for another number of images."""
+    runs: Sequence[Run], of_others: Sequence[Run], images: Tensor, others: Tensor
+) -> list[_Made]:
+    """Maps and tokens among what modules made of images and of another number of images."""
     height, width = images.shape[-2:]
-    kept = []
-    for number, (one, other) in enumerate(zip(outputs, of_others, strict=False)):
-        tensor, shape = one.tensor, other.tensor.shape
-        if not tensor.requires_grad or len(shape) != tensor.ndim or one.name != other.name:
+    made = []
+    for number, (run, other) in enumerate(zip(runs, of_others, strict=False)):
+        tensor, shape = run.made[0], other.made[0].shape
+        if not tensor.requires_grad or len(shape) != tensor.ndim or run.name != other.name:
             continue
         axes = [
             axis
@@ -204,54 +173,55 @@ def _of_images(
             if tensor.shape[axis] == len(images) and shape[axis] == len(others)
         ]
         if axes and tensor.ndim == 3 and tensor.shape[1 - axes[0]] > 1:
-            kept.append(_Kept(number, axes[0], (1 - axes[0],), tensor.shape[1 - axes[0]]))
+            num_tokens = tensor.shape[1 - axes[0]]
+            made.append(_Made(run, number, axes[0], (1 - axes[0],), num_tokens))
         elif axes[:1] == [0] and tensor.ndim == 4:
             # channels are the side that does not fit the proportions of the image
             for places in ((2, 3), (1, 2)):
                 rows, columns = (tensor.shape[axis] for axis in places)
                 is_close = abs(rows * width - columns * height) < max(height, width)
                 if rows * columns > 1 and is_close:
-                    kept.append(_Kept(number, 0, places, 0))
+                    made.append(_Made(run, number, 0, places, 0))
                     break
-    return kept
+    return made
 
 
 def _grid_of_tokens(
     question: Question,
-    kept: Sequence[_Kept],
-    outputs: Sequence[Output],
-    images: Tensor,
+    made: Sequence[_Made],
+    of_others: Sequence[Run],
+    others: Tensor,
     num_tokens: int,
     grids: dict[int, Grid | None],
 ) -> Grid | None:
     """Where so many tokens lie: where they first appear, on maps and tokens that were before."""
     if num_tokens in grids:
         return grids[num_tokens]
-    begin = next(place for place, each in enumerate(kept) if each.num_tokens == num_tokens)
-    first = kept[begin]
-    found = None
+    begin = next(place for place, each in enumerate(made) if each.num_tokens == num_tokens)
+    first, found = made[begin], None
     if question.grid is None:
-        before = {each.num_tokens: each for each in kept[:begin] if each.num_tokens}
+        before = {each.num_tokens: each for each in made[:begin] if each.num_tokens}
         sources = []
         for number, each in reversed(before.items()):
-            grid = _grid_of_tokens(question, kept, outputs, images, number, grids)
+            grid = _grid_of_tokens(question, made, of_others, others, number, grids)
             if grid is not None:
                 field = partial(_field_of_tokens, each, grid)
-                sources.append(Source(outputs[each.number].tensor, field))
-        sources += maps_among(outputs[: first.number], images, {num_tokens, *before})
-        found = locate(first.in_order(outputs[first.number].tensor), sources)
+                sources.append(Source(of_others[each.number].made[0], (field,)))
+        sources += maps_among(of_others[: first.number], others)
+        found = locate(first.in_order(of_others[first.number].made[0]), sources)
     try:
         given = question.grid, question.num_prefix_tokens
-        grids[num_tokens] = settled(question.model, images, num_tokens, found, *given)
+        grids[num_tokens] = settled(question.model, others, num_tokens, found, *given)
     except ValueError:
         grids[num_tokens] = None
     return grids[num_tokens]
 
 
-def _field_of_tokens(each: _Kept, grid: Grid, gradient: Tensor) -> Tensor:
-    patches = grid.patches(each.in_order(gradient)).sum(dim=(0, 2))
-    return patches.unflatten(0, (grid.rows, grid.columns))
+def _field_of_tokens(each: _Made, grid: Grid, gradient: Tensor) -> Tensor:
+    return grid.image(each.in_order(gradient)).sum(dim=(0, 3))
 
 
-def _cam(tokens: Tensor, gradient: Tensor) -> Tensor:
-    return torch.einsum("bic,bc->bi", tokens, gradient.mean(dim=1)).relu()
+def _cam(values: Tensor, gradient: Tensor) -> Tensor:
+    """[batch, rows, columns, channels] to [batch, rows, columns]."""
+    weights = gradient.mean(dim=(1, 2))
+    return torch.einsum("bijc,bc->bij", values.detach(), weights).relu()

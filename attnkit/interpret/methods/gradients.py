@@ -63,22 +63,25 @@ def integrated_gradients(
 
 def over_patches(question: Question, pixels: Tensor) -> Tensor:
     """The sum over channels and over each patch, [batch, channels, height, width] to a map."""
-    values = pixels.sum(dim=1)
-    if question.grid is not None:
-        return sum_over(values, question.grid)
+    values, grid = pixels.sum(dim=1), question.grid
     patches = patch_grid(question.model, question.images)
-    if patches is None:
-        return values
-    below, right = (n - m for n, m in zip(patches.covered, values.shape[1:], strict=True))
-    return sum_over(F.pad(values, (0, right, 0, below)), patches.grid)  # cuts off where negative
+    if patches is not None and (grid is None or patches.are_in(grid)):
+        below, right = (n - m for n, m in zip(patches.covered, values.shape[1:], strict=True))
+        values = F.pad(values, (0, right, 0, below))  # cuts off where negative
+        grid = grid or patches.grid
+    return values if grid is None else sum_over(values, grid)
 
 
 def sum_over(values: Tensor, grid: tuple[int, int]) -> Tensor:
     """The sum over each place of a grid, [batch, height, width] to [batch, rows, columns]."""
-    height, width = values.shape[-2:]
+    high, wide = pixels_of_place(grid, *values.shape[-2:])
+    return F.avg_pool2d(values[:, None], (high, wide))[:, 0] * (high * wide)
+
+
+def pixels_of_place(grid: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """Height and width in pixels of a place of a grid, which has to divide the image."""
     if height % grid[0] or width % grid[1]:
         raise ValueError(
             f"grid: {grid[0]} x {grid[1]} does not divide an image of {height} x {width} pixels"
         )
-    patch = height // grid[0], width // grid[1]
-    return F.avg_pool2d(values[:, None], patch)[:, 0] * (patch[0] * patch[1])
+    return height // grid[0], width // grid[1]

@@ -5,9 +5,9 @@ before it (that of the patch embedding) or on the image itself.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,12 @@ from torch.nn import functional as F
 
 from attnkit.core.capture.calls import AttentionCall
 from attnkit.core.capture.watch import watch_attention
-from attnkit.core.running import module_name
+from attnkit.interpret.methods.hooks import Enough, Run, module_runs
 from attnkit.interpret.methods.question import looking
 
 MAX_SPECIAL_TOKENS = 16  # class and register tokens that may see patches, as their mean does
 _MOST_MAPS = 6  # of different shapes, the latest first, on which tokens are looked for
 _TILES = (1, 2, 4, 8, 16, 32)  # sides tried where tokens see more of a map than a tile of it
-_SIZES = int | tuple | list  # kinds of a `patch_size`
 _NEGLIGIBLE = 1e-4  # of the largest gradient
 
 
@@ -51,6 +50,10 @@ class Grid(NamedTuple):
         """The patches among all tokens, which `dim` counts."""
         return tokens.narrow(dim, self.num_prefix_tokens, self.rows * self.columns)
 
+    def image(self, tokens: Tensor) -> Tensor:
+        """The patches as an image, [batch, tokens, …] to [batch, rows, columns, …]."""
+        return self.patches(tokens).unflatten(1, (self.rows, self.columns))
+
     def others(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """The class and register tokens, those before the patches first."""
         first, _, last = tokens.split(
@@ -69,47 +72,17 @@ class Grid(NamedTuple):
 class Source(NamedTuple):
     """Something over the images that tokens may have been made of.
 
-    field: from the size of a gradient of `tensor` to [rows, columns], summed over the batch.
+    fields: ways to read it, each from the size of a gradient of `tensor` to [rows, columns], summed
+        over the batch.
     """
 
     tensor: Tensor
-    field: Callable[[Tensor], Tensor]
+    fields: tuple[Callable[[Tensor], Tensor], ...]
 
-
-class Output(NamedTuple):
-    """What a module returned: the tensor, or the first of several."""
-
-    name: str
-    tensor: Tensor
-
-
-@contextmanager
-def module_outputs(
-    model: nn.Module, is_kept: Callable[[], bool] = lambda: True
-) -> Iterator[list[Output]]:
-    """What modules return in the block, in the order in which they end, while `is_kept()`."""
-    outputs: list[Output] = []
-
-    def hook_of(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            several = output.values() if isinstance(output, dict) else output
-            if not isinstance(output, Tensor):
-                several = several if isinstance(several, list | tuple) else ()
-                output = next((each for each in several if isinstance(each, Tensor)), None)
-            if is_kept() and output is not None:
-                outputs.append(Output(name, output))
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(hook_of(module_name(name)))
-        for name, module in model.named_modules()
-    ]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
+    def seen_by(self, y: Tensor) -> list[Tensor]:
+        """The fields of the gradient of a number; none where it is not made of the tensor."""
+        (found,) = torch.autograd.grad(y, self.tensor, retain_graph=True, allow_unused=True)
+        return [] if found is None else [field(found.abs().float()) for field in self.fields]
 
 
 def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
@@ -121,51 +94,44 @@ def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
 
     Args:
         tokens: [batch, tokens, dim], in the graph of the sources.
-        sources: where to look, in this order.
+        sources: where to look, the closest to the tokens first: the way back to the others, the
+            images above all, may be long.
     """
     generator = torch.Generator().manual_seed(0)
     # no plain sum over channels: that of a layer norm's output has no gradient
     direction = torch.randn(tokens.shape[-1], generator=generator).to(tokens)
     if not tokens.requires_grad:
         return None
-    # the first are close to the tokens, and the way back to the others may be long
-    for some in (sources[:2], sources[2:]):
-        of_tokens: dict[int, tuple[Tensor | None, ...]] = {}
-        for place in range(len(some)):
+    along = (tokens[0] * direction).sum(dim=-1)
+    for source in sources:
 
-            def seen(number: int, some=some, of_tokens=of_tokens, place=place) -> Tensor | None:
-                if number not in of_tokens:
-                    of_tokens[number] = torch.autograd.grad(
-                        (tokens[0, number] * direction).sum(),
-                        [each.tensor for each in some],
-                        retain_graph=True,
-                        allow_unused=True,
-                    )
-                gradient = of_tokens[number][place]
-                return None if gradient is None else some[place].field(gradient.abs().float())
+        @cache
+        def seen(number: int, source: Source = source) -> list[Tensor]:
+            return source.seen_by(along[number])
 
-            found = _grid_on(seen, tokens.shape[1])
-            if found is not None:
+        def seen_in(way: int, number: int, seen: Callable[[int], list[Tensor]] = seen) -> Tensor:
+            return seen(number)[way]
+
+        for way in range(len(seen(len(along) // 2))):
+            found = _grid_on(partial(seen_in, way), len(along))
+            # as many rows as tokens are heads of attention, [batch, heads, tokens, head_dim]
+            if found is not None and (source is sources[-1] or len(along) not in found[:2]):
                 return found
     return None
 
 
-def _grid_on(seen: Callable[[int], Tensor | None], num_tokens: int) -> Grid | None:
+def _grid_on(seen: Callable[[int], Tensor], num_tokens: int) -> Grid | None:
     """The grid, by what each token sees of a source, [rows, columns]."""
     eighths = [num_tokens * number // 8 for number in (4, 2, 6, 1, 3, 5, 7)]
     for number in dict.fromkeys((*eighths, num_tokens - 1, 0)):  # until one that is a patch
         field = seen(number)
-        if field is None:
-            return None
         if field.any():
             break
     else:
         return None
 
     def place(number: int, tile: tuple[int, int]) -> int | None:
-        field = seen(number)
-        assert field is not None
-        cells = F.avg_pool2d(field[None, None], tile)[0, 0]
+        cells = F.avg_pool2d(seen(number)[None, None], tile)[0, 0]
         return int(cells.argmax()) if cells.any() else None
 
     rows, columns = ((field > _NEGLIGIBLE * field.max()).any(dim=d).nonzero() for d in (1, 0))
@@ -198,24 +164,28 @@ def _grid_on(seen: Callable[[int], Tensor | None], num_tokens: int) -> Grid | No
 
 
 def maps_among(
-    outputs: Sequence[Output], images: Tensor, token_counts: Collection[int] = ()
+    runs: Sequence[Run], images: Tensor, calls: Sequence[AttentionCall] = ()
 ) -> list[Source]:
-    """The latest map of each shape among the outputs, and the images, as sources.
+    """The latest map of each shape that modules made, and the images, as sources.
 
     Args:
-        token_counts: numbers of tokens that are known; what has so many rows or columns holds the
-            heads of attention, [batch, heads, tokens, head_dim], and is no map.
+        calls: of attention; what has the shape of their heads, [batch, heads, tokens, head_dim] or
+            [batch, tokens, heads, head_dim], is no map.
     """
-    found: dict[tuple[torch.Size, tuple[int, int]], Source] = {}
-    for _, tensor in reversed(outputs):
-        if tensor.ndim != 4 or not tensor.requires_grad or len(tensor) != len(images):
-            continue
-        for axes, others in (((2, 3), (0, 1)), ((1, 2), (0, 3))):
-            if not {tensor.shape[axis] for axis in axes}.intersection(token_counts):
-                source = Source(tensor, partial(torch.sum, dim=others))
-                found.setdefault((tensor.shape, others), source)
-    sources = [*found.values()][: 2 * _MOST_MAPS]
-    return [*sources, Source(images, partial(torch.sum, dim=(0, 1)))]
+    heads = {
+        shape
+        for call in calls
+        for one in (call.query, call.key, call.value)
+        for shape in (one.shape, one.transpose(1, 2).shape)
+    }
+    found: dict[torch.Size, Source] = {}
+    for tensor in (made for run in reversed(runs) for made in run.made[:1]):
+        is_of_images = tensor.ndim == 4 and tensor.requires_grad and len(tensor) == len(images)
+        if is_of_images and tensor.shape not in heads:
+            fields = tuple(partial(torch.sum, dim=others) for others in ((0, 1), (0, 3)))
+            found.setdefault(tensor.shape, Source(tensor, fields))
+    image = Source(images, (partial(torch.sum, dim=(0, 1)),))
+    return [*list(found.values())[:_MOST_MAPS], image]
 
 
 def heads_joined(*tensors: Tensor) -> Tensor:
@@ -224,10 +194,6 @@ def heads_joined(*tensors: Tensor) -> Tensor:
     Where the heads of some are fewer, all of their channels are there once.
     """
     return torch.cat([tensor.transpose(1, 2).flatten(2) for tensor in tensors], dim=-1)
-
-
-class _Enough(Exception):
-    """The model has run as far as it is asked of."""
 
 
 Family = tuple[str, int]
@@ -256,28 +222,26 @@ def token_grids(
     """
     images = (images[:1] if ask is None else images).detach().clone().requires_grad_()
     first: dict[Family, tuple[AttentionCall, list[Source]]] = {}
-    outputs: list[Output] = []
 
-    def is_kept() -> bool:
+    def look(run: Run | None = None) -> bool:
         for call in calls:
             if isinstance(call, AttentionCall) and family_of(call) not in first:
-                counts = {call.num_keys, *(size for _, size in first)}
-                first[family_of(call)] = call, maps_among(outputs, images, counts)
+                seen = [call, *(one for one, _ in first.values())]
+                first[family_of(call)] = call, maps_among(runs, images, seen)
         found = [size for _, size in first]
         if found and num_tokens is not None and (num_tokens in found or not num_tokens):
-            raise _Enough
+            raise Enough
         return True
 
     with looking(model):
-        try:
-            with (
-                watch_attention(model) as calls,
-                module_outputs(model, is_kept) as outputs,
-            ):
-                (ask or model)(images.clone())
-                is_kept()
-        except (_Enough, ValueError):  # attention that is not seen is none
-            pass
+        # attention that is not seen is none
+        with (
+            suppress(Enough, ValueError),
+            watch_attention(model) as calls,
+            module_runs(model, look) as runs,
+        ):
+            (ask or model)(images.clone())
+            look()
         grids = {}
         for family, (call, maps) in first.items():
             found = locate(heads_joined(call.key, call.value), maps)
@@ -382,15 +346,10 @@ def _said_grid(model: nn.Module, images: Tensor, num_tokens: int) -> Grid | None
     if patches is None:
         return None
     others = num_tokens - patches.rows * patches.columns
-    if others and others != _said(model, "num_prefix_tokens"):
+    said = (getattr(module, "num_prefix_tokens", None) for module in model.modules())
+    if others and others != next((number for number in said if type(number) is int), None):
         return None
     return Grid(patches.rows, patches.columns, others, 0, "as the model says")
-
-
-def _said(model: nn.Module, name: str) -> Any:
-    """An attribute of the first module that has it as a number, the model before its parts."""
-    found = (getattr(module, name, None) for module in model.modules())
-    return next((value for value in found if type(value) is int), None)
 
 
 class Patches(NamedTuple):
@@ -414,6 +373,10 @@ class Patches(NamedTuple):
         """Height and width in pixels of all patches together."""
         return self.rows * self.size[0], self.columns * self.size[1]
 
+    def are_in(self, grid: tuple[int, int]) -> bool:
+        """Whether each place of a grid is a number of whole patches."""
+        return not (self.rows % grid[0] or self.columns % grid[1])
+
 
 def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
     """The patches of the images, as the model's patch embedding made them of the first.
@@ -423,47 +386,38 @@ def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
     there are says the map that is made inside it. None where there is no such module.
     """
     size = height, width = tuple(images.shape[-2:])
-    asked: list[tuple[int, int]] = []
-    made: list[tuple[int, int]] = []
+    asked: tuple[int, int] | None = None
+    made: tuple[int, int] | None = None
 
-    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        given = getattr(module, "patch_size", None)
-        if isinstance(given, bool) or not isinstance(given, _SIZES):
-            return
-        pair = (given, given) if isinstance(given, int) else tuple(given)[-2:]
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim == 4]
-        if len(pair) == 2 and min(pair) > 1 and any(t.shape[-2:] == size for t in tensors):
-            asked.append(pair)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if asked and isinstance(output, Tensor) and output.ndim == 4:
-            for shape in (output.shape[2:], output.shape[1:3]):
-                sides = zip(shape, size, asked[0], strict=True)
+    def look(run: Run) -> bool:
+        nonlocal asked, made
+        given = [(each.module, each.given) for each in run.path()] + [(model, [images])]
+        for module, tensors in given:
+            if any(t.ndim == 4 and t.shape[-2:] == size for t in tensors):
+                asked = _patch_size(module) or asked  # of the outermost
+        if asked and isinstance(run.output, Tensor) and run.output.ndim == 4:
+            for shape in (run.output.shape[2:], run.output.shape[1:3]):
+                sides = zip(shape, size, asked, strict=True)
                 if all(n in (whole // side, -(-whole // side)) for n, whole, side in sides):
-                    made.append((shape[0], shape[1]))
-                    raise _Enough
-        if asked and getattr(module, "patch_size", None) is not None:
-            raise _Enough
+                    made = shape[0], shape[1]
+                    raise Enough
+        if asked and getattr(run.module, "patch_size", None) is not None:
+            raise Enough
+        return False
 
-    if not any(isinstance(getattr(m, "patch_size", None), _SIZES) for m in model.modules()):
+    if not any(_patch_size(module) for module in model.modules()):
         return None
-    with looking(model), torch.no_grad():
-        handles = []
-        for module in model.modules():
-            if module is not model:
-                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave))
-        try:
-            enter(model, (images,), {})
-            model.forward(images[:1].detach().clone())  # no call: it is no forward that counts
-        except _Enough:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
-    if not asked:
+    with looking(model), torch.no_grad(), suppress(Enough), module_runs(model, look):
+        model.forward(images[:1].detach().clone())  # no call: it is no forward that counts
+    if asked is None or (made is None and (height % asked[0] or width % asked[1])):
         return None
-    if not made and (height % asked[0][0] or width % asked[0][1]):
+    return Patches(*(made or (height // asked[0], width // asked[1])), asked)
+
+
+def _patch_size(module: nn.Module) -> tuple[int, int] | None:
+    """Height and width of the patches of several pixels that a module says it has."""
+    said = getattr(module, "patch_size", None)
+    if isinstance(said, bool) or not isinstance(said, int | tuple | list):
         return None
-    rows, columns = made[0] if made else (height // asked[0][0], width // asked[0][1])
-    return Patches(rows, columns, asked[0])
+    pair = (said, said) if isinstance(said, int) else tuple(said)[-2:]
+    return pair if len(pair) == 2 and min(pair) > 1 else None

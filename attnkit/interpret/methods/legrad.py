@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnkit.core.capture.calls import PROPAGATED_ELEMENTS, AttentionCall
+from attnkit.core.weights import row_blocks
+from attnkit.interpret.methods.hooks import module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import watch
-
-BLOCK_ELEMENTS = 2**22  # gradients of weights held at once
 
 
 def legrad(question: Question) -> Tensor:
@@ -27,12 +28,13 @@ def legrad(question: Question) -> Tensor:
     Raises:
         ValueError: the model's blocks are not a sequence of one block for each layer of attention.
     """
-    with _kept_outputs(question.model) as outputs:
+    with module_runs(question.model) as runs:
         chain = watch(question, "legrad")
+    outputs = {run.module: run.output for run in runs}
     steps = [step for step in chain.steps if step.rows is not None]
     blocks = _blocks(question, [step.call.layer for step in steps])
     made = [outputs[block] for block in blocks]
-    del outputs
+    del runs, outputs
     maps = []
     for step, output in zip(steps, made, strict=True):
         if step.is_used:
@@ -44,13 +46,12 @@ def legrad(question: Question) -> Tensor:
 
 
 @torch.no_grad()
-def _positive(call: Any, output_gradient: Tensor) -> Tensor:
+def _positive(call: AttentionCall, output_gradient: Tensor) -> Tensor:
     """The mean over heads, and the sum over queries, of (∂y/∂A)⁺, [batch, keys], in blocks."""
     read = (output_gradient != 0).flatten(0, 1).any(dim=-1).any(dim=0).nonzero()[:, 0]
     batch, num_heads = output_gradient.shape[:2]
-    block = max(1, BLOCK_ELEMENTS // (batch * num_heads * call.num_keys))
     total = torch.zeros(batch, call.num_keys, device=output_gradient.device)
-    for rows in read.split(block):
+    for rows in row_blocks(call.inputs, read, PROPAGATED_ELEMENTS):
         total = total + call.weight_gradient(output_gradient, rows=rows).relu().sum(dim=(1, 2))
     return total / num_heads
 
@@ -75,22 +76,6 @@ def _blocks(question: Question, layers: Sequence[str]) -> list[nn.Module]:
             f"{', '.join(layer or '(itself)' for layer in layers)}; take method='relevance'"
         )
     return [question.module(name) for name in names]
-
-
-@contextmanager
-def _kept_outputs(model: nn.Module) -> Iterator[dict[nn.Module, Any]]:
-    """What each module returned last."""
-    outputs: dict[nn.Module, Any] = {}
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[module] = output
-
-    handles = [module.register_forward_hook(hook) for module in model.modules()]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

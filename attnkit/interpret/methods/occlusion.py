@@ -4,13 +4,13 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice
+from attnkit.interpret.methods.gradients import pixels_of_place
 from attnkit.interpret.methods.grid import patch_grid, token_grids
-from attnkit.interpret.methods.question import Question, logits_of
-from attnkit.interpret.progress import shown
-from attnkit.interpret.trust.removal import Answer, NotAvailableError, hiding, pixels_of
+from attnkit.interpret.methods.question import Question
+from attnkit.interpret.trust.curves import answers_without_each, of_images
+from attnkit.interpret.trust.removal import NotAvailableError, hiding, painting
 
 Removal = Literal["tokens", "colour"]
 
@@ -63,30 +63,12 @@ def occlusion(
         question.notes.append(
             "patches given " + ("the image's mean colour" if baseline is None else "the baseline")
         )
-        answer = _coloured(question, grid, baseline)
+        answer = painting(question, grid, lambda images: colours_of(images, baseline))
     with torch.no_grad():
-        before = question.ask()
-        assert question.target is not None
-        places = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=before.device)
-        after = []
-        for some in shown(places.split(max(1, batch_size // question.batch)), "occlusion"):
-            images = question.images.detach().repeat(len(some), 1, 1, 1)
-            logits = answer(images, some.repeat_interleave(question.batch, dim=0))
-            y = logits.gather(1, question.target.repeat(len(some))[:, None])
-            after.append(y.unflatten(0, (len(some), question.batch))[:, :, 0])
-    return (before - torch.cat(after)).T.unflatten(1, grid)
-
-
-def _coloured(question: Question, grid: tuple[int, int], baseline: float | Tensor | None) -> Answer:
-    """The logits of images with some places in one colour."""
-    pixels = pixels_of(question, grid)
-
-    def answer(images: Tensor, removed: Tensor) -> Tensor:
-        return logits_of(
-            question.model(torch.where(pixels(removed), colours_of(images, baseline), images))
-        )
-
-    return answer
+        question.ask()
+    without, places = of_images(question, answer), grid[0] * grid[1]
+    y, _, _ = answers_without_each(question, without, places, batch_size, "occlusion")
+    return (y[0] - y[1:]).T.unflatten(1, grid)
 
 
 def colours_of(images: Tensor, baseline: float | Tensor | None) -> Tensor:
@@ -102,13 +84,6 @@ def colours_of(images: Tensor, baseline: float | Tensor | None) -> Tensor:
     return given[None, :, None, None].expand(len(images), images.shape[1], 1, 1)
 
 
-def in_colour(images: Tensor, places: Tensor, grid: tuple[int, int], colour: Tensor) -> Tensor:
-    """The batch with each of some places, [places, patches], in one colour, one after the other."""
-    size = list(images.shape[-2:])
-    covered = F.interpolate(places.float().unflatten(1, grid)[:, None], size, mode="nearest")
-    return torch.where(covered[:, None] > 0, colour, images).flatten(0, 1)
-
-
 def _grid(question: Question, patch: int | tuple[int, int] | None) -> tuple[int, int]:
     height, width = question.images.shape[-2:]
     if patch is not None:
@@ -118,14 +93,11 @@ def _grid(question: Question, patch: int | tuple[int, int] | None) -> tuple[int,
                 f"patch: {patch} does not divide an image of {height} x {width} pixels"
             )
         return height // high, width // wide
-    if question.grid is not None:
-        rows, columns = question.grid
-        if height % rows or width % columns:
-            raise ValueError(
-                f"grid: {rows} x {columns} does not divide an image of {height} x {width} pixels"
-            )
-        return rows, columns
     patches = patch_grid(question.model, question.images)
+    if question.grid is not None:
+        if patches is None or not patches.are_in(question.grid):
+            pixels_of_place(question.grid, height, width)
+        return question.grid
     if patches is not None:
         return patches.grid
     for tokens in token_grids(question.model, question.images, num_tokens=0).values():

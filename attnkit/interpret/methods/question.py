@@ -11,6 +11,7 @@ from attnkit.core.arguments import in_a_line
 from attnkit.core.contexts import uncompiled
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name, undisturbed
+from attnkit.interpret.methods.hooks import Run, module_runs
 from attnkit.interpret.quantity import Of, Quantity, quantity_of
 
 Classes = int | Sequence[int] | Annotated[Tensor, "batch", int] | None
@@ -106,42 +107,29 @@ class Target:
             RuntimeError: the model cuts the graph between one of them and y.
         """
         if not y.requires_grad or not all(tensor.requires_grad for tensor in of):
-            raise RuntimeError(self._why_no_gradient())
+            raise RuntimeError(self.why_no_gradient())
         found = torch.autograd.grad(y.sum(), of, retain_graph=keep, allow_unused=True)
         if not may_miss and any(gradient is None for gradient in found):
-            raise RuntimeError(self._why_no_gradient())
+            raise RuntimeError(self.why_no_gradient())
         return [
             torch.zeros_like(tensor) if gradient is None else gradient
             for tensor, gradient in zip(of, found, strict=True)
         ]
 
-    def _why_no_gradient(self) -> str:
+    def why_no_gradient(self) -> str:
         """Which module breaks the graph: it runs others without gradients, or detaches its own."""
-        names = {module: module_name(name) for name, module in self.model.named_modules()}
-        entered: list[nn.Module] = []
-        broken: list[nn.Module] = []
 
-        def enter(module: nn.Module, args: Any) -> None:
-            if entered and not torch.is_grad_enabled():
-                broken.append(entered[-1])
-            entered.append(module)
+        def breaking(run: Run) -> bool:
+            takes = any(tensor.requires_grad for tensor in run.given)
+            return not run.has_gradients or (
+                takes and not any(tensor.requires_grad for tensor in run.made)
+            )
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            entered.pop()
-            given, made = _tensors([*args, *kwargs.values()]), _tensors(output)
-            if any(t.requires_grad for t in given) and not any(t.requires_grad for t in made):
-                broken.append(module)
-
-        with ExitStack() as stack:
-            for module in names:
-                for handle in (
-                    module.register_forward_pre_hook(enter),
-                    module.register_forward_hook(leave, with_kwargs=True),
-                ):
-                    stack.callback(handle.remove)
+        with module_runs(self.model, breaking) as runs:
             self.run()
-        found = [*broken, self.model][0]
-        where = f"the module {names[found]!r}" if names[found] else type(found).__name__
+        path = runs[0].path() if runs else ()
+        name = next((run.name for run in path if run.has_gradients), "")
+        where = f"the module {name!r}" if name else type(self.model).__name__
         return (
             f"model: {where} stops the gradient; remove the torch.no_grad or .detach() in it "
             "(checkpoint activations with use_reentrant=False), or take method='occlusion'"
@@ -300,10 +288,3 @@ def _as_classes(target: Classes, images: Tensor) -> Tensor | None:
     if int(classes.min()) < 0:
         raise ValueError(f"target: expected a class from 0, got {int(classes.min())}")
     return classes.long().expand(len(images)).clone()
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, Mapping) else output
-    return [t for t in values if isinstance(t, Tensor)] if hasattr(values, "__iter__") else []

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.capture.layers import LayerChoice
 from attnkit.core.capture.watch import watch_attention
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import (
@@ -16,9 +16,9 @@ from attnkit.interpret.methods.grid import (
     heads_joined,
     locate,
     maps_among,
-    module_outputs,
     settled,
 )
+from attnkit.interpret.methods.hooks import module_runs
 from attnkit.interpret.methods.question import Layers, Question
 
 OTHERS = "leave method out, which takes one that serves this model"
@@ -42,11 +42,9 @@ class Chain(NamedTuple):
     def used(self) -> list[Step]:
         return [step for step in self.steps if step.is_used]
 
-    def output_gradients(self, question: Question, *, keep: bool = False) -> list[Tensor]:
+    def output_gradients(self, question: Question) -> list[Tensor]:
         """∂y/∂O of each step; of those that are not used, an empty tensor."""
-        found = iter(
-            question.gradients(self.y, [step.call.output for step in self.used], keep=keep)
-        )
+        found = iter(question.gradients(self.y, [step.call.output for step in self.used]))
         return [next(found) if step.is_used else torch.empty(0) for step in self.steps]
 
     def rows_read(self) -> list[Tensor]:
@@ -81,7 +79,7 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     try:
         with (
             watch_attention(question.model) as calls,
-            module_outputs(question.model, lambda: not calls) as outputs,
+            module_runs(question.model, lambda run: not calls) as runs,
         ):
             y = question.ask()
     except ValueError as error:
@@ -90,11 +88,23 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
         # without the hint of replace_attention, which may refuse the model, too
         said = str(error).partition("; ")[0]
         raise ValueError(f"{said}; {OTHERS}") from None
-    calls = _without_unread(calls, y, question)
-    _check_calls(calls, question, method)
-    steps = _steps(calls, question)
-    last = steps[-1].call
-    (gradient,) = question.gradients(y, [last.output], keep=True)
+    calls, gradient = _until_read(calls, y, question)
+    why = _why_no_chain(calls, question)
+    if why is not None:
+        raise ValueError(f"method: {method!r} follows tokens from layer to layer, but {why}")
+    layer, times = Counter(call.layer for call in calls).most_common(1)[0]
+    if times > 1:
+        raise ValueError(
+            f"model: the layer {layer or '(itself)'!r} ran {times} times, and its calls cannot be "
+            "told apart; give each a module of its own"
+        )
+    num_tokens, last = calls[0].num_keys, calls[-1]
+    steps = [
+        Step(call, _tokens_of_queries(question, call, before, num_tokens), num_tokens)
+        for call, before in zip(calls, [None, *calls], strict=False)
+    ]
+    if gradient is None:
+        raise RuntimeError(question.why_no_gradient())
     is_read = (gradient != 0).flatten(0, 1).any(dim=-1).any(dim=0)
     if not is_read.any():
         raise RuntimeError(
@@ -109,28 +119,27 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
     given = question.grid, question.num_prefix_tokens
     found = None
     if None in given:
-        maps = maps_among(outputs, question.images, {steps[0].num_tokens})
-        found = locate(heads_joined(steps[0].call.key, steps[0].call.value), maps)
-    grid = settled(question.model, question.images, steps[0].num_tokens, found, *given)
+        maps = maps_among(runs, question.images, calls)
+        found = locate(heads_joined(calls[0].key, calls[0].value), maps)
+    grid = settled(question.model, question.images, num_tokens, found, *given)
     question.notes.append(str(grid))
     question.chain = Chain(steps, start, grid, y)
     return question.chain
 
 
-def _without_unread(calls: Sequence[Any], y: Tensor, question: Question) -> list[Any]:
-    """The calls up to the last one that y depends on: some models have a pooling they don't use."""
+def _until_read(calls: list[Any], y: Tensor, question: Question) -> tuple[list[Any], Tensor | None]:
+    """The calls up to the last one that y depends on, since some models have a pooling they don't
+    use; and ∂y/∂O of that one. All calls, and None, where y depends on none."""
     for number in reversed(range(len(calls))):
         output = calls[number].output
         if not (output.requires_grad and y.requires_grad):
             break
-        if (
-            torch.autograd.grad(y.sum(), output, retain_graph=True, allow_unused=True)[0]
-            is not None
-        ):
+        (gradient,) = torch.autograd.grad(y.sum(), output, retain_graph=True, allow_unused=True)
+        if gradient is not None:
             unread = [call.layer for call in calls[number + 1 :]]
             question.notes += [f"the logits do not depend on {layer!r}" for layer in unread]
-            return list(calls[: number + 1])
-    return list(calls)
+            return calls[: number + 1], gradient
+    return calls, None
 
 
 def token_layers(question: Question) -> list[str]:
@@ -141,18 +150,6 @@ def token_layers(question: Question) -> list[str]:
     except ValueError:  # none is seen; whatever else it was, the next run raises it again
         return []
     return [call.layer for call in calls] if calls and not _why_no_chain(calls, question) else []
-
-
-def _check_calls(calls: Sequence[Any], question: Question, method: str) -> None:
-    why = _why_no_chain(calls, question)
-    if why is not None:
-        raise ValueError(f"method: {method!r} follows tokens from layer to layer, but {why}")
-    layer, times = Counter(call.layer for call in calls).most_common(1)[0]
-    if times > 1:
-        raise ValueError(
-            f"model: the layer {layer or '(itself)'!r} ran {times} times, and its calls cannot be "
-            "told apart; give each a module of its own"
-        )
 
 
 def _why_no_chain(calls: Sequence[Any], question: Question) -> str | None:
@@ -177,58 +174,32 @@ def _why_no_chain(calls: Sequence[Any], question: Question) -> str | None:
     return None
 
 
-def _steps(calls: Sequence[Any], question: Question) -> list[Step]:
-    num_tokens = calls[0].num_keys
-    steps: list[Step] = []
-    for number, call in enumerate(calls):
-        rows: Tensor | None = torch.arange(call.num_queries, device=call.query.device)
-        if call.num_queries < num_tokens:
-            rows = _tokens_of_queries(question, call, calls[number - 1] if number else None)
-        steps.append(Step(call, rows, num_tokens))
-    return steps
-
-
 def _tokens_of_queries(
-    question: Question, call: AttentionCall, before: AttentionCall | None
+    question: Question, call: AttentionCall, before: AttentionCall | None, num_tokens: int
 ) -> Tensor | None:
     """Which token each query is, by the row of the layer before that it depends on; None: none."""
-    if before is None:
+    if call.num_queries < num_tokens and before is not None:
+        rows = []
+        for number in range(call.num_queries):
+            query, gradient = call.query[:, :, number].sum(), None
+            if query.requires_grad:
+                (gradient,) = torch.autograd.grad(
+                    query, before.output, retain_graph=True, allow_unused=True
+                )
+            if gradient is None or not gradient.any():
+                return None
+            rows.append(gradient.abs().sum(dim=(0, 1, 3)).argmax())
+        return torch.stack(rows)
+    if call.num_queries < num_tokens:
         question.notes.append(f"queries of {call.layer!r} assumed to be the first tokens")
-        return torch.arange(call.num_queries, device=call.query.device)
-    rows = []
-    for number in range(call.num_queries):
-        query = call.query[:, :, number].sum()
-        if not query.requires_grad:
-            return None
-        (gradient,) = torch.autograd.grad(
-            query, before.output, retain_graph=True, allow_unused=True
-        )
-        if gradient is None:
-            return None
-        sizes = gradient.abs().sum(dim=(0, 1, 3))
-        if not sizes.any():
-            return None
-        rows.append(sizes.argmax())
-    return torch.stack(rows)
+    return torch.arange(call.num_queries, device=call.query.device)
 
 
 def chosen_layers(names: list[str], layers: Layers, default: Layers) -> list[bool]:
     """Which of the layers are asked for, by position or by name (`*` matches anything)."""
-    layers = default if layers is None else layers
-    if layers is None:
-        return [True] * len(names)
-    chosen = [False] * len(names)
-    for layer in [layers] if isinstance(layers, int | str) else layers:
-        if isinstance(layer, int) and not isinstance(layer, bool):
-            found = [range(len(names))[layer]] if -len(names) <= layer < len(names) else []
-        else:
-            found = [n for n, name in enumerate(names) if fnmatchcase(name, str(layer))]
-        if not found:
-            raise ValueError(
-                f"layers: {layer!r} is none of the {len(names)} attention layers {', '.join(names)}"
-            )
-        for number in found:
-            chosen[number] = True
+    choice = LayerChoice(default if layers is None else layers, known=names)
+    choice.check()
+    chosen = [choice.has(name) for name in names]
     if not any(chosen):
         raise ValueError("layers: expected at least one, got none")
     return chosen

@@ -3,6 +3,7 @@ columns]."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,9 @@ from attnkit.core.capture.watch import watch_attention
 from attnkit.interpret.methods.controls import centred, drawn
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.gradients import sum_over
-from attnkit.interpret.methods.occlusion import colours_of, in_colour
+from attnkit.interpret.methods.occlusion import colours_of
 from attnkit.interpret.methods.tokens import chosen_layers
-from attnkit.interpret.progress import shown
+from attnkit.interpret.trust.curves import answers_without_each
 
 if TYPE_CHECKING:
     from attnkit.interpret.sentences import Sentences
@@ -122,7 +123,6 @@ def input_gradient(sentences: Sentences) -> Tensor:
     return torch.stack(maps, dim=1)
 
 
-@torch.no_grad()
 def occlusion(
     sentences: Sentences,
     *,
@@ -130,16 +130,10 @@ def occlusion(
     batch_size: int = 64,
 ) -> Tensor:
     """What the logit of each word loses when a position of the image has one colour."""
-    images, grid = sentences.images.detach(), sentences.places
-    colour = colours_of(images, baseline)
-    before = sentences.ask(images)
-    places = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=images.device)
-    after = [
-        sentences.ask(in_colour(images, some, grid, colour)).unflatten(0, (len(some), -1))
-        for some in shown(places.split(max(1, batch_size // len(images))), "occlusion")
-    ]
-    drops = before - torch.cat(after)  # [places, batch, words]
-    return drops.permute(1, 2, 0).unflatten(2, grid)
+    grid, colour = sentences.places, colours_of(sentences.images.detach(), baseline)
+    without = partial(sentences.without, grid=grid, colour=colour)
+    y, _, _ = answers_without_each(sentences, without, grid[0] * grid[1], batch_size, "occlusion")
+    return (y[0] - y[1:]).permute(1, 2, 0).unflatten(2, grid)
 
 
 def random(sentences: Sentences, *, seed: int = 0) -> Tensor:

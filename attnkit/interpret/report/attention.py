@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnkit.interpret.colours import Scale
 from attnkit.interpret.diagnosis.diagnosis import SINK
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.layer_table import MOST_ROWS
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import Grid as TokenGrid
 from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.methods.tokens import Chain, watch
+from attnkit.interpret.picture import Scale
 from attnkit.interpret.report.page import colour_bar, map_uri
-from attnkit.interpret.trust.curves import answers_without, of_images
-from attnkit.interpret.trust.places import removal_grid
-from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal
+from attnkit.interpret.trust.curves import answers_without_each, of_images
+from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal, removal_grid
 
 MOST_CELLS = 256
 """Places of a page's grid: what one looks at is as many numbers for each."""
 MOST_LAYERS = 3
 """Of which the page holds what every patch looks at; 196 patches are 40 kB a layer and image."""
+MOST_ROWS = 16
+"""Queries of a layer whose attention the table of heads averages, evenly spaced."""
 BLOCK_ELEMENTS = 2**22  # weights held at once
 _SIDE = 44  # pixels of a thumbnail, at least a pixel for each place
 _UNIT = "attention / uniform; higher is clipped"
@@ -65,12 +66,16 @@ class Attention(NamedTuple):
     """Of all images of an explanation, on a grid of at most `MOST_CELLS` places.
 
     tokens: the model's own grid, by which its tokens are numbered.
+    reads: who looks where heads are shown.
+    class_token: its number, if the answer is read from it alone.
     """
 
     grid: Grid
     tokens: TokenGrid
     looks: list[Looks]
     heads: list[Heads]
+    reads: str
+    class_token: int | None
 
 
 class Without(NamedTuple):
@@ -92,20 +97,17 @@ def attention_of(explanation: Explanation) -> Attention:
     Raises:
         ValueError: the model has no attention between the tokens of a whole image.
     """
-    model, images = explanation.model, explanation.images
-    prefix = None if explanation.tokens is None else explanation.num_prefix_tokens
-    question = Question(model, images, explanation.target, None, own_grid(explanation), prefix)
-    with looking(model):
+    question = _question(explanation)
+    with looking(question.model):
         chain = watch(question, "attention")
-        of_model = chain.grid.rows, chain.grid.columns
-        grid = cell_grid(*of_model)
+        grid = cell_grid(*chain.grid[:2])
         whole = [step for step in chain.steps if step.call.num_queries == step.num_tokens]
         looks = [_looks(step, chain, grid) for step in _some(whole)]
         rows = chain.rows_read()
         heads = [
             _heads(step, read, chain, grid) for step, read in zip(chain.steps, rows, strict=True)
         ]
-    return Attention(grid, chain.grid, looks, heads)
+    return Attention(grid, chain.grid, looks, heads, *_reader(chain))
 
 
 def without_each(
@@ -117,22 +119,18 @@ def without_each(
     Args:
         grid: of the places; None: the model's patches, or coarser, of at most 256 places.
     """
-    model, images, target = explanation.model, explanation.images, explanation.target
-    question = Question(model, images, target, grid=own_grid(explanation))
+    question = _question(explanation)
     if grid is None:
         grid = cell_grid(*removal_grid(question, explanation.map))
-    with looking(model), torch.no_grad():
+    with looking(question.model), torch.no_grad():
         question.ask()
         try:
             kind, answer = "mask", removal("mask", question, grid)
         except NotAvailableError:
             kind, answer = "mean", removal("mean", question, grid)
-        alone = torch.eye(grid[0] * grid[1], dtype=torch.bool, device=images.device)
-        none = torch.zeros_like(alone[:1])
-        removed = torch.cat([none, alone])[:, None].expand(-1, len(images), -1)
+        without, places = of_images(question, answer), grid[0] * grid[1]
         said = f"leaving one patch out, {REMOVALS[kind]}"
-        without = of_images(question, answer)
-        _, p, _ = answers_without(question, without, removed, batch_size, said)
+        _, p, _ = answers_without_each(question, without, places, batch_size, said)
     return Without(grid, p[1:].T, p[0], REMOVALS[kind])
 
 
@@ -216,7 +214,7 @@ def heads_data(attention: Attention, image: int) -> dict[str, Any]:
         "sheet": map_uri(_sheet(sheet), scale),
         "tiles": tiles,
         "bar": colour_bar(scale, _UNIT),
-        "reads": "the class token" if attention.tokens.num_others else "the tokens that are read",
+        "reads": attention.reads,
         "sink": f"{100 * SINK:.0f} %",
     }
 
@@ -226,7 +224,8 @@ def _token(attention: Attention, number: int) -> str:
     row, column = divmod(number - tokens.num_prefix_tokens, tokens.columns)
     if 0 <= row < tokens.rows:
         return f"the patch at row {row}, column {column}"
-    return "the class token" if tokens.num_others == 1 else f"class or register token {number}"
+    is_class_token = number == attention.class_token
+    return "the class token" if is_class_token else f"class or register token {number}"
 
 
 def _sheet(tiles: Tensor) -> Tensor:
@@ -234,10 +233,13 @@ def _sheet(tiles: Tensor) -> Tensor:
     return tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
-def own_grid(explanation: Explanation) -> Grid | None:
-    """Rows and columns of the model's patches, where the explanation is of them."""
-    rows, columns = explanation.map.shape[1:]
-    return None if explanation.tokens is None else (rows, columns)
+def _question(explanation: Explanation) -> Question:
+    """What was asked, on the grid of the tokens where the explanation is of these."""
+    grid: dict[str, Any] = {}
+    if explanation.tokens is not None:
+        rows, columns = explanation.map.shape[1:]
+        grid = {"grid": (rows, columns), "num_prefix_tokens": explanation.num_prefix_tokens}
+    return Question(explanation.model, explanation.images, explanation.target, **grid)
 
 
 def cell_grid(rows: int, columns: int) -> Grid:
@@ -257,8 +259,7 @@ def _some(steps: list[Step]) -> list[Step]:
 
 
 def _looks(step: Step, chain: Chain, grid: Grid) -> Looks:
-    call = step.call
-    of_model = chain.grid.rows, chain.grid.columns
+    call, of_model = step.call, chain.grid[:2]
     rows = chain.grid.patches(torch.arange(call.num_queries, device=call.query.device), dim=0)
     block = max(1, BLOCK_ELEMENTS // (len(call.query) * call.num_heads * call.num_keys))
     found = [call.weights(rows=some).mean(dim=1) for some in rows.split(block)]
@@ -270,24 +271,33 @@ def _looks(step: Step, chain: Chain, grid: Grid) -> Looks:
 
 
 def _heads(step: Step, read: Tensor, chain: Chain, grid: Grid) -> Heads:
-    """As `layer_table`, image by image: of the queries that are read at most `MOST_ROWS`."""
+    """The mean over at most `MOST_ROWS` of the queries that are read, evenly spaced."""
     call = step.call
     queries = read.any(dim=0).nonzero()[:, 0]
     chosen = torch.linspace(0, len(queries) - 1, min(MOST_ROWS, len(queries))).round().long()
-    weights = call.weights(rows=queries[chosen.to(queries.device)]).float()
-    entropy = torch.special.entr(weights).sum(dim=-1).mean(dim=2)
-    received = weights.mean(dim=2)  # [batch, heads, keys]
-    first = step.num_tokens - call.num_keys
+    weights = call.weights(rows=queries[chosen.to(queries.device)]).double()
+    entropy = torch.special.entr(weights).sum(dim=-1).mean(dim=2) / log(max(2, call.num_keys))
+    # keys are the last of the tokens, where there are fewer
+    received = F.pad(weights.mean(dim=2), (step.num_tokens - call.num_keys, 0)).float()
+    patches = _pooled(chain.grid.patches(received, dim=2), chain.grid[:2], grid)
     share, receiver = received.max(dim=-1)
-    start = max(0, chain.grid.num_prefix_tokens - first)
-    patches = received[:, :, start : start + chain.grid.rows * chain.grid.columns]
-    return Heads(
-        call.layer,
-        _pooled(patches, (chain.grid.rows, chain.grid.columns), grid) * call.num_keys,
-        entropy / torch.tensor(max(2, call.num_keys)).log(),
-        share,
-        first + receiver,
-    )
+    return Heads(call.layer, patches * call.num_keys, entropy.float(), share, receiver)
+
+
+def _reader(chain: Chain) -> tuple[str, int | None]:
+    """Whose attention heads are shown with, and the number of the class token, if the answer is
+    read from it alone."""
+    last, grid = chain.steps[-1], chain.grid
+    if last.rows is None:
+        return "the learned queries look at, and in layers below all tokens, on average", None
+    read = last.rows[chain.start[0] > 0]
+    patch = read - grid.num_prefix_tokens
+    is_patch = (patch >= 0) & (patch < grid.rows * grid.columns)
+    if len(read) == 1 and not is_patch:
+        return "the class token looks at", int(read)
+    if is_patch.all():
+        return "the patches look at, on average", None
+    return f"the {len(read)} tokens look at that the answer is read from, on average", None
 
 
 def _pooled(values: Tensor, fine: Grid, grid: Grid) -> Tensor:

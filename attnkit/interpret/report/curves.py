@@ -1,18 +1,15 @@
-"""The curves of a page: what is left of p while patches or edges are taken away."""
+"""The curves of a page: what is left of p while patches are taken away."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from attnkit.interpret.graphs.fidelity import EdgeFidelity
-from attnkit.interpret.trust.gaps import fall
+from attnkit.interpret.trust.curves import gaps_of
 from attnkit.interpret.trust.removal import REMOVALS
-from attnkit.interpret.trust.result import VERDICTS, Trust
-from attnkit.metrics.perturbation import perturbation_gap
+from attnkit.interpret.trust.result import Fall, Trust, verdict
 
 _COLOURS = 6  # of lines, in the style sheet
 
@@ -53,77 +50,32 @@ def patch_curves(trusts: Mapping[str, Trust], image: int, target: str) -> list[d
     return figures
 
 
-def edge_curves(fidelity: EdgeFidelity, target: str) -> list[dict[str, Any]]:
-    """Two figures over k: p without the edges that rank first, and p with these alone."""
-    p, rows = fidelity.probability, fidelity.rows
-    ks = [row["k"] for row in rows]
-    last = math.log(ks[-1] / ks[0]) or 1.0
-    xs = [math.log(k / ks[0]) / last for k in ks]
-    legend = [
-        {"style": "c0 solid", "name": "edges as ranked"},
-        {"style": "band", "name": f"{fidelity.num_draws} random orders and their mean"},
-        {"style": "level", "name": "all edges"},
-    ]
-    figures = []
-    for name, title in (("plus", "without the first k edges"), ("minus", "with these alone")):
-
-        def left(key: str, name: str = name) -> list[float]:
-            return [p - row[key.format(name)] for row in rows]
-
-        said = ", ".join(f"{y:.2f} at k = {k:g}" for k, y in zip(ks, left("{}"), strict=True))
-        figures.append(
-            {
-                "title": f"p({_cut(target)}) {title}",
-                "alt": f"p({target}) {title}: {said}; with all edges {p:.2f}.",
-                "y": f"p({_cut(target)})",
-                "x": "k, edges",
-                "ticks": [(x, f"{k:g}") for x, k in zip(xs, ks, strict=True)],
-                "band": _band(xs, left("random_{}_low"), left("random_{}_high")),
-                "lines": [
-                    _line("mean", xs, left("random_{}")),
-                    _line("level", [0, 1], [p, p]),
-                    _line("c0 solid", xs, left("{}"), dots=True),
-                ],
-                "legend": legend if name == "minus" else [],
-                "note": "",
-            }
-        )
-    return figures
-
-
 def patch_sentences(trust: Trust, image: int) -> list[tuple[str, str]]:
     """What one image loses where the map points, and whether that is more than a random map loses,
     for each kind of removal."""
     said = []
     for kind, curves in trust.curves.items():
         one = {name: values[:, image : image + 1] for name, values in curves.items()}
-        point = int((trust.removed - trust.falls[kind].share).abs().argmin())
-        random = one["random"]
-        drawn = perturbation_gap(random[::2], random[1::2], trust.removed)
-        within = 2 * float(drawn.square().mean().sqrt())
-        gap = float(trust.gaps[kind][image])
-        lost = fall(one, trust.removed, point)
+        gaps, within = gaps_of(one, trust.removed)
+        gap = float(gaps["map"])
+        lost = Fall.at(trust.falls[kind].share, trust.removed, one)
         # two standard errors of a mean reach beyond what a probability can be
         lost = lost._replace(low=max(0.0, lost.low), high=min(1.0, lost.high))
-        verdict = VERDICTS[0] if gap > within else VERDICTS[1]
-        judged = f"Gap {gap:.2f}, random maps 0 ± {within:.2f}: {verdict}.".replace("-", "−")
+        better = verdict("random", gap > within)
+        judged = f"Gap {gap:.2f}, random maps 0 ± {within:.2f}: {better}.".replace("-", "−")
         said.append((lost.sentence(kind, 1), judged))
     return said
 
 
-def _line(
-    style: str, xs: Sequence[float], ys: Sequence[float] | Tensor, *, dots: bool = False
-) -> dict[str, Any]:
-    return {"style": style, "points": _points(xs, ys), "dots": dots}
+def _line(style: str, xs: Sequence[float], ys: Tensor) -> dict[str, Any]:
+    return {"style": style, "points": _points(xs, ys)}
 
 
-def _band(
-    xs: Sequence[float], low: Sequence[float] | Tensor, high: Sequence[float] | Tensor
-) -> list[tuple[float, float]]:
+def _band(xs: Sequence[float], low: Tensor, high: Tensor) -> list[tuple[float, float]]:
     return [*_points(xs, low), *_points(xs, high)[::-1]]
 
 
-def _points(xs: Sequence[float], ys: Sequence[float] | Tensor) -> list[tuple[float, float]]:
+def _points(xs: Sequence[float], ys: Tensor) -> list[tuple[float, float]]:
     """Places from 0 to 1 in both directions."""
     return [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from attnkit.interpret.graphs.ego import (
+import matplotlib
+from matplotlib.figure import Figure
+
+from attnkit.interpret.graphs.fidelity import EdgeFidelity
+from attnkit.interpret.graphs.picture import (
     AGAINST,
     FOR,
-    NO_CLASS,
+    INK,
     OTHER,
-    EgoGraph,
-    class_colours,
+    SOFT,
+    draw_fidelity,
+    draw_graph,
     ego_graph,
-    left_out,
-    legend,
-    width_samples,
+    empty_figure,
 )
-from attnkit.interpret.graphs.fidelity import EdgeFidelity
-from attnkit.interpret.report.curves import edge_curves
 from attnkit.interpret.report.findings import Judged
 from attnkit.interpret.report.page import Section, short
 from attnkit.lightning.explained import Explained
 
 _ROWS = 10
-_SIZE = 100  # of the drawing's units in one of the layout's
-_THIN, _WIDE = 0.7, 6.2
-_STYLES = {FOR: "for", AGAINST: "against", OTHER: "other"}
+_COLOURS = {FOR: "mark", AGAINST: "accent", OTHER: "other", SOFT: "soft", INK: "ink"}
+"""The variables of the style sheet for the colours of a drawing."""
 
 
 def edge_sections(explained: Explained, found: Sequence[Judged]) -> list[Section]:
@@ -62,7 +64,7 @@ def edge_section(
         return ["not known" if classes[node] < 0 else explained.class_name(classes[node])]
 
     ego = ego_graph(seen.edges, seen.edge_index, seen.candidates, seen.index)
-    classes = seen.classes(explained.truth)
+    classes = seen.unit.classes(explained.truth)
     kind = "predicted class" if explained.truth is None else "class"
     rows = seen.top(_ROWS)
     table: list[list[Any]] = [
@@ -71,77 +73,64 @@ def edge_section(
     for row in rows:
         edge, share = f"{row.source} → {row.target}", f"{100 * row.share:.0f} %"
         table.append([edge, *class_of(row.source), short(row.score), share, row.steps])
+    says = []
+    for one in ego.edges:
+        part = f", {100 * seen.unit.part(one.score):.0f} % of all"
+        says.append(f"{one.source} → {one.target}: {seen.method} {short(one.score)}{part}.")
+    for node in ego.nodes:
+        parts = [f"Node {node.number}", *(f"{kind} {name}" for name in class_of(node.number))]
+        is_asked = ": the node that was asked for" * (node.number == seen.index)
+        says.append(f"{', '.join(parts)}{is_asked}.")
+    figure = empty_figure(4.4, 5.4)
+    draw_graph(
+        figure.subplots(),
+        ego,
+        classes,
+        explained.class_names,
+        method=f"{seen.method} of an edge",
+        classes_are=kind,
+    )
     first = ", ".join(f"{row.source} → {row.target} ({short(row.score)})" for row in rows[:3])
     what = "the graph" if seen.index is None else f"node {seen.index}"
-    drawn = [classes[node.number] for node in ego.nodes] if classes else []
-    colours = class_colours(drawn)
-    letters = max(len(str(node.number)) for node in ego.nodes)
-    size = min(6.0, 1.9 * _SIZE * ego.radius / (0.62 * letters + 0.4))
-    nodes = []
-    for node in ego.nodes:
-        says = f"Node {node.number}" + "".join(f", {kind} {name}" for name in class_of(node.number))
-        is_asked = node.number == seen.index
-        nodes.append(
-            {
-                "x": round(_SIZE * node.x, 1),
-                "y": round(-_SIZE * node.y, 1),
-                "number": node.number,
-                "fill": colours.get(classes[node.number], NO_CLASS) if classes else NO_CLASS,
-                "is_asked": is_asked,
-                "says": says + (": the node that was asked for." if is_asked else "."),
-            }
-        )
-    widths = [
-        {"style": _STYLES[colour], "width": round(_width(part), 1), "name": name}
-        for colour, part, name in width_samples(ego)
-    ]
-    target, notes = explained.class_name(int(seen.target)), [left_out(ego)]
+    notes = list(seen.notes)
     if seen.share:
-        notes.append(f"Self-loops that layers added took {100 * float(seen.share):.0f} %.")
+        notes.insert(0, f"Self-loops that layers added took {100 * float(seen.share):.0f} %.")
     return {
         "kind": "graph",
         "title": title,
-        "headline": seen.headline(explained.class_names),
-        "alt": f"Edges that reach {what} by {seen.method}. First: {first}. {left_out(ego)}",
-        "edges": _edges(ego, seen),
-        "nodes": nodes,
-        "radius": round(_SIZE * ego.radius, 1),
-        "size": round(size, 1),
-        "widths": {"title": f"{seen.method} of an edge", "samples": widths},
-        "colours": {"title": kind, "samples": legend(colours, drawn, explained.class_names)},
-        "curves": edge_curves(fidelity, target) if fidelity else [],
+        "headline": seen.unit.headline(seen, explained.class_names),
+        "alt": f"Edges that reach {what} by {seen.method}. First: {first}. {ego}",
+        "drawing": _inline(figure),
+        "says": says,
+        "curves": _curves(fidelity, explained.class_name(int(seen.target))) if fidelity else None,
         "fidelity": str(fidelity) if fidelity else "",
         "table": table,
-        "notes": [*notes, *seen.notes],
+        "notes": notes,
     }
 
 
-def _edges(ego: EgoGraph, seen: Any) -> list[dict[str, Any]]:
-    """The lines and heads of arrows; `rank` is 0 for the widest."""
-    share = float(seen.share or 0.0)
-    sizes = float(seen.edges.abs().sum()) / (1 - share) if share < 1 else 0.0
-    ranked = sorted(ego.edges, key=lambda edge: -edge.width)
-    rank = {edge.place: number for number, edge in enumerate(ranked)}
-    edges = []
-    for edge in ego.edges:
-        start, *others = (_at(*point) for point in edge.curve)
-        part = f", {100 * abs(edge.score) / sizes:.0f} % of all" if sizes else ""
-        edges.append(
-            {
-                "style": _STYLES[edge.colour],
-                "rank": rank[edge.place],
-                "width": round(_width(edge.width), 2),
-                "line": f"M{start}{'Q' if len(others) == 2 else 'C'}{' '.join(others)}",
-                "head": f"M{'L'.join(_at(*point) for point in edge.head)}Z",
-                "says": f"{edge.source} → {edge.target}: {seen.method} {short(edge.score)}{part}.",
-            }
+def _curves(fidelity: EdgeFidelity, target: str) -> dict[str, Any]:
+    """The curves of fidelity, and their numbers in words."""
+    figure = empty_figure(3.3, 5.2)
+    draw_fidelity(figure.subplots(2), fidelity, target)
+    said = [f"p({target}) with all edges is {fidelity.probability:.2f}"]
+    for name, which in (("plus", "without the first k edges"), ("minus", "with these alone")):
+        ys = (
+            f"{fidelity.probability - row[name]:.2f} at k = {row['k']:g}" for row in fidelity.rows
         )
-    return edges
+        said.append(f"{which}: {', '.join(ys)}")
+    return {"alt": "; ".join(said), "drawing": _inline(figure)}
 
 
-def _width(part: float) -> float:
-    return _THIN + (_WIDE - _THIN) * part
-
-
-def _at(x: float, y: float) -> str:
-    return f"{_SIZE * x:.1f} {-_SIZE * y:.1f}"
+def _inline(figure: Figure) -> str:
+    """A drawing as SVG, its texts as escaped text, in the colours of the page, light or dark."""
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "page"}):
+        figure.savefig(file, format="svg", transparent=True, bbox_inches="tight", metadata=nothing)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for colour, name in _COLOURS.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    # the names that matplotlib gives to parts are those of every drawing of the page
+    return re.sub(r' id="[\w.]*_\d+"', "", svg).replace(' id="rank', ' data-rank="')

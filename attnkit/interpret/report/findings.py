@@ -77,17 +77,19 @@ class Findings:
         return table
 
 
-def findings_of(rows: Sequence[Row], worth: Callable[[Row], Mapping[str, str]]) -> list[str]:
+def findings_of(
+    rows: Sequence[Row], worth: Callable[[Row], Mapping[str, str]], called: str
+) -> list[str]:
     """At most five sentences, each with the rows it holds of and their numbers.
 
     Args:
-        rows: of a table; `name` is what a row is called.
         worth: what is worth saying of a row, and its number.
+        called: what a row is called, such as "node {node}, {map}".
     """
     said: dict[str, list[str]] = {}
     for row in rows:
         for words, value in worth(row).items():
-            said.setdefault(words, []).append(f"{row['name']} ({value})")
+            said.setdefault(words, []).append(f"{called.format(**row)} ({value})")
     return [
         f"{words}: {', '.join(named[:4])}" + (f" and {len(named) - 4} more." if named[4:] else ".")
         for words, named in list(said.items())[:MOST_SAID]
@@ -98,9 +100,10 @@ def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> list[list[str]]
     """Headings, and rows of texts, of the columns that are filled in some row.
 
     Args:
-        columns: by heading, which may have several lines, the name of the number or the text.
+        columns: by heading, which may have several lines, the name of a number or a text, or
+            several with words between them, such as "gap ± gap_random".
     """
-    cells = [[_shown(row.get(name)) for name in columns.values()] for row in rows]
+    cells = [[_shown(row, names.split()) for names in columns.values()] for row in rows]
     filled = [place for place in range(len(columns)) if any(line[place] for line in cells)]
     headings = [*columns]
     return [[line[place] for place in filled] for line in (headings, *cells)]
@@ -114,8 +117,11 @@ def number(value: float | None, within: float | None = None) -> str:
     return text if within is None else f"{text} ± {within:.2f}"
 
 
-def _shown(value: Any) -> str:
-    return number(value) if value is None or isinstance(value, float) else str(value)
+def _shown(row: Row, names: Sequence[str]) -> str:
+    if row.get(names[0]) is None:
+        return ""
+    values = (row.get(name, name) for name in names)
+    return " ".join(number(one) if isinstance(one, float) else str(one) for one in values)
 
 
 def _cell(value: Any) -> str:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnkit.interpret.colours import Scale, as_numbers, overlay_scale, scale_of
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.methods.question import logits_of, looking
+from attnkit.interpret.picture import Scale, as_numbers, overlay_scale, scale_of
 from attnkit.interpret.report.attention import (
     Without,
     attention_of,
@@ -42,12 +42,10 @@ class _Maps(NamedTuple):
 
     def figure(self, image: int) -> dict[str, Any]:
         """The figure of one image, for the template."""
-        says, count = self.says[image], len(self.values)
+        count = len(self.values)
         unit = self.unit if count == 1 else f"{self.unit}; one scale for {count} images"
-        return _figure(self.title, self.values[image], self.scale, says) | {
-            "bar": colour_bar(self.scale, unit),
-            "lines": [says],
-        }
+        bar = colour_bar(self.scale, unit)
+        return _figure(self.title, self.values[image], self.scale, self.says[image], bar=bar)
 
 
 def image_sections(
@@ -113,12 +111,11 @@ def word_sections(explained: Explained, found: Sequence[Judged]) -> list[Section
         figures, told = [], []
         over = over_chance(explained, seen, image)
         for word, values, score, times in zip(words, maps, scores, over, strict=True):
-            figure = _figure(word, values, scale, _largest(values))
-            figure["lines"] = _word_lines(score) if score else [_largest(values)]
+            lines = _word_lines(score) if score else [_largest(values)]
             if times is not None:
-                figure["lines"].append(f"{short(times)} × chance on what it names")
-            figure["faded"] = bool(score) and not score.is_better
-            figures.append(figure)
+                lines.append(f"{short(times)} × chance on what it names")
+            is_faded = bool(score) and not score.is_better
+            figures.append(_figure(word, values, scale, _largest(values), lines, faded=is_faded))
             data = {"word": word, "values": _rounded(values)}
             if score:
                 data |= {"p": score.probability, "without": _rounded(score.without_each)}
@@ -136,17 +133,16 @@ def word_sections(explained: Explained, found: Sequence[Judged]) -> list[Section
     return sections
 
 
-def over_chance(explained: Explained, seen: Explanation, image: int) -> list[float | None]:
+def over_chance(explained: Explained, seen: Any, image: int) -> list[float | None]:
     """For each word whose object is known, the share of its map there over the object's area."""
-    assert seen.words is not None
     known = explained.named[image] if explained.named else {}
     found: list[float | None] = []
-    for place in range(len(explained.words[image])):
+    for values, place in zip(seen.words[image], range(len(explained.words[image])), strict=False):
         mask = known.get(place)
         if mask is None or not mask.any():
             found.append(None)
         else:
-            found.append(float(mass(seen.words[image, place][None], mask[None]) / area(mask[None])))
+            found.append(float(mass(values[None], mask[None]) / area(mask[None])))
     return found
 
 
@@ -164,15 +160,12 @@ def _section(title: str, picture: Tensor) -> dict[str, Any]:
     }
 
 
-def _figure(title: str, values: Any, scale: Scale, says: str) -> dict[str, Any]:
-    """A map with its title and the text that stands for it."""
-    return {
-        "title": title,
-        "uri": map_uri(values, scale),
-        "alt": f"Map: {title}. {says}",
-        "bar": None,
-        "faded": False,
-    }
+def _figure(
+    title: str, values: Any, scale: Scale, says: str, lines: Sequence[str] = (), **given: Any
+) -> dict[str, Any]:
+    """A map with its title, the text that stands for it, and the lines below it, else that text."""
+    figure = {"title": title, "uri": map_uri(values, scale), "alt": f"Map: {title}. {says}"}
+    return {**figure, "bar": None, "faded": False, "lines": list(lines) or [says], **given}
 
 
 def _shown(explained: Explained, found: Sequence[Judged]) -> list[_Maps]:

@@ -16,15 +16,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 from torch import Tensor
 
-from attnkit.interpret.colours import Scale
-from attnkit.interpret.picture import as_picture
+from attnkit.interpret.picture import Scale, as_picture
 from attnkit.lightning.files import write_text
 
 _LOSSLESS = 64 * 64  # pixels of an image up to which it is stored without loss
 
 Section = dict[str, Any]
-"""One thing that a page shows, as the template reads it: `title`, `kind` ("maps" or "graph"), what
-that kind shows, and `data` for the script. Texts are plain; the template escapes them."""
+"""One thing that a page shows, as the template reads it: `title`, `kind` ("maps", "graph" or
+"picture"), what that kind shows, and `data` for the script. Texts are plain; the template escapes
+them."""
 Table = Sequence[Sequence[Any]]
 """The headings, then the rows. None is an empty cell."""
 
@@ -95,6 +95,20 @@ def image_uri(image: Tensor) -> str:
     if pixels.shape[0] * pixels.shape[1] <= _LOSSLESS:
         return _uri(picture, "png", optimize=True)
     return _uri(picture, "jpeg", quality=88)
+
+
+def picture_section(path: Path, caption: str) -> Section:
+    """A picture of what layers do, of any size; a small screen scrolls a wide one."""
+    with Image.open(path) as picture:
+        uri, width = _uri(picture, "png", optimize=True), picture.width
+    return {
+        "kind": "picture",
+        "title": "What layers do",
+        "picture": uri,
+        "width": width,
+        "caption": caption,
+        "notes": [],
+    }
 
 
 def colour_bar(scale: Scale, label: str) -> dict[str, Any]:

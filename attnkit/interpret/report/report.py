@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-import numpy as np
-from torch import Tensor
+import torch
 
 from attnkit.core.arguments import at_least
 from attnkit.interpret.explain import explain
-from attnkit.interpret.layer_maps import draw_layer, first_of
-from attnkit.interpret.methods.table import METHODS
+from attnkit.interpret.explanation import Explanation
+from attnkit.interpret.graphs.question import GraphQuestion
+from attnkit.interpret.layer_maps import draw_layer
+from attnkit.interpret.methods.grid import patch_grid
+from attnkit.interpret.methods.question import looking
+from attnkit.interpret.methods.table import METHODS, methods_of
 from attnkit.interpret.picture import save
-from attnkit.interpret.report.cost import cost_of
+from attnkit.interpret.report.attention import MOST_CELLS
 from attnkit.interpret.report.findings import PAGE, Findings, Judged, findings_of, table_of
-from attnkit.interpret.report.kinds import KINDS
-from attnkit.interpret.report.page import write_page
-from attnkit.interpret.usual_method import usual_method
+from attnkit.interpret.report.kinds import KINDS, arrays_of
+from attnkit.interpret.report.page import picture_section, write_page
+from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS
+from attnkit.interpret.trust.words import ORDERS, word_counts
 from attnkit.lightning.explained import Explained
 
 LAYERS = "layers.png"
 MOST_IMAGES = 64
-TRUSTS = ("fast", "full", "none")
+_JUDGING = {"none": 0, "fast": 70, "full": 200}
+_OF_EDGES = {"none": 0, "fast": 210, "full": 2010}
+_EXPLAINING = 3  # forwards and a backward
+_PATCHES = (8, 8)  # of a model that does not say
 
 
 class Report:
@@ -75,8 +84,8 @@ class Report:
         device: str | None = None,
     ) -> None:
         trust = trust or "none"  # of YAML, where none is null
-        if trust not in TRUSTS:
-            raise ValueError(f"trust: expected one of {', '.join(TRUSTS)}, got {trust!r}")
+        if trust not in _JUDGING:
+            raise ValueError(f"trust: expected one of {', '.join(_JUDGING)}, got {trust!r}")
         at_least(1, num_images=num_images, batch_size=batch_size)
         at_least(0, seed=seed)
         if num_images > MOST_IMAGES:
@@ -107,9 +116,9 @@ class Report:
         if self._chooses:
             self.methods = [usual_method(explained)]
         for method in self.methods:
-            if method not in known.methods:
+            if method not in (methods := methods_of(known.unit)):
                 raise ValueError(
-                    f"method: expected one of {', '.join(known.methods)} for {kind}, got {method!r}"
+                    f"method: expected one of {', '.join(methods)} for {kind}, got {method!r}"
                 )
         if self.target is not None:
             blind = next((m for m in self.methods if not METHODS[m].has_target), None)
@@ -129,7 +138,7 @@ class Report:
                 if not 0 <= node <= last:
                     raise ValueError(f"nodes: expected numbers from 0 to {last}, got {node}")
         if self.layer is not None:
-            draw_layer(first_of(explained), self.layer)
+            draw_layer(_first_of(explained), self.layer)
 
     def class_of(self, explained: Explained) -> int | None:
         """The number of the class that is asked for.
@@ -155,7 +164,45 @@ class Report:
 
     def cost(self, explained: Explained) -> str:
         """How many forwards this will take, and how long, from a first batch; after `check`."""
-        return cost_of(self, explained)
+        forwards, (at_once, ask) = self.num_forwards(explained), self._first_batch(explained)
+        seconds = []
+        with looking(explained.model), torch.no_grad():
+            for _ in range(2):  # the first one warms up
+                start = time.perf_counter()
+                ask()
+                seconds.append(time.perf_counter() - start)
+        what = "of what reaches a node" if explained.kind == "nodes" else "of an image"
+        return f"about {forwards:,} forwards {what}, {duration(forwards * min(seconds) / at_once)}"
+
+    def num_forwards(self, explained: Explained) -> int:
+        """About how many images, or how often a part of a graph, go through the model."""
+        methods = len(self.methods)
+        if explained.kind == "nodes":
+            return len(self.nodes or ()) * methods * (_EXPLAINING + _OF_EDGES[self.trust])
+        images = len(explained.inputs)
+        if explained.kind == "sentences":
+            rows, columns = cast(Any, explained.model).grid
+            fractions = FULL_FRACTIONS if self.trust == "full" else FRACTIONS
+            counts = word_counts(fractions, rows * columns)
+            longest = max(map(len, explained.words), default=0)
+            judging = 2 + rows * columns + (len(counts) - 3) * (ORDERS + 2 * longest)
+            return images * methods * (_EXPLAINING + (0 if self.trust == "none" else judging))
+        patches = patch_grid(explained.model, explained.inputs)
+        rows, columns = _PATCHES if patches is None else patches.grid
+        of_page = min(rows * columns, MOST_CELLS)  # each left out by itself
+        return images * (methods * (_EXPLAINING + _JUDGING[self.trust]) + of_page)
+
+    def _first_batch(self, explained: Explained) -> tuple[int, Callable[[], object]]:
+        """How many are asked of at once, and what asks the model."""
+        if explained.kind == "nodes":
+            question = GraphQuestion(explained.model, explained.inputs, (self.nodes or [0])[0])
+            with looking(explained.model):
+                question.prepare()
+            every = torch.ones_like(question.candidates)
+            return 1, lambda: question.ask(every)
+        images = explained.inputs[: self.batch_size]
+        rest = () if explained.sentences is None else (explained.sentences[: self.batch_size],)
+        return len(images), lambda: explained.model(images, *rest)
 
     def num_steps(self, explained: Explained) -> int:
         """How often `step` is called."""
@@ -198,25 +245,26 @@ class Report:
             for method in self.methods:
                 step(method if node is None else f"node {node}: {method}")
                 seen = explain(explained.model, explained.inputs, asked, method, **index)
-                other = None if against is None else kind.compare(against, seen)
-                trust = None if self.trust == "none" else kind.judge(seen, explained, self)
-                found.append(Judged(method, seen, trust, other))
+                other = None if against is None else _of_other(against, seen)
+                found.append(Judged(method, seen, self._judged(explained, seen), other))
         step("the page")
         rows = kind.rows(explained, found)
         summary = kind.summary(rows)
         findings = Findings(
             rows,
-            {name: _array(values) for name, values in kind.arrays(explained, found).items()},
-            sections=kind.sections(explained, found, self),
+            arrays_of(explained, found),
+            sections=kind.sections(explained, found, self.batch_size),
             shown=table_of(summary, kind.columns),
             caption=kind.caption if any(one.trust for one in found) else "",
-            said=findings_of(summary, kind.worth),
+            said=findings_of(summary, kind.worth, kind.called),
         )
         folder = Path(folder)
         if self.layer is not None:
-            picture, maps = draw_layer(explained, self.layer)
-            findings.arrays |= {f"layer_{name}": one.cpu().numpy() for name, one in maps.items()}
-            save(folder / LAYERS, picture)
+            drawn = draw_layer(explained, self.layer)
+            of_layers = {f"layer_{name}": one.cpu().numpy() for name, one in drawn.maps.items()}
+            findings.arrays |= of_layers
+            save(folder / LAYERS, drawn.figure)
+            findings.sections.append(picture_section(folder / LAYERS, drawn.caption))
         findings.write(folder)
         untested = "These maps were not tested against random ones. " * (self.trust == "none")
         write_page(
@@ -231,6 +279,50 @@ class Report:
         )
         return findings
 
+    def _judged(self, explained: Explained, seen: Explanation) -> Any:
+        """How far to trust it; None where that was not asked for, or there is one edge alone."""
+        full = self.trust == "full"
+        if self.trust == "none" or (explained.kind == "nodes" and int(seen.candidates.sum()) < 2):
+            return None
+        if explained.kind == "nodes":
+            return seen.trust(num_draws=200 if full else 20, seed=self.seed)
+        masks = {"masks": explained.masks} if explained.kind == "images" else {}
+        return seen.trust(full=full, seed=self.seed, batch_size=self.batch_size, **masks)
 
-def _array(values: Tensor | np.ndarray) -> np.ndarray:
-    return values.cpu().numpy() if isinstance(values, Tensor) else values
+
+def _of_other(against: Explained, seen: Explanation) -> Explanation:
+    """The same classes of the same images, of another model."""
+    target = seen.target if seen.has_target else None
+    other = explain(against.model, against.inputs, target, seen.method)
+    if other.map.shape != seen.map.shape:
+        ours, theirs = (" x ".join(map(str, one.map.shape[1:])) for one in (seen, other))
+        raise ValueError(
+            f"against: its maps are {theirs}, the first model's {ours}; expected the same grid"
+        )
+    return other
+
+
+def usual_method(explained: Explained) -> str:
+    """The method that `attnkit.explain` takes where none is asked for, of the first of them."""
+    if explained.kind == "nodes":
+        return explain(explained.model, explained.inputs, index=0).method
+    first = _first_of(explained)
+    return explain(first.model, first.inputs, first.sentences).method
+
+
+def _first_of(explained: Explained) -> Explained:
+    """The first image, or sentence, alone."""
+    pictures, said = explained.pictures, explained.sentences
+    return replace(
+        explained,
+        inputs=explained.inputs[:1],
+        pictures=None if pictures is None else pictures[:1],
+        sentences=None if said is None else said[:1],
+    )
+
+
+def duration(seconds: float) -> str:
+    """As a reader wants it."""
+    if seconds < 1:
+        return "less than a second"
+    return f"about {seconds:.0f} s" if seconds < 120 else f"about {seconds / 60:.0f} minutes"

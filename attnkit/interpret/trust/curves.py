@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -13,15 +13,23 @@ from attnkit.core.arguments import at_least
 from attnkit.interpret.methods.question import Classes, Question, Target, looking
 from attnkit.interpret.progress import shown
 from attnkit.interpret.quantity import Of
-from attnkit.interpret.trust.places import Grid, on_grid, removal_grid, removal_ranks
-from attnkit.interpret.trust.removal import Answer, removal
+from attnkit.interpret.trust.removal import Answer, Grid, Maps, on_grid, removal_grid
+from attnkit.interpret.trust.removal import removal as removal_of
+from attnkit.metrics.perturbation import perturbation_gap
 
 FRACTIONS = (0.2, 0.5)
 FULL_FRACTIONS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 """Shares that are removed, beside nothing and all."""
 
+Ranks = Annotated[Tensor, "*orders batch places", int]
+"""When each place is removed: 0 is the first."""
 Without = Callable[[Annotated[Tensor, "_", int], Annotated[Tensor, "_ places", bool]], Tensor]
 """The logits [_, *words, classes] of some items of a batch, each without some of its units."""
+
+Curves = Mapping[str, Annotated[Tensor, "orders batch points"]]
+"""By map: most-first and least-first; of "random" one order and its reverse by turns."""
+Values = dict[str, Annotated[Tensor, "batch"]]
+"""A number for each image, by map."""
 
 
 class PerturbationCurves(NamedTuple):
@@ -73,16 +81,16 @@ def perturbation_curves(
     with looking(model), torch.no_grad():
         question.ask()
         places = removal_grid(question, map)
-        without = of_images(question, _removal(removal, question, places))
+        without = of_images(question, removal_of(removal, question, places))
         maps = on_grid(map.detach().to(question.images.device), places)
-        most = removal_ranks(maps, torch.Generator().manual_seed(seed))
-        counts = removed_counts(fractions, most.shape[1])
-        _, values, _ = answers(question, without, both_orders(most), counts, batch_size)
+        ranks = removal_ranks(maps, torch.Generator().manual_seed(seed))
+        counts = removed_counts(fractions, places[0] * places[1])
+        _, values, _ = answers(question, without, both_orders(ranks), counts, batch_size)
     most_first, least_first = values
     return PerturbationCurves(most_first, least_first, shares(counts).to(most_first))
 
 
-_removal = removal  # whose name is an argument above
+# --- what is removed ------------------------------------------------------------------------------
 
 
 def removed_counts(fractions: Sequence[float], places: int) -> list[int]:
@@ -98,11 +106,30 @@ def shares(counts: Sequence[int]) -> Annotated[Tensor, "points"]:
     return torch.tensor(counts, dtype=torch.float64) / counts[-1]
 
 
-def both_orders(
-    most: Annotated[Tensor, "*orders places", int],
-) -> Annotated[Tensor, "2 *orders places", int]:
+def removal_ranks(maps: Maps, generator: torch.Generator) -> Ranks:
+    """The place of each patch in most-first order, [batch, places]; ties are random.
+
+    A constant map is thus a random order, and of a map that is mostly 0 no more is removed than
+    was asked for.
+    """
+    values = maps.flatten(1).cpu()
+    lots = torch.rand(values.shape, generator=generator).argsort(dim=1)
+    order = values.gather(1, lots).argsort(dim=1, descending=True, stable=True)
+    return lots.gather(1, order).argsort(dim=1).to(maps.device)
+
+
+def both_orders(most: Ranks) -> Annotated[Tensor, "2 *orders batch places", int]:
     """Ranks where what is valued most goes first, and where that goes last."""
     return torch.stack((most, most.shape[-1] - 1 - most))
+
+
+def removed_at(ranks: Ranks, counts: Sequence[int]) -> Annotated[Tensor, "_ batch places", bool]:
+    """The places removed at each point of each order, for one order after the other."""
+    points = torch.tensor(counts, device=ranks.device)[:, None, None]
+    return (ranks[:, None] < points).flatten(0, 1)
+
+
+# --- what the model then answers ------------------------------------------------------------------
 
 
 def of_images(question: Question, answer: Answer) -> Without:
@@ -120,16 +147,20 @@ def answers(
     description: str = "removing patches",
 ) -> Annotated[Tensor, "3 orders batch points"]:
     """What `Target.values` gives without the first `counts` places of each order."""
-    orders = len(ranks)
-    steps = [(0, counts[0]), (0, counts[-1])]
-    steps += [(order, count) for order in range(orders) for count in counts[1:-1]]
-    removed = torch.stack([ranks[order] < count for order, count in steps])
-    ends, inner = answers_without(target, without, removed, batch_size, description).split(
-        [2, len(steps) - 2], dim=1
-    )
-    between = inner.unflatten(1, (orders, len(counts) - 2)).movedim(2, 3)
-    first, last = (end[:, None, :, None].expand(-1, orders, -1, -1) for end in ends.unbind(1))
-    return torch.cat([first, between, last], dim=3)
+    removed = removed_at(ranks, counts)
+    found = answers_without(target, without, removed, batch_size, description)
+    return found.unflatten(1, (len(ranks), len(counts))).movedim(2, -1)
+
+
+def answers_without_each(
+    target: Target, without: Without, places: int, batch_size: int, description: str
+) -> Annotated[Tensor, "3 _ batch *words"]:
+    """What `Target.values` gives with all places, and then without each alone."""
+    assert target.logits is not None
+    batch, device = len(target.logits), target.logits.device
+    each = torch.eye(places, dtype=torch.bool, device=device)
+    removed = torch.cat([torch.zeros_like(each[:1]), each])[:, None].expand(-1, batch, -1)
+    return answers_without(target, without, removed, batch_size, description)
 
 
 def answers_without(
@@ -160,6 +191,23 @@ def answers_without(
         found.append(target.values(logits, rows % batch))
     every = [places[rows_of[key]] for key in keys]
     return torch.cat(found, dim=1)[:, every].unflatten(1, (steps, batch))
+
+
+def gaps_of(curves: Curves, removed: Annotated[Tensor, "points"]) -> tuple[Values, float]:
+    """The perturbation gap of each map and image, and how far from 0 random maps are: two standard
+    errors of their mean over the images."""
+    gaps = {key: perturbation_gap(both[::2], both[1::2], removed) for key, both in curves.items()}
+    # of an order and its reverse the gaps are each other's negative, so that their mean is 0
+    by_lot = gaps.pop("random")
+    within = 2 * float((by_lot.square().mean() / by_lot.shape[1]).sqrt())
+    return {key: gap[0] for key, gap in gaps.items()}, within
+
+
+def check_orders(orders: int) -> None:
+    """ValueError for a number of random orders, half of which are the other half reversed."""
+    at_least(2, orders=orders)
+    if orders % 2:
+        raise ValueError(f"orders: expected an even number, half of them reversed, got {orders}")
 
 
 def check_map(map: Tensor, question: Question, name: str = "map") -> None:

@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Annotated
 
 import torch
 from torch import Tensor, nn
+from torchmetrics.functional import spearman_corrcoef
 
-from attnkit.core.arguments import at_least
+from attnkit.interpret.methods.controls import centre
+from attnkit.interpret.methods.gradients import input_gradient
 from attnkit.interpret.methods.question import Classes, Question, looking
 from attnkit.interpret.quantity import Of
-from attnkit.interpret.trust.case import (
-    Case,
-    MapFunction,
-    score_classes,
-    score_localisation,
-    score_weights,
+from attnkit.interpret.trust.curves import (
+    FRACTIONS,
+    FULL_FRACTIONS,
+    Values,
+    answers,
+    both_orders,
+    check_map,
+    check_orders,
+    gaps_of,
+    of_images,
+    removal_ranks,
+    removed_counts,
+    shares,
 )
-from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS, check_map
-from attnkit.interpret.trust.gaps import score_gaps
-from attnkit.interpret.trust.places import Grid
-from attnkit.interpret.trust.result import Trust
-from attnkit.metrics.localisation import check_maps
+from attnkit.interpret.trust.removal import (
+    REMOVALS,
+    Grid,
+    Maps,
+    available,
+    on_grid,
+    removal_grid,
+)
+from attnkit.interpret.trust.result import (
+    CLASS_SENSITIVITY,
+    RANDOM_WEIGHTS,
+    SENSITIVE,
+    SURVIVING,
+    Fall,
+    Score,
+    Trust,
+    verdict,
+)
+from attnkit.metrics.localisation import area, check_maps, covered, mass, pointing
+
+SAID_SHARE = 0.2
+"""A sentence tells what is lost at the point of the curves that is nearest to this share."""
+ENOUGH_IMAGES = 10
+"""From so many on, two maps are compared by how their difference varies from image to image."""
+
+MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""A map of a model, images and a class for each."""
+Maker = Callable[[nn.Module, Annotated[Tensor, "batch", int]], Maps]
+"""A map, on the grid of what is removed, of a model and a class for each image."""
 
 
 def trust(
@@ -91,9 +125,7 @@ def trust(
         TypeError, ValueError: an argument has a wrong type, shape or value; no kind of removal is
             available for this model.
     """
-    at_least(2, orders=orders)
-    if orders % 2:
-        raise ValueError(f"orders: expected an even number, half of them reversed, got {orders}")
+    check_orders(orders)
     if isinstance(removals, str) or not removals:
         raise ValueError(f"removals: expected kinds of removal in a list, got {removals!r}")
     if method is not None and not callable(method):
@@ -104,25 +136,154 @@ def trust(
         check_maps(map, masks)
     if fractions is None:
         fractions = FULL_FRACTIONS if full else FRACTIONS
+    generator = torch.Generator().manual_seed(seed)
     with looking(model), _counted(model) as images_seen:
         with torch.no_grad():
             question.ask()
-        case = Case(
-            question,
-            map,
-            method=method,
-            masks=masks,
-            removals=removals,
-            orders=orders,
-            seed=seed,
-            batch_size=batch_size,
-        )
-        score_gaps(case, fractions)
-        score_classes(case)
-        score_weights(case)
-        score_localisation(case)
-    case.result.num_forwards = sum(images_seen) / question.batch
-    return case.result
+        assert question.logits is not None
+        assert question.target is not None
+        images, grid = question.images.detach(), removal_grid(question, map)
+        counts = removed_counts(fractions, grid[0] * grid[1])
+        if len(counts) < 3:
+            raise ValueError(
+                f"fractions: expected one that is some and not all of {counts[-1]} patches, "
+                f"got {list(fractions)}"
+            )
+        removed = shares(counts).to(images.device, torch.float32)
+        result = Trust(question.batch, removed, quantity=question.quantity)
+
+        # the map and what it is held against
+        makers = _makers(question, method, grid)
+        maps = {"map": on_grid(map.detach().to(images.device), grid)}
+        maps["centre"] = makers["centre"](model, question.target)
+        try:
+            maps["input_gradient"] = makers["input_gradient"](model, question.target)
+        except RuntimeError as error:
+            if not str(error).startswith("model: "):
+                raise  # no memory, for one
+            del makers["input_gradient"]
+            result.unavailable["input gradient"] = str(error).partition(";")[0]
+        if masks is not None:
+            masks = masks.to(images.device)
+            maps["oracle"] = covered(masks, maps["map"])
+        by_lot = torch.rand(orders // 2, question.batch, *grid, generator=generator)
+
+        # what is lost while patches are removed, those first that a map ranks highest, or lowest
+        ways, unavailable = available(removals, question, grid)
+        result.unavailable |= unavailable
+        ranks = {name: both_orders(removal_ranks(one, generator)) for name, one in maps.items()}
+        lots = [both_orders(removal_ranks(one, generator)) for one in by_lot.to(images.device)]
+        ranks["random"] = torch.cat(lots)
+        every, sizes = torch.cat([*ranks.values()]), [len(one) for one in ranks.values()]
+        for kind, way in ways.items():
+            said, without = f"removing patches, {REMOVALS[kind]}", of_images(question, way)
+            found = answers(question, without, every, counts, batch_size, said)
+            logits, curves = (dict(zip(ranks, one.split(sizes), strict=True)) for one in found[:2])
+            gaps, within = gaps_of(curves, removed)
+            _add(result, f"gap in {result.symbol}, {REMOVALS[kind]}", gaps, within)
+            _add(result, f"gap in logit, {REMOVALS[kind]}", *gaps_of(logits, removed))
+            result.curves[kind], result.gaps[kind] = curves, gaps["map"]
+            result.verdicts[kind] = _verdicts(gaps, within)
+            result.falls[kind] = Fall.at(SAID_SHARE, removed, curves, result.symbol)
+
+        if method is not None and question.logits.shape[1] > 1:  # does the map know the class?
+            both = question.logits.topk(2, dim=1).indices.unbind(1)
+            differ = {
+                name: 1 - spearman(*(make(model, classes) for classes in both))
+                for name, make in makers.items()
+            }
+            score = _add(result, CLASS_SENSITIVITY, differ, random=1.0)
+            result.verdicts["class"] = (verdict("class", score.map >= SENSITIVE),)
+
+        if method is not None:  # does the map know what was learned?
+            shuffled = with_random_weights(model, generator)
+            alike = {
+                name: spearman(maps[name], make(shuffled, question.target))
+                for name, make in makers.items()
+            }
+            score = _add(result, RANDOM_WEIGHTS, alike)
+            result.verdicts["weights"] = (verdict("weights", score.map >= SURVIVING),)
+            if question.batch > 1:
+                alike = {name: spearman(maps[name], maps[name].roll(1, dims=0)) for name in makers}
+                _add(result, "similarity, another image", alike)
+
+        if masks is not None:  # does the map point to the object?
+            chance = area(masks).mean()
+            hits = {name: pointing(one, masks) for name, one in maps.items()}
+            _add(result, "pointing", hits, random=float(chance))
+            over = {name: mass(one, masks) / chance for name, one in maps.items()}
+            _add(result, "mass over chance", over, random=1.0)
+    result.num_forwards = sum(images_seen) / question.batch
+    return result
+
+
+def _makers(question: Question, method: MapFunction | None, grid: Grid) -> dict[str, Maker]:
+    """The method and what it is held against, each as a function of a model and classes."""
+    images, middle = question.images.detach(), on_grid(centre(question), grid)
+
+    def gradient(model: nn.Module, classes: Tensor) -> Maps:
+        asked = Question(model, images, classes, grid=question.grid)
+        return on_grid(input_gradient(asked), grid)
+
+    makers: dict[str, Maker] = {"centre": lambda *_: middle, "input_gradient": gradient}
+    if method is None:
+        return makers
+
+    def made(model: nn.Module, classes: Tensor) -> Maps:
+        map = method(model, images, classes)
+        check_map(map, question, "method")
+        return on_grid(map.detach().to(images.device), grid)
+
+    return {"map": made} | makers
+
+
+def _add(
+    result: Trust, name: str, values: Values, within: float | None = None, random: float = 0.0
+) -> Score:
+    """Add a score: of each map the mean over the images; of random ones what is expected."""
+    means = {key: float(value.mean()) for key, value in values.items()}
+    result.scores.append(Score(name, **means, random=random, within=within))
+    return result.scores[-1]
+
+
+def _verdicts(gaps: Values, within: float) -> tuple[str, ...]:
+    """Better or not than what else there is, by more than two standard errors."""
+    words = [verdict("random", float(gaps["map"].mean()) > within)]
+    for name in ("centre", "input_gradient"):
+        if name in gaps:
+            more = gaps["map"] - gaps[name]
+            least = within * 2**0.5
+            if len(more) >= ENOUGH_IMAGES:
+                least = 2 * float(more.std()) / len(more) ** 0.5
+            words.append(verdict(name, float(more.mean()) > least))
+    return tuple(words)
+
+
+def spearman(maps: Maps, others: Maps) -> Annotated[Tensor, "batch"]:
+    """Spearman's ρ of each image. Of equal maps 1, and of a constant one with another 0."""
+    # exact, where the function adds something to a denominator
+    return torch.stack(
+        [
+            one.new_ones(())
+            if torch.equal(one, other)
+            else spearman_corrcoef(one, other).nan_to_num()
+            for one, other in zip(maps.float().flatten(1), others.float().flatten(1), strict=True)
+        ]
+    )
+
+
+@torch.no_grad()
+def with_random_weights(model: nn.Module, generator: torch.Generator) -> nn.Module:
+    """A copy of the model with shuffled weights: the entries of each parameter change places, so
+    that their sizes stay what they were in all."""
+    copy = deepcopy(getattr(model, "_orig_mod", model))
+    own = [module for module in copy.modules() if any(True for _ in module.parameters(False))]
+    for module in reversed(own):
+        for parameter in module.parameters(recurse=False):
+            flat = parameter.detach().flatten()
+            drawn = torch.randperm(len(flat), generator=generator).to(flat.device)
+            parameter.copy_(flat[drawn].view_as(parameter))
+    return copy
 
 
 @contextmanager

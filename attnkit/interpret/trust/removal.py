@@ -1,30 +1,90 @@
-"""Ways of taking patches away: hiding their tokens from attention, or painting them over."""
+"""Ways of taking patches away: hiding their tokens from attention, or painting their pixels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torchvision.transforms.v2.functional import gaussian_blur
 
 from attnkit.core.hidden import hide_keys
 from attnkit.interpret.methods.grid import Grid as Tokens
 from attnkit.interpret.methods.grid import patch_grid, settled, token_grids
 from attnkit.interpret.methods.question import Question, logits_of
-from attnkit.interpret.trust.places import Grid, Places, as_pixels
 
 REMOVALS = {"mask": "tokens masked", "mean": "mean colour", "blur": "blurred"}
 """The kinds of removal, and what they are called in sentences."""
+LARGEST_GRID = 16
+"""The most rows and columns of places that are removed from a model without patches."""
 
+Grid = tuple[int, int]
+Maps = Annotated[Tensor, "batch map_height map_width"]
 Images = Annotated[Tensor, "batch channels height width"]
+Places = Annotated[Tensor, "*batch places", bool]
 Answer = Callable[[Images, Places], Annotated[Tensor, "batch classes"]]
 """The logits of images without some of their places."""
 
 
 class NotAvailableError(ValueError):
     """A model whose patches cannot be removed in this way; the message is the reason."""
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+def removal_grid(question: Question, maps: Tensor) -> Grid:
+    """Rows and columns of what is removed: the grid asked for, else that of the model's patches.
+
+    Of a model without a patch embedding, the map's own, of at most 16 rows and columns.
+    """
+    height, width = question.images.shape[-2:]
+    if question.grid is not None:
+        rows, columns = question.grid
+        if not (1 <= rows <= height and 1 <= columns <= width):
+            raise ValueError(
+                f"grid: expected rows and columns of an image of {height} x {width} pixels, "
+                f"got {question.grid}"
+            )
+        return question.grid
+    patches = patch_grid(question.model, question.images)
+    if patches is not None:
+        return patches.grid
+    rows, columns = maps.shape[1:]
+    return min(rows, LARGEST_GRID, height), min(columns, LARGEST_GRID, width)
+
+
+def on_grid(maps: Tensor, grid: Grid) -> Maps:
+    """Maps of any size on the grid: the mean of what falls into a place, or the nearest value.
+
+    Means are taken in float64 and rounded to float32, so that equal values stay equal.
+    """
+    if tuple(maps.shape[1:]) == grid:
+        return maps.float()
+    return F.adaptive_avg_pool2d(maps.double()[:, None], grid)[:, 0].float()
+
+
+def as_pixels(
+    removed: Places, grid: Grid, size: Grid, covered: Grid | None = None
+) -> Annotated[Tensor, "batch 1 height width", bool]:
+    """The pixels of the removed places; a pixel belongs to the place its middle is in.
+
+    Args:
+        covered: height and width in pixels of all places together, from the top left; None: of the
+            whole image. Pixels beyond belong to the nearest place.
+    """
+    rows, columns = (
+        ((torch.arange(pixels, device=removed.device) + 0.5) * places / whole)
+        .long()
+        .clamp(max=places - 1)
+        for pixels, places, whole in zip(size, grid, covered or size, strict=True)
+    )
+    return removed.unflatten(-1, grid)[:, None, rows[:, None], columns]
+
+
+# --- ways -----------------------------------------------------------------------------------------
 
 
 def removal(name: str, question: Question, grid: Grid) -> Answer:
@@ -42,26 +102,50 @@ def removal(name: str, question: Question, grid: Grid) -> Answer:
         raise ValueError(f"removals: expected some of {', '.join(REMOVALS)}, got {name!r}")
     if name == "mask":
         return hiding(question, grid)[0]
-    return painting(name, question, grid)
-
-
-def painting(name: str, question: Question, grid: Grid) -> Answer:
-    """Patches painted over."""
-    images, size = question.images.detach(), tuple(question.images.shape[-2:])
-    colour = images.mean(dim=(0, 2, 3), keepdim=True)
+    images, size = question.images.detach(), question.images.shape[-2:]
+    if name == "mean":
+        colour = images.mean(dim=(0, 2, 3), keepdim=True)
+        return painting(question, grid, lambda images: colour)
     sigma = [max(pixels / places, 1.0) for pixels, places in zip(size, grid, strict=True)]
     # a kernel of ± 2 σ that the mirrored image still fills
     kernel = [2 * min(round(2 * s), n - 1) + 1 for s, n in zip(sigma, size, strict=True)]
+    widths_first = kernel[::-1], sigma[::-1]
+    return painting(question, grid, lambda images: gaussian_blur(images, *widths_first))
+
+
+def available(
+    names: Sequence[str], question: Question, grid: Grid
+) -> tuple[dict[str, Answer], dict[str, str]]:
+    """The kinds of removal that the model allows, and the reasons for the others, by name.
+
+    Raises:
+        ValueError: another name.
+        NotAvailableError: the model allows none.
+    """
+    ways: dict[str, Answer] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            ways[name] = removal(name, question, grid)
+        except NotAvailableError as error:
+            reasons[name] = str(error)
+    if not ways:
+        name, reason = next(iter(reasons.items()))
+        raise NotAvailableError(f"removals: {name!r} is not available; {reason}; take 'mean'")
+    return ways, reasons
+
+
+def painting(question: Question, grid: Grid, paint: Callable[[Images], Tensor]) -> Answer:
+    """Patches painted over.
+
+    Args:
+        paint: from images to what their patches are painted with, of the images' size or a colour
+            [batch or 1, channels, 1, 1].
+    """
     pixels = pixels_of(question, grid)
-
-    def blurred(images: Tensor) -> Tensor:
-        return gaussian_blur(images, kernel[::-1], sigma[::-1])  # widths before heights
-
-    def answer(images: Tensor, removed: Tensor) -> Tensor:
-        paint = colour if name == "mean" else blurred(images)
-        return logits_of(question.model(torch.where(pixels(removed), paint, images)))
-
-    return answer
+    return lambda images, removed: logits_of(
+        question.model(torch.where(pixels(removed), paint(images), images))
+    )
 
 
 def pixels_of(question: Question, grid: Grid) -> Callable[[Places], Tensor]:
@@ -72,7 +156,7 @@ def pixels_of(question: Question, grid: Grid) -> Callable[[Places], Tensor]:
     height, width = question.images.shape[-2:]
     patches = patch_grid(question.model, question.images)
     covered = None
-    if patches and not (patches.rows % grid[0] or patches.columns % grid[1]):
+    if patches is not None and patches.are_in(grid):
         covered = patches.covered
     return lambda removed: as_pixels(removed, grid, (height, width), covered)
 

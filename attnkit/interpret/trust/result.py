@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
 from attnkit.interpret.quantity import Quantity
+from attnkit.interpret.text_table import text_table
 from attnkit.interpret.trust.removal import REMOVALS
 
 SENSITIVE = 0.1
-"""Of class sensitivity, from which on a map is called class-specific."""
+"""A map is called class-specific from this class sensitivity on."""
 SURVIVING = 0.5
-"""Of similarity to the map of random weights, from which on a map is said to survive them."""
-VERDICTS = (
-    "better than random",
-    "no better than random",
-    "better than centre",
-    "no better than centre",
-    "better than input gradient",
-    "no better than input gradient",
-    "class-specific",
-    "not class-specific",
-    "survives random weights",
-    "does not survive random weights",
-)
-"""All that is ever said."""
+"""A map is said to survive random weights from this similarity to theirs on."""
+CLASS_SENSITIVITY = "class sensitivity"
+RANDOM_WEIGHTS = "similarity, all weights random"
+VERDICTS = {
+    "random": ("better than random", "no better than random"),
+    "centre": ("better than centre", "no better than centre"),
+    "input_gradient": ("better than input gradient", "no better than input gradient"),
+    "class": ("class-specific", "not class-specific"),
+    "weights": ("survives random weights", "does not survive random weights"),
+}
+"""All that is ever said, by what it is about: where it is so, and where it is not."""
+
+
+def verdict(about: str, is_so: bool) -> str:
+    """One of `VERDICTS`."""
+    return VERDICTS[about][0 if is_so else 1]
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,22 @@ class Fall(NamedTuple):
     high: float
     num_orders: int
     symbol: str = "p"
+
+    @classmethod
+    def at(
+        cls,
+        share: float,
+        removed: Annotated[Tensor, "points"],
+        curves: Mapping[str, Annotated[Tensor, "orders batch points"]],
+        symbol: str = "p",
+    ) -> Fall:
+        """The fall at the point of `Trust.curves` that is nearest to a share of the patches."""
+        point = 1 + int((removed[1:-1] - share).abs().argmin())
+        random = curves["random"][..., point].mean(dim=1)
+        middle, error = float(random.mean()), float(random.std() / len(random) ** 0.5)
+        whole, without = (float(curves["map"][0, :, at].mean()) for at in (0, point))
+        low, high = middle - 2 * error, middle + 2 * error
+        return cls(float(removed[point]), whole, without, middle, low, high, len(random), symbol)
 
     def sentence(self, removal: str, num_images: int) -> str:
         """What a prediction loses without the patches that the map ranks first, or random ones."""
@@ -141,8 +161,8 @@ class Trust:
             for word in self.verdicts.get(about, ())
         ]
         if of_map:
-            bad = ", which is bad" if VERDICTS[8] in self.verdicts.get("weights", ()) else ""
-            sentences.append(f"The map: {', '.join(of_map)}{bad}.")
+            survives = verdict("weights", True) in self.verdicts.get("weights", ())
+            sentences.append(f"The map: {', '.join(of_map)}{', which is bad' * survives}.")
         if self.quantity is not None and not self.quantity.is_usual:
             sentences.append(f"{self.symbol} is {self.quantity.meaning}.")
         for name, reason in self.unavailable.items():
@@ -150,26 +170,16 @@ class Trust:
         return " ".join(sentences)
 
     def __repr__(self) -> str:
-        rows: list[tuple[str, ...]] = [("", "map", "random", "centre", "input gradient", "oracle")]
-        for score in self.scores:
-            random = _number(score.random) + ("" if not score.within else f" ± {score.within:.3f}")
-            others = (score.centre, score.input_gradient, score.oracle)
-            rows.append((score.name, _number(score.map), random, *map(_number, others)))
+        rows = [["", "map", "random", "centre", "input gradient", "oracle"]]
+        for one in self.scores:
+            within = f" ± {one.within:.3f}" if one.within else ""
+            others = (one.centre, one.input_gradient, one.oracle)
+            numbers = _number(one.map), _number(one.random) + within, *map(_number, others)
+            rows.append([one.name, *numbers])
         filled = [n for n, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
-        widths = [max(len(row[n]) for row in rows) for n in filled]
-        lines = [
-            "  ".join(
-                f"{row[n]:<{width}}" if n == 0 else f"{row[n]:>{width}}"
-                for n, width in zip(filled, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
+        table = text_table([row[n] for n in filled] for row in rows)
         images = f"{self.num_images} image{'s' * (self.num_images > 1)}"
-        return "\n".join([*lines, f"{images}, {self.num_forwards:.0f} forwards each"])
-
-
-CLASS_SENSITIVITY = "class sensitivity"
-RANDOM_WEIGHTS = "similarity, all weights random"
+        return f"{table}\n{images}, {self.num_forwards:.0f} forwards each"
 
 
 def _number(value: float | None) -> str:

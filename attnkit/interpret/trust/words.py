@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnkit.core.arguments import at_least
 from attnkit.interpret.methods.question import looking
 from attnkit.interpret.quantity import Quantity
 from attnkit.interpret.sentences import Sentences
 from attnkit.interpret.trust.curves import (
     FRACTIONS,
     FULL_FRACTIONS,
-    Without,
     answers_without,
     both_orders,
+    check_orders,
+    removal_ranks,
+    removed_at,
     removed_counts,
     shares,
 )
-from attnkit.interpret.trust.places import as_pixels, removal_ranks
 from attnkit.metrics.perturbation import perturbation_gap
 
 ORDERS = 64
@@ -118,10 +119,7 @@ def trust_words(
     Raises:
         ValueError: maps of other words; fractions that take away nothing or all; orders.
     """
-    at_least(2, orders=orders)
-    at_least(1, batch_size=batch_size)
-    if orders % 2:
-        raise ValueError(f"orders: expected an even number, half of them reversed, got {orders}")
+    check_orders(orders)
     if maps.shape[:2] != sentences.said.shape:
         raise ValueError(
             f"maps: expected [batch, words, …] = {list(sentences.said.shape)}, got "
@@ -140,17 +138,19 @@ def trust_words(
     lots = removal_ranks(by_lot, generator).unflatten(0, (-1, batch))
     ranks = removal_ranks(maps.detach().cpu().flatten(0, 1), generator)
     ranks = ranks.unflatten(0, (batch, words)).transpose(0, 1)
+    both = both_orders(torch.cat([lots, ranks]))  # [2, orders, batch, places]
     each = torch.eye(places, dtype=torch.bool)[:, None].expand(-1, batch, -1)
-    curves = [both_orders(order) < count for order in (*lots, *ranks) for count in counts]
-    steps = torch.cat([each, *curves])
+    steps = torch.cat([each, removed_at(both.flatten(0, 1), counts)])
     with looking(sentences.captioner):
         sentences.prepare()
-        without = _in_mean_colour(sentences, grid)
-        removed = steps.to(sentences.images.device)
+        images = sentences.images.detach()
+        colour = images.mean(dim=(2, 3), keepdim=True)
+        without = partial(sentences.without, grid=grid, colour=colour)
+        removed = steps.to(images.device)
         _, found, _ = answers_without(sentences, without, removed, batch_size, "trust of words")
     alone, of_orders = found.cpu().split([places, len(steps) - places])
     # [orders, batch, words, points]
-    most, least = of_orders.unflatten(0, (-1, len(counts), 2)).movedim(2, 0).movedim(2, -1)
+    most, least = of_orders.unflatten(0, (2, -1, len(counts))).movedim(2, -1)
     every = perturbation_gap(most, least, shares(counts))
     gaps = every[: len(lots)]
     within = torch.cat([gaps, -gaps]).quantile(SHARE_BELOW, dim=0)
@@ -181,15 +181,3 @@ def trust_words(
 def word_counts(fractions: Sequence[float], places: int) -> list[int]:
     """How many regions are gone at each point of a curve: none, one, those of fractions, all."""
     return sorted({*removed_counts(fractions, places), 1})
-
-
-def _in_mean_colour(sentences: Sentences, grid: tuple[int, int]) -> Without:
-    """The logits of the words of images some of whose regions have the image's mean colour."""
-    images = sentences.images.detach()
-    colour, size = images.mean(dim=(2, 3), keepdim=True), (images.shape[2], images.shape[3])
-
-    def without(items: Tensor, removed: Tensor) -> Tensor:
-        painted = torch.where(as_pixels(removed, grid, size), colour[items], images[items])
-        return sentences.logits_of_words(painted, items)
-
-    return without

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from attnkit.core.arguments import at_least
-from attnkit.interpret.graphs.ego import MOST_RANKED, ego_graph
 from attnkit.interpret.graphs.fidelity import EdgeFidelity, fidelity_of
-from attnkit.interpret.graphs.picture import draw_graph
-from attnkit.interpret.graphs.question import GraphQuestion
-from attnkit.interpret.graphs.table import EdgeRow, EdgeTable, steps_to
+from attnkit.interpret.graphs.picture import (
+    MOST_RANKED,
+    draw_fidelity,
+    draw_graph,
+    ego_graph,
+    empty_figure,
+)
+from attnkit.interpret.graphs.question import GraphQuestion, steps_to
 from attnkit.interpret.methods.question import looking
+from attnkit.interpret.text_table import text_table
 from attnkit.interpret.units.unit import Unit
+from attnkit.lightning.telling.text import in_picture
 
 if TYPE_CHECKING:
     from attnkit.interpret.explanation import Explanation
+
+
+class EdgeRow(NamedTuple):
+    """An edge: its ends, its number, what part that is of the sum of sizes, and how many steps it
+    takes from its source to the node along the shortest way (1: a neighbour); None of a graph."""
+
+    source: int
+    target: int
+    score: float
+    share: float
+    steps: int | None
+
+
+class EdgeTable(list[EdgeRow]):
+    """A list of `EdgeRow`, which is printed as a table."""
+
+    def __repr__(self) -> str:
+        rows = [["edge", "score", "share", "steps"]]
+        for source, target, score, share, steps in self:
+            numbers = f"{score:.4g}", f"{share:.0%}", "" if steps is None else str(steps)
+            rows.append([f"{source} → {target}", *numbers])
+        return text_table(rows, num_left=4)
 
 
 class Edges(Unit):
@@ -46,27 +75,28 @@ class Edges(Unit):
     def top(self, k: int) -> EdgeTable:
         """The k edges that rank first, of those that can reach the node."""
         at_least(1, k=k)
-        assert self.share is not None
-        index, edge_index, share = self.target.index, self.target.edge_index, float(self.share)
+        index, edge_index = self.target.index, self.target.edge_index
         places = self.target.candidates.nonzero()[:, 0]
         places = places[self.values[places].argsort(descending=True, stable=True)][:k]
-        sizes = float(self.values.abs().sum()) / (1 - share) if share < 1 else 0.0
-        steps = None
-        if index is not None:
-            number = max(int(edge_index.max()), index) + 1
-            steps = steps_to(index, edge_index[:, self.target.candidates], number)
+        steps = steps_to(index, edge_index)
         return EdgeTable(
             EdgeRow(
                 source,
                 target,
                 score,
-                abs(score) / sizes if sizes else 0.0,
-                None if steps is None else int(steps[source]),
+                self.part(score),
+                None if index is None else int(steps[source]),
             )
-            for (source, target), score in zip(
-                edge_index[:, places].T.tolist(), self.values[places].tolist(), strict=True
+            for source, target, score in zip(
+                *edge_index[:, places].tolist(), self.values[places].tolist(), strict=True
             )
         )
+
+    def part(self, score: float) -> float:
+        """What part of the sum of sizes a number is, with what self-loops took; 0 of nothing."""
+        assert self.share is not None
+        share, total = float(self.share), float(self.values.abs().sum())
+        return abs(score) * (1 - share) / total if total else 0.0
 
     def classes(self, labels: Tensor | None = None) -> list[int]:
         """What colours the nodes: labels, or what the model predicts; empty: nothing.
@@ -121,16 +151,26 @@ class Edges(Unit):
         ego = ego_graph(self.values, asked.edge_index, asked.candidates, asked.index, most)
         if fidelity is None and int(asked.candidates.sum()) > 1:
             fidelity = self.trust(seen)
-        return draw_graph(
+        figure = empty_figure(7.5 if fidelity is None else 10.5, 6.4)
+        if fidelity is None:
+            graph = figure.subplots()
+        else:
+            panels = figure.subplot_mosaic("gp;gm", width_ratios=[2.2, 1])
+            graph = panels["g"]
+            draw_fidelity([panels["p"], panels["m"]], fidelity, str(fidelity.target))
+            sentence = in_picture(textwrap.fill(str(fidelity), 150))
+            figure.supxlabel(sentence, x=0.01, ha="left", fontsize=9)
+        title = in_picture(self.headline(seen, class_names))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        draw_graph(
+            graph,
             ego,
-            asked.index,
             self.classes(labels),
             class_names,
-            title=self.headline(seen, class_names),
             method=f"{seen.method} of an edge",
             classes_are="class, as predicted" if labels is None else "class",
-            fidelity=fidelity,
         )
+        return figure
 
     def headline(self, seen: Explanation, class_names: Sequence[str] = ()) -> str:
         """What was asked and what the model said, in a line."""

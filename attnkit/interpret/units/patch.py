@@ -10,10 +10,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from attnkit.interpret.colours import overlay_scale
 from attnkit.interpret.methods.grid import find_grid
 from attnkit.interpret.methods.question import Question
-from attnkit.interpret.picture import Panel, Row, as_picture, draw
+from attnkit.interpret.picture import Panel, Row, as_picture, draw, overlay_scale
 from attnkit.interpret.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class Patches(Unit):
         values: [batch, rows, columns].
         tokens: [batch, tokens], with the class and register tokens; None where a method gives the
             image alone.
-        num_prefix_tokens: how many of them stand before the patches.
+        num_prefix_tokens, num_suffix_tokens: how many of them stand before and behind the patches.
     """
 
     name = "patch"
@@ -39,7 +38,7 @@ class Patches(Unit):
 
     def __init__(self, target: Question, found: Tensor) -> None:
         self.tokens: Tensor | None = None
-        self.num_prefix_tokens = 0
+        self.num_prefix_tokens = self.num_suffix_tokens = 0
         if found.ndim == 3:
             super().__init__(target, found)
             return
@@ -50,7 +49,9 @@ class Patches(Unit):
             given = target.grid, target.num_prefix_tokens
             grid = find_grid(target.model, target.images, number, *given)
         super().__init__(target, grid.patches(found).unflatten(1, (grid.rows, grid.columns)))
-        self.tokens, self.num_prefix_tokens = found, grid.num_prefix_tokens
+        self.tokens = found
+        self.num_prefix_tokens = grid.num_prefix_tokens
+        self.num_suffix_tokens = grid.num_suffix_tokens
         if grid.num_others:
             total, others = found.abs().sum(dim=1), grid.others(found).abs().sum(dim=1)
             self.share = torch.where(total > 0, others / total, torch.zeros_like(total))
@@ -60,9 +61,9 @@ class Patches(Unit):
         from attnkit.interpret.trust.judge import trust
 
         known: dict[str, Any] = {"target": seen.target, "map": self.values, "method": seen.again}
+        known["of"] = self.target.of
         if self.tokens is not None:
             known["grid"] = tuple(self.values.shape[1:])  # whether the model says so or not
-        known["of"] = self.target.of
         return trust(self.target.model, self.target.images.detach(), **known | options)
 
     def arrays(self) -> dict[str, Tensor]:

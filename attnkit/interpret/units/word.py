@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnkit.interpret.sentences import Sentences, WordLogits
 from attnkit.interpret.trust.judge import trust
-from attnkit.interpret.trust.words import WordTrust, trust_words
+from attnkit.interpret.trust.words import trust_words
 from attnkit.interpret.units.patch import Patches
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Words(Patches):
         """`attnkit.trust` of a word as the class of one image, behind the words before it; without
         an image and a word, `trust_words` of all."""
         if image is None and word is None:
-            return self.trust_words(**options)
+            return trust_words(self.target, self.words, **options)
         number, length, *grid = self.words.shape
         for name, index, size in (("image", image, number), ("word", word, length)):
             if index is None or not 0 <= index < size:
@@ -67,10 +67,6 @@ class Words(Patches):
         known |= {"map": self.words[image : image + 1, word], "of": self.target.of}
         model = WordLogits(self.target.captioner, self.target.before[image, : word + 1])
         return trust(model, self.target.images.detach()[image : image + 1], **known | options)
-
-    def trust_words(self, **options: Any) -> WordTrust:
-        """How far to trust the maps of all words at once."""
-        return trust_words(self.target, self.words, **options)
 
     def arrays(self) -> dict[str, Tensor]:
         """The maps of the words, and their mean."""

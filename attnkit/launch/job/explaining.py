@@ -12,7 +12,6 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Subset
 
-from attnkit.interpret.by_turns import by_turns, num_rows
 from attnkit.interpret.progress import steps
 from attnkit.interpret.report import Report
 from attnkit.launch.config.signatures import takes_images
@@ -22,7 +21,7 @@ from attnkit.launch.job.parts import fill
 from attnkit.launch.job.run import Run, loaded
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.explained import Explained
+from attnkit.lightning.explained import Explained, by_turns, num_rows
 from attnkit.lightning.telling.say import say
 from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config

@@ -286,7 +286,7 @@ def test_numbers_of_somebody_else_are_taken(graph):
 
 
 def test_images_have_no_index():
-    with pytest.raises(TypeError, match="index: 'relevance' has no options"):
+    with pytest.raises(TypeError, match="index: only a graph has one; leave it out"):
         explain(nn.Flatten(), torch.randn(1, 3, 8, 8), 3)
 
 
@@ -308,3 +308,61 @@ def test_a_single_logit_has_the_probability_of_a_sigmoid(graph):
     assert seen.probability == pytest.approx(p)
     assert seen.trust().probability == pytest.approx(p)
     assert any(row["plus"] for row in seen.trust().rows)
+
+
+class Texts(nn.Module):
+    """As a BERT: token ids of texts, and of which segment each is."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(30, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, input_ids, token_type_ids=None):
+        x = self.words(input_ids)
+        return self.head(self.attention(x, x, x)[0][:, 0])
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("method", ["occlusion", None])
+def test_texts_are_not_taken_for_edges(named, method):
+    """Token ids of two texts are integers [2, n], as edges are."""
+    ids = torch.randint(30, (2, 7))
+    inputs = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)} if named else (ids,)
+    message = r"^inputs: texts, as input_ids, are not explained; attnkit\.diagnose_attention .*"
+    with pytest.raises(TypeError, match=message) as refused:
+        explain(Texts(), inputs, method=method)
+    assert "\n" not in str(refused.value)
+    assert "attnkit.capture_attention" in str(refused.value)
+    # what the message names does serve them
+    model = Texts().eval()
+    assert attnkit.diagnose_attention(model, {"input_ids": ids}).rows
+    with attnkit.capture_attention(model) as weights:
+        model(ids)
+    assert list(weights["attention"][0].shape) == [2, 2, 7, 7]
+
+
+def test_texts_of_transformers_are_not_taken_for_edges():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=30, intermediate_size=16, **sizes)
+    batch = transformers.BatchEncoding({"input_ids": torch.randint(30, (2, 7))})
+    with pytest.raises(TypeError, match="inputs: texts, as input_ids, are not explained"):
+        explain(transformers.BertModel(config), batch)
+
+
+def test_only_what_is_named_like_edges_is_edges(graph):
+    x, edges = graph
+
+    class Named(Two):
+        def forward(self, features, my_edges, other=None):
+            return super().forward(features, my_edges)
+
+    model = randomized(Named())
+    found = explain(model, {"features": x, "my_edges": edges}, INDEX, 1)
+    assert torch.equal(found.edges, explain(model, (x, edges), INDEX, 1).edges)
+    wide = {"features": x, "other": edges.flip(0), "my_edges": edges}
+    assert torch.equal(explain(model, wide, INDEX, 1).edge_index, edges)
+    with pytest.raises(TypeError, match=r"inputs: expected edges, .* named edge_index"):
+        explain(model, {"features": x, "other": edges}, INDEX, 1)

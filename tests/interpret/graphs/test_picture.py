@@ -9,8 +9,15 @@ from torch import nn
 from torch_geometric import nn as pyg
 
 import attnkit
-from attnkit.interpret.graphs.ego import CLASS_COLOURS, class_colours, ego_graph, left_out, legend
-from attnkit.interpret.graphs.table import steps_to
+from attnkit.interpret.graphs.picture import (
+    CLASS_COLOURS,
+    class_colours,
+    draw_graph,
+    ego_graph,
+    empty_figure,
+    legend,
+)
+from attnkit.interpret.graphs.question import steps_to
 
 # 0 ← 1 ← 2, 0 ← 3 ← 4, 4 → 1, there and back between 0 and 3, a loop at 1; 5 → 4 is too far away
 EDGES = torch.tensor([[1, 2, 3, 4, 4, 0, 1, 5], [0, 1, 0, 3, 1, 3, 1, 4]])
@@ -30,11 +37,11 @@ def test_edges_are_as_wide_as_their_numbers_over_the_largest():
     widths = {edge.place: edge.width for edge in ego.edges}
     assert widths == {0: 0.125, 1: 0.5, 2: 1.0, 3: 0.25, 4: 0.0, 5: 0.0625, 6: 0.03125}
     assert (ego.largest, ego.num_ranked, ego.num_left_out) == (4.0, 6, 0)
-    assert ego.edges[-1].place == 2  # above all others
+    assert ego.edges[0].place == 2
     colours = {edge.place: edge.colour for edge in ego.edges}
     assert len({colours[0], colours[2], colours[4]}) == 3
     assert colours[0] == colours[1]
-    assert left_out(ego) == "6 edges as wide as their value, 1 other in grey."
+    assert str(ego) == "6 edges as wide as their value, 1 other in grey."
 
 
 def test_what_is_far_is_drawn_with_a_way_to_the_node():
@@ -43,12 +50,21 @@ def test_what_is_far_is_drawn_with_a_way_to_the_node():
     assert places(ego, ranked=False) == {0, 6}  # 1 → 0, and between these nodes the loop
     assert [node.number for node in ego.nodes] == [0, 1, 2]
     assert ego.num_left_out == 4
-    assert left_out(ego).endswith("2 others in grey, 4 not drawn.")
+    assert str(ego).endswith("2 others in grey, 4 not drawn.")
     chain = torch.tensor([[1, 2, 3, 4, 4], [0, 1, 2, 3, 1]])
     ego = ego_graph(torch.tensor([0.0, 0, 0, 1, 0]), chain, torch.ones(5).bool(), 0, most=1)
     assert [node.number for node in ego.nodes] == [0, 1, 2, 3, 4]
     ego = ego_graph(torch.tensor([0.0, 0, 0, 1]), chain[:, :4], torch.ones(4).bool(), 0, most=1)
     assert sorted(edge.place for edge in ego.edges) == [0, 1, 2, 3]  # the whole way
+
+
+def arrows(ego):
+    """The drawn nodes and arrows, by their names in an SVG."""
+    figure = empty_figure(5, 5)
+    panel = figure.subplots()
+    draw_graph(panel, ego, [], [], method="given", classes_are="class")
+    figure.canvas.draw()
+    return {patch.get_gid(): patch for patch in panel.patches}
 
 
 def test_nodes_lie_apart_and_edges_end_at_their_rims():
@@ -59,12 +75,35 @@ def test_nodes_lie_apart_and_edges_end_at_their_rims():
     assert max(abs(c) for place in at.values() for c in place) == pytest.approx(1)
     pairs = [(a, b) for a in at for b in at if a < b]
     assert min(math.dist(at[a], at[b]) for a, b in pairs) > 2 * ego.radius
-    for edge in ego.edges:
-        assert math.dist(edge.curve[0], at[edge.source]) == pytest.approx(ego.radius, rel=0.01)
-        assert math.dist(edge.head[0], at[edge.target]) == pytest.approx(ego.radius, rel=0.01)
-        assert len(edge.curve) == (4 if edge.source == edge.target else 3)
-    middles = [edge.curve[1] for edge in ego.edges if {edge.source, edge.target} == {0, 3}]
+    patches = arrows(ego)
+    for rank, node in enumerate(ego.nodes, len(ego.edges)):
+        assert patches[f"rank{rank}"].center == at[node.number]
+    middles = []
+    for rank, edge in enumerate(ego.edges):
+        points = patches[f"rank{rank}"].get_path().vertices
+        for node in {edge.source, edge.target} if edge.source != edge.target else ():
+            nearest = min(math.dist(point, at[node]) for point in points)
+            assert nearest == pytest.approx(ego.radius, rel=0.1)
+        if {edge.source, edge.target} == {0, 3}:
+            middles.append(points.mean(axis=0))
     assert math.dist(*middles) > 0.1  # there and back lie apart
+
+
+def test_arrows_are_as_wide_as_the_scale_says():
+    ego = drawn([0.5, 2.0, -4.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    assert [edge.width for edge in ego.edges] == [1.0, 0.5, 0.25, 0.125, 0.0, 0.0, 0.0]
+    patches = arrows(ego)
+    widths = [patches[f"rank{rank}"].get_arrowstyle().tail_width for rank in range(5)]
+    assert widths == pytest.approx([0.8 + 6.2 * width for width in (1, 0.5, 0.25, 0.125, 0)])
+    assert patches["rank0"].zorder > patches["rank1"].zorder  # above all others
+
+
+def test_nodes_that_no_edge_leads_from_are_drawn_too():
+    """Where all nodes see each other, all edges count."""
+    every = torch.ones(8).bool()
+    ego = ego_graph(torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 2.0]), EDGES.flip(0), every, 0)
+    assert [node.number for node in ego.nodes] == list(range(6))
+    assert -1 in steps_to(0, EDGES.flip(0)).tolist()
 
 
 def test_colours_of_classes_agree_between_drawings_and_the_rest_is_named():
@@ -79,7 +118,9 @@ def test_colours_of_classes_agree_between_drawings_and_the_rest_is_named():
 
 def test_steps_are_along_edges():
     assert steps_to(0, EDGES, 6).tolist() == [0, 1, 2, 1, 2, 3]
-    assert steps_to(4, EDGES, 6).tolist() == [-1, -1, -1, -1, 0, 1]
+    assert steps_to(4, EDGES).tolist() == [-1, -1, -1, -1, 0, 1]
+    assert steps_to(7, EDGES, 9).tolist() == [-1] * 7 + [0, -1]
+    assert steps_to(None, EDGES).tolist() == [0] * 6
 
 
 class Two(nn.Module):

@@ -107,19 +107,3 @@ def test_grad_cam_weighs_the_channels_of_what_the_last_attention_reads(model, im
     torch.testing.assert_close(got.map, expected)
     assert got.tokens is None
     assert got.share is None
-
-
-def test_the_table_of_layers_is_of_the_rows_that_are_read(model, images):
-    weights, _ = eager_weights(model, images)
-    seen = explain(model, images, layers=[0, 2])
-    assert len(seen.layers) == 6
-    rows = [0] if model.pooling == "class" else [*range(2, 17)]
-    for number, row in zip([0, 0, 0, 2, 2, 2], seen.layers, strict=True):
-        one = weights[number].detach()[:, row.head, rows]  # [batch, rows, keys]
-        entropy = -(one * one.log()).sum(dim=-1).mean() / torch.tensor(17.0).log()
-        received = one.mean(dim=(0, 1))
-        assert row.layer == f"steps.{number}.attention"
-        assert row.entropy == pytest.approx(entropy.item(), abs=1e-5)
-        assert row.receiver == int(received.argmax())
-        assert row.receiver_share == pytest.approx(received.max().item(), abs=1e-5)
-        assert row.prefix_share == pytest.approx(received[:2].sum().item(), abs=1e-5)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attnkit.interpret import explain
-from attnkit.interpret.methods.grid import module_outputs
+from attnkit.interpret.methods.hooks import module_runs
 
 SMALL = {"img_size": 64}
 # options, the grid, and the module whose tokens or map are taken
@@ -105,9 +105,9 @@ def test_a_module_that_returns_tokens_or_a_map_may_be_named():
     for name in ("patches", "body.0"):
         seen = explain(model, images, 3, "grad_cam", layers=name)
         assert any(f"of the module {name!r}" in note for note in seen.notes)
-        with module_outputs(model) as outputs:
+        with module_runs(model) as runs:
             y = model(images)[:, 3].sum()
-        (taken,) = (output.tensor for output in outputs if output.name == name)
+        (taken,) = (run.made[0] for run in runs if run.name == name)
         (gradient,) = torch.autograd.grad(y, taken)
         tokens = taken.detach()
         if name == "patches":

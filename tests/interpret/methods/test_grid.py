@@ -8,9 +8,8 @@ from torch.nn import functional as F
 import attnkit
 from attnkit.core.capture.watch import watch_attention
 from attnkit.interpret.layer_maps import layer_maps
-from attnkit.interpret.layer_table import MOST_ROWS
 from attnkit.interpret.methods.grid import find_grid, patch_grid, token_grids
-from attnkit.interpret.report.attention import attention_of, heads_data
+from attnkit.interpret.report.attention import MOST_ROWS, attention_of, heads_data
 
 DIM = 12
 
@@ -90,6 +89,43 @@ def test_a_patch_that_is_changed_changes_the_token_of_its_place(way, before, beh
                 assert int(change.argmax()) == before + row * grid.columns + column
 
 
+class Counted(torch.autograd.Function):
+    """Counts how often a gradient comes back to the images."""
+
+    num_backwards = 0
+
+    @staticmethod
+    def forward(ctx, images):
+        return images.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Counted.num_backwards += 1
+        return gradient
+
+
+def test_the_way_back_to_the_images_is_spared_where_a_map_before_them_tells_enough():
+    class Gated(Patches):
+        """The latest map is that of a gate, 1 x 1, on which tokens form no grid."""
+
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.AdaptiveAvgPool2d(1)
+
+        def forward(self, images):
+            map = self.embed(Counted.apply(images))
+            tokens = (map * (1 + self.gate(map))).flatten(2).transpose(1, 2)
+            return self.head(self.attention(tokens, tokens, tokens)[0].mean(dim=1))
+
+    torch.manual_seed(2)
+    Counted.num_backwards = 0
+    model, images = Gated().eval(), torch.randn(2, 3, 12, 20)
+    assert attnkit.explain(model, images, method="attention").map.shape == (2, 3, 5)
+    assert Counted.num_backwards == 0
+    attnkit.explain(model, images, method="input_gradient")
+    assert Counted.num_backwards == 1
+
+
 def test_tokens_that_are_no_grid_are_asked_for():
     class Shuffled(Patches):
         def forward(self, images):
@@ -147,12 +183,10 @@ def test_whatever_names_tokens_knows_those_behind_the_patches(before, behind):
     is_patch[before : before + 15] = True
     others = weights[..., ~is_patch].sum(dim=-1)
     seen = attnkit.explain(model, images, method="attention")
+    assert (seen.num_prefix_tokens, seen.num_suffix_tokens) == (before, behind)
     torch.testing.assert_close(seen.share, others.mean(dim=(1, 2)))
     assert f"class and register tokens: {100 * seen.share[0]:.0f} %" in repr(seen)
     queries = torch.linspace(0, len(is_patch) - 1, min(MOST_ROWS, len(is_patch))).round().long()
-    for head, row in enumerate(seen.layers):
-        share = others[:, head, queries].mean()
-        assert row.prefix_share == pytest.approx(float(share), abs=1e-6)
     attention = attention_of(seen)
     torch.testing.assert_close(attention.looks[0].prefix, others.mean(dim=1)[:, is_patch])
     named = [
@@ -162,11 +196,11 @@ def test_whatever_names_tokens_knows_those_behind_the_patches(before, behind):
     for head, name in enumerate(named):
         token = int(weights[0, head, queries].mean(dim=0).argmax())
         row, column = divmod(token - before, 5)
-        special = "the class token" if before + behind == 1 else f"class or register token {token}"
-        is_special = not is_patch[token]
-        assert name == (special if is_special else f"the patch at row {row}, column {column}")
-    ((layer,), _) = layer_maps(model, images[0], -1)
-    assert layer.prefix == pytest.approx(1 - float(layer.values.sum()) / weights.shape[-1])
+        patch = f"the patch at row {row}, column {column}"
+        assert name == (patch if is_patch[token] else f"class or register token {token}")
+    (layer,) = layer_maps(model, images, -1)
+    took = 1 - layer.values.sum(dim=(1, 2)) / weights.shape[-1]
+    torch.testing.assert_close(layer.share, took)
     places = torch.tensor([(row, column) for row in range(3) for column in range(5)]).float()
     between = weights[:, :, is_patch][..., is_patch]
     distance = (between * torch.cdist(places, places)).sum((0, 2, 3)) / between.sum((0, 2, 3))

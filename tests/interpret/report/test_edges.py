@@ -1,5 +1,6 @@
 """Sections of nodes: what they say without a script, and what a browser makes of them."""
 
+import html
 import re
 
 import pytest
@@ -47,40 +48,43 @@ def test_what_edges_and_nodes_say(seen, tmp_path):
     section = section_of(seen)
     first = seen.top(1)[0]
     assert f"First: {first.source} → {first.target} (" in section["alt"]
-    assert len(section["edges"]) == 7  # those that reach the node
-    assert len(section["nodes"]) == 5
-    says = [edge["says"] for edge in section["edges"]]
+    says = section["says"]
+    assert len(says) == 7 + 5  # the edges that reach the node, and their nodes
     (said,) = (one for one in says if one.startswith(f"{first.source} → {first.target}: "))
     assert float(said.split()[4].rstrip(",")) == pytest.approx(first.score, rel=0.01)
     assert f"{100 * first.share:.0f} % of all" in said
-    of_nodes = [node["says"] for node in section["nodes"]]
-    assert "Node 0, class <b>sheep</b>: the node that was asked for." in of_nodes
-    assert "Node 3, class not known." in of_nodes
+    assert "Node 0, class <b>sheep</b>: the node that was asked for." in says
+    assert "Node 3, class not known." in says
     assert section["fidelity"] == str(seen.fidelity())
-    assert f"{100 * seen.share:.0f} %" in section["notes"][1]
+    assert f"{100 * seen.share:.0f} %" in section["notes"][0]
     assert section["table"][1][0] == f"{first.source} → {first.target}"
     assert section_of(seen, labels=None)["table"][0][1] == "predicted class of its source"
-    assert section_of(seen, fidelity=False)["curves"] == []
+    assert section_of(seen, fidelity=False)["curves"] is None
     with pytest.raises(ValueError, match="labels: expected a class for each"):
         section_of(seen, labels=LABELS[:2])
-    html = html_of(section, tmp_path)
-    assert "<b>sheep" not in html
-    assert "&lt;b&gt;sheep" in html
-    assert len(re.findall(r'data-says="', html)) == 7 + 5
+    text = html_of(section, tmp_path)
+    assert "<b>sheep" not in text
+    assert "&lt;b&gt;sheep" in text
+    ranks = map(int, re.findall(r'data-rank="(\d+)"', text))
+    assert sorted(ranks) == list(range(7 + 5))
+    assert not re.search("#c2410c|#2166ac|#000000", section["drawing"])  # the page's own colours
 
 
-def test_the_curve_of_fidelity_has_its_numbers_at_their_height(seen):
+def test_the_curves_of_fidelity_are_in_words_too(seen):
     fidelity = seen.fidelity(ks=[1, 4])
     graph = Explained(seen.model, None, truth=LABELS, class_names=NAMES)
-    figures = edge_section("Node 0", seen, fidelity, graph)["curves"]
-    for figure, name in zip(figures, ("plus", "minus"), strict=True):
-        ranked = figure["lines"][-1]["points"]
-        assert [x for x, _ in ranked] == [0, 1]
-        wanted = [fidelity.probability - row[name] for row in fidelity.rows]
-        assert [y for _, y in ranked] == pytest.approx(wanted)
-        lows = [fidelity.probability - row[f"random_{name}_low"] for row in fidelity.rows]
-        assert [y for _, y in figure["band"][:2]] == pytest.approx(lows)
-        assert figure["ticks"] == [(0, "1"), (1, "4")]
+    curves = edge_section("Node 0", seen, fidelity, graph)["curves"]
+    name = NAMES[int(seen.target)]
+    assert curves["alt"].startswith(f"p({name}) with all edges is {fidelity.probability:.2f}; ")
+    for row, kind in ((fidelity.rows[0], "plus"), (fidelity.rows[1], "minus")):
+        left = f"{fidelity.probability - row[kind]:.2f} at k = {row['k']:g}"
+        assert left in curves["alt"]
+    drawing = html.unescape(curves["drawing"])
+    assert all(text in drawing for text in (f">p({name})<", ">k, edges<", ">20 random orders<"))
+
+
+def test_a_picture_is_the_same_each_time(seen):
+    assert section_of(seen)["drawing"] == section_of(seen)["drawing"]
 
 
 def test_a_node_with_many_edges_takes_little_room(tmp_path):
@@ -91,7 +95,7 @@ def test_a_node_with_many_edges_takes_little_room(tmp_path):
     graph = Explained(seen.model, (x, edges))
     section = edge_section("Node 7", seen, seen.fidelity(ks=[1, 2], num_draws=2), graph)
     assert 10_000 < len(html_of(section, tmp_path)) < 150_000
-    assert re.search(r"24 edges as wide as their value, .*\d+ not drawn", section["notes"][0])
+    assert re.search(r"24 edges as wide as their value, .*\d+ not drawn", section["alt"])
 
 
 def test_pointer_and_keys_say_what_an_edge_is(seen, tmp_path, open_page):
@@ -99,18 +103,18 @@ def test_pointer_and_keys_say_what_an_edge_is(seen, tmp_path, open_page):
     page = open_page(tmp_path / "page.html", viewport={"width": 1100, "height": 900})
     said, rows = page.locator(".said"), seen.top(3)
     assert said.text_content().startswith("Point at an edge or a node")
-    page.locator(".ego").focus()
+    page.locator(".choose").focus()
     assert said.text_content().startswith(f"{rows[0].source} → {rows[0].target}: relevance")
     page.keyboard.press("ArrowRight")
     assert said.text_content().startswith(f"{rows[1].source} → {rows[1].target}: relevance")
     page.keyboard.press("ArrowLeft")
     assert said.text_content().startswith(f"{rows[0].source} → {rows[0].target}: relevance")
-    assert page.locator(".ego .chosen").count() == 1
+    assert page.locator(".drawing .chosen").count() == 1
     for _ in range(11):
         page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")  # there is nothing behind the last
     assert said.text_content().startswith("Node 4, class goat")
-    page.locator(".ego .node").nth(2).hover()
+    page.locator("[data-rank='9']").hover()
     assert said.text_content() == "Node 2, class <b>sheep</b>."
     box = page.locator(".graph").bounding_box()
     assert box["x"] + box["width"] <= 1100

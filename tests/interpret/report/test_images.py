@@ -14,12 +14,14 @@ from sklearn.datasets import load_sample_image
 from torch import nn
 
 import attnkit
-from attnkit.interpret.colours import scale_of
 from attnkit.interpret.diagnosis.diagnosis import SINK
+from attnkit.interpret.picture import scale_of
+from attnkit.interpret.report import Report
 from attnkit.interpret.report.attention import (
     Without,
     attention_of,
     cell_grid,
+    heads_data,
     scale_of_weights,
     without_each,
 )
@@ -125,23 +127,20 @@ def test_what_a_patch_looks_at_is_the_attention_of_its_row(model, images, seen, 
                 assert data["most"][place] == int(one.weights[1, place].argmax())
 
 
-def test_heads_are_those_of_the_table_of_layers(model, images):
-    one = attnkit.explain(model, images[:1])
-    heads = attention_of(one).heads
-    found = [
-        (layer.layer, head, layer.entropy[0, head], layer.share[0, head], layer.receiver[0, head])
-        for layer in heads
-        for head in range(2)
-    ]
-    assert len(found) == 8
-    for row, (layer, head, entropy, share, receiver) in zip(one.layers, found, strict=True):
-        assert (row.layer, row.head, row.receiver) == (layer, head, int(receiver))
-        assert float(entropy) == pytest.approx(row.entropy, abs=1e-5)
-        assert float(share) == pytest.approx(row.receiver_share, abs=1e-5)
+def test_heads_are_of_what_the_class_token_looks_at(model, images):
+    heads = attention_of(attnkit.explain(model, images)).heads
     with attnkit.capture_attention(model, rows=0) as weights:
-        model(images[:1])
-    expected = weights["blocks.2.attn"][0][0, :, 0, 1:] * (ROWS * COLUMNS + 1)
-    torch.testing.assert_close(heads[2].weights[0], expected)
+        model(images)
+    assert [layer.layer for layer in heads] == [*weights]
+    num_keys = ROWS * COLUMNS + 1
+    for layer in heads:
+        of_class = weights[layer.layer][0][:, :, 0]  # [batch, heads, keys]
+        entropy = torch.special.entr(of_class).sum(dim=-1) / torch.tensor(num_keys).log()
+        torch.testing.assert_close(layer.entropy, entropy)
+        largest, receiver = of_class.max(dim=-1)
+        torch.testing.assert_close(layer.share, largest)
+        assert torch.equal(layer.receiver, receiver)
+        torch.testing.assert_close(layer.weights, of_class[:, :, 1:] * num_keys)
 
 
 def test_p_without_a_patch_is_that_of_a_curve_that_removes_it(model, images, seen):
@@ -363,3 +362,59 @@ def test_nothing_is_cut_off(open_page, path, wide):
 def test_the_data_is_json(path):
     for text in re.findall(r'<script type="application/json">(.*?)</script>', path.read_text()):
         assert json.loads(text)["rows"] == ROWS
+
+
+def test_the_picture_of_layers_stands_in_the_page(open_page, tmp_path):
+    """As it is beside the page; a small screen shows no less of it."""
+    torch.manual_seed(0)
+    vit = attnkit.ViT(image_size=(12, 20), patch_size=4, dim=12, depth=2, num_heads=3)
+    images = torch.randn(3, 3, 12, 20)
+    report = Report("attention", trust="none", layer="blocks.*")
+    found = report(Explained(vit.eval(), images, pictures=images), tmp_path)
+    assert [one["title"] for one in found.sections] == [
+        "image 0", "image 1", "image 2", "What layers do",
+    ]  # fmt: skip
+    assert {"layer_blocks.0.attention", "layer_blocks.1.attention"} < {*found.arrays}
+    beside = np.asarray(Image.open(tmp_path / "layers.png").convert("RGB"))
+    np.testing.assert_array_equal(pixels(found.sections[-1]["picture"]), beside)
+    for wide, shown in ((1280, beside.shape[1]), (380, 640)):
+        page = open_page(tmp_path / "explain.html", viewport={"width": wide, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= wide
+        assert "multiple of what uniform attention would give" in page.locator("#s3 p").inner_text()
+        assert page.locator("#s3 img").bounding_box()["width"] == pytest.approx(shown, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "who"),
+    [
+        ({}, "the class token looks at"),
+        ({"num_registers": 2}, "the class token looks at"),
+        ({"pooling": "mean"}, "the patches look at, on average"),
+        ({"pooling": "mean", "num_registers": 2}, "the patches look at, on average"),
+        ({"pooling": "attention"}, "the learned queries look at, and in layers below all tokens,"),
+    ],
+    ids=str,
+)
+def test_heads_are_those_of_the_tokens_that_are_read(tmp_path, options, who):
+    """Whatever other tokens there are; none is called the class token that is not read."""
+    torch.manual_seed(0)
+    vit = attnkit.ViT(
+        image_size=(12, 20), patch_size=4, dim=12, depth=2, num_heads=3, **options
+    ).eval()
+    images = torch.randn(1, 3, 12, 20)
+    with torch.no_grad():  # so that layers look at different places, and most at the first token
+        for parameter in vit.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    Report("attention", trust="none")(Explained(vit, images, pictures=images), tmp_path)
+    assert f"What {who}" in " ".join((tmp_path / "explain.html").read_text().split())
+    attention = attention_of(attnkit.explain(vit, images, method="attention"))
+    says = [tile["says"] for tile in heads_data(attention, 0)["tiles"]]
+    first = sum(one.receiver[0].tolist().count(0) for one in attention.heads)
+    named = sum("the class token gets most" in one for one in says)
+    assert named == (first if "class token" in who else 0)
+    if options.get("pooling") == "mean":
+        with attnkit.capture_attention(vit) as captured:
+            vit(images)
+        patches = captured["blocks.1.attention"][0][0, :, -15:].mean(1)[:, -15:]
+        num_keys = 15 + options.get("num_registers", 0)
+        torch.testing.assert_close(attention.heads[1].weights[0], patches * num_keys)

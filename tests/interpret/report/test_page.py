@@ -11,7 +11,7 @@ import torch
 from jinja2 import UndefinedError
 from PIL import Image
 
-from attnkit.interpret.colours import DIVERGING, SEQUENTIAL, scale_of
+from attnkit.interpret.picture import DIVERGING, SEQUENTIAL, scale_of
 from attnkit.interpret.report.page import colour_bar, image_uri, map_uri, write_page
 
 EVIL = '<script>alert("1")</script>&\n\'"'

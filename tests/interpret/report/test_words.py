@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnkit.interpret.colours import overlay_scale
+from attnkit.interpret.picture import overlay_scale
 from attnkit.interpret.report.findings import Judged
 from attnkit.interpret.report.maps import word_sections
 from attnkit.interpret.report.page import map_uri, write_page

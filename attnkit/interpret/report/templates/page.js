@@ -18,6 +18,8 @@ function things(box) {
   const within = box.querySelector(".choose"), said = box.querySelector(".said");
   const all = [...within.querySelectorAll("[data-rank]")].sort((a, b) => a.dataset.rank - b.dataset.rank);
   const across = Number(box.dataset.across);
+  // beside a drawing, not in it
+  box.querySelectorAll(".says li").forEach((says, rank) => { all[rank].dataset.says = says.textContent; });
   let chosen = null;
   const choose = (thing) => {
     if (!thing) return;

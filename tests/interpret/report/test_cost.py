@@ -6,7 +6,6 @@ import torch
 
 import attnkit
 from attnkit.interpret.report import Report
-from attnkit.interpret.report.cost import num_forwards
 from attnkit.lightning import Explained
 from attnkit.models.captioning.word_decoder import PAD
 
@@ -18,7 +17,7 @@ def counted(tmp_path):
     def count(report, explained):
         images = []
         explained.model.register_forward_pre_hook(lambda _, args: images.append(len(args[0])))
-        said = num_forwards(report, explained)
+        said = report.num_forwards(explained)
         report(explained, tmp_path)
         return said, sum(images)
 

@@ -1,0 +1,85 @@
+"""What each module of a model was given and returned while it ran."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnkit.core.running import module_name
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a module.
+
+    name: as in `named_modules()`, compiled or not.
+    given: the tensors among its arguments.
+    around: the run of another module that it is part of.
+    has_gradients: whether gradients were enabled when it began.
+    output: what it returned; None until then.
+    made: the tensors in the output.
+    """
+
+    name: str
+    module: nn.Module
+    given: list[Tensor]
+    around: "Run | None"
+    has_gradients: bool
+    output: Any = None
+    made: list[Tensor] = field(default_factory=list)
+
+    def path(self) -> "Iterator[Run]":
+        """Itself and the runs that it is part of, the innermost first."""
+        run: Run | None = self
+        while run is not None:
+            yield run
+            run = run.around
+
+
+class Enough(Exception):
+    """The model has run as far as it is asked of."""
+
+
+@contextmanager
+def module_runs(
+    model: nn.Module, is_kept: Callable[[Run], bool] = lambda run: True
+) -> Iterator[list[Run]]:
+    """The runs of modules in the block, in the order in which they end, of which `is_kept(run)`.
+
+    `is_kept` is called when a module ends, and may raise `Enough` to stop the model.
+    """
+    runs: list[Run] = []
+    open_runs: list[Run] = []
+    names = {module: module_name(name) for name, module in model.named_modules()}
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = _tensors([*args, *kwargs.values()])
+        around = open_runs[-1] if open_runs else None
+        open_runs.append(Run(names[module], module, given, around, torch.is_grad_enabled()))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        run = open_runs.pop()
+        while run.module is not module:  # what raised an error that its caller caught
+            run = open_runs.pop()
+        run.output, run.made = output, _tensors(output)
+        if is_kept(run):
+            runs.append(run)
+
+    with ExitStack() as stack:
+        for module in names:
+            before = module.register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        yield runs
+
+
+def _tensors(several: Any) -> list[Tensor]:
+    """A tensor, or the tensors in a list, a tuple or the values of a mapping."""
+    if isinstance(several, Mapping):
+        several = list(several.values())
+    if not isinstance(several, list | tuple):
+        several = [several]
+    return [each for each in several if isinstance(each, Tensor)]
