@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import LightningDataModule, LightningModule
@@ -18,13 +18,16 @@ from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import screen
 from attnkit.launch.job.parts import fill
-from attnkit.launch.job.run import Run, loaded
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.explained import Explained, by_turns, num_rows
+from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.telling.say import say
 from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config
+
+if TYPE_CHECKING:
+    from attnkit.launch.job.run import Run
 
 _PACKAGES = ("attnkit", "torch", "timm")
 _OF_REPORT = (
@@ -110,7 +113,7 @@ def _other(module: LightningModule, path: Any) -> LightningModule:
     try:
         ckpt = folders.checkpoint(str(path))
         load = partial(type(module).load_from_checkpoint, ckpt, map_location="cpu")
-        return loaded(partial(load, weights_only=True), ckpt, wrong)
+        return checkpoints.loaded(partial(load, weights_only=True), ckpt, wrong)
     except UserError as error:
         raise UserError(f"explain.against: {str(error).removeprefix('ckpt: ')}") from error
 

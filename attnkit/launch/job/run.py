@@ -208,7 +208,9 @@ class Run:
         if self.ckpt is not None:
             checkpoint = checkpoints.load(self.ckpt)
             self.module.on_load_checkpoint(checkpoint)
-            loaded(partial(self.module.load_state_dict, checkpoint["state_dict"]), self.ckpt)
+            checkpoints.loaded(
+                partial(self.module.load_state_dict, checkpoint["state_dict"]), self.ckpt
+            )
 
     def make_trainer(self) -> Trainer:
         """The trainer, with the callbacks and loggers that take part."""
@@ -253,7 +255,7 @@ class Run:
                 "  give the task it was trained with, task=…; in its run folder it needs none"
             )
         load = partial(cls.load_from_checkpoint, ckpt, map_location="cpu", weights_only=True)
-        return loaded(load, ckpt, (AttributeError, LookupError, TypeError, ValueError))
+        return checkpoints.loaded(load, ckpt, (AttributeError, LookupError, TypeError, ValueError))
 
     # --- what is known then ---
 
@@ -295,7 +297,7 @@ class Run:
         """Call a function of the trainer that loads the checkpoint; only plain data is read."""
         call = partial(function, self.module, datamodule=self.data, weights_only=True, **arguments)
         wrong = () if self.kind.trains else (KeyError,)
-        return loaded(call, arguments.get("ckpt_path"), wrong)
+        return checkpoints.loaded(call, arguments.get("ckpt_path"), wrong)
 
     # --- running ---
 
@@ -346,23 +348,3 @@ class Run:
             return 0.0
         states = checkpoints.load(self.start, mmap=True).get("callbacks", {})
         return float(states.get("ResultsFile", {}).get("seconds", 0.0))
-
-
-def loaded(
-    load: Callable[[], Any], ckpt: object, wrong: tuple[type[Exception], ...] = (KeyError,)
-) -> Any:
-    """Call a function that loads a checkpoint; `UserError` if it does not fit.
-
-    Args:
-        wrong: what else it raises at a checkpoint of another kind.
-    """
-    try:
-        return load()
-    except RuntimeError as error:
-        if "loading state_dict" not in str(error):
-            raise
-        lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
-        raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
-    except wrong as error:
-        problem = first_line(error, named=True)
-        raise UserError(f"ckpt: {ckpt} is not a checkpoint of this task: {problem}") from error

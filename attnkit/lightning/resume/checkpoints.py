@@ -304,3 +304,23 @@ def _reason(error: BaseException) -> str:
     if found := re.search(r"Unsupported \w+:? *[^\n]*?(?= was not an allowed|\. |\n|$)", text):
         return f"it holds more than tensors and plain data ({found[0][:200]})"
     return first_line(error).partition(". ")[0][:200]
+
+
+def loaded(
+    load: Callable[[], Any], ckpt: object, wrong: tuple[type[Exception], ...] = (KeyError,)
+) -> Any:
+    """Call a function that loads a checkpoint; `UserError` if it does not fit.
+
+    Args:
+        wrong: what else it raises at a checkpoint of another kind.
+    """
+    try:
+        return load()
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
+        raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
+    except wrong as error:
+        problem = first_line(error, named=True)
+        raise UserError(f"ckpt: {ckpt} is not a checkpoint of this task: {problem}") from error
