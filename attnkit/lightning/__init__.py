@@ -70,10 +70,6 @@ __all__ = [*_HOMES]
 
 def __getattr__(name: str):
     if name not in _HOMES:
-        from attnkit.lightning.build.renamed import current
-
-        if (today := current(f"attnkit.lightning.{name}")) != f"attnkit.lightning.{name}":
-            raise ImportError(f"attnkit.lightning.{name} is {today} now")
         raise AttributeError(f"module 'attnkit.lightning' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value

@@ -21,7 +21,6 @@ import attnkit
 from attnkit import Interpret
 from attnkit.interpret import training
 from attnkit.lightning import MetricsCSV, UserError
-from attnkit.lightning.build.renamed import current
 from attnkit.lightning.explained import Explained
 from attnkit.models.captioning.word_decoder import END, PAD
 
@@ -316,12 +315,6 @@ def test_a_layer_that_cannot_be_drawn_is_said_before_training(vit, loader, train
             Interpret(layer=-1, **options)
     with pytest.raises(ValueError, match="trust: expected 'fast', 'full' or 'none', got 'some'"):
         Interpret(trust="some")
-
-
-def test_the_former_name_says_the_new_one():
-    with pytest.raises(ImportError, match=r"attnkit.lightning.AttentionMaps is attnkit.Interpret"):
-        from attnkit.lightning import AttentionMaps as _  # noqa: F401
-    assert current("attnkit.lightning.AttentionMaps") == "attnkit.Interpret"
 
 
 def test_what_it_does_not_show_is_refused_before_training(vit, loader, trainer):

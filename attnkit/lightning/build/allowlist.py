@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from attnkit.lightning.build.renamed import current
-
 # Modules, with all below them; on the way to them one may only pass (`lightning.Trainer`).
 HOMES = (
     "attnkit.core",
@@ -136,7 +134,6 @@ def own(packages: Iterable[str]) -> tuple[str, ...]:
 
 def objection(target: Any, trusted: Sequence[str] = ()) -> str | None:
     """Why a `_target_` may not be built, as far as its name tells; None if it doesn't."""
-    target = current(target) if isinstance(target, str) else target
     package, *inner = target.split(".") if isinstance(target, str) else [""]
     if (
         not inner

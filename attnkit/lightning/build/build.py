@@ -18,7 +18,6 @@ from typing import Any
 
 from attnkit.lightning.build import allowlist
 from attnkit.lightning.build.allowlist import FUNCTIONS, KINDS, PACKAGES
-from attnkit.lightning.build.renamed import current, without_former_default
 from attnkit.lightning.errors import RunError, UserError, first_line
 
 _allowed: ContextVar[tuple[str, ...]] = ContextVar("attnkit_allowed_packages", default=())
@@ -92,7 +91,6 @@ def _call(arguments: dict[str, Any], trusted: tuple[str, ...], at: str) -> Any:
     if not isinstance(positional, (list, tuple)):
         raise UserError(f"{at}._args_: expected a list, got {type(positional).__name__}")
     called = find(target, trusted, where)
-    arguments = without_former_default(target, arguments)
     foreign = called.__module__.partition(".")[0] in PACKAGES
     if foreign and (problem := _refused_argument(called, positional, arguments)):
         raise UserError(f"{at or 'config'}: {target}: {problem}")
@@ -115,7 +113,7 @@ def find(target: Any, trusted: Sequence[str] = (), where: str = "_target_") -> A
     trusted = allowlist.own(trusted)
     if problem := allowlist.objection(target, trusted):
         raise UserError(f"{where}: {problem}")
-    found = _walk(current(target), trusted, where)
+    found = _walk(target, trusted, where)
     if not callable(found):
         raise UserError(f"{where}: {target} is a {type(found).__name__}, expected a class")
     home = str(getattr(found, "__module__", None))
