@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import Tensor
 
-from attnkit.core.arguments import choice
+from attnkit.core.arguments import at_least, choice
 from attnkit.interpret.by_turns import by_turns, num_rows
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
@@ -27,7 +27,6 @@ from attnkit.interpret.sentences import captioner_of
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError
 from attnkit.interpret.trust.result import CLASS_SENSITIVITY
 from attnkit.interpret.usual_method import usual_method
-from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.files import in_log_folder, replacing

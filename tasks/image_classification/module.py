@@ -14,8 +14,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
+from attnkit.core.arguments import at_least, share
 from attnkit.lightning import ClassificationModule
-from attnkit.lightning.arguments import at_least, shares_below_1
 from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
@@ -88,7 +88,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         )
         how = interpolation, crop_pct, value_range, normalized_by
         self.expect_images(image_size, in_channels, mean, std, *how)
-        shares_below_1(label_smoothing=label_smoothing)
+        share(label_smoothing=label_smoothing)
         at_least(0, mixup=mixup, cutmix=cutmix)
         if image_size is not None:
             self.example_input_array = torch.zeros(1, in_channels, *sides(image_size))

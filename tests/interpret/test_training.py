@@ -332,7 +332,7 @@ def test_what_it_does_not_show_is_refused_before_training(vit, loader, trainer):
     sharded = SimpleNamespace(strategy=object.__new__(FSDPStrategy))
     with pytest.raises(UserError, match="Interpret: expected a strategy that keeps all weights"):
         Interpret().setup(sharded, module, "fit")
-    with pytest.raises(ValueError, match="every_n_epochs: expected 1 or more, got 0"):
+    with pytest.raises(ValueError, match="every_n_epochs: expected at least 1, got 0"):
         Interpret(every_n_epochs=0)
 
 

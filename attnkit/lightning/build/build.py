@@ -10,12 +10,12 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import resolve_name
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+from attnkit.core.nearest import nearest
 from attnkit.lightning.build import allowlist
 from attnkit.lightning.build.allowlist import FUNCTIONS, KINDS, PACKAGES
 from attnkit.lightning.errors import RunError, UserError, first_line
@@ -155,20 +155,20 @@ def _walk(target: str, trusted: tuple[str, ...], where: str) -> Any:
         elif inspect.isclass(found) and hasattr(found, part):
             found = getattr(found, part)
         else:
-            raise UserError(f"{where}: {at} does not exist{_nearest(part, found)}")
+            raise UserError(f"{where}: {at} does not exist{nearest(part, dir(found))}")
     return found
 
 
 def _imported(name: str, at: str, where: str, parent: ModuleType | None) -> ModuleType:
     part = name.rpartition(".")[2]
     if name.count(".") and not hasattr(parent, "__path__"):
-        raise UserError(f"{where}: {at} does not exist{_nearest(part, parent)}")
+        raise UserError(f"{where}: {at} does not exist{nearest(part, dir(parent))}")
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name and error.name != name and not name.startswith(f"{error.name}."):
             raise UserError(f"{where}: {at} needs {error.name}: not installed") from error
-        raise UserError(f"{where}: {at} does not exist{_nearest(part, parent)}") from None
+        raise UserError(f"{where}: {at} does not exist{nearest(part, dir(parent))}") from None
 
 
 @functools.cache
@@ -195,8 +195,3 @@ def _refused_argument(
     else:
         given = {**bound.arguments, **bound.kwargs}
     return allowlist.refused_argument(called.__name__, given)
-
-
-def _nearest(name: str, within: Any) -> str:
-    close = get_close_matches(name, dir(within), n=1) if within is not None else []
-    return f"; did you mean {close[0]}?" if close else ""

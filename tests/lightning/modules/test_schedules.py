@@ -55,7 +55,7 @@ def test_short_runs(total_steps):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"total_steps": 0}, "total_steps: expected 1 or more, got 0"),
+        ({"total_steps": 0}, "total_steps: expected at least 1, got 0"),
         ({"total_steps": 7, "warmup_fraction": 1.0}, "warmup_fraction: expected"),
         ({"total_steps": 7, "min_lr_fraction": 1.5}, "min_lr_fraction: expected"),
     ],
