@@ -7,6 +7,7 @@ called with. The tables are in allowlist.py.
 
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -171,9 +172,13 @@ def _imported(name: str, at: str, where: str, parent: ModuleType | None) -> Modu
         raise UserError(f"{where}: {at} does not exist{nearest(part, dir(parent))}") from None
 
 
-@functools.cache
 def _kinds() -> tuple[type, ...]:
-    return tuple(map(resolve_name, KINDS))
+    """The kinds, without those of ours whose file is not imported: nothing is one of them yet."""
+    return tuple(
+        resolve_name(kind)
+        for kind in KINDS
+        if not kind.startswith("attnkit.") or kind.rpartition(".")[0] in sys.modules
+    )
 
 
 def _is_listed(found: Any) -> bool:
@@ -182,7 +187,8 @@ def _is_listed(found: Any) -> bool:
         return False
     package = found.__module__.partition(".")[0]
     names = (name for name in FUNCTIONS if name.partition(".")[0] == package)
-    return any(found == _walk(name, (), name) for name in names)
+    alike = (name for name in names if name.rpartition(".")[2] == found.__name__)
+    return any(found == _walk(name, (), name) for name in alike)
 
 
 def _refused_argument(

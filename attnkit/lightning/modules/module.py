@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from attnkit.finetune.record import finetuned
 from attnkit.lightning.build.build import build
-from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.as_built import NetworkAsBuilt, shapes_of
 from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
@@ -115,6 +114,8 @@ class TaskModule(KnowsItsTraining):
         if self._built is not None:
             callbacks.append(NetworkAsBuilt(self._built))
         if found and found[2].options.get("cache"):
+            from attnkit.lightning.callbacks.cached_features import CachedFeatures
+
             callbacks.append(CachedFeatures())
         if type(self).configure_optimizers is not TaskModule.configure_optimizers:
             callbacks.append(RatesAreHeeded())
