@@ -4,135 +4,11 @@ This file is the public table and nothing else. Names are imported when first us
 `import attnkit` and the command line's help do not wait for torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from attnkit.core.lazy import homes, lazy
+
 __version__ = "0.2.0"
-
-_HOME = {
-    "attend": "attnkit.core.attend",
-    "masks": "attnkit.core.masks",
-    "Causal": "attnkit.core.masks.sequences",
-    "Padding": "attnkit.core.masks.sequences",
-    "Dense": "attnkit.core.masks.base",
-    "Window": "attnkit.core.masks.sequences",
-    "Window2d": "attnkit.core.masks.grids",
-    "Packed": "attnkit.core.masks.sequences",
-    "Blocks": "attnkit.core.masks.grids",
-    "Edges": "attnkit.core.masks.edges",
-    "EdgeFeatures": "attnkit.core.masks.edges",
-    "edge_weights": "attnkit.core.kernels.edges.weights",
-    "ALiBi": "attnkit.core.positions.biases",
-    "RelativeBias1d": "attnkit.core.positions.biases",
-    "RelativeBias2d": "attnkit.core.positions.biases",
-    "positions": "attnkit.core.positions",
-    "sincos_1d": "attnkit.core.positions.absolute",
-    "sincos_2d": "attnkit.core.positions.absolute",
-    "LearnedPositions1d": "attnkit.core.positions.absolute",
-    "LearnedPositions2d": "attnkit.core.positions.absolute",
-    "FactorizedPositions2d": "attnkit.core.positions.absolute",
-    "Rotary1d": "attnkit.core.positions.rotary",
-    "Rotary2d": "attnkit.core.positions.rotary",
-    "scores": "attnkit.core.scores",
-    "ScaledDot": "attnkit.core.scores.kinds",
-    "General": "attnkit.core.scores.kinds",
-    "Cosine": "attnkit.core.scores.kinds",
-    "Gaussian": "attnkit.core.scores.kinds",
-    "Additive": "attnkit.core.scores.additive",
-    "learned_scores": "attnkit.core.scores.learned",
-    "NadarayaWatson": "attnkit.layers.tokens.nadaraya_watson",
-    "normalizers": "attnkit.core.normalizers",
-    "Softmax": "attnkit.core.normalizers",
-    "Hard": "attnkit.core.normalizers",
-    "Linear": "attnkit.core.normalizers",
-    "DeltaRule": "attnkit.core.normalizers",
-    "KeyValueCache": "attnkit.core.cache",
-    "delta_rule": "attnkit.core.kernels.delta_rule",
-    "record_draws": "attnkit.core.kernels.hard",
-    "UnsupportedError": "attnkit.core.kernels.choose",
-    "explain_backends": "attnkit.core.kernels.choose",
-    "record_backends": "attnkit.core.kernels.record",
-    "record_logits": "attnkit.core.capture.logits",
-    "attention_weights": "attnkit.core.weights",
-    "capture_attention": "attnkit.core.capture.weights",
-    "count_multiply_adds": "attnkit.core.operators.multiply_adds",
-    "MultiHeadAttention": "attnkit.core.multihead",
-    "AttentionPool": "attnkit.layers.tokens.pooling",
-    "SpatialAttention": "attnkit.layers.maps.spatial",
-    "ChannelAttention": "attnkit.layers.maps.channel",
-    "CrossCovarianceAttention": "attnkit.layers.maps.channel",
-    "TransposedAttention": "attnkit.layers.maps.channel",
-    "ContextAttention": "attnkit.layers.maps.context",
-    "DualAttention": "attnkit.layers.maps.dual",
-    "GraphAttention": "attnkit.layers.graph.attention",
-    "HANAttention": "attnkit.layers.graph.han",
-    "HGTAttention": "attnkit.layers.graph.hgt",
-    "RGATAttention": "attnkit.layers.graph.rgat",
-    "TypedEdges": "attnkit.layers.graph.typed_edges",
-    "Gate": "attnkit.layers.gates.gate",
-    "capture_gates": "attnkit.layers.gates.gate",
-    "SCSE": "attnkit.layers.gates.squeeze_excitation",
-    "SpatialExcitation": "attnkit.layers.gates.squeeze_excitation",
-    "SqueezeExcitation": "attnkit.layers.gates.squeeze_excitation",
-    "EfficientChannelAttention": "attnkit.layers.gates.efficient_channel",
-    "CBAM": "attnkit.layers.gates.cbam",
-    "CBAMChannelGate": "attnkit.layers.gates.cbam",
-    "CBAMSpatialGate": "attnkit.layers.gates.cbam",
-    "BAM": "attnkit.layers.gates.bam",
-    "CoordinateAttention": "attnkit.layers.gates.coordinate",
-    "Combined": "attnkit.layers.maps.combined",
-    "GatedSum": "attnkit.layers.maps.combined",
-    "ViT": "attnkit.models.vit",
-    "Captioner": "attnkit.models.captioning.captioner",
-    "CNNEncoder": "attnkit.models.captioning.image_encoders",
-    "ViTEncoder": "attnkit.models.captioning.image_encoders",
-    "TimmEncoder": "attnkit.models.captioning.image_encoders",
-    "TransformerDecoder": "attnkit.models.captioning.transformer_decoder",
-    "RecurrentDecoder": "attnkit.models.captioning.recurrent_decoder",
-    "HardRecurrentDecoder": "attnkit.models.captioning.hard_decoder",
-    "generate": "attnkit.models.captioning.generate",
-    "GraphTransformer": "attnkit.models.graph_transformer",
-    "GAT": "attnkit.models.gat",
-    "Polynormer": "attnkit.models.polynormer",
-    "SGFormer": "attnkit.models.sgformer",
-    "finetune": "attnkit.finetune",
-    "checks": "attnkit.checks",
-    "check_attention": "attnkit.checks.run",
-    "assert_attention": "attnkit.checks.run",
-    "insert_attention": "attnkit.surgery.insert",
-    "remove_attention": "attnkit.surgery.insert",
-    "interpret": "attnkit.interpret",
-    "diagnose_attention": "attnkit.interpret.diagnosis.diagnose",
-    "edge_fidelity": "attnkit.interpret.graphs.fidelity",
-    "explain": "attnkit.interpret.explain",
-    "Explanation": "attnkit.interpret.explanation",
-    "Interpret": "attnkit.interpret.training",
-    "replace_attention": "attnkit.surgery.replace",
-    "interop": "attnkit.interop",
-    "lightning": "attnkit.lightning",
-    "run": "attnkit.launch.api",
-    "load": "attnkit.lightning.export.exported",
-    "metrics": "attnkit.metrics",
-    "trust": "attnkit.interpret.trust.judge",
-    "Trust": "attnkit.interpret.trust.result",
-    "perturbation_curves": "attnkit.interpret.trust.curves",
-}
-
-__all__ = [*_HOME]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'attnkit' has no attribute {name!r}")
-    home = import_module(_HOME[name])
-    # a name is an attribute of its home, or the module itself
-    globals()[name] = value = getattr(home, name, home)
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_HOME]
-
 
 if TYPE_CHECKING:
     from attnkit import checks, finetune, interop, interpret, lightning, metrics
@@ -212,3 +88,7 @@ if TYPE_CHECKING:
     from attnkit.models.vit import ViT
     from attnkit.surgery.insert import insert_attention, remove_attention
     from attnkit.surgery.replace import replace_attention
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [*homes(__name__)]

@@ -8,6 +8,7 @@ from torch import nn
 import attnkit
 import attnkit.layers
 import attnkit.models
+from attnkit.core.lazy import homes
 from attnkit.finetune import LoRALinear
 from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.layers.graph.transformer_block import GraphPool
@@ -144,9 +145,11 @@ def test_modules_initialize_all_that_they_own(name):
 
 
 def test_every_public_module_is_in_the_table():
-    homes = "attnkit.core", "attnkit.layers", "attnkit.models"  # others need more to import
+    served = "attnkit.core", "attnkit.layers", "attnkit.models"  # others need more to import
     values = [
-        getattr(attnkit, name) for name, home in attnkit._HOME.items() if home.startswith(homes)
+        getattr(attnkit, name)
+        for name, (home, _) in homes("attnkit").items()
+        if home.startswith(served)
     ]
     for package in (attnkit.layers, attnkit.models):
         values += [getattr(package, name) for name in package.__all__]

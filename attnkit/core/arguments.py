@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from operator import index
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,13 +59,45 @@ def share(**arguments: float) -> None:
             raise ValueError(f"{name}: expected 0 <= {name} < 1, got {value}")
 
 
+def up_to_1(**arguments: float | None) -> None:
+    """Each is a number in [0, 1]; None is not checked."""
+    for name, value in arguments.items():
+        if value is not None and not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name}: expected 0 <= {name} <= 1, got {value}")
+
+
+def held_out(**fractions: float) -> None:
+    """Each fraction takes something, and all together leave something."""
+    given = list(fractions.values())
+    if not (min(given) > 0 and sum(given) < 1):
+        raise ValueError(
+            f"{', '.join(fractions)}: expected above 0 and a sum below 1, "
+            f"got {' + '.join(map(str, given))}"
+        )
+
+
 def choice(choices: Iterable[object], **arguments: object) -> None:
     """Each is one of the choices."""
     *others, last = choices
     for name, value in arguments.items():
         if value not in (*others, last):
-            expected = f"{', '.join(map(repr, others))} or {last!r}"
+            expected = " or ".join(filter(None, [", ".join(map(repr, others)), repr(last)]))
             raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def existing(name: str, given: str | Path | None, *, folder: bool) -> Path:
+    """The file or folder that an argument names, as an absolute path.
+
+    Raises:
+        ValueError: there is none.
+    """
+    kind = "folder" if folder else "file"
+    if given is None:
+        raise ValueError(f"{name}: expected a {kind}, got nothing")
+    path = Path(given).expanduser().absolute()
+    if not (path.is_dir() if folder else path.is_file()):
+        raise ValueError(f"{name}: no such {kind}: {given}")
+    return path
 
 
 def whole(size: Any) -> int | None:

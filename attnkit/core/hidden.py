@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 
 from attnkit.core.contexts import Opened, uncompiled
-from attnkit.core.interface import interface_handled
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Padding
-from attnkit.core.running import functions_handled
+from attnkit.core.running import functions_handled, interface_handled
 
 
 class HiddenKeys:

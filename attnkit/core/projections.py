@@ -1,15 +1,12 @@
 """Tokens to heads: the projections of a multi-head block to queries, keys and values."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, divides
 from attnkit.core.operators.precision import no_autocast
-
-_PARTS = ("query_proj", "key_proj", "value_proj")
 
 
 def reset_linear(layer: nn.Linear) -> None:
@@ -28,15 +25,6 @@ def matrix_of(layer: nn.Module, rows: Tensor) -> Tensor:
     dtype = next(layer.parameters(), rows).dtype
     with no_autocast(rows):
         return layer(torch.eye(rows.shape[-1], dtype=dtype, device=rows.device))
-
-
-def rename_tensors(state: dict[str, Any], former: str, current: str) -> None:
-    """Rename tensors of a state dict from the prefix `former`, of before version 0.2, to `current`.
-
-    For `_load_from_state_dict`, which every way of loading goes through, before that of torch.
-    """
-    for name in [name for name in state if name.startswith(former)]:
-        state[current + name.removeprefix(former)] = state.pop(name)
 
 
 class Projections(nn.Module):
@@ -142,12 +130,3 @@ class Projections(nn.Module):
     def _split(self, projected: Tensor, heads: int) -> Tensor:
         """[tokens, heads · channels] as [heads, tokens, channels]."""
         return projected.unflatten(-1, (heads, -1)).transpose(-3, -2)
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        # cross-attention of equal channels had one matrix in version 0.1
-        former = f"{prefix}in_proj."
-        for name in [] if self.is_fused else [name for name in state if name.startswith(former)]:
-            if len(state[name]) == sum(self.sizes):
-                names = [f"{prefix}{part}.{name.removeprefix(former)}" for part in _PARTS]
-                state.update(zip(names, state.pop(name).split(self.sizes), strict=True))
-        super()._load_from_state_dict(state, prefix, *args)

@@ -1,5 +1,5 @@
 """Running a module to learn something about it, and leaving it as it was: which modules run, and
-which functions of torch they call."""
+which functions of torch and of transformers' attention interface they call."""
 
 import sys
 from collections import deque
@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from threading import RLock, local
 from types import MappingProxyType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -371,3 +373,40 @@ def undone_on_error(*objects: object) -> Iterator[None]:
                 vars(each).update(attributes)
         for running in following:
             running.end(has_raised=has_raised)
+
+
+InterfaceHandler = Callable[..., tuple]
+"""What runs in the place of a function of transformers, of (its name, the function, its
+arguments)."""
+
+_interface_handlers: Opened[InterfaceHandler] = Opened("transformers' interface")
+
+
+@contextmanager
+def interface_handled(handler: InterfaceHandler) -> Iterator[None]:
+    """In the block functions of transformers' attention interface are given to `handler`; those
+    that it calls, to the handler of the next block around this.
+
+    Models of transformers ask `AttentionInterface` for the function that their configuration names.
+    Nothing of transformers is imported.
+    """
+    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    chosen = getattr(interface, "get_interface", None)
+    if interface is None or chosen is None:
+        yield
+        return
+
+    def get_interface(self: Any, name: str, default: Callable) -> Callable:
+        return partial(_interface_call, name, chosen(self, name, default))
+
+    with (
+        _interface_handlers.opened(handler),
+        shared(interface, lambda: patch.object(interface, "get_interface", get_interface)),
+    ):
+        yield
+
+
+def _interface_call(name: str, function: Callable[..., tuple], *args: Any, **options: Any) -> tuple:
+    for handler in _interface_handlers.get():
+        function = partial(handler, name, function)
+    return function(*args, **options)

@@ -7,12 +7,19 @@ state dict may be left over. Dtypes, devices, the mode, and which parameters are
 the original.
 """
 
-from attnkit.interop.explain import explainable
-from attnkit.interop.hetero import to_hetero
-from attnkit.interop.pretrained_vit import PretrainedViT
-from attnkit.interop.pyg import from_pyg
-from attnkit.interop.transformers import record_masks, register_transformers
-from attnkit.interop.vision import from_timm, from_torch, from_torchvision
+from typing import TYPE_CHECKING
+
+from attnkit.core.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnkit.interop.explain import explainable
+    from attnkit.interop.hetero import to_hetero
+    from attnkit.interop.pretrained_vit import PretrainedViT
+    from attnkit.interop.pyg import from_pyg
+    from attnkit.interop.transformers import record_masks, register_transformers
+    from attnkit.interop.vision import from_timm, from_torch, from_torchvision
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "PretrainedViT",

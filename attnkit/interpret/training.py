@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import Tensor
 
-from attnkit.core.arguments import choice
+from attnkit.core.arguments import at_least, choice
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.layer_maps import chosen_layers, draw_layer
@@ -25,7 +25,6 @@ from attnkit.interpret.report.report import duration
 from attnkit.interpret.sentences import captioner_of
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError
 from attnkit.interpret.trust.result import CLASS_SENSITIVITY
-from attnkit.lightning.arguments import at_least
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.explained import Explained, by_turns, num_rows
 from attnkit.lightning.files import in_log_folder, replacing

@@ -1,9 +1,8 @@
-"""Commands as texts, to be pasted into a POSIX shell; their overrides; what may have been meant."""
+"""Commands as texts, to be pasted into a POSIX shell, and their overrides."""
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,3 @@ def key_of(override: str) -> str:
 def dotted_key(override: str) -> str:
     """The same with dots, without the package of a group."""
     return key_of(override).partition("@")[0].replace("/", ".")
-
-
-def nearest(name: object, names: Iterable[str]) -> str:
-    """`; did you mean …?` with the most similar of some names, or nothing."""
-    close = get_close_matches(str(name), list(names), n=1, cutoff=0.55)
-    return f"; did you mean {close[0]}?" if close else ""

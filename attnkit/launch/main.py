@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from attnkit import __version__
-from attnkit.launch.command import nearest
+from attnkit.core.nearest import nearest
 from attnkit.launch.errors import guarded
 from attnkit.launch.processes.torchrun import Launcher, launched
 from attnkit.lightning.errors import UserError

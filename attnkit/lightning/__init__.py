@@ -4,10 +4,9 @@ This file is the public table and nothing else. Type checkers run the imports be
 when its name is first used, so that code which only needs `UserError` does not wait for torch.
 """
 
-import ast
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from attnkit.core.lazy import homes, lazy
 
 if TYPE_CHECKING:
     from attnkit.lightning.build.build import allowing
@@ -56,29 +55,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.telling.epochs import EpochLines
     from attnkit.lightning.telling.found import DataSummary
     from attnkit.lightning.telling.steps import StepMetrics
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
-# Where each name is, read from these imports, so that it is written once.
-_HOMES = {
-    name.name: node.module
-    for block in ast.parse(Path(__file__).read_bytes()).body
-    for node in getattr(block, "body", [])
-    if isinstance(node, ast.ImportFrom) and node.module
-    for name in node.names
-}
-__all__ = [*_HOMES]
-
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        from attnkit.lightning.build.renamed import current
-
-        if (today := current(f"attnkit.lightning.{name}")) != f"attnkit.lightning.{name}":
-            raise ImportError(f"attnkit.lightning.{name} is {today} now")
-        raise AttributeError(f"module 'attnkit.lightning' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+__all__ = [*homes(__name__)]

@@ -12,13 +12,20 @@ vrama91/cider. Each class says its formula, and where these scorers differ from 
 Maps: `PerturbationGap`, `PointingGame` and `AttributionMass`, of whole test sets.
 """
 
-from attnkit.metrics.bleu import BLEU
-from attnkit.metrics.captions import CaptionMetric
-from attnkit.metrics.cider import CIDEr, CIDErD
-from attnkit.metrics.localisation import AttributionMass, PointingGame
-from attnkit.metrics.meteor import METEOR
-from attnkit.metrics.perturbation import PerturbationGap
-from attnkit.metrics.rouge import ROUGEL
+from typing import TYPE_CHECKING
+
+from attnkit.core.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnkit.metrics.bleu import BLEU
+    from attnkit.metrics.captions import CaptionMetric
+    from attnkit.metrics.cider import CIDEr, CIDErD
+    from attnkit.metrics.localisation import AttributionMass, PointingGame
+    from attnkit.metrics.meteor import METEOR
+    from attnkit.metrics.perturbation import PerturbationGap
+    from attnkit.metrics.rouge import ROUGEL
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "BLEU",

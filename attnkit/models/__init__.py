@@ -1,17 +1,24 @@
 """Whole models on attnkit's block."""
 
-from attnkit.models.backbones import timm_backbone
-from attnkit.models.captioning.captioner import Captioner
-from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
-from attnkit.models.captioning.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
-from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
-from attnkit.models.captioning.transformer_decoder import TransformerDecoder
-from attnkit.models.gat import GAT
-from attnkit.models.graph_transformer import GraphTransformer
-from attnkit.models.polynormer import Polynormer
-from attnkit.models.resnet import ResNet
-from attnkit.models.sgformer import SGFormer
-from attnkit.models.vit import VIT_SIZES, ViT
+from typing import TYPE_CHECKING
+
+from attnkit.core.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnkit.models.backbones import timm_backbone
+    from attnkit.models.captioning.captioner import Captioner
+    from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
+    from attnkit.models.captioning.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
+    from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+    from attnkit.models.captioning.transformer_decoder import TransformerDecoder
+    from attnkit.models.gat import GAT
+    from attnkit.models.graph_transformer import GraphTransformer
+    from attnkit.models.polynormer import Polynormer
+    from attnkit.models.resnet import ResNet
+    from attnkit.models.sgformer import SGFormer
+    from attnkit.models.vit import VIT_SIZES, ViT
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "GAT",

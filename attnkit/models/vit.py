@@ -13,7 +13,7 @@ from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.normalizers import Normalizer
 from attnkit.core.positions.absolute import FactorizedPositions2d, resize_positions, sincos_2d
 from attnkit.core.positions.rotary import Rotary2d, Rotation
-from attnkit.core.projections import rename_tensors, reset_linear
+from attnkit.core.projections import reset_linear
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.tokens.block import Activation, TransformerBlock
@@ -283,10 +283,6 @@ class ViT(nn.Module):
         names = {"class_token", "registers", "position_table", "pool.query"}
         names |= {"factorized_positions.row_table", "factorized_positions.column_table"}
         return names & {name for name, _ in self.named_parameters()}
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        rename_tensors(state, f"{prefix}position_tables.", f"{prefix}factorized_positions.")
-        super()._load_from_state_dict(state, prefix, *args)
 
     def _encode(self, images: Tensor, *, only_class_token: bool) -> Tensor:
         if tuple(images.shape[-2:]) != self.image_size:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from attnkit import layers
+from attnkit.core.nearest import nearest
 
 FEATURE_ATTENTION: dict[str, Callable[..., nn.Module]] = {
     "se": layers.SqueezeExcitation,
@@ -71,8 +71,7 @@ def make_feature_attention(
 def _named(name: str) -> Callable[..., nn.Module]:
     if name in FEATURE_ATTENTION:
         return FEATURE_ATTENTION[name]
-    near = get_close_matches(name, FEATURE_ATTENTION, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = nearest(name, FEATURE_ATTENTION)
     raise ValueError(
         f"attention: expected one of {', '.join(FEATURE_ATTENTION)}, got {name!r}{hint}"
     )

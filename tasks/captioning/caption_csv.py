@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from attnkit.lightning.arguments import existing
+from attnkit.core.arguments import existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.captioning.files import CaptionFilesData, Entries, Entry, wordless
 from attnkit.tasks.images.folder import SPLIT_OF

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from torch import Tensor
 
-from attnkit.lightning.arguments import at_least, one_of
+from attnkit.core.arguments import at_least, choice
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.captioning.sets import CaptionSet
@@ -69,7 +69,7 @@ class CaptionDataModule(SplitImages):
         at_least(3, max_words=max_words)
         at_least(1, min_count=min_count)
         at_least(260, bpe_size=bpe_size)
-        one_of(("words", "bpe"), tokenizer=tokenizer)
+        choice(("words", "bpe"), tokenizer=tokenizer)
         if bpe_size is not None and tokenizer != "bpe":
             raise ValueError("bpe_size: needs tokenizer=bpe")
         self.in_channels = 3

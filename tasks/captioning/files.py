@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnkit.lightning.arguments import at_least
+from attnkit.core.arguments import at_least
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.sets import CaptionSet

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from attnkit.lightning.arguments import existing
+from attnkit.core.arguments import existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.captioning.files import (
     CaptionFilesData,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnkit.lightning.arguments import at_least
+from attnkit.core.arguments import at_least
 from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.drawing import draw

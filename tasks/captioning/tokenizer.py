@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from attnkit.lightning.arguments import at_least
+from attnkit.core.arguments import at_least
 from attnkit.lightning.errors import UserError
 from attnkit.metrics.tokenizers import text_of, words_of
 from attnkit.models.captioning.word_decoder import END, PAD, START, UNKNOWN

@@ -1,22 +1,29 @@
 """Image classification: `ImageClassification` learns what an `ImageDataModule` reads."""
 
-from attnkit.tasks.image_classification.augment import Augment as Augment
-from attnkit.tasks.image_classification.cifar10 import CIFAR10Data as CIFAR10Data
-from attnkit.tasks.image_classification.data import ImageDataModule as ImageDataModule
-from attnkit.tasks.image_classification.describe import describe_batches as describe_batches
-from attnkit.tasks.image_classification.digit_grid import DigitGrid as DigitGrid
-from attnkit.tasks.image_classification.digits import DigitsData as DigitsData
-from attnkit.tasks.image_classification.image_folder import ImageFolderData as ImageFolderData
-from attnkit.tasks.image_classification.module import ImageClassification as ImageClassification
-from attnkit.tasks.image_classification.needle_digits import NeedleDigits as NeedleDigits
-from attnkit.tasks.image_classification.network import attention_network as attention_network
-from attnkit.tasks.image_classification.planted_shortcut import (
-    PlantedShortcut as PlantedShortcut,
-)
-from attnkit.tasks.images.predict import ImagePaths as ImagePaths
-from attnkit.tasks.images.predict import PredictData as PredictData
-from attnkit.tasks.images.sets import FileImages as FileImages
-from attnkit.tasks.images.sets import ImageSet as ImageSet
-from attnkit.tasks.images.sets import MemoryImages as MemoryImages
-from attnkit.tasks.images.truth import KnowsTruth as KnowsTruth
-from attnkit.tasks.images.truth import Truth as Truth
+from typing import TYPE_CHECKING
+
+from attnkit.core.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnkit.tasks.image_classification.augment import Augment as Augment
+    from attnkit.tasks.image_classification.cifar10 import CIFAR10Data as CIFAR10Data
+    from attnkit.tasks.image_classification.data import ImageDataModule as ImageDataModule
+    from attnkit.tasks.image_classification.describe import describe_batches as describe_batches
+    from attnkit.tasks.image_classification.digit_grid import DigitGrid as DigitGrid
+    from attnkit.tasks.image_classification.digits import DigitsData as DigitsData
+    from attnkit.tasks.image_classification.image_folder import ImageFolderData as ImageFolderData
+    from attnkit.tasks.image_classification.module import ImageClassification as ImageClassification
+    from attnkit.tasks.image_classification.needle_digits import NeedleDigits as NeedleDigits
+    from attnkit.tasks.image_classification.network import attention_network as attention_network
+    from attnkit.tasks.image_classification.planted_shortcut import (
+        PlantedShortcut as PlantedShortcut,
+    )
+    from attnkit.tasks.images.predict import ImagePaths as ImagePaths
+    from attnkit.tasks.images.predict import PredictData as PredictData
+    from attnkit.tasks.images.sets import FileImages as FileImages
+    from attnkit.tasks.images.sets import ImageSet as ImageSet
+    from attnkit.tasks.images.sets import MemoryImages as MemoryImages
+    from attnkit.tasks.images.truth import KnowsTruth as KnowsTruth
+    from attnkit.tasks.images.truth import Truth as Truth
+else:
+    __getattr__, __dir__ = lazy(__name__)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.transforms import InterpolationMode, v2
 
-from attnkit.lightning.arguments import at_least, one_of, shares, shares_below_1
+from attnkit.core.arguments import at_least, choice, share, up_to_1
 from attnkit.tasks.image_classification.policies import POLICIES, InTurn, make_policy
 
 
@@ -55,14 +55,14 @@ class Augment(nn.Module):
         erase_probability: float = 0.0,
     ) -> None:
         super().__init__()
-        shares(horizontal_flip=horizontal_flip, erase_probability=erase_probability)
-        shares(translate=translate)
-        shares_below_1(scale=scale)
+        up_to_1(horizontal_flip=horizontal_flip, erase_probability=erase_probability)
+        up_to_1(translate=translate)
+        share(scale=scale)
         at_least(0, crop_padding=crop_padding, rotate_degrees=rotate_degrees)
         at_least(0, color_jitter=color_jitter)
         at_least(1, randaugment_num_ops=randaugment_num_ops)
         if policy is not None:
-            one_of(POLICIES, policy=policy)
+            choice(POLICIES, policy=policy)
         if crop_min_area is not None and not 0 < crop_min_area <= 1:
             raise ValueError(f"crop_min_area: expected in (0, 1] or None, got {crop_min_area}")
         if randaugment_magnitude is not None and not 0 <= randaugment_magnitude <= 30:

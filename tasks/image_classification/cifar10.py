@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torchvision.datasets import CIFAR10
 
-from attnkit.lightning.arguments import existing
+from attnkit.core.arguments import existing
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import cache_folder
 from attnkit.tasks.image_classification.augment import Augment, shipped_augment

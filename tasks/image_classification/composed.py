@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnkit.lightning.arguments import at_least
+from attnkit.core.arguments import at_least
 from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.image_classification.data import ImageDataModule, fit_images
 from attnkit.tasks.images.data import fit_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from attnkit.lightning.arguments import one_of
+from attnkit.core.arguments import choice
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import BalancedSampler, PlacedSampler, stratified_split
 from attnkit.tasks.image_classification.augment import Augment, random_crop
@@ -80,7 +80,7 @@ class ImageDataModule(SplitImages):
         self.augment = self._make_augment(augment)
         self.sampling = sampling
         if sampling is not None:
-            one_of(("balanced",), sampling=sampling)
+            choice(("balanced",), sampling=sampling)
             self.shuffled = BalancedSampler
         self.drop_last = drop_last
         self.class_names: list[str] = []

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnkit.lightning.arguments import at_least, existing
+from attnkit.core.arguments import at_least, existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.image_classification.augment import Augment, shipped_augment
 from attnkit.tasks.image_classification.data import ImageDataModule

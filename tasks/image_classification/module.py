@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import LightningDataModule
@@ -14,15 +14,16 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
+from attnkit.core.arguments import at_least, share
 from attnkit.lightning import ClassificationModule
-from attnkit.lightning.arguments import at_least, shares_below_1
 from attnkit.lightning.explained import Explained
-from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
-from attnkit.tasks.image_classification.describe import describe_batches
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
 from attnkit.tasks.images.sizes import Size, sides
+
+if TYPE_CHECKING:
+    from attnkit.lightning.export.program import Program
 
 
 class ImageClassification(NormalizesImages, ClassificationModule):
@@ -88,7 +89,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         )
         how = interpolation, crop_pct, value_range, normalized_by
         self.expect_images(image_size, in_channels, mean, std, *how)
-        shares_below_1(label_smoothing=label_smoothing)
+        share(label_smoothing=label_smoothing)
         at_least(0, mixup=mixup, cutmix=cutmix)
         if image_size is not None:
             self.example_input_array = torch.zeros(1, in_channels, *sides(image_size))
@@ -100,6 +101,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
     @staticmethod
     def describe_data(data: LightningDataModule) -> dict[str, Any]:
         """What is to be known of data without `describe()`: see `describe_batches`."""
+        from attnkit.tasks.image_classification.describe import describe_batches
+
         return describe_batches(data)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -148,10 +151,12 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             made.names = list(rest[0])
         return made
 
-    def programs(self) -> dict[str, Program]:
+    def programs(self) -> dict[str, "Program"]:
         """`model`: uint8 images to logits, the normalisation inside."""
         if self.image_size is None:
             return {}
+        from attnkit.lightning.export.program import Program
+
         shape = (self.in_channels, *sides(self.image_size))
         return {
             "model": Program(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.lightning.arguments import at_least
+from attnkit.core.arguments import at_least
 from attnkit.tasks.image_classification.composed import (
     COLOURS,
     DIGIT,

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnkit.lightning.arguments import one_of, shares
+from attnkit.core.arguments import choice, up_to_1
 from attnkit.tasks.image_classification.composed import (
     COLOURS,
     DIGIT,
@@ -51,9 +51,9 @@ class PlantedShortcut(ComposedDigits):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        shares(strength=strength)
-        one_of(("random", "corner"), place=place)
-        one_of(("random", "training"), test_mark=test_mark)
+        up_to_1(strength=strength)
+        choice(("random", "corner"), place=place)
+        choice(("random", "training"), test_mark=test_mark)
         self.strength, self.place, self.test_mark = strength, place, test_mark
 
     def compose(self, split: str, count: int, digits: Digits) -> Composed:

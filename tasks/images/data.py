@@ -10,7 +10,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from attnkit.lightning.arguments import at_least, held_out
+from attnkit.core.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.trained_on import unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import ResumableSampler

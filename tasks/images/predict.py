@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attnkit.lightning.arguments import at_least
+from attnkit.core.arguments import at_least
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.images.data import check_fits_module, fit_of, follow_module
 from attnkit.tasks.images.decode import Depth, UndecodableImageError, read_file, to_channels

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from attnkit.core.arguments import pair
-from attnkit.lightning.arguments import at_least, one_of, shares
+from attnkit.core.arguments import at_least, choice, pair, up_to_1
 from attnkit.lightning.errors import UserError
 
 MAX_DEFAULT_SIDE = 224
@@ -67,8 +66,8 @@ def check_fit(
 ) -> None:
     """ValueError if one is out of range; None is left to others."""
     if interpolation is not None:
-        one_of(INTERPOLATIONS, interpolation=interpolation)
-    shares(crop_pct=crop_pct)
+        choice(INTERPOLATIONS, interpolation=interpolation)
+    up_to_1(crop_pct=crop_pct)
     if crop_pct == 0:
         raise ValueError("crop_pct: expected a number above 0, got 0")
     if value_range is not None and not (len(value_range) == 2 and value_range[0] < value_range[1]):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import homophily
 
+from attnkit.core.arguments import at_least, choice
 from attnkit.core.operators.sparse import with_values
-from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.trained_on import KnowsItsTraining, unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import EpochSampler
@@ -97,10 +97,10 @@ class GraphDataModule(SplitData):
         at_least(0, split=split, num_workers=num_workers, seed=seed)
         at_least(1, batch_size=batch_size, position_dim=position_dim)
         if positions is not None:
-            one_of(get_args(Positions), positions=positions)
-        one_of(("attnkit", "pyg"), sampler=sampler)
+            choice(get_args(Positions), positions=positions)
+        choice(("attnkit", "pyg"), sampler=sampler)
         if evaluation is not None:
-            one_of(("layers", "sampled"), evaluation=evaluation)
+            choice(("layers", "sampled"), evaluation=evaluation)
         if not num_neighbors or any(count < -1 for count in num_neighbors):
             raise ValueError(
                 f"num_neighbors: expected a number per layer, -1 for all, got {list(num_neighbors)}"

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data
 
-from attnkit.lightning.arguments import at_least, held_out, one_of
+from attnkit.core.arguments import at_least, choice, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.loaders import SplitData, make_loader
 from attnkit.tasks.node_classification.checks import SPLITS
@@ -74,7 +74,7 @@ class DictionaryLookupData(SplitData):
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers, seed=seed)
         held_out(val_fraction=val_fraction, test_fraction=test_fraction)
-        one_of(("permutation", "independent"), values=values)
+        choice(("permutation", "independent"), values=values)
         self.k = k
         self.values = values
         self.num_graphs = num_graphs

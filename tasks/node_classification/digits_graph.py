@@ -7,7 +7,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
-from attnkit.lightning.arguments import at_least
+from attnkit.core.arguments import at_least
 from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.splits import planetoid_masks
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from attnkit.lightning.arguments import at_least, existing
+from attnkit.core.arguments import at_least, existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.checks import SPLITS
 from attnkit.tasks.node_classification.data import GraphDataModule

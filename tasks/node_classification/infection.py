@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from attnkit.lightning.arguments import at_least, held_out
+from attnkit.core.arguments import at_least, held_out
 from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.splits import masks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import coalesce, remove_self_loops
 
-from attnkit.lightning.arguments import existing, one_of
+from attnkit.core.arguments import choice, existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.data import GraphDataModule, to_sparse_csr
 from attnkit.tasks.node_classification.pickles import load
@@ -69,7 +69,7 @@ class PlanetoidData(GraphDataModule):
         **options: Any,
     ) -> None:
         super().__init__(normalize_features=normalize_features, **options)
-        one_of(("Cora", "CiteSeer", "PubMed"), name=name)
+        choice(("Cora", "CiteSeer", "PubMed"), name=name)
         self.root = existing("root", root, folder=True)
         self.graph_name: str = name
 

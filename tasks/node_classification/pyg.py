@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data, Dataset
 
-from attnkit.lightning.arguments import held_out
+from attnkit.core.arguments import held_out
+from attnkit.core.nearest import nearest
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import cache_folder
 from attnkit.tasks.node_classification.data import GraphDataModule
@@ -113,8 +113,7 @@ def _dataset(name: str) -> type[Dataset]:
     from torch_geometric import datasets
 
     if name not in datasets.__all__:
-        close = get_close_matches(str(name), datasets.__all__, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = nearest(name, datasets.__all__)
         raise ValueError(f"name: torch_geometric.datasets has no {name!r}{hint}")
     found = getattr(datasets, name)
     if not (inspect.isclass(found) and issubclass(found, Dataset)):

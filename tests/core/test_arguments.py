@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnkit.core.arguments import at_least, choice, divides, odd, pair, positive, share
+from attnkit.core.arguments import at_least, choice, divides, odd, pair, positive, share, up_to_1
 
 
 def test_what_is_right_passes():
@@ -11,6 +11,7 @@ def test_what_is_right_passes():
     positive(temperature=0.1, softcap=None, bandwidth=torch.tensor(-1.0))
     odd(kernel_size=7)
     share(dropout_p=0, drop_path=0.999)
+    up_to_1(strength=1, crop_pct=None)
     choice(("sum", "max", None), mode=None)
     divides("num_heads", 3, dim=12, key_dim=3)
     assert (pair("size", 3), pair("size", [4, 5])) == ((3, 3), (4, 5))
@@ -28,6 +29,9 @@ def test_what_is_right_passes():
         (lambda: odd(kernel_size=-1), "kernel_size: expected an odd number, got -1"),
         (lambda: share(dropout_p=1.0), "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
         (lambda: share(dropout_p=float("nan")), "dropout_p: expected 0 <= dropout_p < 1, got nan"),
+        (lambda: up_to_1(gamma=1.5), "gamma: expected 0 <= gamma <= 1, got 1.5"),
+        (lambda: up_to_1(gamma=float("nan")), "gamma: expected 0 <= gamma <= 1, got nan"),
+        (lambda: choice(("a",), kind="b"), "kind: expected 'a', got 'b'"),
         (lambda: choice(("a", "b", None), kind="c"), "kind: expected 'a', 'b' or None, got 'c'"),
         (lambda: choice(("a", "b"), kind=["a"]), r"kind: expected 'a' or 'b', got \['a'\]"),
         (lambda: divides("heads", 5, dim=12), "heads: 5 does not divide dim 12"),

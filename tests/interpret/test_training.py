@@ -21,7 +21,6 @@ import attnkit
 from attnkit import Interpret
 from attnkit.interpret import training
 from attnkit.lightning import MetricsCSV, UserError
-from attnkit.lightning.build.renamed import current
 from attnkit.lightning.explained import Explained
 from attnkit.models.captioning.word_decoder import END, PAD
 
@@ -318,12 +317,6 @@ def test_a_layer_that_cannot_be_drawn_is_said_before_training(vit, loader, train
         Interpret(trust="some")
 
 
-def test_the_former_name_says_the_new_one():
-    with pytest.raises(ImportError, match=r"attnkit.lightning.AttentionMaps is attnkit.Interpret"):
-        from attnkit.lightning import AttentionMaps as _  # noqa: F401
-    assert current("attnkit.lightning.AttentionMaps") == "attnkit.Interpret"
-
-
 def test_what_it_does_not_show_is_refused_before_training(vit, loader, trainer):
     module = vit()
     with pytest.raises(
@@ -339,7 +332,7 @@ def test_what_it_does_not_show_is_refused_before_training(vit, loader, trainer):
     sharded = SimpleNamespace(strategy=object.__new__(FSDPStrategy))
     with pytest.raises(UserError, match="Interpret: expected a strategy that keeps all weights"):
         Interpret().setup(sharded, module, "fit")
-    with pytest.raises(ValueError, match="every_n_epochs: expected 1 or more, got 0"):
+    with pytest.raises(ValueError, match="every_n_epochs: expected at least 1, got 0"):
         Interpret(every_n_epochs=0)
 
 

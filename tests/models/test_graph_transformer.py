@@ -114,17 +114,6 @@ def test_kernels_and_gradients():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_checkpoint_of_version_0_1_loads():
-    model = make()
-    state = model.state_dict()
-    former = {name.replace(".global_attention.", ".everywhere."): t for name, t in state.items()}
-    assert sum(".everywhere." in name for name in former) == 2 * 4
-    fresh = GraphTransformer(IN, HIDDEN, CLASSES, num_layers=2, heads=3, edge_dim=EDGE_DIM)
-    fresh.double().load_state_dict(former)
-    for name, tensor in fresh.state_dict().items():
-        assert torch.equal(tensor, state[name]), name
-
-
 def test_pooling_is_attention_over_each_graph():
     torch.manual_seed(0)
     pool = GraphPool(HIDDEN, 3).double()

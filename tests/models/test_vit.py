@@ -259,16 +259,3 @@ def test_wrong_images_and_sizes_are_named(images):
         ViT.from_size("huge")
     with pytest.raises(ValueError, match="patch_size: 4 x 4 does not divide image_size 13 x 13"):
         model.resize(image_size=13)
-
-
-def test_a_checkpoint_of_version_0_1_loads():
-    state = make(positions="factorized2d").state_dict()
-    former = {
-        f"model.{name.replace('factorized_positions', 'position_tables')}": tensor
-        for name, tensor in state.items()
-    }
-    assert {"model.position_tables.row_table", "model.position_tables.column_table"} <= set(former)
-    module = nn.ModuleDict({"model": ViT(**SMALL, positions="factorized2d")})
-    module.load_state_dict(former)
-    for name, tensor in module["model"].state_dict().items():
-        assert torch.equal(tensor, state[name]), name

@@ -600,7 +600,7 @@ def test_names_and_options(monkeypatch):
     ("change", "error", "message"),
     [
         ({"attention": "sqeeze"}, ValueError,
-         "attention: expected one of squeeze, narrow, got 'sqeeze'; did you mean 'squeeze'"),
+         r"attention: expected one of squeeze, narrow, got 'sqeeze'; did you mean squeeze\?"),
         ({"attention": "squeeze", "reduction": 8}, TypeError,
          r"SEModule: .*'reduction'; it takes rd_ratio, rd_channels"),
         ({"attention": SEModule(64)}, TypeError, "got the module SEModule itself"),

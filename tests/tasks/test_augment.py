@@ -144,7 +144,7 @@ def test_erasing_blackens_a_rectangle():
         ({"scale": 1}, "scale"),
         ({"crop_min_area": 0}, "crop_min_area"),
         ({"randaugment_magnitude": 31}, "randaugment_magnitude"),
-        ({"policy": "rand"}, "policy: expected randaugment, trivial, autoaugment or augmix"),
+        ({"policy": "rand"}, "policy: expected 'randaugment', 'trivial', 'autoaugment'"),
         ({"randaugment_num_ops": 3}, "randaugment_num_ops: needs policy='randaugment', got None"),
         ({"policy": "trivial", "randaugment_magnitude": 3}, "randaugment_magnitude: needs policy"),
         ({"color_jitter": -1}, "color_jitter"),

@@ -150,12 +150,12 @@ def test_gatv2_can_and_gat_cannot(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 1}, "k: expected 2 or more, got 1"),
-        ({"num_graphs": 2}, "num_graphs: expected 3 or more"),
-        ({"batch_size": 0}, "batch_size: expected 1 or more"),
-        ({"num_workers": -1}, "num_workers: expected 0 or more"),
-        ({"seed": -1}, "seed: expected 0 or more"),
-        ({"values": "free"}, "values: expected permutation or independent, got 'free'"),
+        ({"k": 1}, "k: expected at least 2, got 1"),
+        ({"num_graphs": 2}, "num_graphs: expected at least 3"),
+        ({"batch_size": 0}, "batch_size: expected at least 1"),
+        ({"num_workers": -1}, "num_workers: expected at least 0"),
+        ({"seed": -1}, "seed: expected at least 0"),
+        ({"values": "free"}, "values: expected 'permutation' or 'independent', got 'free'"),
         ({"val_fraction": 0.0}, "val_fraction, test_fraction: expected above 0"),
     ],
 )

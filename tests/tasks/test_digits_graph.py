@@ -218,15 +218,15 @@ def test_nothing_odd_is_in_our_own_data():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 0}, "k: expected 1 or more, got 0"),
-        ({"num_val": 0}, "num_val: expected 1 or more"),
-        ({"split": -1}, "split: expected 0 or more, got -1"),
-        ({"batch_size": 0}, "batch_size: expected 1 or more, got 0"),
+        ({"k": 0}, "k: expected at least 1, got 0"),
+        ({"num_val": 0}, "num_val: expected at least 1"),
+        ({"split": -1}, "split: expected at least 0, got -1"),
+        ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
         ({"num_neighbors": []}, "num_neighbors: expected a number per layer"),
         ({"num_neighbors": [3, -2]}, "num_neighbors: expected a number per layer"),
-        ({"sampler": "dgl"}, "sampler: expected attnkit or pyg, got 'dgl'"),
-        ({"num_workers": -1}, "num_workers: expected 0 or more"),
-        ({"seed": -1}, "seed: expected 0 or more"),
+        ({"sampler": "dgl"}, "sampler: expected 'attnkit' or 'pyg', got 'dgl'"),
+        ({"num_workers": -1}, "num_workers: expected at least 0"),
+        ({"seed": -1}, "seed: expected at least 0"),
     ],
 )
 def test_wrong_arguments_are_named(options, message):

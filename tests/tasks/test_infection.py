@@ -76,8 +76,8 @@ def test_two_ways_of_one_length_are_no_truth_and_nor_is_what_they_lead_to():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_nodes": 1}, "num_nodes: expected 2 or more"),
-        ({"max_distance": 0}, "max_distance: expected 1 or more"),
+        ({"num_nodes": 1}, "num_nodes: expected at least 2"),
+        ({"max_distance": 0}, "max_distance: expected at least 1"),
         ({"num_nodes": 10, "mean_degree": 12.0}, "mean_degree: expected above 0, at most 9"),
         ({"mean_degree": 0.0}, "mean_degree: expected above 0"),
         ({"num_infected": 2000}, "num_infected: expected 1 to 1999"),

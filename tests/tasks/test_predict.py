@@ -80,8 +80,8 @@ def test_only_broken_files_give_no_rows(tmp_path, task, capfd):
         ({"image_size": None}, "image_size: expected the side the model was trained on, got None"),
         ({"image_size": 1}, "image_size: expected"),
         ({"in_channels": 2}, "in_channels: expected 1 or 3, got 2"),
-        ({"batch_size": 0}, "batch_size: expected 1 or more, got 0"),
-        ({"num_workers": -1}, "num_workers: expected 0 or more, got -1"),
+        ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
+        ({"num_workers": -1}, "num_workers: expected at least 0, got -1"),
     ],
     ids=str,
 )

@@ -328,9 +328,9 @@ def test_scenes_keep_their_meaning_at_any_size():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_train": 0}, "num_train: expected 1 or more, got 0"),
-        ({"num_test": -1}, "num_test: expected 1 or more, got -1"),
-        ({"image_size": 16}, "image_size: expected 24 or more, got 16"),
+        ({"num_train": 0}, "num_train: expected at least 1, got 0"),
+        ({"num_test": -1}, "num_test: expected at least 1, got -1"),
+        ({"image_size": 16}, "image_size: expected at least 24, got 16"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -100,7 +100,7 @@ def test_numbers_of_words():
 def test_rare_words_are_unknown():
     tokenizer = WordTokenizer.build(CAPTIONS, min_count=2)
     assert tokenizer.words == ["a", "dog"]
-    with pytest.raises(ValueError, match="min_count: expected 1 or more, got 0"):
+    with pytest.raises(ValueError, match="min_count: expected at least 1, got 0"):
         WordTokenizer.build(CAPTIONS, min_count=0)
 
 
@@ -182,7 +182,7 @@ class TestBPE:
         assert len(BPETokenizer.build(CAPTIONS, size=300, min_count=99)) == 260
 
     def test_bad_arguments(self):
-        with pytest.raises(ValueError, match="size: expected 260 or more, got 100"):
+        with pytest.raises(ValueError, match="size: expected at least 260, got 100"):
             BPETokenizer.build(CAPTIONS, size=100)
         with pytest.raises(ValueError, match="data: not a tokenizer of the library"):
             BPETokenizer("{}")

@@ -17,10 +17,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from attnkit.core.capture.calls import AttentionCall
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
-from attnkit.core.interface import interface_handled
 from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, tell_missed, unheard
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Causal, Padding
+from attnkit.core.running import interface_handled
 from attnkit.core.scores.kinds import ScaledDot
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}

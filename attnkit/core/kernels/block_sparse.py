@@ -42,7 +42,7 @@ from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.sequences import Packed, Window
 from attnkit.core.operators.modes import is_plain
 from attnkit.core.operators.precision import cast_bias, wide
-from attnkit.core.threads import TASKS_PAY, run_tasks
+from attnkit.core.operators.threads import TASKS_PAY, run_tasks
 
 PAYS = 2**22  # products query · key of a full matrix, before which nothing is planned
 MOST_WIDTH = 1024  # numbers of a token, in all heads and items of a call

@@ -30,7 +30,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from attnkit.launch.command import QUESTION_MARKS, nearest, quoted
+from attnkit.core.nearest import nearest
+from attnkit.launch.command import QUESTION_MARKS, quoted
 from attnkit.launch.config._hydra import (
     ConfigLoaderImpl,
     Hydra,

@@ -113,14 +113,12 @@ OBJECTS = (
     "export", "explain", "optimizer", "scheduler", "finetune",
 )  # fmt: skip
 
-# Keys that are looked for in the wrong place or are gone, and what to write instead.
+# Keys that are looked for in the wrong place, and what to write instead.
 INSTEAD = {
     "layer_decay": "finetune.layer_decay",
     "head_lr": "finetune.head_lr",
-    "group_size": "leave it out: augmentation is drawn for each image",
     "freeze": "finetune=head, last_blocks, lora or bitfit",
     "nodes": "of run=explain: explain.nodes=[12,51]",
-    "inspect": "run=explain explain.trust=none explain.layer=-1",
 }
 
 # Nodes that hold several objects by name.

@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from attnkit.lightning.build.renamed import current
-
 MAX_HOPS = 12  # re-exports and base classes followed before giving up
 
 
@@ -183,7 +181,7 @@ def _collect(body: list[ast.stmt], names: dict[str, ast.AST]) -> None:
 
 def _find(dotted: str) -> tuple[ast.AST, Module] | None:
     """The definition at `package.module.Name[.attribute]`, following re-exports."""
-    parts = current(dotted).split(".")
+    parts = dotted.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         module = _module(".".join(parts[:cut]))
         if module is None:

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from attnkit.launch.command import nearest
+from attnkit.core.nearest import nearest
 from attnkit.launch.config import annotations, schema, signatures
 from attnkit.launch.config.signatures import Signature
 from attnkit.launch.config.sources import Origins

@@ -258,12 +258,9 @@ def _summarise(job: Job) -> dict[str, float]:
     shared = set.intersection(*map(set, parts))
     results: dict[str, float] = {}
     for key in sorted(shared - {"num_seeds"}):
-        is_spread = key.endswith("_std") and key.removesuffix("_std") in shared
-        if is_spread and len(parts) == 1:  # that a former version wrote
-            continue
         values = [part[key] for part in parts]
         results[key] = statistics.fmean(values) if len(parts) > 1 else values[0]
-        if len(parts) > 1 and key.startswith(SPREAD) and not is_spread:
+        if len(parts) > 1 and key.startswith(SPREAD):
             results[f"{key}_std"] = statistics.stdev(values)
     if retries := sum(part.get(oom.RETRIES, 0) for part in parts):
         results[oom.RETRIES] = retries

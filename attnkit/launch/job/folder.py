@@ -171,7 +171,6 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not valid YAML: {first_line(error)}") from error
     if not isinstance(config, dict) or "task" not in config:
         raise UserError(f"{path}: not the configuration of a run")
-    config.pop("inspect", None)  # version 0.1 had a kind of run for it
     return config
 
 
@@ -198,10 +197,7 @@ def save_results(folder: Path, results: Mapping[str, float]) -> None:
 
 def load_state(folder: Path) -> dict[str, Any]:
     """state.json: `state`, and of a run that is done `ended_by`, `epochs` and `steps`."""
-    if state := _load_json(folder / STATE):
-        return state
-    results = load_results(folder)  # of a run from before there was a state.json
-    return {**results, "state": DONE, "ended_by": "max_epochs"} if "num_seeds" in results else {}
+    return _load_json(folder / STATE)
 
 
 def save_state(folder: Path, state: str, **facts: Any) -> None:

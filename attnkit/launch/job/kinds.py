@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from attnkit.launch.command import nearest
+from attnkit.core.nearest import nearest
 from attnkit.lightning.errors import UserError
 
 _ALWAYS = frozenset({"run", "task", "experiment", "allow", "vars"})
@@ -150,10 +150,6 @@ KINDS = {
 }
 
 
-# What is not a kind of run though its name is a likely guess, and what to type.
-_INSTEAD = {"inspect": "\n  where a model looks: run=explain explain.trust=none"}
-
-
 def kind_of(name: Any) -> Kind:
     """The kind of run of this name.
 
@@ -162,8 +158,7 @@ def kind_of(name: Any) -> Kind:
     """
     if name not in KINDS:
         kinds = ", ".join(KINDS)
-        hint = _INSTEAD.get(name) or nearest(name, KINDS)
-        raise UserError(f"run: expected one of {kinds}, got {name!r}{hint}")
+        raise UserError(f"run: expected one of {kinds}, got {name!r}{nearest(name, KINDS)}")
     return KINDS[name]
 
 

@@ -332,13 +332,8 @@ def _evaluation(request: Request) -> Job:
         saved = {**literal(folders.relocate(saved, home, folder)), **CONTROLS}
         # A quick look at training is no reason to test or predict on a part of the images.
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
-        if saved.get("export") is None:  # the run is older than it
-            saved["export"] = OmegaConf.to_container(given["export"], resolve=False)
         explain = given.get("explain")  # what to do with a saved run is not taken over from it
         saved["explain"] = explain and OmegaConf.to_container(explain, resolve=False)
-        if "predict" in request.kind.uses and saved.get("predict") is None:  # the run is older
-            usual = request.composer.compose([f"task={saved['task']}"]).get("predict")
-            saved["predict"] = usual and OmegaConf.to_container(usual, resolve=False)
         config = request.composer.overlay(saved, request.overrides)
         request = request.on(home)
     request = replace(request, config=config)

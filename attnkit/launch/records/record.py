@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from attnkit.launch.command import command_line, nearest, setting
+from attnkit.core.nearest import nearest
+from attnkit.launch.command import command_line, setting
 from attnkit.launch.config.annotations import accepts, expected
 from attnkit.launch.config.signatures import known
 from attnkit.launch.config.sources import short

@@ -21,7 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from attnkit.launch.command import key_of, nearest
+from attnkit.core.nearest import nearest
+from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import is_launcher, settings
 from attnkit.launch.errors import INTERRUPTED

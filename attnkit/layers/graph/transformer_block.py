@@ -1,6 +1,6 @@
 """The block of a graph transformer, and what reads graphs or edges out of nodes."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.projections import rename_tensors
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.tokens.block import Activation, make_mlp
 from attnkit.layers.tokens.pooling import AttentionPool
@@ -109,11 +108,6 @@ class GraphTransformerBlock(nn.Module):
         if self.global_attention is not None:
             x = x + self.dropout(self.global_attention(normed[None], mask=mask)[0])
         return x + self.mlp(self.mlp_norm(x))
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        # of version 0.1
-        rename_tensors(state, f"{prefix}everywhere.", f"{prefix}global_attention.")
-        super()._load_from_state_dict(state, prefix, *args)
 
 
 class GraphPool(AttentionPool):

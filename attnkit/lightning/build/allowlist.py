@@ -8,10 +8,9 @@ be walked through or be where a class is written.
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from attnkit.lightning.build.renamed import current
+from attnkit.core.nearest import nearest
 
 # Modules, with all below them; on the way to them one may only pass (`lightning.Trainer`).
 HOMES = (
@@ -136,7 +135,6 @@ def own(packages: Iterable[str]) -> tuple[str, ...]:
 
 def objection(target: Any, trusted: Sequence[str] = ()) -> str | None:
     """Why a `_target_` may not be built, as far as its name tells; None if it doesn't."""
-    target = current(target) if isinstance(target, str) else target
     package, *inner = target.split(".") if isinstance(target, str) else [""]
     if (
         not inner
@@ -162,8 +160,7 @@ def objection(target: Any, trusted: Sequence[str] = ()) -> str | None:
     parents = [target.rsplit(".", n)[0] for n in range(len(inner), 0, -1)]
     if closed := next((p for p in parents if not is_place(p)), None):
         places = [home for home in HOMES if home.startswith(f"{package}.")]
-        close = get_close_matches(closed, places, n=1, cutoff=0.85)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = nearest(closed, places, cutoff=0.85)
         return (
             f"{target} may not be built from a configuration{hint}\n"
             f"  of {package}, allowed are {', '.join(places)}"

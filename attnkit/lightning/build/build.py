@@ -7,18 +7,18 @@ called with. The tables are in allowlist.py.
 
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import resolve_name
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+from attnkit.core.nearest import nearest
 from attnkit.lightning.build import allowlist
 from attnkit.lightning.build.allowlist import FUNCTIONS, KINDS, PACKAGES
-from attnkit.lightning.build.renamed import current, without_former_default
 from attnkit.lightning.errors import RunError, UserError, first_line
 
 _allowed: ContextVar[tuple[str, ...]] = ContextVar("attnkit_allowed_packages", default=())
@@ -92,7 +92,6 @@ def _call(arguments: dict[str, Any], trusted: tuple[str, ...], at: str) -> Any:
     if not isinstance(positional, (list, tuple)):
         raise UserError(f"{at}._args_: expected a list, got {type(positional).__name__}")
     called = find(target, trusted, where)
-    arguments = without_former_default(target, arguments)
     foreign = called.__module__.partition(".")[0] in PACKAGES
     if foreign and (problem := _refused_argument(called, positional, arguments)):
         raise UserError(f"{at or 'config'}: {target}: {problem}")
@@ -115,7 +114,7 @@ def find(target: Any, trusted: Sequence[str] = (), where: str = "_target_") -> A
     trusted = allowlist.own(trusted)
     if problem := allowlist.objection(target, trusted):
         raise UserError(f"{where}: {problem}")
-    found = _walk(current(target), trusted, where)
+    found = _walk(target, trusted, where)
     if not callable(found):
         raise UserError(f"{where}: {target} is a {type(found).__name__}, expected a class")
     home = str(getattr(found, "__module__", None))
@@ -157,25 +156,29 @@ def _walk(target: str, trusted: tuple[str, ...], where: str) -> Any:
         elif inspect.isclass(found) and hasattr(found, part):
             found = getattr(found, part)
         else:
-            raise UserError(f"{where}: {at} does not exist{_nearest(part, found)}")
+            raise UserError(f"{where}: {at} does not exist{nearest(part, dir(found))}")
     return found
 
 
 def _imported(name: str, at: str, where: str, parent: ModuleType | None) -> ModuleType:
     part = name.rpartition(".")[2]
     if name.count(".") and not hasattr(parent, "__path__"):
-        raise UserError(f"{where}: {at} does not exist{_nearest(part, parent)}")
+        raise UserError(f"{where}: {at} does not exist{nearest(part, dir(parent))}")
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name and error.name != name and not name.startswith(f"{error.name}."):
             raise UserError(f"{where}: {at} needs {error.name}: not installed") from error
-        raise UserError(f"{where}: {at} does not exist{_nearest(part, parent)}") from None
+        raise UserError(f"{where}: {at} does not exist{nearest(part, dir(parent))}") from None
 
 
-@functools.cache
 def _kinds() -> tuple[type, ...]:
-    return tuple(map(resolve_name, KINDS))
+    """The kinds, without those of ours whose file is not imported: nothing is one of them yet."""
+    return tuple(
+        resolve_name(kind)
+        for kind in KINDS
+        if not kind.startswith("attnkit.") or kind.rpartition(".")[0] in sys.modules
+    )
 
 
 def _is_listed(found: Any) -> bool:
@@ -184,7 +187,8 @@ def _is_listed(found: Any) -> bool:
         return False
     package = found.__module__.partition(".")[0]
     names = (name for name in FUNCTIONS if name.partition(".")[0] == package)
-    return any(found == _walk(name, (), name) for name in names)
+    alike = (name for name in names if name.rpartition(".")[2] == found.__name__)
+    return any(found == _walk(name, (), name) for name in alike)
 
 
 def _refused_argument(
@@ -197,8 +201,3 @@ def _refused_argument(
     else:
         given = {**bound.arguments, **bound.kwargs}
     return allowlist.refused_argument(called.__name__, given)
-
-
-def _nearest(name: str, within: Any) -> str:
-    close = get_close_matches(name, dir(within), n=1) if within is not None else []
-    return f"; did you mean {close[0]}?" if close else ""

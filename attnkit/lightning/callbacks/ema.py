@@ -7,7 +7,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from attnkit.lightning.arguments import shares_below_1
+from attnkit.core.arguments import share
 
 
 class EMA(WeightAveraging):
@@ -32,7 +32,7 @@ class EMA(WeightAveraging):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        shares_below_1(decay=decay)
+        share(decay=decay)
         self.decay = decay
         self._swapped = False
         super().__init__(multi_avg_fn=self._average)

@@ -5,16 +5,17 @@ import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from attnkit.lightning.files import in_log_folder, replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 History = dict[str, list[tuple[float, float]]]
 """For each metric, (epoch, value) in order."""
@@ -99,8 +100,10 @@ class LearningCurves(Callback):
     on_exception: Any = _draw
 
 
-def draw_curves(history: History) -> Figure:
+def draw_curves(history: History) -> "Figure":
     """One panel for each name after the slash, one line for each stage before it; loss first."""
+    from matplotlib.figure import Figure
+
     names = sorted({_panel_of(name) for name in history}, key=lambda n: (n != "loss", n))
     columns = 2 if len(names) == 4 else min(len(names), 3)
     rows = -(-len(names) // columns)
@@ -124,7 +127,9 @@ def _panel_of(name: str) -> str:
     return "loss" if name == PLAIN else name.partition("/")[2]
 
 
-def _draw_panel(panel: Axes, name: str, history: History) -> None:
+def _draw_panel(panel: "Axes", name: str, history: History) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for key in sorted(key for key in history if _panel_of(key) == name):
         points, stage = history[key], key.partition("/")[0]
         if points:

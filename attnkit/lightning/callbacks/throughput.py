@@ -9,8 +9,8 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from attnkit.core.arguments import at_least
 from attnkit.lightning._private import leaves, log_again
-from attnkit.lightning.arguments import at_least
 
 
 def num_samples(batch: Any) -> int:

@@ -17,8 +17,8 @@ from torchmetrics.classification import (
     MulticlassStatScores,
 )
 
+from attnkit.core.arguments import at_least
 from attnkit.lightning import _private as private
-from attnkit.lightning.arguments import at_least
 from attnkit.lightning.callbacks.class_report import ClassScore, class_scores, show_class_scores
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule

@@ -20,8 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from attnkit.finetune.record import finetuned
 from attnkit.lightning.build.build import build
-from attnkit.lightning.build.renamed import renewed
-from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.as_built import NetworkAsBuilt, shapes_of
 from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
@@ -116,6 +114,8 @@ class TaskModule(KnowsItsTraining):
         if self._built is not None:
             callbacks.append(NetworkAsBuilt(self._built))
         if found and found[2].options.get("cache"):
+            from attnkit.lightning.callbacks.cached_features import CachedFeatures
+
             callbacks.append(CachedFeatures())
         if type(self).configure_optimizers is not TaskModule.configure_optimizers:
             callbacks.append(RatesAreHeeded())
@@ -173,7 +173,7 @@ class TaskModule(KnowsItsTraining):
             given.update(arguments)
         if given.get("finetune") is None:  # not every subclass has it
             given.pop("finetune", None)
-        plain = {name: renewed(untrained(_plain(value))) for name, value in given.items()}
+        plain = {name: untrained(_plain(value)) for name, value in given.items()}
         objects = [name for name, value in plain.items() if value is _NOT_PLAIN]
         objects += [] if "finetune" in plain else ["finetune"]
         self.save_hyperparameters(ignore=objects, frame=frame, logger=False)

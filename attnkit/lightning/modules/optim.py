@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 
-from attnkit.lightning.arguments import at_least, one_of
+from attnkit.core.arguments import at_least, choice
 
 Coefficients = Literal["original", "quintic", "polar_express", "polar_express_safer"]
 
@@ -39,7 +39,7 @@ def muon(
     Raises:
         ValueError: a number that is out of its range, or coefficients of another name.
     """
-    one_of(get_args(Coefficients), ns_coefficients=ns_coefficients)
+    choice(get_args(Coefficients), ns_coefficients=ns_coefficients)
     at_least(1, ns_steps=ns_steps)
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}")

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from attnkit.lightning.arguments import at_least, shares, shares_below_1
+from attnkit.core.arguments import at_least, share, up_to_1
 from attnkit.lightning.best import Mode, mode_for
 
 
@@ -39,7 +39,7 @@ def warmup_cosine(
         warmup_steps: steps, in place of the share.
         min_lr_fraction: learning rate at the end, relative to the highest, in [0, 1].
     """
-    shares(min_lr_fraction=min_lr_fraction)
+    up_to_1(min_lr_fraction=min_lr_fraction)
     warmup = _warmup(total_steps, steps_per_epoch, warmup_fraction, warmup_epochs, warmup_steps)
 
     def after(step: int) -> float:
@@ -70,7 +70,7 @@ def warmup_polynomial(
     The other arguments are those of `warmup_cosine`.
     """
     at_least(0, power=power)
-    shares(min_lr_fraction=min_lr_fraction)
+    up_to_1(min_lr_fraction=min_lr_fraction)
     warmup = _warmup(total_steps, steps_per_epoch, warmup_fraction, warmup_epochs, warmup_steps)
 
     def after(step: int) -> float:
@@ -105,7 +105,7 @@ def warmup_step(
 
     The other arguments are those of `warmup_cosine`.
     """
-    shares(gamma=gamma)
+    up_to_1(gamma=gamma)
     if at_epochs is not None and every_epochs is not None:
         raise ValueError("at_epochs: replaces every_epochs; give only one of the two")
     if every_epochs is not None and every_epochs <= 0:
@@ -156,7 +156,7 @@ def _warmup(
     """Steps of the warm-up."""
     at_least(1, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
     at_least(0, warmup_epochs=epochs, warmup_steps=steps)
-    shares_below_1(warmup_fraction=fraction)
+    share(warmup_fraction=fraction)
     if epochs is not None and steps is not None:
         raise ValueError("warmup_steps: replaces warmup_epochs; give only one of the two")
     if steps is not None:

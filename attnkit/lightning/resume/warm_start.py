@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnkit.core.positions.absolute import resize_positions
-from attnkit.finetune.low_rank import merge_state_dict
 from attnkit.finetune.order import head_of
 from attnkit.finetune.record import finetuned
 from attnkit.lightning.errors import UserError, first_line
@@ -98,6 +97,8 @@ def _read(
     """The tensors, the hyper-parameters where there are some, and what is known of its training, by
     `training_of`."""
     if _is_checkpoint(given):
+        from attnkit.finetune.low_rank import merge_state_dict
+
         checkpoint = checkpoints.load(given)
         arguments = checkpoint.get("hyper_parameters") or {}
         try:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch_geometric.data import Data
 
-from attnkit.lightning.arguments import existing
+from attnkit.core.arguments import existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.data import GraphDataModule
 from attnkit.tasks.node_classification.files.arrays import Part, Parts

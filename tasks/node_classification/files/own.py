@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch_geometric.data import Data
 
-from attnkit.lightning.arguments import held_out
+from attnkit.core.arguments import held_out
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.node_classification.checks import SPLITS
 from attnkit.tasks.node_classification.data import GraphDataModule

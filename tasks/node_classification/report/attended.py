@@ -9,11 +9,11 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, distributed, nn
 from torch_geometric.data import Data
 
+from attnkit.core.arguments import at_least, choice
 from attnkit.core.capture.calls import Call, EdgeCall
 from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import undisturbed
-from attnkit.lightning.arguments import at_least, one_of
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import write_csv
 from attnkit.tasks.node_classification.data import FullGraph
@@ -66,7 +66,7 @@ class NodePredictions(Callback):
         heads: Literal["mean", "each"] = "mean",
     ) -> None:
         at_least(1, top_k=top_k)
-        one_of(("mean", "each"), heads=heads)
+        choice(("mean", "each"), heads=heads)
         self.path = Path(folder).expanduser().absolute() / "attention.csv"
         self.attention = attention
         self.top_k = top_k

@@ -91,8 +91,6 @@ SHIPPED = [
     # what contradicts itself
     ("run=test", "run=test: needs ckpt=PATH"),
     ("run=predict ckpt={file}", "run=predict: needs images=PATH"),
-    ("run=inspect ckpt={file}", "where a model looks: run=explain explain.trust=none"),
-    ("inspect.layer=1", "run=explain explain.trust=none explain.layer=-1"),
     ("task=channel attention=none attention.reduction=3", "attention=none has no options"),
     ("ckpt={file}", "has no effect in run=train; only in run=test, predict, explain, exp"),
     ("images={file}", "has no effect in run=train; only in run=predict, explain"),

@@ -54,7 +54,7 @@ def test_nothing_hostile_is_built_run_or_imported(tmp_path):
 ALIASES = [
     "attnkit.ViT", "attnkit.MultiHeadAttention", "attnkit.lightning.EMA", "attnkit.ViT",
     "attnkit.lightning.MetricsCSV", "attnkit.lightning.Progress",
-    "attnkit.launch.pruning.Pruning",
+    "attnkit.lightning.Pruning",
     "attnkit.tasks.image_classification.DigitsData", "lightning.Trainer", "lightning.Callback",
     "lightning.pytorch.Trainer", "lightning.pytorch.callbacks.EarlyStopping",
     "lightning.pytorch.loggers.CSVLogger", "lightning.pytorch.loggers.TensorBoardLogger",

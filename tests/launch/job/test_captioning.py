@@ -157,7 +157,7 @@ WRONG = [
     slow("data=caption_csv data.table={folder}/no.csv", "table: no such file: {folder}/no.csv"),
     slow("data=coco_captions data.images={folder}", "data.annotations: a value is needed"),
     ("data.min_count=1000", "data.min_count: no word occurs 1000 times"),
-    slow("data.max_words=2", "max_words: expected 3 or more, got 2"),
+    slow("data.max_words=2", "max_words: expected at least 3, got 2"),
     slow("data.bpe_size=300", "bpe_size: needs tokenizer=bpe"),
     slow("data.test_fraction=0.2", "test_fraction: scenes are generated, not split"),
     # parts that do not fit

@@ -119,7 +119,6 @@ def test_other_tasks(attnkit, task):
         ("finetune=lora finetune.ranks=4", "no such key; did you mean rank?"),
         ("finetune=dora", "finetune has no choice 'dora'; did you mean lora?"),
         ("task=channel finetune=lora", "has no linear layer that LoRA can adapt"),
-        ("+data.augment.group_size=4", "Augment has no such key; leave it out: augmentation is"),
         ("optimizer.layer_decay=0.75", "torch.optim.AdamW has no such key; finetune.layer_decay"),
         pytest.param(
             "finetune=last_blocks finetune.num_blocks=9",

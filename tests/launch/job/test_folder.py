@@ -203,23 +203,3 @@ def test_seconds_of_seeds_add_up(mine):
     assert mine("run_dir=run", "trainer.max_epochs=1", "seeds=2").code == 0
     parts = [folders.load_results(Path(f"run/seed_{seed}"))["seconds"] for seed in range(2)]
     assert folders.load_results(Path("run"))["seconds"] == pytest.approx(sum(parts), abs=0.02)
-
-
-def test_spreads_are_not_spread_again(mine):
-    """A run that goes on may have spreads in its results already; one run has none."""
-    assert mine("run_dir=run", "trainer.max_epochs=1").code == 0
-    results = folders.load_results(Path("run"))
-    assert not [name for name in results if name.endswith("_std")]
-    folders.save_results(Path("run"), {**results, "test/loss_std": 0.0})
-    assert mine("resume=run", "trainer.max_epochs=2").code == 0
-    assert not [name for name in folders.load_results(Path("run")) if name.endswith("_std")]
-
-
-def test_a_run_of_before_there_was_a_state(mine):
-    assert mine("run_dir=run", "trainer.max_epochs=1").code == 0
-    Path("run/state.json").unlink()
-    assert folders.is_finished(Path("run"))
-    assert "finished already" in mine("resume=run").out
-    assert mine("resume=run", "trainer.max_epochs=2").code == 0
-    assert figures()[0] == 2
-    assert folders.load_state(Path("run"))["epochs"] == 2

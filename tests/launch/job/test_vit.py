@@ -109,17 +109,12 @@ def test_predict(attnkit, trained, tmp_path):
     assert f"nothing in {images / 'broken.png'} could be predicted" in done.err
 
 
-def test_the_layers_of_a_run_of_version_0_1(attnkit, trained, tmp_path):
-    """Its configuration has the key `inspect`, of a kind of run that was."""
+def test_the_layers_of_a_run_are_drawn(attnkit, trained, tmp_path):
     for number, pixels in enumerate(load_digits().images[:3]):
         (tmp_path / f"images/{number}").mkdir(parents=True)
         image = Image.fromarray((pixels * 255 / 16).astype("uint8"))
         image.save(tmp_path / f"images/{number}/it.png")
-    shutil.copytree(trained, "old")
-    config = yaml.safe_load(Path("old/config.yaml").read_text())
-    config["inspect"] = {"_target_": "attnkit.AttentionMaps", "layer": -1}
-    Path("old/config.yaml").write_text(yaml.safe_dump(config))
-    given = ("run=explain", "ckpt=old", f"images={tmp_path}/images", "explain.trust=none")
+    given = ("run=explain", f"ckpt={trained}", f"images={tmp_path}/images", "explain.trust=none")
     done = attnkit(*given, "explain.layer=*", "run_dir=seen")
     assert done.code == 0, done.err
     assert Image.open("seen/layers.png").width > 500

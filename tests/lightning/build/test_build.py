@@ -138,12 +138,3 @@ def test_a_constructors_error_is_chained():
     with pytest.raises(UserError) as raised:
         build({"_target_": "torch.nn.Linear"}, at="model")
     assert isinstance(raised.value.__cause__, TypeError)
-
-
-def test_a_former_default_is_left_out_with_a_warning():
-    """conf/model/vit.yaml gave position_std whatever the positions were, and old files hold it."""
-    node = {"_target_": "attnkit.models.vit.ViT", "positions": "sincos2d"}
-    with pytest.warns(UserWarning, match="position_std: 0.5 is left out"):
-        build({**node, "position_std": 0.5})
-    with pytest.raises(UserError, match="position_std: only 'learned'"):
-        build({**node, "position_std": 0.3})

@@ -105,5 +105,5 @@ def test_integers_are_copied(small_net, loader, make_trainer):
 
 
 def test_refuses():
-    with pytest.raises(ValueError, match=r"decay: expected a number in \[0, 1\), got 1"):
+    with pytest.raises(ValueError, match="decay: expected 0 <= decay < 1, got 1"):
         EMA(decay=1)

@@ -59,5 +59,5 @@ def test_samples_counted_by_the_user(clocked, loader, make_trainer):
 
 
 def test_refuses():
-    with pytest.raises(ValueError, match="skip_batches: expected 0 or more, got -1"):
+    with pytest.raises(ValueError, match="skip_batches: expected at least 0, got -1"):
         Throughput(skip_batches=-1)

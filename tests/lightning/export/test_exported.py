@@ -193,7 +193,7 @@ WRONG = {
     ),
     "shape": (lambda f: change(f, module__model__dim=48), r"size mismatch for model\."),
     "argument": (lambda f: change(f, module__nonsense=3), "nonsense"),
-    "value": (lambda f: change(f, module__num_classes=1), "num_classes: expected 2 or more"),
+    "value": (lambda f: change(f, module__num_classes=1), "num_classes: expected at least 2"),
     "number": (lambda f: change(f, module__mean=3), "TypeError"),
     "no such class": (lambda f: change(f, module__model___target_="attnkit.VIT"), "does not exist"),
     "no module class": (

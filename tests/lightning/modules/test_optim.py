@@ -105,8 +105,8 @@ def test_muon_goes_on_from_its_state():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ns_coefficients": "foo"}, "ns_coefficients: expected original, quintic"),
-        ({"ns_steps": 0}, "ns_steps: expected 1 or more, got 0"),
+        ({"ns_coefficients": "foo"}, "ns_coefficients: expected 'original', 'quintic'"),
+        ({"ns_steps": 0}, "ns_steps: expected at least 1, got 0"),
         ({"betas": [0.9]}, r"betas: expected two numbers in \[0, 1\)"),
         ({"betas": (0.9, 1.0)}, r"betas: expected two numbers in \[0, 1\)"),
         ({"momentum": 1.5}, "momentum"),

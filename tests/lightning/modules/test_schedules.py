@@ -55,7 +55,7 @@ def test_short_runs(total_steps):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"total_steps": 0}, "total_steps: expected 1 or more, got 0"),
+        ({"total_steps": 0}, "total_steps: expected at least 1, got 0"),
         ({"total_steps": 7, "warmup_fraction": 1.0}, "warmup_fraction: expected"),
         ({"total_steps": 7, "min_lr_fraction": 1.5}, "min_lr_fraction: expected"),
     ],
@@ -120,7 +120,7 @@ def test_a_warmup_in_steps_epochs_or_as_a_share(make, warmup):
             "warmup_steps: replaces warmup_epochs",
         ),
         (warmup_cosine, {"warmup_epochs": 1, "steps_per_epoch": None}, "warmup_epochs: needs"),
-        (warmup_cosine, {"warmup_steps": -1}, "warmup_steps: expected 0 or more"),
+        (warmup_cosine, {"warmup_steps": -1}, "warmup_steps: expected at least 0"),
         (warmup_polynomial, {"power": -1}, "power"),
         (warmup_step, {"at_epochs": [3], "every_epochs": 2}, "at_epochs: replaces every_epochs"),
         (warmup_step, {"every_epochs": 0}, "every_epochs: expected a number above 0"),

@@ -26,8 +26,8 @@ from attnkit.core.kernels.base import (
 from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results
 from attnkit.core.masks.edges import Edges
+from attnkit.core.operators.threads import run_tasks
 from attnkit.core.scores.additive import Additive
-from attnkit.core.threads import run_tasks
 
 LARGEST_DIM = 256
 WIDEST_DOT = 32  # above, torch's operators are faster: they read one table at a time

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from attnkit.core.threads import run_tasks
+from attnkit.core.operators.threads import run_tasks
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_tasks_in_a_forked_process():
     """Threads are not there after a fork: the child starts its own."""
     script = (
         "import os, sys, threading, time, torch\n"
-        "from attnkit.core.threads import run_tasks\n"
+        "from attnkit.core.operators.threads import run_tasks\n"
         "torch.set_num_threads(2)\n"
         "def names():\n"
         "    found = set()\n"

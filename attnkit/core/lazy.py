@@ -1,0 +1,53 @@
+"""Public tables of packages whose names are imported when they are first used.
+
+A package writes its names once, as imports that only type checkers run:
+
+    if TYPE_CHECKING:
+        from attnkit.layers.gates.bam import BAM
+    else:
+        __getattr__, __dir__ = lazy(__name__)
+
+so that `attnkit.layers.BAM` imports its file alone. Nothing of torch is imported.
+"""
+
+import ast
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+
+@cache
+def homes(package: str) -> dict[str, tuple[str, str]]:
+    """The names of a package's table: for each the module that has it, and its name there."""
+    spec: Any = sys.modules[package].__spec__
+    tree = ast.parse(spec.loader.get_source(package))
+    return {
+        alias.asname or alias.name: (node.module, alias.name)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package for the names of its table."""
+    names = vars(sys.modules[package])
+
+    def getattr_(name: str) -> Any:
+        if name not in homes(package):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, original = homes(package)[name]
+        home = vars(import_module(module))
+        # the name of a package's part may be that of a module
+        found = home[original] if original in home else import_module(f"{module}.{original}")
+        names[name] = found
+        return found
+
+    def dir_() -> list[str]:
+        return sorted({*names, *homes(package)})
+
+    return getattr_, dir_
