@@ -1,6 +1,7 @@
 """The command line: arguments, help, one run or a sweep, exit codes."""
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,13 @@ def main(argv: Sequence[str] | None = None, *, announce: bool = False) -> int:
     launcher = launched()
 
     def command() -> int:
-        return _main(sys.argv[1:] if argv is None else list(argv), launcher, announce)
+        # Until something is carried out, to search what is imported and composed for garbage takes
+        # a quarter of the time, and finds none.
+        gc.disable()
+        try:
+            return _main(sys.argv[1:] if argv is None else list(argv), launcher, announce)
+        finally:
+            gc.enable()
 
     if launcher and launcher.rank:
         from attnkit.launch.processes.one_rank import follow
@@ -50,15 +57,18 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
         return 0
     if announce and not (args.help or args.cfg or args.shell_completion):
         print(f"attnkit {__version__}, starting", flush=True)
-    from attnkit.launch.config.compose import CONFIG_NAME, Composer, readable
+    from attnkit.launch.config.groups import CONFIG_NAME, folders, groups
 
-    args.overrides = [readable(override) for override in args.overrides]
-    composer = Composer(absolute(args.config_dir) if args.config_dir else None)
+    config_dir = absolute(args.config_dir) if args.config_dir else None
     if args.help:
         from attnkit.launch.help import text
 
-        print(text(composer.groups))
+        print(text(groups(folders(config_dir))))
         return 0
+    from attnkit.launch.config.compose import Composer, readable
+
+    args.overrides = [readable(override) for override in args.overrides]
+    composer = Composer(config_dir)
     if args.shell_completion:
         composer.hydra.shell_completion(CONFIG_NAME, args.overrides)
         return 0
@@ -79,6 +89,7 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
             )
         from attnkit.launch.sweep.start import sweep
 
+        gc.enable()
         return sweep(composer, overrides, words)
 
     from attnkit.launch.job.kinds import named
@@ -95,6 +106,7 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
         if not {"sweep", "reproduce"} & {*request.kind.needs}:  # which rank 0 refuses
             launcher.job = decide(request)
         return 0  # what is done is rank 0's to say
+    gc.enable()
     return named(request.kind.command)(request, launcher)
 
 

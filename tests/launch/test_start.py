@@ -1,11 +1,16 @@
 """What the command line says before it has loaded anything."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
+
+from attnkit.launch.config._hydra import Hydra
 
 
 def test_the_first_line_comes_before_the_configuration_is_read(hers):
@@ -29,6 +34,45 @@ def test_the_first_line_comes_before_the_configuration_is_read(hers):
     assert first.decode().strip().endswith("starting")
     assert said < whole / 2
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_the_help_loads_no_hydra():
+    code = (
+        "import sys\nfrom attnkit.launch.main import main\nassert main(['--help']) == 0\n"
+        "print({'hydra', 'omegaconf', 'yaml', 'torch'} & {*sys.modules}, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "set()\n"
+    assert "vit_tiny" in done.stdout
+
+
+def test_garbage_is_collected_while_a_run_goes_on(attnkit, monkeypatch):
+    """It is not while the command line is read, which then takes three quarters of the time."""
+    collected = []
+    with monkeypatch.context() as patched:
+        patched.setattr("attnkit.launch.main._parser", lambda: collected.append(gc.isenabled()))
+        assert attnkit("task=vit").code == 1  # there is no parser
+    monkeypatch.setattr(
+        "attnkit.launch.records.reproduce.command",
+        lambda *_: collected.append(gc.isenabled()) or 0,
+    )
+    assert attnkit("run=reproduce").code == 0
+    assert collected == [False, True]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("typo", ["modle=vit", "model.depht=3", "~callbacks.kernel"])
+def test_a_typo_costs_one_composition(attnkit, monkeypatch, typo):
+    composed = []
+    compose = Hydra.compose_config
+
+    def counted(*args, **kwargs):
+        composed.append(args)
+        return compose(*args, **kwargs)
+
+    monkeypatch.setattr(Hydra, "compose_config", counted)
+    assert attnkit(typo).code == 2
+    assert len(composed) == 1
 
 
 def test_a_signal_is_acknowledged_at_once():

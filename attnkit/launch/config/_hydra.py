@@ -4,17 +4,26 @@
 files it has read.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from attnkit.lightning.errors import UserError
 
-__all__ = ["ConfigLoaderImpl", "Hydra", "check_hydra", "create_config_search_path"]
+__all__ = [
+    "ConfigLoaderImpl",
+    "Hydra",
+    "absent_group",
+    "check_hydra",
+    "create_config_search_path",
+    "note_overrides",
+]
 
 _LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
 _BASIC = "hydra._internal.core_plugins.basic_"
@@ -54,3 +63,23 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
             raise UserError(
                 f"{key}: set in a file; Hydra's own settings belong on the command line"
             )
+
+
+def absent_group(error: Exception) -> str:
+    """The group of an override that matches no line of the defaults lists; empty for other errors.
+
+    Hydra 1.3 has no type for it, only this sentence.
+    """
+    found = re.match(
+        r"Could not override '([^'@]+)\S*'\. No match in the defaults list", str(error)
+    )
+    return found[1] if found else ""
+
+
+def note_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
+    """Write the task's overrides where Hydra keeps them: ${hydra:overrides.task} and the like."""
+    own = [override for override in overrides if not override.is_hydra_override()]
+    job = config.hydra.job
+    with open_dict(config.hydra):
+        config.hydra.overrides.task = [override.input_line for override in own]
+        job.override_dirname = get_overrides_dirname(own, **job.config.override_dirname)

@@ -16,10 +16,14 @@ import yaml
 from hydra import version
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
@@ -35,14 +39,16 @@ from attnkit.launch.command import QUESTION_MARKS, quoted
 from attnkit.launch.config._hydra import (
     ConfigLoaderImpl,
     Hydra,
+    absent_group,
     check_hydra,
     create_config_search_path,
+    note_overrides,
 )
+from attnkit.launch.config.groups import CONFIG_NAME, folders, groups
 from attnkit.launch.config.sources import Origins, Source, short
 from attnkit.lightning.errors import UserError
 
 CONF = "pkg://attnkit.conf"
-CONFIG_NAME = "config"
 
 # ${only_for:value,choice,a,b} is the value where the choice is a or b, else null.
 OmegaConf.register_new_resolver(
@@ -74,15 +80,9 @@ class Composer:
 
     def __init__(self, config_dir: Path | None = None) -> None:
         version.setbase("1.3")
+        self._folders = folders(config_dir)
         search_path = create_config_search_path(CONF)
         if config_dir is not None:
-            if not config_dir.is_dir():
-                raise UserError(f"--config-dir: no folder {config_dir}")
-            if (config_dir / f"{CONFIG_NAME}.yaml").exists():
-                raise UserError(
-                    f"--config-dir: {config_dir}/{CONFIG_NAME}.yaml would replace attnkit's own\n"
-                    "  give it another name, or put it into a folder such as task/"
-                )
             search_path.prepend(
                 "command-line", f"file://{config_dir}", anchor=SearchPathQuery(provider="schema")
             )
@@ -96,23 +96,12 @@ class Composer:
 
     def folders(self) -> list[Path]:
         """The folders configurations are read from."""
-        shipped = Path(__file__).resolve().parents[2] / "conf"
-        return [shipped, *([self.config_dir] if self.config_dir else [])]
+        return self._folders
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
         """Each group and its choices."""
-        names = sorted(
-            {
-                path.name
-                for folder in self.folders()
-                for path in folder.iterdir()
-                if path.is_dir() and next(path.glob("*.yaml"), None)
-            }
-            - {"hydra"}
-        )
-        repository = self.loader.repository  # the loader itself copies it for each group
-        return {n: repository.get_group_options(n, ObjectType.CONFIG) for n in names}
+        return groups(self._folders)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """The overrides as Hydra reads them."""
@@ -140,7 +129,7 @@ class Composer:
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Hydra's composition, its own node included. A key that no file has yet is added."""
-        config = self._accepted(overrides)
+        config = self._composed(overrides)
         check_hydra(config, overrides)
         if not isinstance(_raw(config, "task"), str):
             path = f"task/{OmegaConf.select(config, 'hydra.runtime.choices.task')}.yaml"
@@ -154,27 +143,50 @@ class Composer:
             )
         return config
 
-    def _accepted(self, overrides: Sequence[str]) -> DictConfig:
-        texts = list(overrides)
-        nulls: list[str] = []
-        for _ in range(len(texts) + 1):
+    def _composed(self, overrides: Sequence[str]) -> DictConfig:
+        """Hydra composes the chosen files; the keys are set on what it gives.
+
+        Hydra itself refuses a key that no file lists. Here any argument of a constructor may be
+        given, and what is none is found by validate(), in one form with everything else.
+        """
+        parsed = self.parse(overrides)
+        files = [o for o in parsed if self._is_for_hydra(o)]
+        texts = [str(o.input_line) for o in files]
+        with self._translated(overrides):
+            config = self._of_files(texts)
+            self._set(config, [o for o in parsed if o not in files])
+            note_overrides(config, parsed)
+        return config
+
+    def _is_for_hydra(self, override: Override) -> bool:
+        """Whether it chooses a file or sets Hydra's own node."""
+        is_group = self.loader.repository.group_exists(override.key_or_group)
+        chooses = is_group and (override.is_delete() or isinstance(override.value(), str | list))
+        return chooses or override.package is not None or override.is_hydra_override()
+
+    def _of_files(self, texts: list[str]) -> DictConfig:
+        try:
+            return self.hydra.compose_config(
+                CONFIG_NAME, texts, run_mode=RunMode.RUN, with_log_configuration=False
+            )
+        except ConfigCompositionException as error:
+            group = absent_group(error)
+            if group not in map(_key, texts):
+                raise
+            # the task has no choice in this group yet
+            return self._of_files([f"+{t}" if _key(t) == group else t for t in texts])
+
+    def _set(self, config: DictConfig, overrides: Sequence[Override]) -> None:
+        """Set keys, with or without `+`, whether or not they are there; delete those with `~`."""
+        for override in overrides:
+            key, value = override.key_or_group, override.value()
+            if override.is_delete():
+                _delete(config, key, value)
+                continue
             try:
-                with self._translated(texts):
-                    config = self.hydra.compose_config(
-                        CONFIG_NAME, texts, run_mode=RunMode.RUN, with_log_configuration=False
-                    )
-                return _without(config, nulls)
-            except _NothingToDelete as error:
-                # Hydra says the same of a key that is null as of one that is not there
-                nulls.append(error.key)
-                texts = [t for t in texts if t != f"~{error.key}"]
-            except _NoSuchKey as error:
-                # Any argument of a constructor may be given, whether or not a file lists it;
-                # what is not an argument is found by validate(), in one form with everything else.
-                # A group that the task has no choice in yet is appended likewise.
-                mark = "+" if error.key in self.groups else "++"
-                texts = [f"{mark}{t}" if _key(t) == error.key else t for t in texts]
-        raise AssertionError("an override was refused twice")
+                OmegaConf.update(config, key, value, merge=True, force_add=True)
+            except OmegaConfBaseException as error:
+                raise UserError(f"{override.input_line}: {_one_line(error)}") from error
 
     def files(self, overrides: Sequence[str]) -> list[Source]:
         """The files of a composition, in the order they are merged; to word a message only."""
@@ -204,18 +216,9 @@ class Composer:
             lines = [str(o.input_line) for o in chosen]
             fresh = self.compose([f"task={base['task']}", *lines])
             config.update({o.key_or_group: fresh[o.key_or_group] for o in chosen})
+        rest = [o for o in parsed if o not in chosen and o.key_or_group != "task"]
         with self._translated(overrides):
-            for override in parsed:
-                if override in chosen or override.key_or_group == "task":
-                    continue
-                if override.is_delete():
-                    parent, _, name = override.key_or_group.rpartition(".")
-                    node = OmegaConf.select(config, parent) if parent else config
-                    if node is not None:
-                        node.pop(name, None)
-                else:
-                    key, value = override.key_or_group, override.value()
-                    OmegaConf.update(config, key, value, merge=True, force_add=True)
+            self._set(config, rest)
         return config
 
     def plain(self, config: DictConfig, origins: Origins) -> dict[str, Any]:
@@ -262,11 +265,6 @@ class Composer:
             raise UserError(f"{error.filename!s}: {error.strerror}") from error
         except (HydraException, OmegaConfBaseException) as error:
             text = str(error) if str(error) != "None" else str(error.__cause__)
-            if match := re.match(r"Could not override '([^']+)'", text):
-                raise _NoSuchKey(match[1].partition("@")[0]) from error
-            match = re.match(r"Could not delete from config. '([^']+)' does not exist", text)
-            if match and f"~{match[1]}" in overrides:
-                raise _NothingToDelete(match[1]) from error
             if text in ("str", "None") or ":" not in text:
                 text = f"{self._broken_file()}: {_one_line(error.__cause__ or error)}"
             raise UserError(self._in_file(text)) from error
@@ -324,31 +322,21 @@ class Composer:
         return ""
 
 
-class _NoSuchKey(Exception):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
-class _NothingToDelete(_NoSuchKey):
-    pass
-
-
-def _without(config: DictConfig, keys: Sequence[str]) -> DictConfig:
-    """The configuration without these keys, which are null in it.
+def _delete(config: DictConfig, key: str, value: Any = None) -> None:
+    """Take a key out.
 
     Raises:
-        UserError: one of them is not there.
+        UserError: it is not there, or it has another value than the one given.
     """
-    for key in keys:
-        above, _, name = key.rpartition(".")
-        node = OmegaConf.select(config, above) if above else config
-        if not isinstance(node, DictConfig) or name not in node:
-            known = node if isinstance(node, DictConfig) else config
-            raise UserError(f"~{key}: there is no such key{nearest(name, map(str, known))}")
-        with open_dict(node):
-            del node[name]
-    return config
+    above, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, above) if above else config
+    if not isinstance(node, DictConfig) or name not in node:
+        known = node if isinstance(node, DictConfig) else config
+        raise UserError(f"~{key}: there is no such key{nearest(name, map(str, known))}")
+    if value is not None and value != node[name]:
+        raise UserError(f"~{key}={value}: its value is {node[name]}")
+    with open_dict(node):
+        del node[name]
 
 
 def task_config(composed: DictConfig) -> DictConfig:

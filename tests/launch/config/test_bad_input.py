@@ -88,6 +88,8 @@ SHIPPED = [
     ("resume=latest", "resume=latest: no run under"),
     ("--config-dir /nope", "--config-dir: no folder /nope"),
     ("~callbacks.kernel", "~callbacks.kernel: there is no such key; did you mean kernels?"),
+    ("~callbacks.kernels.verbose=true", "~callbacks.kernels.verbose=True: its value is False"),
+    ("callbacks.curves=[1]", "callbacks.curves=[1]: Cannot merge DictConfig with ListConfig"),
     # what contradicts itself
     ("run=test", "run=test: needs ckpt=PATH"),
     ("run=predict ckpt={file}", "run=predict: needs images=PATH"),
@@ -151,6 +153,12 @@ SHIPPED = [
 QUESTIONS = {
     "": "attnkit --help",
     "--cfg job ~callbacks.kernels ~callbacks.curves": "results",
+    # in this order: of the old callback, `verbose` would be left
+    "--cfg job ~callbacks.kernels callbacks.kernels={_target_:attnkit.lightning.FiniteLoss}": (
+        "kernels:\n    _target_: attnkit.lightning.FiniteLoss"
+    ),
+    "--cfg job +model.depth=3 ++vars.new.one=2": "new:\n    one: 2",
+    "--cfg job ~model.score callbacks.curves=null ~callbacks.curves": "depth",
     "--help": "callbacks",
     "--version": "attnkit ",
     "--cfg job": "task: ",
