@@ -14,16 +14,13 @@ import pytest
 
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.report import page as sweep_report
-from attnkit.launch.sweep.report import pictures as sweep_plots
-from attnkit.launch.sweep.report import ranking
+from attnkit.launch.sweep.report import picture, ranking
 
 LEARNING_RATES = ("1e-3", "1e-2", "0.1", "1.0")
 SEEDS = (0, 1, 2)
 FAILED = (4, 11)  # one seed of the second, one of the last
 CONFIG = "task: vit\nrun: train\ncallbacks:\n  checkpoint: {monitor: val/accuracy, mode: max}\n"
-FILES = {
-    "table.csv", "table.md", "trials.csv", "report.md", "parameters.png", "curves.png",
-}  # fmt: skip
+FILES = {"table.csv", "table.md", "trials.csv", "report.md", "parameters.png"}
 
 
 def sweep_by_hand(folder, combinations, curves, *, failed=(), seeds=1, command=()):
@@ -147,7 +144,7 @@ def test_the_page_and_the_screen(study):
         assert "Not counted: 2 failed." in " ".join(text.split())
         assert f"seeds in each: 2 to {n}" in text
     assert "- trial 4: `the loss is nan a lower | optimizer.lr`" in page
-    assert all(f"]({name})" in page for name in FILES if name.endswith(".png"))
+    assert "](parameters.png)" in page
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 + 4 + 2
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
@@ -173,9 +170,7 @@ def test_nothing_else_is_touched(study):
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
     made = {p.name for p in folder.rglob("*") if p.is_file()} - {p.name for p in before}
     assert made == FILES
-    for name in made:
-        if name.endswith(".png"):
-            assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert (folder / "parameters.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
@@ -184,32 +179,21 @@ def rows(study):
     return ranking.ranked(sweep.trials, ranking.Metric("val/accuracy", True))
 
 
-def test_what_the_pictures_show(study, rows):
+def test_what_the_picture_shows(study, rows):
     metric = ranking.Metric("val/accuracy", True)
-    scores, rates = sweep_plots.draw_parameters(rows, metric).axes
+    scores, rates = picture.draw(rows, metric).axes
     assert (scores.get_xlabel(), rates.get_xlabel()) == ("model.score", "optimizer.lr")
     assert (scores.get_xscale(), rates.get_xscale()) == ("linear", "log")
-    *points, line = rates.get_lines()
-    shown = sorted((x, y) for point in points for x, y in point.get_xydata())
+    points, line = rates.get_lines()[:2]
     ended = set(range(12)) - set(FAILED)
-    assert shown == sorted((float(LEARNING_RATES[n // 3]), max(curve_of(n))) for n in ended)
+    expected = sorted((float(LEARNING_RATES[n // 3]), max(curve_of(n))) for n in ended)
+    assert sorted(map(tuple, points.get_xydata())) == expected
     means = sorted((float(lr), mean) for mean, *_, lr, _ in by_hand(study[0]))
     np.testing.assert_allclose(sorted(map(tuple, line.get_xydata())), means, rtol=1e-12)
 
-    (axes,) = sweep_plots.draw_curves(rows, metric).axes
-    lines = {tuple(line.get_ydata()) for line in axes.get_lines()}
-    assert lines == {tuple(curve_of(n)) for n in range(12)}
-    assert all(list(line.get_xdata()) == [1, 2, 3, 4, 5] for line in axes.get_lines())
-    names = [text.get_text() for text in axes.get_legend().get_texts()]
-    first = by_hand(study[0])[0][-2]
-    assert len(names) == 5
-    assert names[0].startswith("1: ")
-    assert names[0].split()[-1] == f"optimizer.lr={first}"
-    assert names[-1] == "not counted"
-
 
 def test_few_and_many_trials_are_readable(tmp_path):
-    """Legends for few, a bar of ranks for many; a diverged run does not set the scale."""
+    """One trial has nothing to compare; of many numbers the line is the mean of neighbours."""
     lrs = [f"{x:.6f}" for x in np.random.default_rng(0).uniform(1e-4, 1e-1, 50)]
     combinations = [{"optimizer.lr": lr, "model.depth": str(n % 4)} for n, lr in enumerate(lrs)]
     curves = [curve_of(n) for n in range(49)] + [[1e9, 2e9]]
@@ -219,17 +203,12 @@ def test_few_and_many_trials_are_readable(tmp_path):
             tmp_path / str(number), combinations[-number:], curves[-number:], failed={number - 1}
         )
         found = ranking.ranked(trials.read_sweep(folder).trials, metric)
-        axes, *bar = sweep_plots.draw_curves(found, metric).axes
-        assert axes.get_ylim()[1] < 2
-        assert len(axes.get_legend().get_texts()) == (2 if number == 2 else 1)
-        assert [b.get_ylabel() for b in bar] == ([] if number == 2 else ["rank"])
-        # of one trial that is done there is nothing to compare
-        parameters = sweep_plots.draw_parameters(found, metric)
-        assert (parameters is not None) == (number == 50)
-        if number == 50:
-            rates, depths = parameters.axes
-            assert len(rates.get_lines()[-1].get_xdata()) < 10
-            assert list(depths.get_lines()[-1].get_xdata()) == [0, 1, 2, 3]
+        figure = picture.draw(found, metric)
+        assert (figure is not None) == (number == 50)
+    rates, depths = figure.axes
+    assert rates.get_ylim()[1] < 2  # a run that diverged does not set the scale
+    assert 3 <= len(rates.get_lines()[1].get_xdata()) < 10
+    assert list(depths.get_lines()[1].get_xdata()) == [0, 1, 2, 3]
 
 
 def test_seeds_of_seeds_are_pooled():
@@ -304,7 +283,7 @@ def test_where_values_lie(texts, shown, places, scale):
         for number, text in enumerate(texts)
     ]
     rows = [ranking.Row((trial,), trial.results, trial.number + 1) for trial in found]
-    (axes,) = sweep_plots.draw_parameters(rows, metric).axes
+    (axes,) = picture.draw(rows, metric).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == shown
     assert list(axes.get_xticks()) == places
     assert axes.get_xscale() == scale
@@ -323,7 +302,7 @@ def test_while_it_runs(tmp_path, attnkit, monkeypatch):
     def broken(*_):
         raise ValueError("no such colour")
 
-    monkeypatch.setitem(sweep_plots.PICTURES, "parameters.png", broken)
+    monkeypatch.setattr(picture, "draw", broken)
     with (folder / "1_optimizer.lr=1e-2" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as another process holds it
         done = attnkit("run=report", f"sweep={folder}")
@@ -333,7 +312,6 @@ def test_while_it_runs(tmp_path, attnkit, monkeypatch):
     expected = [("0", "1", "done"), ("2", "", "interrupted"), ("1", "", "running")]
     assert states == [*expected, ("3", "", "waiting")]
     assert "1 running; to go on" in done.out
-    assert "![curves.png](curves.png)" in (folder / "report.md").read_text()
     assert "parameters.png" not in (folder / "report.md").read_text()
     assert not (folder / "trials.csv").exists()
 

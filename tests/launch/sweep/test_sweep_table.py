@@ -1,4 +1,4 @@
-"""Numbers, headers and names in the table and the pictures of a sweep, of values like Optuna's."""
+"""Numbers, headers and names in the table and the picture of a sweep, of values like Optuna's."""
 
 import re
 from itertools import pairwise
@@ -9,8 +9,8 @@ from rich.console import Console
 
 from attnkit.launch.sweep import numbers
 from attnkit.launch.sweep.record import Trial
-from attnkit.launch.sweep.report import pictures, ranking
-from attnkit.launch.sweep.report.table import Table, broken_name, labels
+from attnkit.launch.sweep.report import picture, ranking
+from attnkit.launch.sweep.report.table import Table, broken_name
 from attnkit.lightning.telling.numbers import seconds, three_digits, with_prefix
 
 METRIC = ranking.Metric()
@@ -100,43 +100,19 @@ def test_what_is_equal_is_said_once():
     assert "400 k | 18.3 ms" in table.as_markdown()
 
 
-def test_names_in_pictures_say_which_key():
-    rows = rows_of()
-    assert labels(rows)[0] == "optimizer.lr=0.00121 model.num_heads=1"
-    adds, step = pictures.draw_cost(rows, METRIC).axes
-    names = [text.get_text() for text in step.get_legend().get_texts()]
-    assert names[1] == "2: optimizer.lr=0.000116 model.num_heads=2"
-    assert not [*adds.texts, *step.texts]
-    assert step.get_xlabel() == "milliseconds of a training step"
-    milliseconds = [bar[0].get_xdata()[0] for bar in step.containers]
-    assert milliseconds == pytest.approx([18.3, 27.45, 41.175])
-
-
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_no_names_overlap(seeds):
     """Also of values that lie close together; the deviation over seeds is in the picture."""
-    for draw in (pictures.draw_parameters, pictures.draw_cost):
-        figure = draw(rows_of(seeds), METRIC)
-        figure.canvas.draw()
-        for axes in figure.axes:
-            boxes = [t.get_window_extent() for t in axes.get_xticklabels() if t.get_text()]
-            assert len(boxes) > 1
-            for one, other in pairwise(boxes):
-                assert not one.overlaps(other)
-    figure = pictures.draw_parameters(rows_of(seeds), METRIC)
+    figure = picture.draw(rows_of(seeds), METRIC)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        boxes = [t.get_window_extent() for t in axes.get_xticklabels() if t.get_text()]
+        assert len(boxes) > 1
+        for one, other in pairwise(boxes):
+            assert not one.overlaps(other)
     lengths = [
         path.vertices[1, 1] - path.vertices[0, 1]
         for bars in figure.axes[0].collections
         for path in bars.get_paths()
     ]
     assert lengths == pytest.approx([0.2] * 3 if seeds > 1 else [])
-
-
-def test_epochs_are_whole(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,val/loss\n0,1\n1,0.5\n")
-    trial = Trial(0, tmp_path, (), {"x": "1"}, "done", {"val/loss_best": 0.5})
-    (axes,) = pictures.draw_curves(ranking.ranked([trial], METRIC), METRIC).axes
-    axes.figure.canvas.draw()
-    shown = [text.get_text() for text in axes.get_xticklabels()]
-    assert {"1", "2"} <= set(shown)
-    assert all(text.isdigit() for text in shown)

@@ -1,4 +1,4 @@
-"""`run=report sweep=DIR`, and the end of every sweep: one ranked table, pictures, the best command.
+"""`run=report sweep=DIR`, and the end of every sweep: a ranked table, a picture, the best command.
 
 Only files of the sweep's own folder are written; its trials are read. Neither torch nor Hydra is
 needed for it.
@@ -16,8 +16,7 @@ from attnkit.launch.errors import CRASHED, summary
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, read_sweep, to_go_on
-from attnkit.launch.sweep.report import ranking
-from attnkit.launch.sweep.report.pictures import PICTURES
+from attnkit.launch.sweep.report import picture, ranking
 from attnkit.launch.sweep.report.ranking import Metric, Row
 from attnkit.launch.sweep.report.table import FILE as MARKDOWN
 from attnkit.launch.sweep.report.table import Table
@@ -58,11 +57,11 @@ def finish(folder: Path) -> int:
         each = ranking.ranked(sweep.trials, metric, by_seed=True)
         ranking.save(folder / ranking.EACH, each, figures)
         print(f"         {folder / ranking.EACH}")
-    pictures = _draw(folder, rows, metric)
-    for name in pictures:
-        print(f"  plot   {folder / name}")
+    is_drawn = _draw(folder, rows, metric)
+    if is_drawn:
+        print(f"  plot   {folder / picture.FILE}")
     best = best_trial(rows, metric)
-    _save(folder / FILE, _page(sweep, rows, metric, table, pictures, best))
+    _save(folder / FILE, _page(sweep, rows, metric, table, best, is_drawn=is_drawn))
     print(f"  report {folder / FILE}")
     if best:
         print(f"the best run, trial {best.number}:\n  {command_of(sweep, best)}")
@@ -103,20 +102,18 @@ def saved_config(sweep: Sweep) -> Mapping[str, Any]:
     return {}
 
 
-def _draw(folder: Path, rows: Sequence[Row], metric: Metric) -> list[str]:
-    """The pictures that there was something for; one that goes wrong is a warning."""
-    made = []
-    for name, draw in PICTURES.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of letters that a font lacks
-                if figure := draw(rows, metric):
-                    with replacing(folder / name) as file:
-                        figure.savefig(file, format="png", dpi=120)
-                    made.append(name)
-        except Exception as error:
-            print(f"warning: {name} could not be drawn: {summary(error).splitlines()[0]}")
-    return made
+def _draw(folder: Path, rows: Sequence[Row], metric: Metric) -> bool:
+    """Whether there is a picture; one that goes wrong is a warning."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of letters that a font lacks
+            if figure := picture.draw(rows, metric):
+                with replacing(folder / picture.FILE) as file:
+                    figure.savefig(file, format="png", dpi=120)
+        return figure is not None
+    except Exception as error:
+        print(f"warning: {picture.FILE} could not be drawn: {summary(error).splitlines()[0]}")
+        return False
 
 
 def _page(
@@ -124,8 +121,9 @@ def _page(
     rows: Sequence[Row],
     metric: Metric,
     table: str,
-    pictures: Sequence[str],
     best: Trial | None,
+    *,
+    is_drawn: bool,
 ) -> str:
     """report.md: all of it on one page."""
     parts = [f"# {sweep.folder.name}", table.strip()]
@@ -133,8 +131,8 @@ def _page(
         value = f"{metric.name} {three_digits(best.results[metric.name])}"
         again = f"## The best run\n\nTrial {best.number}, {value}, once more:"
         parts.append(f"{again}\n\n```bash\n{command_of(sweep, best)}\n```")
-    if pictures:
-        parts.append("\n\n".join(["## Pictures", *(f"![{n}]({n})" for n in pictures)]))
+    if is_drawn:
+        parts.append(f"![The metric against each parameter]({picture.FILE})")
     if failed := [row for row in rows if row.state == "failed"]:
         lines = [f"- trial {row.numbers}: `{row.error.replace('`', chr(39))}`" for row in failed]
         parts.append("\n".join(["## Errors", "", *lines]))

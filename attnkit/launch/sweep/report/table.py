@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnkit.launch.sweep import numbers
-from attnkit.launch.sweep.report.ranking import SEED, Row, keys_of
+from attnkit.launch.sweep.report.ranking import Row, keys_of
 from attnkit.lightning.telling.text import cell, in_line, visible
 
 if TYPE_CHECKING:
@@ -142,17 +142,6 @@ class Table:
             "± is the standard deviation over the seeds."
             f"{f' Not counted: {counts}.' if counts else ''}"
         )
-
-
-def labels(rows: Sequence[Row]) -> list[str]:
-    """Of each row what sets it apart, `model.depth=2 optimizer.lr=0.00121`; never the seed."""
-    shown = _values(rows)
-    keys = [k for k in keys_of(rows) if k != SEED]
-    differing = [k for k in keys if len({values.get(k) for values in shown}) > 1]
-    return [
-        " ".join(f"{k}={values[k]}" for k in differing if k in values) or f"trial {row.numbers}"
-        for row, values in zip(rows, shown, strict=True)
-    ]
 
 
 def broken_name(name: str) -> str:
