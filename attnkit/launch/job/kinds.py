@@ -134,7 +134,7 @@ KINDS = {
         Kind(
             "report",
             frozenset({"sweep"}),
-            command="attnkit.launch.sweep.report.page.report",
+            command="attnkit.launch.sweep.report.report",
             needs=("sweep",),
             in_sweeps=False,
         ),

@@ -6,9 +6,8 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from typing import Any
 
 from attnkit.launch.job import folder as folders
-from attnkit.launch.sweep import numbers
-from attnkit.launch.sweep.record import OUTPUT, Trial
-from attnkit.launch.sweep.report.ranking import Metric
+from attnkit.launch.sweep.ranking import Metric, figure
+from attnkit.launch.sweep.record import OUTPUT, Trial, shortened
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.telling.text import cell, in_line
 
@@ -22,8 +21,8 @@ def line_of(trial: Trial) -> str:
         except UserError:  # not there any more
             name = ""
         figures = ((name, f"{name} "), ("seconds", ""))
-        parts += [f"{said}{numbers.figure(trial.results, figure)}"
-                  for figure, said in figures if figure in trial.results]  # fmt: skip
+        parts += [f"{said}{figure(trial.results, name)}"
+                  for name, said in figures if name in trial.results]  # fmt: skip
     parts.append(trial.state)
     if trial.state == "pruned":
         parts.append(trial.error.splitlines()[0])
@@ -32,7 +31,7 @@ def line_of(trial: Trial) -> str:
 
 def begin_of(trial: Trial) -> str:
     """Its number and its values."""
-    values = (f"{k}={numbers.shortened([v])[v]}" for k, v in trial.values.items())
+    values = (f"{k}={shortened([v])[v]}" for k, v in trial.values.items())
     return in_line(f"trial {trial.number}  {' '.join(values)}".rstrip())
 
 

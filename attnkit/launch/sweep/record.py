@@ -5,8 +5,9 @@ Neither torch nor Hydra is needed for any of it.
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,6 @@ from typing import Any, Literal
 from attnkit.launch.command import command_line, key_of, permission, setting
 from attnkit.launch.job import folder as folders
 from attnkit.launch.processes.locks import is_locked, locked
-from attnkit.launch.sweep.numbers import shortened
 from attnkit.lightning.callbacks.study import PRUNED
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_text
@@ -28,6 +28,8 @@ State = Literal["done", "failed", "pruned", "running", "interrupted", "waiting"]
 
 _NAMING = re.compile(r"[\w.+-]{1,30}")  # values short and plain enough for a folder name
 _LONGEST = 150  # characters of a folder's name
+_PLAIN = 6  # characters that nobody has to shorten
+_MOST_DIGITS = 17  # of a float
 # What sweep.json says of the sweep, beside its trials.
 _FACTS = ("sweeper", "command", "keys", "hydra", "config_dir", "allow", "working_dir")
 # What a trial is not made of: where it runs, and what only a command line may permit.
@@ -198,6 +200,28 @@ def find_sweep(given: object, key: str) -> Path:
             hint = "\n  it is the folder that attnkit -m made; the newest of them: sweep=latest"
         raise UserError(f"{key}: no sweep in {folder} (it has no {FILE}){hint}")
     return folder
+
+
+def shortened(texts: Iterable[str]) -> dict[str, str]:
+    """Each of the values of a key as it is shown: long decimal numbers with three significant
+    digits, with more where two values would be one; all else as it is."""
+    texts = list(dict.fromkeys(texts))
+    for digits in range(3, _MOST_DIGITS):
+        shown = {text: _rounded(text, digits) for text in texts}
+        if len(set(shown.values())) == len(texts):
+            return shown
+    return {text: text for text in texts}
+
+
+def _rounded(text: str, digits: int) -> str:
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    whole = text.lstrip("+-").isdigit()
+    if whole or len(text) <= _PLAIN or not math.isfinite(value):
+        return text
+    return f"{value:.{digits}g}"
 
 
 def _values(keys: Sequence[str], overrides: Sequence[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from attnkit.launch.job.request import Request, decide
 from attnkit.launch.signals import raise_received
 from attnkit.launch.sweep.launchers import Launch
 from attnkit.launch.sweep.record import Sweep, to_go_on, write_sweep
-from attnkit.launch.sweep.report.page import finish
+from attnkit.launch.sweep.report import finish
 from attnkit.launch.sweep.trial import Order
 from attnkit.lightning.errors import StoppedBySignal, UserError
 from attnkit.lightning.files import SHARED_FOLDER

@@ -1,26 +1,28 @@
 """Reports of sweeps, against figures that numpy computes from the same files."""
 
+import base64
 import csv
 import fcntl
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from attnkit.launch.sweep import picture, ranking, report
 from attnkit.launch.sweep import record as trials
-from attnkit.launch.sweep.report import page as sweep_report
-from attnkit.launch.sweep.report import picture, ranking
 
 LEARNING_RATES = ("1e-3", "1e-2", "0.1", "1.0")
 SEEDS = (0, 1, 2)
 FAILED = (4, 11)  # one seed of the second, one of the last
 CONFIG = "task: vit\nrun: train\ncallbacks:\n  checkpoint: {monitor: val/accuracy, mode: max}\n"
-FILES = {"table.csv", "table.md", "trials.csv", "report.md", "parameters.png"}
+FILES = {"table.csv", "table.md", "trials.csv", "report.md", "report.html", "parameters.png"}
 
 
 def sweep_by_hand(folder, combinations, curves, *, failed=(), seeds=1, command=()):
@@ -138,13 +140,16 @@ def test_the_page_and_the_screen(study):
     folder, screen, _ = study
     mean, deviation, n, *_ = by_hand(folder)[0]
     page = (folder / "report.md").read_text()
-    for text in (screen, page, (folder / "table.md").read_text()):
+    html = unescape((folder / "report.html").read_text())
+    for text in (screen, page, html, (folder / "table.md").read_text()):
         assert f"{mean:.3f} ± {deviation:.3f}" in text
         assert "Equal in all rows: parameters 7 k." in " ".join(text.split())
         assert "Not counted: 2 failed." in " ".join(text.split())
         assert f"seeds in each: 2 to {n}" in text
     assert "- trial 4: `the loss is nan a lower | optimizer.lr`" in page
+    assert "<code>the loss is nan a lower | optimizer.lr</code>" in html
     assert "](parameters.png)" in page
+    assert base64.b64encode((folder / "parameters.png").read_bytes()).decode() in html
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 + 4 + 2
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
@@ -162,6 +167,8 @@ def test_the_command_of_the_best_run(study):
     (line,) = [line for line in screen.splitlines() if line.startswith("  attnkit ")]
     assert shlex.split(line) == ["attnkit", "task=vit", "data.root='/a b'", *own]
     assert f"```bash\n{line.strip()}\n```" in (folder / "report.md").read_text()
+    html = unescape((folder / "report.html").read_text())
+    assert f"<pre><code>{line.strip()}</code></pre>" in html
     assert f"the best run, trial {number}:" in screen
 
 
@@ -171,6 +178,25 @@ def test_nothing_else_is_touched(study):
     made = {p.name for p in folder.rglob("*") if p.is_file()} - {p.name for p in before}
     assert made == FILES
     assert (folder / "parameters.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_holds_texts_and_loads_nothing(tmp_path):
+    """Values, errors and names of folders may come from anyone."""
+    script = "<script>alert(1)</script>"
+    folder = sweep_by_hand(
+        tmp_path / "<b>sweep",
+        [{"model.score": script}, {"model.score": "dot"}],
+        [curve_of(0), curve_of(1)],
+        failed={1},
+    )
+    (folder / "1_model.score=dot" / "error.txt").write_text(script)
+    assert report.finish(folder) == 1
+    page = (folder / "report.html").read_text()
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 3  # cell, command and error
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "default-src 'none'" in page
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
 
 
 @pytest.fixture
@@ -328,7 +354,7 @@ def test_the_command_from_another_folder(tmp_path):
         tmp_path, (), (), (trial,), config_dir="/my folder", allow=("allow=[mine]",),
         working_dir=str(tmp_path / "where it's from"),
     )  # fmt: skip
-    place, _, command = sweep_report.command_of(sweep, trial).partition(" && ")
+    place, _, command = report.command_of(sweep, trial).partition(" && ")
     assert shlex.split(place) == ["cd", sweep.working_dir]
     own = ["attnkit", "data.root=pictures", "seed=1", "--config-dir", "/my folder", "allow=[mine]"]
     assert shlex.split(command) == own

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from attnkit.launch.sweep import numbers
-from attnkit.launch.sweep.record import Trial
-from attnkit.launch.sweep.report import picture, ranking
-from attnkit.launch.sweep.report.table import Table, broken_name
+from attnkit.launch.sweep import picture, ranking, report
+from attnkit.launch.sweep.record import Trial, shortened
 from attnkit.lightning.telling.numbers import seconds, three_digits, with_prefix
 
 METRIC = ranking.Metric()
@@ -41,11 +39,11 @@ def test_three_digits(shown, expected):
 
 
 def test_values_stay_apart():
-    assert [*numbers.shortened(RATES).values()] == ["0.00121", "0.000116", "0.0077"]
+    assert [*shortened(RATES).values()] == ["0.00121", "0.000116", "0.0077"]
     near = ["0.001214444", "0.0012149", "1e-3", "null"]
-    assert [*numbers.shortened(near).values()] == ["0.001214", "0.001215", "1e-3", "null"]
+    assert [*shortened(near).values()] == ["0.001214", "0.001215", "1e-3", "null"]
     same = ["12345678", "adamw", "[0.9,0.95]"]
-    assert [*numbers.shortened(same).values()] == same
+    assert [*shortened(same).values()] == same
 
 
 def rows_of(seeds=1):
@@ -70,16 +68,16 @@ def test_a_table_fits_the_screen_and_breaks_no_word(width, seeds, capsys, monkey
     monkeypatch.setenv("COLUMNS", str(width))
     rows = rows_of(seeds)
     figures = ranking.figures_of(rows, METRIC)
-    table = Table.of(rows, figures)
-    table.show(Console(width=width))
+    columns, _ = report.columns_of(rows, figures)
+    report.show(rows, columns, Console(width=width))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= width
     head = set(shown.partition("───")[0].split()[3:])  # after the title
-    pieces = {c.name: {c.name, *broken_name(c.name).split("\n")} for c in table.columns}
+    pieces = {c.name: {c.name, *report.broken_name(c.name).split("\n")} for c in columns}
     assert head <= set.union(*pieces.values())
     left_out = re.search(r"too narrow for (.*): see table.md", shown)
     named = left_out[1].split(", ") if left_out else []
-    for column in table.columns:
+    for column in columns:
         assert column.name in named or pieces[column.name] & head
     assert "val/loss_best" not in named
     assert ("0.500 ± 0.100" if seeds > 1 else " 0.500") in shown
@@ -88,16 +86,16 @@ def test_a_table_fits_the_screen_and_breaks_no_word(width, seeds, capsys, monkey
 
 
 def test_what_is_equal_is_said_once():
-    table = Table.of(rows_of(), ranking.figures_of(rows_of(), METRIC))
-    names = [column.name for column in table.columns]
+    columns, same = report.columns_of(rows_of(), ranking.figures_of(rows_of(), METRIC))
+    names = [column.name for column in columns]
     assert names == ["rank", "trial", "optimizer.lr", "model.num_heads", "val/loss_best",
                      "test/accuracy", "multiply_adds", "step_seconds"]  # fmt: skip
-    said = table.in_words(["task=vit"])
+    said = report.in_words(rows_of(), same, ["task=vit"])
     assert said.startswith(
         "Equal in all rows: model.depth 2, test/top5_accuracy 0.990, test/loss 1.23, "
         "parameters 115 k, seconds 4.18 s. The trials differ in optimizer.lr, model.num_heads. "
     )
-    assert "400 k | 18.3 ms" in table.as_markdown()
+    assert "400 k | 18.3 ms" in report.as_markdown(columns)
 
 
 @pytest.mark.parametrize("seeds", [1, 3])

@@ -18,7 +18,7 @@ from attnkit.launch.job.job import Job
 from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.launchers import BASIC, Launch
 from attnkit.launch.sweep.record import Sweep, add_trial, read_sweep
-from attnkit.launch.sweep.report.page import best_command
+from attnkit.launch.sweep.report import best_command
 from attnkit.launch.sweep.run_trials import begin, check_trial, order_of, run_trials
 from attnkit.launch.sweep.study import space
 from attnkit.launch.sweep.study.settings import JOURNAL, PREFIX, Settings

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from attnkit.launch.sweep.numbers import shortened
-from attnkit.launch.sweep.report.ranking import SEED, Metric, Row
+from attnkit.launch.sweep.ranking import SEED, Metric, Row
+from attnkit.launch.sweep.record import shortened
 from attnkit.lightning.telling.text import in_picture
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def draw(rows: Sequence[Row], metric: Metric) -> "Figure | None":
         panel.set_ylabel(metric.name)
     if _spans([t.results[metric.name] for t in trials], 100):
         panels[0].set_yscale("log")
-    panels[0].legend(frameon=False, fontsize=8)
+    named = panels[0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
