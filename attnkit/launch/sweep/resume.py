@@ -16,7 +16,7 @@ from attnkit.launch.config.hydra_words import is_launcher
 from attnkit.launch.job.request import Request, check_resumable
 from attnkit.launch.processes.locks import holder
 from attnkit.launch.sweep.launchers import BASIC, Launch
-from attnkit.launch.sweep.record import Sweep, change_trials, find_sweep, read_sweep
+from attnkit.launch.sweep.record import Sweep, change_trials, find_sweep, held, read_sweep
 from attnkit.launch.sweep.run_trials import order_of, run_trials
 from attnkit.launch.sweep.study import loop as study
 from attnkit.launch.sweep.trial import Order, job_of
@@ -49,10 +49,12 @@ def resume(composer: Composer, overrides: Sequence[str], words: Sequence[str]) -
     allow = [o for o in overrides if key_of(o) == "allow"]
     _check_permissions(composer, sweep, allow)
     launcher = [w for w in words if is_launcher(w)] or _launcher_of(sweep)
-    with _in_folder(sweep.working_dir):
+    with held(sweep.folder, "resume"), _in_folder(sweep.working_dir):
         if is_study:
             return study.go_on(composer, sweep, allow, [*launcher, *words])
-        return _run(Launch.read(composer, launcher), sweep, order_of(composer, sweep, allow))
+        order = order_of(composer, sweep, allow)
+        unfinished = [t.number for t in sweep.trials if t.state != "running" and order.wants(t)]
+        return _run(Launch.read(composer, launcher), sweep, order, unfinished)
 
 
 def retry(request: Request, launcher: object = None) -> int:
@@ -64,11 +66,10 @@ def retry(request: Request, launcher: object = None) -> int:
     allow = [o for o in request.overrides if key_of(o) == "allow"]
     _check_permissions(composer, sweep, allow)
     launch = Launch.read(composer, request.words or _launcher_of(sweep))
-    failed = sweep.having("failed")
-    attempts = {str(t.number): len(t.errors) for t in failed}
-    order = order_of(composer, sweep, allow, retry=True, attempts=attempts, changes=tuple(changes))
-    with _in_folder(sweep.working_dir):
-        code = _run(launch, sweep, order)
+    failed = [trial.number for trial in sweep.having("failed")]
+    order = order_of(composer, sweep, allow, retry=True, changes=tuple(changes))
+    with held(sweep.folder, "sweep"), _in_folder(sweep.working_dir):
+        code = _run(launch, sweep, order, failed)
         if not failed:
             print("no trial has failed: nothing to try again")
         if sweep.sweeper == study.NAME:
@@ -76,16 +77,15 @@ def retry(request: Request, launcher: object = None) -> int:
         return code
 
 
-def _run(launch: Launch, sweep: Sweep, order: Order) -> int:
-    wanted = [t for t in sweep.trials if t.state != "running" and order.wants(t)]
-    for trial in wanted:
-        job_of(order, trial)  # what is wrong with the command is said before any starts
+def _run(launch: Launch, sweep: Sweep, order: Order, wanted: Sequence[int]) -> int:
+    for number in wanted:
+        job_of(order, sweep.trials[number])  # what is wrong with the command is said before any
     if order.changes:
-        change_trials(sweep.folder, [trial.number for trial in wanted], order.changes)
+        change_trials(sweep.folder, wanted, order.changes)
     for trial in sweep.having("running"):
         print(f"trial {trial.number} is run by {holder(trial.lock)}")
     print(f"{len(wanted)} of {len(sweep.trials)} trials in {sweep.folder}", flush=True)
-    return run_trials(launch, sweep, order)
+    return run_trials(launch, sweep, order, [wanted])
 
 
 def _check_permissions(composer: Composer, sweep: Sweep, allow: Sequence[str]) -> None:

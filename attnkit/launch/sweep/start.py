@@ -13,7 +13,7 @@ from attnkit.launch.config.hydra_words import SUBDIR, trial_folder
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.launchers import Launch
-from attnkit.launch.sweep.record import new_trial
+from attnkit.launch.sweep.record import held, new_trial
 from attnkit.launch.sweep.resume import resume
 from attnkit.launch.sweep.run_trials import begin, check_trial, order_of, run_trials
 from attnkit.launch.sweep.study import loop as study
@@ -55,9 +55,11 @@ def sweep(composer: Composer, overrides: Sequence[str], words: Sequence[str]) ->
     keys = tuple(o.key_or_group for o in parsed if o.is_sweep_override())
     made = [[o for o in c if key_of(o) != "allow"] for c in combinations]
     trials = (new_trial(root, keys, n, made[n], name) for n, name in enumerate(names))
-    planned = begin(composer, root, overrides, words, keys, trials=tuple(trials))
-    print(f"{len(combinations)} trials in {root}", flush=True)
-    return run_trials(launch, planned, order_of(composer, planned, planned.allow))
+    with held(root):
+        planned = begin(composer, root, overrides, words, keys, trials=tuple(trials))
+        print(f"{len(combinations)} trials in {root}", flush=True)
+        order = order_of(composer, planned, planned.allow)
+        return run_trials(launch, planned, order, [range(len(combinations))])
 
 
 def _combinations(composer: Composer, overrides: Sequence[str]) -> list[list[str]]:
