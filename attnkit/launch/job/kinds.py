@@ -127,7 +127,7 @@ KINDS = {
             "retry",
             # of the trials may change what a run that goes on may change
             frozenset({"sweep", "trainer", "callbacks", "logger", "data", "compile", "rank_logs"}),
-            command="attnkit.launch.sweep.resume.retry",
+            command="attnkit.launch.sweep.start.retry",
             needs=("sweep",),
             in_sweeps=False,
         ),
