@@ -127,14 +127,14 @@ KINDS = {
             "retry",
             # of the trials may change what a run that goes on may change
             frozenset({"sweep", "trainer", "callbacks", "logger", "data", "compile", "rank_logs"}),
-            command="attnkit.launch.sweep.resume.retry",
+            command="attnkit.launch.sweep.start.retry",
             needs=("sweep",),
             in_sweeps=False,
         ),
         Kind(
             "report",
             frozenset({"sweep"}),
-            command="attnkit.launch.sweep.report.page.report",
+            command="attnkit.launch.sweep.report.report",
             needs=("sweep",),
             in_sweeps=False,
         ),

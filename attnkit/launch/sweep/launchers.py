@@ -13,12 +13,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from attnkit.core.nearest import nearest
@@ -30,9 +32,8 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.processes import gpus
 from attnkit.launch.processes.python import command_of
 from attnkit.launch.signals import held_back
-from attnkit.launch.sweep.line import line_of
 from attnkit.launch.sweep.record import OUTPUT, Trial, read_sweep
-from attnkit.launch.sweep.trial import Order, run_trial, save_error
+from attnkit.launch.sweep.trial import Order, line_of, run_here, save_error, takes_one_gpu
 from attnkit.lightning.errors import StoppedBySignal, UserError
 from attnkit.lightning.files import absolute, replacing
 
@@ -161,27 +162,28 @@ class Launch:
         """
         if self.is_basic:
             for number in numbers:
-                run_trial(order, number)
+                run_here(order, number)
             return
         stop = Path(order.sweep) / f".stop_{uuid.uuid4().hex[:8]}"
-        apart = _Apart(order, str(Path.cwd()), str(stop))
-        found = gpus.visible()
-        if found and not isinstance(self.settings, Slurm):  # the trials share this machine
-            order = replace(order, devices=found) if len(found) > 1 else order
-            apart = replace(apart, order=order, environment={gpus.VARIABLE: ",".join(found)})
+        devices = () if isinstance(self.settings, Slurm) else gpus.visible()  # SLURM gives its own
+        sharing = set()
+        if len(devices) > 1:
+            trials = read_sweep(Path(order.sweep)).trials
+            sharing = {number for number in numbers if takes_one_gpu(order, trials[number])}
+        apart = _Apart(order, str(Path.cwd()), str(stop), ",".join(devices))
         try:
-            self._wait(apart, numbers, stop)
+            self._wait(lambda: self._submit(apart, numbers, devices, sharing), stop)
         finally:
             stop.unlink(missing_ok=True)
 
-    def _wait(self, apart: "_Apart", numbers: Sequence[int], stop: Path) -> None:
+    def _wait(self, submit: Callable[[], list[Any]], stop: Path) -> None:
         """The first signal tells every trial to end its step, the second one to end at once."""
         jobs: list[Any] = []
         stopped: KeyboardInterrupt | StoppedBySignal | None = None
         while True:
             try:
                 with held_back():  # what is started leaves signals to this thread
-                    jobs = jobs or self._submit(apart, numbers)
+                    jobs = jobs or submit()
                     if all(job.done() for job in jobs):
                         break
                 time.sleep(_POLL)
@@ -198,19 +200,45 @@ class Launch:
             if problem := job.exception():  # not a trial's, which is in its folder
                 raise problem
 
-    def _submit(self, apart: "_Apart", numbers: Sequence[int]) -> list[Any]:
-        """A job for each trial, with the methods `done` and `exception`."""
+    def _submit(
+        self,
+        apart: "_Apart",
+        numbers: Sequence[int],
+        devices: Sequence[str],
+        sharing: Collection[int],
+    ) -> list[Any]:
+        """A job for each trial, with the methods `done` and `exception`.
+
+        Args:
+            apart: what a job does.
+            numbers: of the trials.
+            devices: the GPUs of this machine.
+            sharing: the trials that take one of them each.
+        """
         if isinstance(self.settings, Submitit):
             from submitit.core.utils import environment_variables
 
+            turns = cycle(devices or [""])
+            chosen = [next(turns) if number in sharing else "" for number in numbers]
             executor = self._executor(apart.order.sweep)
-            given = {_SAFE_PATH: os.environ.get(_SAFE_PATH, ""), **apart.environment}
             with environment_variables(**{_SAFE_PATH: "1"}):  # of submitit's own processes
-                return executor.map_array(replace(apart, environment=given), numbers)
+                return executor.map_array(apart, numbers, chosen)
+        free: Queue[str] = Queue()
+        for device in devices:
+            free.put(device)
+
+        def run(number: int) -> None:
+            device = free.get() if number in sharing else ""
+            try:
+                apart(number, device)
+            finally:
+                if device:
+                    free.put(device)
+
         many = self.settings.n_jobs
         many = many if many > 0 else max(1, (os.cpu_count() or 1) + 1 + many)
         pool = ThreadPoolExecutor(min(many, len(numbers)))
-        jobs = [pool.submit(apart, number) for number in numbers]
+        jobs = [pool.submit(run, number) for number in numbers]
         pool.shutdown(wait=False)
         return jobs
 
@@ -237,23 +265,28 @@ class _Apart:
     working_dir: str
     stop: str
     """The file by which the command tells all trials, on whatever machine, to end."""
+    devices: str = ""
+    """The GPUs of this machine: submitit's local jobs have an environment that hides them."""
+    safe_path: str = field(default_factory=lambda: os.environ.get(_SAFE_PATH, ""))
     command: list[str] = field(default_factory=lambda: command_of("attnkit.launch.sweep.trial"))
     """Made here, for submitit's processes import from the working directory."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Of the trial beside its own: submitit's local jobs have one that hides every GPU."""
 
-    def __call__(self, number: int) -> None:
+    def __call__(self, number: int, device: str = "") -> None:
+        """Run a trial; `device` is the GPU that it is given, if it is given one."""
         if Path(self.stop).exists():
             return
         order = json.dumps(asdict(self.order))
         folder = self._trial(number).folder
         folders.create(folder, fresh=False)
+        environment = {**os.environ, _SAFE_PATH: self.safe_path}
+        if device or self.devices:
+            environment[gpus.VARIABLE] = device or self.devices
         with (folder / OUTPUT).open("ab") as output:
             begin = output.tell()
             with held_back():
                 process = subprocess.Popen(
                     [*self.command, order, str(number)],
-                    env={**os.environ, **self.environment},
+                    env=environment,
                     cwd=self.working_dir,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -274,11 +307,11 @@ class _Apart:
         line = f"  {trial.error.splitlines()[0]}" if trial.state == "failed" else ""
         print(f"{line_of(trial)}{line}", flush=True)
 
-    def checkpoint(self, number: int) -> Any:
+    def checkpoint(self, number: int, device: str = "") -> Any:
         """What submitit starts when a job was preempted or timed out: the same once more."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(self, number)
+        return DelayedSubmission(self, number, device)
 
     def _trial(self, number: int) -> Trial:
         return read_sweep(Path(self.order.sweep)).trials[number]

@@ -1,20 +1,21 @@
 """The folder of a sweep: sweep.json lists its trials, and each trial's folder shows its state.
 
-`read_sweep` is for whoever wants to know; `write_sweep` and `add_trial` are for who runs them.
+`read_sweep` is for whoever wants to know; who runs the trials, under `held`, also writes.
 Neither torch nor Hydra is needed for any of it.
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from attnkit.launch.command import command_line, key_of, permission, setting
 from attnkit.launch.job import folder as folders
-from attnkit.launch.processes.locks import is_locked, locked
-from attnkit.launch.sweep.numbers import shortened
+from attnkit.launch.processes.locks import holder, is_locked, locked
 from attnkit.lightning.callbacks.study import PRUNED
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_text
@@ -28,6 +29,8 @@ State = Literal["done", "failed", "pruned", "running", "interrupted", "waiting"]
 
 _NAMING = re.compile(r"[\w.+-]{1,30}")  # values short and plain enough for a folder name
 _LONGEST = 150  # characters of a folder's name
+_PLAIN = 6  # characters that nobody has to shorten
+_MOST_DIGITS = 17  # of a float
 # What sweep.json says of the sweep, beside its trials.
 _FACTS = ("sweeper", "command", "keys", "hydra", "config_dir", "allow", "working_dir")
 # What a trial is not made of: where it runs, and what only a command line may permit.
@@ -126,6 +129,20 @@ def read_sweep(folder: Path) -> Sweep:
     return Sweep(folder, trials=trials, **facts)
 
 
+@contextmanager
+def held(folder: Path, key: str = "run_dir") -> Iterator[None]:
+    """While the block runs, no other command runs trials of the sweep in this folder.
+
+    Raises:
+        UserError: another one does; `key` is what named the folder.
+    """
+    lock = folder / ".sweep.lock"
+    with locked(lock) as mine:
+        if not mine:
+            raise UserError(f"{key}: {folder} is in use by {holder(lock)}")
+        yield
+
+
 def write_sweep(sweep: Sweep) -> None:
     """Begin a sweep: write sweep.json, whole or not at all.
 
@@ -134,10 +151,9 @@ def write_sweep(sweep: Sweep) -> None:
     """
     facts = {name: getattr(sweep, name) for name in _FACTS}
     content = {"version": VERSION, **facts, "trials": [_record(t) for t in sweep.trials]}
-    with locked(sweep.folder / ".sweep.lock", wait=True):
-        if (sweep.folder / FILE).exists():
-            raise UserError(f"run_dir: {sweep.folder}: another sweep has just begun there")
-        _save(sweep.folder, content)
+    if (sweep.folder / FILE).exists():
+        raise UserError(f"run_dir: {sweep.folder}: another sweep has just begun there")
+    _save(sweep.folder, content)
 
 
 def new_trial(
@@ -167,23 +183,21 @@ def new_trial(
 
 
 def add_trial(folder: Path, overrides: Sequence[str], name: str | None = None) -> Trial:
-    """Append a trial to a sweep whose trials are not known beforehand; any process may."""
-    with locked(folder / ".sweep.lock", wait=True):
-        content = _load(folder)
-        trial = new_trial(folder, content["keys"], len(content["trials"]), overrides, name)
-        content["trials"].append(_record(trial))
-        _save(folder, content)
+    """Append a trial to a sweep whose trials are not known beforehand."""
+    content = _load(folder)
+    trial = new_trial(folder, content["keys"], len(content["trials"]), overrides, name)
+    content["trials"].append(_record(trial))
+    _save(folder, content)
     return trial
 
 
 def change_trials(folder: Path, numbers: Sequence[int], changes: Sequence[str]) -> None:
     """Append overrides to those of these trials."""
-    with locked(folder / ".sweep.lock", wait=True):
-        content = _load(folder)
-        for record in content["trials"]:
-            if record["number"] in numbers:
-                record["overrides"] += changes
-        _save(folder, content)
+    content = _load(folder)
+    for record in content["trials"]:
+        if record["number"] in numbers:
+            record["overrides"] += changes
+    _save(folder, content)
 
 
 def find_sweep(given: object, key: str) -> Path:
@@ -198,6 +212,28 @@ def find_sweep(given: object, key: str) -> Path:
             hint = "\n  it is the folder that attnkit -m made; the newest of them: sweep=latest"
         raise UserError(f"{key}: no sweep in {folder} (it has no {FILE}){hint}")
     return folder
+
+
+def shortened(texts: Iterable[str]) -> dict[str, str]:
+    """Each of the values of a key as it is shown: long decimal numbers with three significant
+    digits, with more where two values would be one; all else as it is."""
+    texts = list(dict.fromkeys(texts))
+    for digits in range(3, _MOST_DIGITS):
+        shown = {text: _rounded(text, digits) for text in texts}
+        if len(set(shown.values())) == len(texts):
+            return shown
+    return {text: text for text in texts}
+
+
+def _rounded(text: str, digits: int) -> str:
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    whole = text.lstrip("+-").isdigit()
+    if whole or len(text) <= _PLAIN or not math.isfinite(value):
+        return text
+    return f"{value:.{digits}g}"
 
 
 def _values(keys: Sequence[str], overrides: Sequence[str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,25 +16,24 @@ from attnkit.launch.job.request import Request, decide
 from attnkit.launch.signals import raise_received
 from attnkit.launch.sweep.launchers import Launch
 from attnkit.launch.sweep.record import Sweep, to_go_on, write_sweep
-from attnkit.launch.sweep.report.page import finish
+from attnkit.launch.sweep.report import finish
 from attnkit.launch.sweep.trial import Order
 from attnkit.lightning.errors import StoppedBySignal, UserError
 from attnkit.lightning.files import SHARED_FOLDER
 
 
-def run_trials(
-    launch: Launch, sweep: Sweep, order: Order, ask: Callable[[], Sequence[int]] | None = None
-) -> int:
-    """Run the trials that the order wants, then show them all; returns the exit code.
+def run_trials(launch: Launch, sweep: Sweep, order: Order, batches: Iterable[Sequence[int]]) -> int:
+    """Run trials, then show all of the sweep; returns the exit code.
 
     Args:
-        ask: what to run next, until it is nothing, where that depends on the trials before.
+        launch: where they run.
+        sweep: of the trials.
+        order: what each of them is told.
+        batches: their numbers; the next ones are asked for when those before have ended.
     """
-    wanted = [t.number for t in sweep.trials if t.state != "running" and order.wants(t)]
-    once = iter([wanted])
     try:
         with _sharing(sweep.folder / ".shared"):
-            while numbers := ask() if ask else next(once, []):
+            for numbers in filter(None, batches):
                 launch.run(order, numbers)
     except (KeyboardInterrupt, StoppedBySignal) as error:
         by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"

@@ -6,8 +6,9 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,14 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.job.execute import execute
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.request import Request, decide
-from attnkit.launch.processes import gpus as devices
-from attnkit.launch.processes.locks import holder, locked
+from attnkit.launch.processes.locks import locked
 from attnkit.launch.processes.torchrun import VARIABLES
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
-from attnkit.launch.sweep.line import line_of, printing_apart
-from attnkit.launch.sweep.record import ERROR, OUTPUT, Trial, progress, read_sweep
+from attnkit.launch.sweep.ranking import Metric, figure
+from attnkit.launch.sweep.record import ERROR, OUTPUT, Trial, progress, read_sweep, shortened
+from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_text
-
-Within = Callable[[Trial], AbstractContextManager[None]]
+from attnkit.lightning.telling.text import cell, in_line
 
 
 @dataclass(frozen=True)
@@ -41,41 +41,34 @@ class Order:
     changes: tuple[str, ...] = ()
     """Overrides for trials that are run again."""
     retry: bool = False
-    """Run the trials that have failed; otherwise those that have not ended."""
-    attempts: Mapping[str, int] | None = None
-    """With `retry`: how often each had failed before, so that none is tried twice."""
-    devices: tuple[str, ...] = ()
-    """One for each trial, where several run at once."""
+    """Run also trials that have failed."""
     study: tuple[str, ...] = ()
     """Overrides by which a trial reports to the study it belongs to."""
 
     def wants(self, trial: Trial) -> bool:
         """Whether this trial is still to be run."""
         state = progress(trial.folder)
-        if self.retry:
-            before = (self.attempts or {}).get(str(trial.number))
-            return state == "failed" and before == len(trial.errors)
-        return state in ("interrupted", "waiting")
+        return state in ("interrupted", "waiting") or (self.retry and state == "failed")
 
 
-def run_trial(order: Order, number: int) -> None:
-    """Run a trial here, and say in one line what came of it."""
-    mine = run_alone(order, number, printing_apart)
-    trial = read_sweep(Path(order.sweep)).trials[number]
-    print(line_of(trial) if mine else f"trial {number} is run by {holder(trial.lock)}", flush=True)
+def run_here(order: Order, number: int) -> None:
+    """Run a trial in this process, and say in one line what came of it."""
+    run_alone(order, number, apart=True)
+    print(line_of(read_sweep(Path(order.sweep)).trials[number]), flush=True)
 
 
-def run_alone(order: Order, number: int, within: Within = lambda _: nullcontext()) -> bool:
-    """Run a trial unless another process does or did; returns whether no other process does.
+def run_alone(order: Order, number: int, *, apart: bool = False) -> None:
+    """Run a trial unless another process does or did. Its error is printed, and a file.
 
-    Its error is printed, and a file in its folder.
+    Args:
+        order: what the trial is told.
+        number: of the trial.
+        apart: what it prints goes to its folder.
     """
     trial = read_sweep(Path(order.sweep)).trials[number]
     with locked(trial.lock) as mine:
-        if not mine:
-            return False
-        if not order.wants(trial):
-            return True
+        if not mine or not order.wants(trial):
+            return
         try:
             if progress(trial.folder) == "failed":  # error.txt becomes error_1.txt, …
                 kept = trial.folder / f"error_{len(trial.errors) + 1}.txt"
@@ -83,15 +76,13 @@ def run_alone(order: Order, number: int, within: Within = lambda _: nullcontext(
             if not has_progress(trial.folder):
                 _clear(trial.folder)
             job = job_of(order, trial)
-            with _own_device(order, trial, job), within(trial):
+            with _printing_apart(trial) if apart else nullcontext():
                 execute(job)
         except Exception as error:
             raise_received()  # what a signal has broken off may fail in any way
-            if progress(trial.folder) == "pruned":
-                return True
-            save_error(trial.folder, summary(error))
-            fail(error, CRASHED, f"trial {number}: ")
-    return True
+            if progress(trial.folder) != "pruned":
+                save_error(trial.folder, summary(error))
+                fail(error, CRASHED, f"trial {number}: ")
 
 
 def job_of(order: Order, trial: Trial) -> Job:
@@ -132,18 +123,70 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
+def takes_one_gpu(order: Order, trial: Trial) -> bool:
+    """Whether a trial takes one GPU, whichever it is."""
+    if "trainer.devices" in map(key_of, (*trial.overrides, *order.changes)):
+        return False
+    trainer = job_of(order, trial).config.get("trainer") or {}
+    kind = trainer.get("accelerator") or "auto"
+    return kind in ("auto", "gpu", "cuda") and trainer.get("devices") in (1, "1")
+
+
+def line_of(trial: Trial) -> str:
+    """`trial 3  optimizer.lr=0.00121  val/loss_best 0.557  4.18 s  done`."""
+    parts = [_begin_of(trial)]
+    if trial.state == "done":
+        try:
+            name = Metric.of(folders.load_config(trial.folder)).name
+        except UserError:  # not there any more
+            name = ""
+        figures = ((name, f"{name} "), ("seconds", ""))
+        parts += [f"{said}{figure(trial.results, name)}"
+                  for name, said in figures if name in trial.results]  # fmt: skip
+    parts.append(trial.state)
+    if trial.state == "pruned":
+        parts.append(trial.error.splitlines()[0])
+    return in_line("  ".join(parts))
+
+
+def _begin_of(trial: Trial) -> str:
+    """Its number and its values."""
+    values = (f"{k}={shortened([v])[v]}" for k, v in trial.values.items())
+    return in_line(f"trial {trial.number}  {' '.join(values)}".rstrip())
+
+
 @contextmanager
-def _own_device(order: Order, trial: Trial, job: Job) -> Iterator[None]:
-    """A GPU that no other trial on this machine has, where this one wants one and named none."""
-    typed = map(key_of, (*trial.overrides, *order.changes))
-    chosen = "trainer.devices" in typed
-    if not order.devices or chosen or not devices.is_wanted(job.config.get("trainer") or {}):
-        yield
-        return
-    with devices.reserved(order.devices) as device:
-        os.environ[devices.VARIABLE] = device  # torch, which reads it, is not imported yet
-        print(f"on GPU {device}", flush=True)
-        yield
+def _printing_apart(trial: Trial) -> Iterator[None]:
+    """What is printed in the block goes to the trial's folder; a terminal shows that it runs."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    where = cell(f"{_begin_of(trial)}  {trial.folder}")
+    running = console.status(where, refresh_per_second=1) if console.is_terminal else nullcontext()
+    with (
+        (trial.folder / OUTPUT).open("a", encoding="utf-8", errors="backslashreplace") as output,
+        running,
+    ):
+        streams = _Stream(sys.stdout), _Stream(sys.stderr)
+        with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+            try:
+                for stream in streams:
+                    stream.pointed_to = output
+                yield
+            finally:
+                for stream in streams:
+                    stream.pointed_to = stream.own
+
+
+class _Stream:
+    """A stream that is redirected for a while, so that a logger which keeps it never holds a closed
+    one."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = self.pointed_to = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pointed_to, name)
 
 
 def main(argv: Sequence[str]) -> int:

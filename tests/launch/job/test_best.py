@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from attnkit.launch.sweep.report.ranking import Metric
+from attnkit.launch.sweep.ranking import Metric
 
 SCORED = """\
 import torch

@@ -1,4 +1,4 @@
-"""Locks on files: one process at a time, freed with it; and the folder of the GPUs' locks."""
+"""Locks on files: one process at a time, freed with it."""
 
 import os
 import signal
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from attnkit.launch.processes import gpus
 from attnkit.launch.processes.locks import holder, is_locked, locked
 from attnkit.lightning import UserError
 
@@ -100,55 +99,5 @@ def test_no_lock_follows_a_link(path, tmp_path):
     path.parent.mkdir()
     path.symlink_to(precious)
     with pytest.raises(UserError, match=r"a\.lock: a symbolic link"), locked(path):
-        pass
-    assert precious.read_text() == "years of work"
-
-
-# --- the folder of the GPUs' locks ---
-
-
-def test_a_gpu_for_each_process(tmp_path):
-    folder = tmp_path / "gpus"
-    with gpus.reserved(("0", "1"), folder) as first:
-        assert first == "0"
-        assert folder.stat().st_mode & 0o777 == 0o700
-        command = (
-            "import sys; from pathlib import Path; from attnkit.launch.processes import gpus\n"
-            "with gpus.reserved(('0', '1'), Path(sys.argv[1])) as device: print(device)"
-        )
-        done = subprocess.run([sys.executable, "-c", command, folder], capture_output=True)
-        assert done.stdout == b"1\n", done.stderr
-
-
-def test_a_folder_that_others_may_write_to_is_closed(tmp_path):
-    folder = tmp_path / "gpus"
-    folder.mkdir()
-    folder.chmod(0o777)
-    with gpus.reserved(("0",), folder):
-        assert folder.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("kind", ["link", "file", "broken link"])
-def test_what_is_no_folder_is_refused(tmp_path, kind):
-    folder, target = tmp_path / "gpus", tmp_path / "target"
-    if kind == "file":
-        folder.touch()
-    else:
-        folder.symlink_to(target)
-    if kind == "link":
-        target.mkdir()
-    with pytest.raises(UserError, match="TMPDIR"), gpus.reserved(("0",), folder):
-        pass
-    assert not list(tmp_path.rglob("*.lock"))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_folder_of_another_user_is_refused(tmp_path):
-    folder, precious = tmp_path / "gpus", tmp_path / "thesis.tex"
-    precious.write_text("years of work")
-    folder.mkdir()
-    folder.joinpath("0.lock").symlink_to(precious)
-    os.chown(folder, 12345, 12345)
-    with pytest.raises(UserError, match="belongs to another user"), gpus.reserved(("0",), folder):
         pass
     assert precious.read_text() == "years of work"

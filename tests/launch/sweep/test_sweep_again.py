@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -68,10 +67,26 @@ def test_each_state_is_found(record, found):
     assert found.states(record)[3] == "interrupted"
 
 
-def test_two_sweeps_do_not_share_a_folder(record):
+def test_two_sweeps_do_not_share_a_folder(record, attnkit):
     with pytest.raises(UserError, match="another sweep has just begun there"):
         trials.write_sweep(trials.read_sweep(record))
     assert len(trials.read_sweep(record).trials) == 4
+    before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
+    with held_elsewhere(record / ".sweep.lock"):
+        for key, *command in (("resume", "-m"), ("sweep", "run=retry")):
+            done = attnkit(*command, f"{key}={record}")
+            assert done.code == 2
+            assert f"{key}: {record} is in use by process 7 on elsewhere" in done.err
+    (record / ".sweep.lock").unlink()
+    assert {path: path.read_bytes() for path in record.rglob("*") if path.is_file()} == before
+
+
+def test_trials_are_appended(record):
+    added = trials.add_trial(record, ["model.depth=9"])
+    there = trials.read_sweep(record).trials
+    assert [trial.number for trial in there] == list(range(5))
+    assert there[4] == added
+    assert added.values == {"model.depth": "9"}
 
 
 def test_a_lock_alone_is_no_beginning(record, found):
@@ -81,15 +96,6 @@ def test_a_lock_alone_is_no_beginning(record, found):
         assert found.states(record)[3] == "running"
     (folder / trials.OUTPUT).touch()
     assert found.states(record)[3] == "waiting"
-
-
-def test_trials_are_appended_by_many_at_once(record):
-    with get_context("fork").Pool(4) as pool:
-        added = pool.starmap(trials.add_trial, [(record, [f"model.depth={n}"]) for n in range(20)])
-    assert sorted(trial.number for trial in added) == list(range(4, 24))
-    there = trials.read_sweep(record).trials
-    assert [trial.number for trial in there] == list(range(24))
-    assert {trial.values["model.depth"] for trial in there[4:]} == {str(n) for n in range(20)}
 
 
 @pytest.mark.parametrize(
@@ -262,40 +268,6 @@ def test_paths_of_trials_are_readable_as_they_are_typed(typed, read):
     assert readable(typed) == read
 
 
-@pytest.mark.slow
-def test_a_sweep_of_before_goes_on(attnkit, found, hers):
-    """sweep.json of version 1, as it was written when locks lay beside the trials' folders."""
-    lean = ["trainer.max_epochs=1", "callbacks.curves=null", "logger.tensorboard=null"]
-    command = ["task=mine", *lean, "module.width=5,7"]
-    words = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    folder = Path("sweep").absolute()
-    trials_ = [
-        {
-            "number": number,
-            "folder": f"{number}_module.width={width}",
-            "overrides": ["task=mine", *lean, f"module.width={width}"],
-        }
-        for number, width in enumerate((5, 7))
-    ]
-    content = {
-        "version": 1, "sweeper": "basic", "command": [*command, *words], "keys": ["module.width"],
-        "hydra": words, "config_dir": str(hers), "allow": [], "working_dir": str(Path.cwd()),
-        "trials": trials_,
-    }  # fmt: skip
-    (folder / trials_[0]["folder"]).mkdir(parents=True)
-    (folder / trials_[0]["folder"] / "results.json").write_text(
-        '{"num_seeds": 1, "val/loss_best": 0.25}'
-    )
-    (folder / "sweep.json").write_text(json.dumps(content))
-    (folder / ".0.lock").write_text("process 1 on it\n")
-    assert found.states(folder) == ["done", "waiting"]
-    done = attnkit("-m", "resume=sweep", "--config-dir", hers)
-    assert done.code == 0, done.err
-    assert "1 of 2 trials" in done.out
-    assert found.states(folder) == ["done", "done"]
-    assert [row["trial"] for row in found.rows(folder)] == ["0", "1"]
-
-
 # --- devices --------------------------------------------------------------------------------------
 
 LISTED = """\
@@ -311,19 +283,3 @@ def test_the_names_of_devices(monkeypatch):
     for given, expected in (("0,1", ("0", "1")), ("", ()), ("3, GPU-1,-1,2", ("3", "GPU-1"))):
         monkeypatch.setenv(devices.VARIABLE, given)
         assert devices.visible() == expected
-
-
-def _use(folder):
-    with devices.reserved(("0", "1"), folder) as device:
-        with (folder / f"{device}.held").open("x"):  # an error where another process has it
-            time.sleep(0.05)
-        (folder / f"{device}.held").unlink()
-        return device
-
-
-def test_no_two_have_a_device(tmp_path):
-    """Six processes at once, two devices."""
-    with get_context("fork").Pool(6) as pool:
-        seen = pool.map(_use, [tmp_path] * 6, chunksize=1)
-    assert len(seen) == 6
-    assert set(seen) == {"0", "1"}

@@ -176,9 +176,8 @@ def test_twelve_trials_killed_resumed_and_retried(found, start):
     assert before[:4] == ["done"] * 3 + ["failed"]
     assert before[5:] == ["interrupted"] + ["waiting"] * 6
 
-    both = [start("-m", "resume=sweep") for _ in range(2)]  # at the same time
-    done = [command.done() for command in both]
-    assert {one.code for one in done} == {1}, [one.out for one in done]
+    done = start("-m", "resume=sweep").done()
+    assert done.code == 1, done.out
     states = ["failed" if number in (3, 9) else "done" for number in range(12)]
     assert found.states("sweep") == states
 
@@ -220,3 +219,34 @@ def test_twelve_trials_killed_resumed_and_retried(found, start):
     names = ("val/loss_best", "val/loss_best_std")
     rows = [[float(row[name]) for name in names] for row in found.rows("sweep")[:5]]
     assert rows == [pytest.approx(figures, rel=1e-9) for figures in means]
+
+
+STUB = """\
+import json, os, sys, time
+from pathlib import Path
+order, number = json.loads(sys.argv[1]), sys.argv[2]
+device = os.environ["CUDA_VISIBLE_DEVICES"]
+lock = Path(order["sweep"], device + ".held")
+lock.open("x").close()  # an error where another trial has it
+time.sleep(0.05)
+lock.unlink()
+Path(order["sweep"], number + ".device").write_text(device)
+"""
+
+
+@pytest.mark.parametrize(("many", "sharing"), [(4, True), (1, False)])
+def test_trials_at_once_share_out_the_gpus(monkeypatch, found, many, sharing):
+    """Six trials on two GPUs: each has one for itself, or sees both where it takes none."""
+    monkeypatch.setenv(devices.VARIABLE, "7,8")
+    monkeypatch.setattr(launchers, "command_of", lambda *_: [sys.executable, "-c", STUB])
+    monkeypatch.setattr(launchers, "takes_one_gpu", lambda *_: sharing)
+    folder = Path("sweep").absolute()
+    made = [trials.new_trial(folder, (), number, ()) for number in range(6)]
+    folder.mkdir()
+    sweep = trials.Sweep(folder, (), (), tuple(made), working_dir=str(Path.cwd()))
+    trials.write_sweep(sweep)
+    launch = launchers.Launch(launchers.Joblib(many), "job")
+    launch.run(order_of(Composer(), sweep, ()), range(6))
+    assert found.states(folder) == ["waiting"] * 6  # none has failed
+    seen = [(folder / f"{number}.device").read_text() for number in range(6)]
+    assert set(seen) == ({"7", "8"} if sharing else {"7,8"})

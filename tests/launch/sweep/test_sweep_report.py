@@ -1,29 +1,28 @@
 """Reports of sweeps, against figures that numpy computes from the same files."""
 
+import base64
 import csv
 import fcntl
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from attnkit.launch.sweep import picture, ranking, report
 from attnkit.launch.sweep import record as trials
-from attnkit.launch.sweep.report import page as sweep_report
-from attnkit.launch.sweep.report import pictures as sweep_plots
-from attnkit.launch.sweep.report import ranking
 
 LEARNING_RATES = ("1e-3", "1e-2", "0.1", "1.0")
 SEEDS = (0, 1, 2)
 FAILED = (4, 11)  # one seed of the second, one of the last
 CONFIG = "task: vit\nrun: train\ncallbacks:\n  checkpoint: {monitor: val/accuracy, mode: max}\n"
-FILES = {
-    "table.csv", "table.md", "trials.csv", "report.md", "parameters.png", "curves.png",
-}  # fmt: skip
+FILES = {"table.csv", "table.md", "trials.csv", "report.md", "report.html", "parameters.png"}
 
 
 def sweep_by_hand(folder, combinations, curves, *, failed=(), seeds=1, command=()):
@@ -141,13 +140,16 @@ def test_the_page_and_the_screen(study):
     folder, screen, _ = study
     mean, deviation, n, *_ = by_hand(folder)[0]
     page = (folder / "report.md").read_text()
-    for text in (screen, page, (folder / "table.md").read_text()):
+    html = unescape((folder / "report.html").read_text())
+    for text in (screen, page, html, (folder / "table.md").read_text()):
         assert f"{mean:.3f} ± {deviation:.3f}" in text
         assert "Equal in all rows: parameters 7 k." in " ".join(text.split())
         assert "Not counted: 2 failed." in " ".join(text.split())
         assert f"seeds in each: 2 to {n}" in text
     assert "- trial 4: `the loss is nan a lower | optimizer.lr`" in page
-    assert all(f"]({name})" in page for name in FILES if name.endswith(".png"))
+    assert "<code>the loss is nan a lower | optimizer.lr</code>" in html
+    assert "](parameters.png)" in page
+    assert base64.b64encode((folder / "parameters.png").read_bytes()).decode() in html
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 + 4 + 2
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
@@ -165,6 +167,8 @@ def test_the_command_of_the_best_run(study):
     (line,) = [line for line in screen.splitlines() if line.startswith("  attnkit ")]
     assert shlex.split(line) == ["attnkit", "task=vit", "data.root='/a b'", *own]
     assert f"```bash\n{line.strip()}\n```" in (folder / "report.md").read_text()
+    html = unescape((folder / "report.html").read_text())
+    assert f"<pre><code>{line.strip()}</code></pre>" in html
     assert f"the best run, trial {number}:" in screen
 
 
@@ -173,9 +177,26 @@ def test_nothing_else_is_touched(study):
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
     made = {p.name for p in folder.rglob("*") if p.is_file()} - {p.name for p in before}
     assert made == FILES
-    for name in made:
-        if name.endswith(".png"):
-            assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert (folder / "parameters.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_holds_texts_and_loads_nothing(tmp_path):
+    """Values, errors and names of folders may come from anyone."""
+    script = "<script>alert(1)</script>"
+    folder = sweep_by_hand(
+        tmp_path / "<b>sweep",
+        [{"model.score": script}, {"model.score": "dot"}],
+        [curve_of(0), curve_of(1)],
+        failed={1},
+    )
+    (folder / "1_model.score=dot" / "error.txt").write_text(script)
+    assert report.finish(folder) == 1
+    page = (folder / "report.html").read_text()
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 3  # cell, command and error
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "default-src 'none'" in page
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
 
 
 @pytest.fixture
@@ -184,32 +205,21 @@ def rows(study):
     return ranking.ranked(sweep.trials, ranking.Metric("val/accuracy", True))
 
 
-def test_what_the_pictures_show(study, rows):
+def test_what_the_picture_shows(study, rows):
     metric = ranking.Metric("val/accuracy", True)
-    scores, rates = sweep_plots.draw_parameters(rows, metric).axes
+    scores, rates = picture.draw(rows, metric).axes
     assert (scores.get_xlabel(), rates.get_xlabel()) == ("model.score", "optimizer.lr")
     assert (scores.get_xscale(), rates.get_xscale()) == ("linear", "log")
-    *points, line = rates.get_lines()
-    shown = sorted((x, y) for point in points for x, y in point.get_xydata())
+    points, line = rates.get_lines()[:2]
     ended = set(range(12)) - set(FAILED)
-    assert shown == sorted((float(LEARNING_RATES[n // 3]), max(curve_of(n))) for n in ended)
+    expected = sorted((float(LEARNING_RATES[n // 3]), max(curve_of(n))) for n in ended)
+    assert sorted(map(tuple, points.get_xydata())) == expected
     means = sorted((float(lr), mean) for mean, *_, lr, _ in by_hand(study[0]))
     np.testing.assert_allclose(sorted(map(tuple, line.get_xydata())), means, rtol=1e-12)
 
-    (axes,) = sweep_plots.draw_curves(rows, metric).axes
-    lines = {tuple(line.get_ydata()) for line in axes.get_lines()}
-    assert lines == {tuple(curve_of(n)) for n in range(12)}
-    assert all(list(line.get_xdata()) == [1, 2, 3, 4, 5] for line in axes.get_lines())
-    names = [text.get_text() for text in axes.get_legend().get_texts()]
-    first = by_hand(study[0])[0][-2]
-    assert len(names) == 5
-    assert names[0].startswith("1: ")
-    assert names[0].split()[-1] == f"optimizer.lr={first}"
-    assert names[-1] == "not counted"
-
 
 def test_few_and_many_trials_are_readable(tmp_path):
-    """Legends for few, a bar of ranks for many; a diverged run does not set the scale."""
+    """One trial has nothing to compare; of many numbers the line is the mean of neighbours."""
     lrs = [f"{x:.6f}" for x in np.random.default_rng(0).uniform(1e-4, 1e-1, 50)]
     combinations = [{"optimizer.lr": lr, "model.depth": str(n % 4)} for n, lr in enumerate(lrs)]
     curves = [curve_of(n) for n in range(49)] + [[1e9, 2e9]]
@@ -219,17 +229,12 @@ def test_few_and_many_trials_are_readable(tmp_path):
             tmp_path / str(number), combinations[-number:], curves[-number:], failed={number - 1}
         )
         found = ranking.ranked(trials.read_sweep(folder).trials, metric)
-        axes, *bar = sweep_plots.draw_curves(found, metric).axes
-        assert axes.get_ylim()[1] < 2
-        assert len(axes.get_legend().get_texts()) == (2 if number == 2 else 1)
-        assert [b.get_ylabel() for b in bar] == ([] if number == 2 else ["rank"])
-        # of one trial that is done there is nothing to compare
-        parameters = sweep_plots.draw_parameters(found, metric)
-        assert (parameters is not None) == (number == 50)
-        if number == 50:
-            rates, depths = parameters.axes
-            assert len(rates.get_lines()[-1].get_xdata()) < 10
-            assert list(depths.get_lines()[-1].get_xdata()) == [0, 1, 2, 3]
+        figure = picture.draw(found, metric)
+        assert (figure is not None) == (number == 50)
+    rates, depths = figure.axes
+    assert rates.get_ylim()[1] < 2  # a run that diverged does not set the scale
+    assert 3 <= len(rates.get_lines()[1].get_xdata()) < 10
+    assert list(depths.get_lines()[1].get_xdata()) == [0, 1, 2, 3]
 
 
 def test_seeds_of_seeds_are_pooled():
@@ -304,7 +309,7 @@ def test_where_values_lie(texts, shown, places, scale):
         for number, text in enumerate(texts)
     ]
     rows = [ranking.Row((trial,), trial.results, trial.number + 1) for trial in found]
-    (axes,) = sweep_plots.draw_parameters(rows, metric).axes
+    (axes,) = picture.draw(rows, metric).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == shown
     assert list(axes.get_xticks()) == places
     assert axes.get_xscale() == scale
@@ -323,7 +328,7 @@ def test_while_it_runs(tmp_path, attnkit, monkeypatch):
     def broken(*_):
         raise ValueError("no such colour")
 
-    monkeypatch.setitem(sweep_plots.PICTURES, "parameters.png", broken)
+    monkeypatch.setattr(picture, "draw", broken)
     with (folder / "1_optimizer.lr=1e-2" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as another process holds it
         done = attnkit("run=report", f"sweep={folder}")
@@ -333,7 +338,6 @@ def test_while_it_runs(tmp_path, attnkit, monkeypatch):
     expected = [("0", "1", "done"), ("2", "", "interrupted"), ("1", "", "running")]
     assert states == [*expected, ("3", "", "waiting")]
     assert "1 running; to go on" in done.out
-    assert "![curves.png](curves.png)" in (folder / "report.md").read_text()
     assert "parameters.png" not in (folder / "report.md").read_text()
     assert not (folder / "trials.csv").exists()
 
@@ -350,7 +354,7 @@ def test_the_command_from_another_folder(tmp_path):
         tmp_path, (), (), (trial,), config_dir="/my folder", allow=("allow=[mine]",),
         working_dir=str(tmp_path / "where it's from"),
     )  # fmt: skip
-    place, _, command = sweep_report.command_of(sweep, trial).partition(" && ")
+    place, _, command = report.command_of(sweep, trial).partition(" && ")
     assert shlex.split(place) == ["cd", sweep.working_dir]
     own = ["attnkit", "data.root=pictures", "seed=1", "--config-dir", "/my folder", "allow=[mine]"]
     assert shlex.split(command) == own

@@ -1,4 +1,4 @@
-"""Numbers, headers and names in the table and the pictures of a sweep, of values like Optuna's."""
+"""Numbers, headers and names in the table and the picture of a sweep, of values like Optuna's."""
 
 import re
 from itertools import pairwise
@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from attnkit.launch.sweep import numbers
-from attnkit.launch.sweep.record import Trial
-from attnkit.launch.sweep.report import pictures, ranking
-from attnkit.launch.sweep.report.table import Table, broken_name, labels
+from attnkit.launch.sweep import picture, ranking, report
+from attnkit.launch.sweep.record import Trial, shortened
 from attnkit.lightning.telling.numbers import seconds, three_digits, with_prefix
 
 METRIC = ranking.Metric()
@@ -41,11 +39,11 @@ def test_three_digits(shown, expected):
 
 
 def test_values_stay_apart():
-    assert [*numbers.shortened(RATES).values()] == ["0.00121", "0.000116", "0.0077"]
+    assert [*shortened(RATES).values()] == ["0.00121", "0.000116", "0.0077"]
     near = ["0.001214444", "0.0012149", "1e-3", "null"]
-    assert [*numbers.shortened(near).values()] == ["0.001214", "0.001215", "1e-3", "null"]
+    assert [*shortened(near).values()] == ["0.001214", "0.001215", "1e-3", "null"]
     same = ["12345678", "adamw", "[0.9,0.95]"]
-    assert [*numbers.shortened(same).values()] == same
+    assert [*shortened(same).values()] == same
 
 
 def rows_of(seeds=1):
@@ -70,16 +68,16 @@ def test_a_table_fits_the_screen_and_breaks_no_word(width, seeds, capsys, monkey
     monkeypatch.setenv("COLUMNS", str(width))
     rows = rows_of(seeds)
     figures = ranking.figures_of(rows, METRIC)
-    table = Table.of(rows, figures)
-    table.show(Console(width=width))
+    columns, _ = report.columns_of(rows, figures)
+    report.show(rows, columns, Console(width=width))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= width
     head = set(shown.partition("───")[0].split()[3:])  # after the title
-    pieces = {c.name: {c.name, *broken_name(c.name).split("\n")} for c in table.columns}
+    pieces = {c.name: {c.name, *report.broken_name(c.name).split("\n")} for c in columns}
     assert head <= set.union(*pieces.values())
     left_out = re.search(r"too narrow for (.*): see table.md", shown)
     named = left_out[1].split(", ") if left_out else []
-    for column in table.columns:
+    for column in columns:
         assert column.name in named or pieces[column.name] & head
     assert "val/loss_best" not in named
     assert ("0.500 ± 0.100" if seeds > 1 else " 0.500") in shown
@@ -88,55 +86,31 @@ def test_a_table_fits_the_screen_and_breaks_no_word(width, seeds, capsys, monkey
 
 
 def test_what_is_equal_is_said_once():
-    table = Table.of(rows_of(), ranking.figures_of(rows_of(), METRIC))
-    names = [column.name for column in table.columns]
+    columns, same = report.columns_of(rows_of(), ranking.figures_of(rows_of(), METRIC))
+    names = [column.name for column in columns]
     assert names == ["rank", "trial", "optimizer.lr", "model.num_heads", "val/loss_best",
                      "test/accuracy", "multiply_adds", "step_seconds"]  # fmt: skip
-    said = table.in_words(["task=vit"])
+    said = report.in_words(rows_of(), same, ["task=vit"])
     assert said.startswith(
         "Equal in all rows: model.depth 2, test/top5_accuracy 0.990, test/loss 1.23, "
         "parameters 115 k, seconds 4.18 s. The trials differ in optimizer.lr, model.num_heads. "
     )
-    assert "400 k | 18.3 ms" in table.as_markdown()
-
-
-def test_names_in_pictures_say_which_key():
-    rows = rows_of()
-    assert labels(rows)[0] == "optimizer.lr=0.00121 model.num_heads=1"
-    adds, step = pictures.draw_cost(rows, METRIC).axes
-    names = [text.get_text() for text in step.get_legend().get_texts()]
-    assert names[1] == "2: optimizer.lr=0.000116 model.num_heads=2"
-    assert not [*adds.texts, *step.texts]
-    assert step.get_xlabel() == "milliseconds of a training step"
-    milliseconds = [bar[0].get_xdata()[0] for bar in step.containers]
-    assert milliseconds == pytest.approx([18.3, 27.45, 41.175])
+    assert "400 k | 18.3 ms" in report.as_markdown(columns)
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_no_names_overlap(seeds):
     """Also of values that lie close together; the deviation over seeds is in the picture."""
-    for draw in (pictures.draw_parameters, pictures.draw_cost):
-        figure = draw(rows_of(seeds), METRIC)
-        figure.canvas.draw()
-        for axes in figure.axes:
-            boxes = [t.get_window_extent() for t in axes.get_xticklabels() if t.get_text()]
-            assert len(boxes) > 1
-            for one, other in pairwise(boxes):
-                assert not one.overlaps(other)
-    figure = pictures.draw_parameters(rows_of(seeds), METRIC)
+    figure = picture.draw(rows_of(seeds), METRIC)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        boxes = [t.get_window_extent() for t in axes.get_xticklabels() if t.get_text()]
+        assert len(boxes) > 1
+        for one, other in pairwise(boxes):
+            assert not one.overlaps(other)
     lengths = [
         path.vertices[1, 1] - path.vertices[0, 1]
         for bars in figure.axes[0].collections
         for path in bars.get_paths()
     ]
     assert lengths == pytest.approx([0.2] * 3 if seeds > 1 else [])
-
-
-def test_epochs_are_whole(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,val/loss\n0,1\n1,0.5\n")
-    trial = Trial(0, tmp_path, (), {"x": "1"}, "done", {"val/loss_best": 0.5})
-    (axes,) = pictures.draw_curves(ranking.ranked([trial], METRIC), METRIC).axes
-    axes.figure.canvas.draw()
-    shown = [text.get_text() for text in axes.get_xticklabels()]
-    assert {"1", "2"} <= set(shown)
-    assert all(text.isdigit() for text in shown)

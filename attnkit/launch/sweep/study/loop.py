@@ -1,8 +1,8 @@
 """`-m hydra/sweeper=optuna`: a sweep whose trials Optuna chooses one after the other.
 
 Its trials are the sweep's: same folders, states and locks, so that `-m resume=`, `run=retry` and
-the table are those of every sweep. Several processes may run one study, in one sweep
-(`-m resume=SWEEP_DIR` once more) or in sweeps of their own with the same storage.
+the table are those of every sweep. Several processes may run one study, in sweeps of their own with
+the same storage.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from attnkit.launch.job import folder as folders
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.request import Request
 from attnkit.launch.sweep.launchers import BASIC, Launch
-from attnkit.launch.sweep.record import Sweep, add_trial, read_sweep
-from attnkit.launch.sweep.report.page import best_command
+from attnkit.launch.sweep.record import Sweep, add_trial, held, read_sweep
+from attnkit.launch.sweep.report import best_command
 from attnkit.launch.sweep.run_trials import begin, check_trial, order_of, run_trials
 from attnkit.launch.sweep.study import space
 from attnkit.launch.sweep.study.settings import JOURNAL, PREFIX, Settings
@@ -139,8 +139,9 @@ def start(
         open_storage(plan.settings.url(root), make=True)
     root = folders.create(root, fresh=request.config.get("run_dir") is None)
     keys = [o.key_or_group for o in plan.swept]
-    sweep = begin(composer, root, (*rest, *place), words, keys, sweeper=NAME)
-    return _run(plan, launch, sweep, _open(plan, root, job), words)
+    with held(root):
+        sweep = begin(composer, root, (*rest, *place), words, keys, sweeper=NAME)
+        return _run(plan, launch, sweep, _open(plan, root, job), words)
 
 
 def go_on(composer: Composer, sweep: Sweep, allow: Sequence[str], words: Sequence[str]) -> int:
@@ -174,7 +175,7 @@ def _launch(composer: Composer, words: Sequence[str], settings: Settings) -> Lau
     if settings.n_jobs > 1 and launch.is_basic:
         raise UserError(
             f"{PREFIX}n_jobs={settings.n_jobs}: hydra/launcher={BASIC} runs one at a time\n"
-            "  add hydra/launcher=joblib, or start further processes with -m resume=SWEEP_DIR"
+            "  add hydra/launcher=joblib, which runs several"
         )
     return launch
 
@@ -206,7 +207,7 @@ def _run(plan: _Plan, launch: Launch, sweep: Sweep, store: "Store", words: Seque
 
     launcher = [w for w in words if is_launcher(w)]
     kept = [w for w in sweep.hydra if not is_launcher(w)]
-    code = run_trials(launch, replace(sweep, hydra=(*kept, *launcher)), order, ask)
+    code = run_trials(launch, replace(sweep, hydra=(*kept, *launcher)), order, iter(ask, []))
     with store.locked():
         store.settle(read_sweep(folder))
     _show_best(plan, store, folder)

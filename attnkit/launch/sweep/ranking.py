@@ -1,4 +1,4 @@
-"""The trials of a sweep in one table, best first; those that differ only by seed are one row."""
+"""The trials of a sweep as rows, best first; those that differ only by seed are one row."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,11 @@ from attnkit.launch.command import key_of
 from attnkit.launch.sweep.record import Trial
 from attnkit.lightning.best import mode_of
 from attnkit.lightning.files import write_csv
+from attnkit.lightning.telling.numbers import seconds, three_digits, with_prefix
 from attnkit.lightning.telling.text import in_line
 
-FILE = "table.csv"
-EACH = "trials.csv"
-COSTS = ("parameters", "multiply_adds", "step_seconds")
 SEED = "seed"
+COSTS = ("parameters", "multiply_adds", "step_seconds")
 _SHOWN_SEEDS = 6
 
 
@@ -71,6 +70,11 @@ class Row:
     def numbers(self) -> str:
         """Those of its trials."""
         return " ".join(str(trial.number) for trial in self.trials)
+
+    @property
+    def seeds(self) -> int:
+        """How many have the metric."""
+        return int(self.results.get("num_seeds", 1))
 
     @property
     def values(self) -> dict[str, str]:
@@ -162,35 +166,45 @@ def figures_of(rows: Sequence[Row], metric: Metric) -> list[str]:
     return [n for n in (metric.name, *tests, *COSTS, "seconds") if n in present]
 
 
-def save(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
-    """As CSV: rank, trial, values, n, figures with `_std` where n > 1, state, folder, error.
+def figure(results: Mapping[str, float], name: str) -> str:
+    """A figure of results.json as people read it, with its deviation where there are seeds."""
+    if name not in results:
+        return ""
+    value = results[name]
+    if name in COSTS[:2]:
+        return with_prefix(value)
+    if name.endswith("seconds"):
+        return seconds(value)
+    spread = results.get(f"{name}_std") if results.get("num_seeds", 1) > 1 else None
+    return three_digits(value, spread)
+
+
+def save_csv(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
+    """Write rank, trial, values, n, figures with `_std` where n > 1, state, folder and error.
 
     A row of several trials has no folder; `trials.csv` has those.
     """
     keys = keys_of(rows)
-    names = [name for figure in figures for name in (figure, *_spread_of(figure, rows))]
-    header = ["rank", "trial", *keys, "n", *names, "state", "folder", "error"]
+    spreads = {
+        f"{name}_std"
+        for name in figures
+        if name not in (*COSTS, "seconds")
+        and any(row.seeds > 1 and f"{name}_std" in row.results for row in rows)
+    }
+    names = [n for one in figures for n in (one, f"{one}_std") if n == one or n in spreads]
     lines: list[list[Any]] = []
     for row in rows:
         rank = "" if row.rank is None else row.rank
         values = [row.values.get(key, "") for key in keys]
-        alone = row.results.get("num_seeds", 1) == 1  # the deviation of one value says nothing
-        numbers = [
-            "" if alone and name not in figures else row.results.get(name, "") for name in names
-        ]
+        # the deviation of one value says nothing
+        shown = [n if n in figures or row.seeds > 1 else "" for n in names]
+        numbers = [row.results.get(name, "") for name in shown]
         folder = str(row.trials[0].folder) if len(row.trials) == 1 else ""
-        count = f"{row.results['num_seeds']:g}" if "num_seeds" in row.results else ""
+        count = row.seeds if "num_seeds" in row.results else ""
         lines.append([rank, row.numbers, *values, count, *numbers, row.state, folder, row.error])
-    write_csv(path, header, lines)
+    write_csv(path, ["rank", "trial", *keys, "n", *names, "state", "folder", "error"], lines)
 
 
 def keys_of(rows: Sequence[Row]) -> list[str]:
     """The swept keys."""
     return list(dict.fromkeys(key for row in rows for key in row.trials[0].values))
-
-
-def _spread_of(figure: str, rows: Sequence[Row]) -> list[str]:
-    """The name of its standard deviation, if a row has one that is to be shown."""
-    name = f"{figure}_std"
-    several = any(row.results.get("num_seeds", 1) > 1 and name in row.results for row in rows)
-    return [name] if several and figure not in (*COSTS, "seconds") else []

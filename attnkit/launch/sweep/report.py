@@ -1,0 +1,273 @@
+"""The report of a sweep: a ranked table (CSV, Markdown, screen), one page, the best command.
+
+`run=report sweep=DIR` writes it, and so does the end of every sweep. Only files of the sweep's own
+folder are written; its trials are read. Neither torch nor Hydra is needed.
+"""
+
+import base64
+import os
+import re
+import shlex
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import attnkit
+from attnkit.launch.command import command_line, key_of, setting
+from attnkit.launch.errors import CRASHED, summary
+from attnkit.launch.job import folder as folders
+from attnkit.launch.job.request import Request
+from attnkit.launch.sweep import picture
+from attnkit.launch.sweep.ranking import (
+    Metric,
+    Row,
+    figure,
+    figures_of,
+    keys_of,
+    ranked,
+    save_csv,
+)
+from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, read_sweep, shortened, to_go_on
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import replacing, write_text
+from attnkit.lightning.telling.numbers import three_digits
+from attnkit.lightning.telling.text import cell, in_line, visible
+
+_TEMPLATES = ("launch/sweep/templates", "interpret/report/templates")  # the second has page.css
+_NO_SCREEN = 160  # columns in a file or a pipe
+_LONG_WORD = 10  # of a header, broken at its underscores
+_COLOURS = {"done": None, "failed": "red"}
+
+
+def report(request: Request, launcher: object = None) -> int:
+    """Carry out `run=report sweep=DIR`; returns the exit code."""
+    for override in request.overrides:
+        if key_of(override) not in ("run", "sweep"):
+            raise UserError(f"{override}: not for run=report, which reads what lies in sweep=PATH")
+    finish(find_sweep(request.config.get("sweep"), "sweep"))
+    return 0
+
+
+def finish(folder: Path) -> int:
+    """Report on a sweep, on screen and in files; returns the exit code the sweep has earned."""
+    sweep = read_sweep(folder)
+    metric, rows, best = _ranking(sweep)
+    figures = figures_of(rows, metric)
+    columns, same = columns_of(rows, figures)
+    others = (*sweep.keys, "run_dir")
+    shared = [o for o in sweep.command if key_of(o) not in others and o not in sweep.hydra]
+    said = in_words(rows, same, shared)
+    show(rows, columns)
+    print(said)
+    table = as_markdown(columns)
+    save_csv(folder / "table.csv", rows, figures)
+    write_text(folder / "table.md", f"{table}\n\n{said}\n")
+    print(f"  table  {folder / 'table.csv'}\n         {folder / 'table.md'}")
+    if any(len(row.trials) > 1 for row in rows):
+        save_csv(folder / "trials.csv", ranked(sweep.trials, metric, by_seed=True), figures)
+        print(f"         {folder / 'trials.csv'}")
+    drawn = _draw(folder / picture.FILE, rows, metric)
+    page: dict[str, Any] = {"title": sweep.folder.name, "columns": columns, "said": said}
+    page |= {"table": table, "picture": base64.b64encode(drawn).decode(), "best": best}
+    page["errors"] = [row for row in rows if row.state == "failed"]
+    if best:
+        page["value"] = f"{metric.name} {three_digits(best.results[metric.name])}"
+        page["command"] = command_of(sweep, best)
+    _write_pages(folder, page)
+    if best:
+        print(f"the best run, trial {best.number}:\n  {page['command']}")
+    if failed := sweep.having("failed"):
+        words = ("run=retry", setting("sweep", sweep.folder))
+        again = command_line(*words, permission=sweep.permission)
+        print(in_line(f"{len(failed)} failed; to run them again: {again}"))
+    for state in ("running", "interrupted", "waiting"):
+        if those := sweep.having(state):
+            print(in_line(f"{len(those)} {state}; to go on: {to_go_on(sweep)}"))
+    return CRASHED if sweep.having("failed", "interrupted", "waiting") else 0
+
+
+def best_command(folder: Path) -> str:
+    """The command of the best run of a sweep, as its report has it; "" if nothing is done."""
+    sweep = read_sweep(folder)
+    *_, best = _ranking(sweep)
+    return command_of(sweep, best) if best else ""
+
+
+def command_of(sweep: Sweep, trial: Trial) -> str:
+    """The command that runs this trial by itself, quoted for a POSIX shell."""
+    start = Path(sweep.working_dir)
+    elsewhere = start.is_dir() and start != Path.cwd()
+    place = f"cd {shlex.quote(sweep.working_dir)} && " if elsewhere else ""
+    own = command_line(*trial.overrides, permission=sweep.permission)
+    return in_line(f"{place}{own}")
+
+
+def _ranking(sweep: Sweep) -> tuple[Metric, list[Row], Trial | None]:
+    """What a sweep is ranked by, its rows, and the best trial of the best row."""
+    config: Mapping[str, Any] = {}
+    for trial in (*sweep.having("done"), *sweep.trials):
+        with suppress(UserError):  # not written yet, or broken
+            config = folders.load_config(trial.folder)
+            break
+    metric = Metric.of(config)
+    rows = ranked(sweep.trials, metric)
+    if not rows or rows[0].rank is None:
+        return metric, rows, None
+    having = [trial for trial in rows[0].trials if metric.name in trial.results]
+    best = min(having, key=lambda trial: (metric.order(trial.results), trial.number))
+    return metric, rows, best
+
+
+def _draw(path: Path, rows: Sequence[Row], metric: Metric) -> bytes:
+    """The picture, also in a file; empty if there is none. One that goes wrong is a warning."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of letters that a font lacks
+            drawn = picture.draw(rows, metric)
+            if drawn is None:
+                return b""
+            with replacing(path) as file:
+                drawn.savefig(file, format="png", dpi=120)
+    except Exception as error:
+        print(f"warning: {path.name} could not be drawn: {summary(error).splitlines()[0]}")
+        return b""
+    print(f"  plot   {path}")
+    return path.read_bytes()
+
+
+def _write_pages(folder: Path, page: Mapping[str, Any]) -> None:
+    """report.html and report.md, by the templates of these names."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+    package = Path(attnkit.__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader([package / place for place in _TEMPLATES]),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for name in ("report.html", "report.md"):
+        write_text(folder / name, f"{environment.get_template(name).render(page).rstrip()}\n")
+        print(f"  report {folder / name}")
+
+
+# --- the table for people -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its name, a cell for each row, and whether a narrow screen may do without it."""
+
+    name: str
+    cells: list[str]
+    left: bool = False
+    optional: bool = False
+
+
+def columns_of(rows: Sequence[Row], figures: Sequence[str]) -> tuple[list[Column], dict[str, str]]:
+    """The columns that differ between the rows; name and cell of those that do not.
+
+    Args:
+        figures: to show, the most important first.
+    """
+    texts = {k: shortened(r.values[k] for r in rows if k in r.values) for k in keys_of(rows)}
+    values = [{k: in_line(texts[k][v]) for k, v in row.values.items()} for row in rows]
+    done = [row.state == "done" for row in rows]
+    first, *others = figures or ["state"]
+    columns = [
+        Column("rank", ["–" if row.rank is None else str(row.rank) for row in rows]),
+        Column("trial", [row.numbers for row in rows], left=True),
+        *(Column(key, [v.get(key, "") for v in values], left=True) for key in texts),
+        Column("n", [f"{r.results.get('num_seeds', 0):g}" * (r.state == "done") for r in rows]),
+        Column(first, [figure(r.results, first) if r.state == "done" else r.state for r in rows]),
+        *(Column(n, [figure(row.results, n) for row in rows], optional=True) for n in others),
+    ]
+    same = {}
+    for column in columns[2:]:
+        among = [c for c, d in zip(column.cells, done, strict=True) if d or column.left]
+        if len(among) > 1 and len(set(among)) == 1 and column.name != first:
+            same[column.name] = among[0]
+    return [column for column in columns if column.name not in same], same
+
+
+def show(rows: Sequence[Row], columns: Sequence[Column], console: Any = None) -> None:
+    """Print the table; a narrow screen gets no unimportant columns, which are named."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    console = console or Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _NO_SCREEN
+    optional = [column for column in columns if column.optional]
+    for broken, left in [(False, 0), *((True, n) for n in range(len(optional) + 1))]:
+        hidden = optional[len(optional) - left :]
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.title, table.title_justify = "trials, best first", "left"
+        shown = [column for column in columns if column not in hidden]
+        for column in shown:
+            name = broken_name(column.name)
+            table.add_column(
+                escape(visible(name if broken else column.name)),
+                justify="left" if column.left else "right",
+                overflow="fold",
+                min_width=max(map(len, name.split("\n"))),
+            )
+        for number, row in enumerate(rows):
+            cells = [cell(column.cells[number]) for column in shown]
+            table.add_row(*cells, style=_COLOURS.get(row.state, "dim"))
+        wide = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+        if wide <= console.width:
+            break
+    console.print(table)
+    if hidden:
+        names = ", ".join(column.name for column in hidden)
+        print(f"The screen is too narrow for {names}: see table.md.")
+
+
+def broken_name(name: str) -> str:
+    """A name in lines, which end after its dots and slashes, of long words at underscores."""
+    parts = re.split(r"(?<=[/.])", name)
+    pieces = [p if len(p) <= _LONG_WORD else re.sub(r"_(?=.)", "_\n", p) for p in parts]
+    return "\n".join(pieces)
+
+
+def as_markdown(columns: Sequence[Column]) -> str:
+    """The table with all columns."""
+    lines = [
+        [column.name for column in columns],
+        ["---" if column.left else "---:" for column in columns],
+        *zip(*(column.cells for column in columns), strict=True),
+    ]
+    escaped = ([" ".join(c.split()).replace("|", "\\|") for c in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def in_words(rows: Sequence[Row], same: Mapping[str, str], shared: Sequence[str]) -> str:
+    """What is equal, what differs and what was not tuned.
+
+    Args:
+        rows: of the table.
+        same: what `columns_of` left out.
+        shared: overrides that all trials have.
+    """
+    equal = ", ".join(f"{k} {v}" for k, v in same.items() if k != "n" and v)
+    seeds = {row.seeds for row in rows if row.state == "done"}
+    number = f"{min(seeds, default=1)}" + (f" to {max(seeds)}" if len(seeds) > 1 else "")
+    states = [row.state for row in rows if row.state != "done"]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    settings = in_line(" ".join(shared)) or "the defaults"
+    differs = ", ".join(key for key in keys_of(rows) if key not in same) or "nothing"
+    return (
+        f"{f'Equal in all rows: {equal}. ' if equal else ''}"
+        f"The trials differ in {differs}. All else is the same ({settings}; seeds in each: "
+        f"{number}) and was not tuned for any of them. Ranked by the best validation value; "
+        "± is the standard deviation over the seeds."
+        f"{f' Not counted: {counts}.' if counts else ''}"
+    )

@@ -1,1 +1,0 @@
-"""The table, the page and the pictures of a sweep."""
