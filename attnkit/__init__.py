@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from attnkit.interpret.trust.curves import perturbation_curves
     from attnkit.interpret.trust.judge import trust
     from attnkit.interpret.trust.result import Trust
-    from attnkit.launch.api import run
+    from attnkit.launch.api import run, sweep
     from attnkit.layers.gates.bam import BAM
     from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
     from attnkit.layers.gates.coordinate import CoordinateAttention

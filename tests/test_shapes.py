@@ -26,6 +26,7 @@ from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.hard import Draw
 from attnkit.core.positions.rotary import Rotation
+from attnkit.launch.job.run import Run
 from attnkit.models.captioning.generate import Sentences
 
 Sizes = dict[str, Any]
@@ -150,7 +151,7 @@ def definitions(owner: type, name: str) -> dict[str, Any]:
 
 def hints_of(functions: list[Any]) -> dict[str, Any]:
     """The annotations of the first; where it gives no shape, that of what it overrides."""
-    typed_only = {"Inputs": Inputs}  # where importing it would make a circle
+    typed_only = {"Inputs": Inputs, "Run": Run}  # where importing them would make a circle
     hints = [
         get_type_hints(function, None, typed_only, include_extras=True) for function in functions
     ]

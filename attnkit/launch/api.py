@@ -1,4 +1,4 @@
-"""`attnkit.run`: a run from Python, in this process, for notebooks, scripts and tests."""
+"""`attnkit.run` and `attnkit.sweep`: runs from Python, for notebooks, scripts and tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from csv import DictReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnkit.launch.command import quoted
+from attnkit.launch.command import quoted, setting
 from attnkit.launch.config import hydra_words
 from attnkit.launch.config.compose import Composer, readable
 from attnkit.launch.job import folder as folders
@@ -56,9 +57,7 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
         RunError: what went wrong, such as too little memory.
     """
     with _given_back():
-        composer = Composer(None if config_dir is None else absolute(str(config_dir)))
-        typed = [*map(readable, words), *_overrides(values)]
-        overrides, _ = hydra_words.read(composer, typed, multirun=False)
+        composer, overrides, _ = _read(words, config_dir, values, multirun=False)
         request = Request.read(composer, overrides)
         kind = request.kind
         if kind.command != f"{command.__module__}.{command.__name__}":
@@ -70,6 +69,62 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
         found = execute(job) or _opened(job)
         found.folder = job.folder
         return found
+
+
+def sweep(*words: str, config_dir: str | Path | None = None, **values: Any) -> list[dict[str, Any]]:
+    """Run a trial for each combination of several values, as `-m` does on the command line.
+
+        rows = attnkit.sweep("task=vit", "model.depth=2,4", trainer={"max_epochs": 3})
+        rows[0]["test/accuracy"]
+
+    Args:
+        words: as of `run`, also with several values, "model.depth=2,4", and Hydra's words,
+            "hydra/sweeper=optuna". "resume=SWEEP_DIR" goes on with a sweep.
+        config_dir, values: as of `run`; a list is one value.
+
+    Returns:
+        the rows of table.csv, the best trial first: numbers as such, None where a cell is empty.
+        `state` says which trials have failed; their folders say why.
+
+    Raises:
+        UserError: what the command line would refuse, in the same words.
+    """
+    from attnkit.launch.sweep import start
+    from attnkit.launch.sweep.record import find_sweep
+
+    with _given_back():
+        composer, overrides, hydra = _read(words, config_dir, values, multirun=True)
+        given = {one.key_or_group: one.value() for one in composer.parse(overrides)}
+        if "resume" in given:
+            folder = find_sweep(given["resume"], "resume")
+        elif given.get("run_dir") is not None:
+            folder = absolute(str(given["run_dir"]))
+        else:
+            task = given.get("task")
+            name = composer.job_name or (Path(task).name if isinstance(task, str) else "task")
+            folder = folders.plan(None, name, sweep=True)
+            overrides = [*overrides, setting("run_dir", folder)]
+        start.sweep(composer, overrides, hydra)
+        with (folder / "table.csv").open(newline="", encoding="utf-8") as file:
+            return [{name: _number(text) for name, text in row.items()} for row in DictReader(file)]
+
+
+def _read(
+    words: Sequence[str], config_dir: str | Path | None, values: Mapping[str, Any], multirun: bool
+) -> tuple[Composer, list[str], list[str]]:
+    """The composer, the overrides, and Hydra's own words among them."""
+    composer = Composer(None if config_dir is None else absolute(str(config_dir)))
+    typed = [*map(readable, words), *_overrides(values)]
+    overrides, hydra = hydra_words.read(composer, typed, multirun=multirun)
+    return composer, list(overrides), list(hydra)
+
+
+def _number(text: str) -> int | float | str | None:
+    """A cell of a table as the number that it is; None if it is empty."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text or None
 
 
 def _opened(job: Job) -> Run:

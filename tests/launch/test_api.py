@@ -143,6 +143,26 @@ def test_explained():
     torch.testing.assert_close(seen.images, again.images)
 
 
+def test_a_sweep_is_its_table(mine, hers, found):
+    rows = toolkit.sweep(
+        "task=mine", "module.lr=0.1,0.01", config_dir=hers, trainer={"max_epochs": 1}
+    )
+    assert mine("-m", "module.lr=0.1,0.01", "trainer.max_epochs=1", "run_dir=typed").code == 0
+    typed = found.rows("typed")
+    assert [row.keys() for row in rows] == [row.keys() for row in typed]
+    for ours, theirs in zip(rows, typed, strict=True):
+        assert (str(ours["module.lr"]), ours["state"]) == (theirs["module.lr"], "done")
+        assert ours["val/loss_best"] == pytest.approx(float(theirs["val/loss_best"]), abs=1e-6)
+    (folder,) = Path("outputs/mine").iterdir()
+    assert folder.name.startswith("sweep_")
+    again = toolkit.sweep(resume=folder, config_dir=hers)
+    assert [row["trial"] for row in again] == [row["trial"] for row in rows]
+    failed = toolkit.sweep("task=mine", "module.fail_at=null,0", config_dir=hers, run_dir="failed")
+    assert [row["state"] for row in failed] == ["done", "failed"]
+    with pytest.raises(UserError, match=r"module\.widht"):
+        toolkit.sweep("task=mine", "module.lr=1,2", config_dir=hers, module={"widht": 3})
+
+
 @pytest.mark.slow
 def test_several_processes(hers):
     run = toolkit.run("task=mine", "trainer=cpu_ddp", config_dir=hers, run_dir="one")

@@ -46,6 +46,7 @@ def record(tmp_path):
     for trial in made[:3]:
         trial.folder.mkdir()
     (made[0].folder / "results.json").write_text('{"num_seeds": 1, "val/loss_best": 0.5}')
+    (made[0].folder / "state.json").write_text('{"state": "done"}')
     (made[1].folder / "error.txt").write_text("went wrong\n")
     (made[2].folder / "config.yaml").write_text("task: vit\n")
     return tmp_path

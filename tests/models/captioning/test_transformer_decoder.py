@@ -65,8 +65,14 @@ def test_equals_torch(masked):
             wanted[f"blocks.{number}.{name}.in_proj.weight"] = attention.in_proj_weight
             wanted[f"blocks.{number}.{name}.in_proj.bias"] = attention.in_proj_bias
     table = ours.embedding.weight.detach()
-    # cross-attention has its own layer for each of the three, as which it loads one for all
-    ours.load_state_dict({**wanted, "embedding.weight": table, "head.weight": table})
+    given = {"embedding.weight": table, "head.weight": table}
+    for name, tensor in wanted.items():  # cross-attention has its own layer for each of the three
+        if "cross_attention.in_proj" in name:
+            for part, one in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
+                given[name.replace("in_proj", f"{part}_proj")] = one
+        else:
+            given[name] = tensor
+    ours.load_state_dict(given)
     memory, words = a_memory(requires_grad=True), some_words()
     hidden = nn.Transformer.generate_square_subsequent_mask(WORDS).double()
     expected = theirs(
