@@ -149,6 +149,20 @@ def test_a_wide_screen_also_says_what_is_measured(attnkit, monkeypatch):
     assert RECORDS["cora"].what not in attnkit("run=reproduce").out
 
 
+def test_no_name_at_all(attnkit):
+    done = attnkit("run=reproduce", "reproduce.name=[]")
+    assert done.code == 2
+    assert "reproduce.name=[]: expected at least one name" in done.err
+
+
+def test_a_name_with_a_limit_of_time(attnkit, own):
+    """What does not start in time is named in the table."""
+    done = own(attnkit, {"late": {**OF_HERS}}, "reproduce.name=late", "reproduce.minutes=1e-12",
+               "run_dir=here")  # fmt: skip
+    assert done.code == 0, done.err
+    assert _rows("here")["late"]["state"] == "not started, the time was up"
+
+
 def test_data_is_found_where_the_modules_look(tmp_path):
     data = Data("planetoid", "ind.cora.x")
     assert not data.is_in(tmp_path)

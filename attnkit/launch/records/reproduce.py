@@ -110,7 +110,7 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
     rows = [Row(record, folder / record.name) for record in chosen]
     started = time.monotonic()
     for row in rows:
-        if name is None and time.monotonic() - started > 60 * minutes:
+        if minutes is not None and time.monotonic() - started > 60 * minutes:
             row.state = "not started, the time was up"
             continue
         print(f"\n{row.record.name}: {row.record.what}", flush=True)
@@ -157,6 +157,8 @@ def _checked(request: Request, launcher: Launcher | None) -> tuple[Path | None, 
 
 
 def _named(records: Mapping[str, Record], names: Sequence[str]) -> list[Record]:
+    if not names:
+        raise UserError("reproduce.name=[]: expected at least one name; run=reproduce lists them")
     for name in names:
         if name not in records:
             hint = nearest(name, records) or f"\n  there are {', '.join(records) or 'none'}"
