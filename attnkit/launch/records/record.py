@@ -188,7 +188,7 @@ def _record(path: Path, content: Mapping[str, Any]) -> Record:
         runs = (content.get("data") or {}).get("num_splits")
     if not isinstance(runs, int):
         raise _problem(by, "expected a number, or all together with data.num_splits", where)
-    own = {"name": path.stem, "runs": runs, "by": by, "conf": path.parents[1]}
+    own: dict[str, Any] = {"name": path.stem, "runs": runs, "by": by, "conf": path.parents[1]}
     keys = known(f"{__name__}.{Record.__name__}").parameters
     _check("record", given, Signature({k: p for k, p in keys.items() if k not in own}), where)
     record = Record(**own, **given, **parts)

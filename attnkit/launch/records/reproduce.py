@@ -39,7 +39,7 @@ published: from the paper; ours: measured here; ±: over seeds or splits.
 time: of all runs together, on the machine named in docs/records.md.
   attnkit run=reproduce reproduce.name=NAME [data.root=PATH]  run one
   attnkit run=reproduce reproduce.minutes=N [data.root=PATH]  all that fit"""
-_RULE = """\
+_RULE = """
 within spread: |now - reference| is at most sqrt(s^2 + s_ref^2), or half a unit of
 the reference's last digit. The reference is the published figure if there is one,
 else the figure on record."""
@@ -117,7 +117,8 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
         row.state = "interrupted"  # until it has come to its end
         _save(folder, rows)
         _run(request, row, root, runs)
-    print("", *_save(folder, rows), _RULE, sep="\n")
+    _save(folder, rows)
+    print("", *_aligned([_COMPARED, *(row.texts() for row in rows)]), _RULE, sep="\n")
     for row in rows:
         if row.error:
             print(f"{row.record.name}: {' '.join(row.error.split())}")
@@ -259,12 +260,13 @@ def _figure(record: Record, folder: Path) -> Figure:
     results = folders.load_results(folder)
     if record.metric not in results:
         raise RunError(f"{record.metric}: not among the results: {', '.join(results)}")
-    numbers = [results[record.metric], results.get(f"{record.metric}_std")]
-    if record.unit == "%":
-        mean, std = (None if n is None else round(100 * n, 2) for n in numbers)
-    else:
-        mean, std = (None if n is None else float(f"{n:.3g}") for n in numbers)
-    return Figure(mean, std, int(results["num_seeds"]))
+
+    def rounded(number: float) -> float:
+        return round(100 * number, 2) if record.unit == "%" else float(f"{number:.3g}")
+
+    std = results.get(f"{record.metric}_std")  # missing for a single run
+    spread = None if std is None else rounded(std)
+    return Figure(rounded(results[record.metric]), spread, int(results["num_seeds"]))
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -289,26 +291,24 @@ def _list(records: Iterable[Record]) -> None:
     print(_LEGEND)
 
 
-def _save(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """Write table.csv and table.md of what is done so far; returns the lines of table.md."""
+def _save(folder: Path, rows: Sequence[Row]) -> None:
+    """table.csv and table.md, of what is done so far."""
     cells = [row.cells() for row in rows]
     write_csv(folder / CSV, [*cells[0]], [[*row.values()] for row in cells])
-    header, *lines = _aligned([[*_COMPARED], *(row.texts() for row in rows)], " | ")
-    rule = " | ".join("-" * len(name) for name in header.split(" | "))
-    lines = [f"| {line} |" for line in (header, rule, *lines)]
-    write_text(folder / MARKDOWN, "\n".join(lines) + "\n")
-    return lines
+    lines = [_COMPARED, ["---"] * len(_COMPARED), *(row.texts() for row in rows)]
+    marked = (" | ".join(text.replace("|", "/") for text in line) for line in lines)
+    write_text(folder / MARKDOWN, "".join(f"| {line} |\n" for line in marked))
 
 
-def _aligned(lines: Sequence[Sequence[str]], between: str = "  ") -> list[str]:
+def _aligned(lines: Iterable[Sequence[str]]) -> list[str]:
     """Lines of cells whose columns are equally wide; the first has the names of the columns."""
     columns = []
     for name, *cells in zip(*lines, strict=True):
-        texts = [in_line(text).replace("|", "/") for text in (name, *cells)]
+        texts = [name, *map(in_line, cells)]
         width = max(map(len, texts))
         right = name in _TO_THE_RIGHT
         columns.append([text.rjust(width) if right else text.ljust(width) for text in texts])
-    return [between.join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 def _numbers(name: str, figure: Figure | None) -> dict[str, float | None]:
