@@ -6,9 +6,7 @@ python docs/records.py
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from attnkit.launch.records.record import Record, read
-from attnkit.launch.records.table import grouped, minutes
-from attnkit.launch.records.verdict import verdict
+from attnkit.launch.records.record import Record, grouped, read, verdict
 
 HEAD = """# Records
 
@@ -90,11 +88,11 @@ def rows(records: list[Record]) -> Iterator[str]:
         cells = [
             f"`{record.name}`",
             record.what,
-            published.written() if published else "",
-            ours.written() if ours else "",
+            str(published or ""),
+            str(ours or ""),
             verdict(ours, published) if ours and published else "",
             str(ours.runs or "") if ours else "",
-            minutes(record),
+            record.time,
             f"{record.date}, {record.machine}" if ours else "",
             ". ".join(filter(None, (f"not run: {record.why}" if record.why else "", record.note))),
         ]
@@ -113,7 +111,7 @@ def _line(cells: Iterable[str]) -> str:
 def page() -> str:
     sections = [HEAD]
     conf = Path(__file__).resolve().parents[1] / "conf"
-    for group, records in grouped([*read([conf]).values()]).items():
+    for group, records in grouped(read([conf]).values()).items():
         url = records[0].url
         heading = f"[{records[0].paper}]({url}), {records[0].table}" if url else group
         sections.append(f"### {heading}\n")

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from attnkit.launch.command import command_line
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.job.request import Request, decide
-from attnkit.launch.records.record import Data, read
-from attnkit.launch.records.verdict import Figure, verdict
+from attnkit.launch.records.record import Data, Figure, read, verdict
 from attnkit.lightning.errors import UserError
 
 RECORDS = read(Composer().folders())
@@ -64,8 +64,8 @@ def test_is_complete(name, repository):
     assert record.url.startswith("https://") or record.paper == "docs/benchmarks.md"
     assert record.unit in ("%", "")
     header = (repository / "conf" / "experiment" / f"{name}.yaml").read_text()[:600]
-    words = record.command().split() if not record.script else [f"reproduce.name={name}"]
-    assert " ".join(words) in header
+    command = command_line(*record.overrides(Path("PATH") if record.data else None))
+    assert (f"reproduce.name={name}" if record.script else command) in header
     assert not record.script or (repository / record.script).is_file()
 
 
@@ -116,7 +116,7 @@ def test_verdict(new, reference, expected):
     ],
 )
 def test_figures_as_they_are_written(figure, text):
-    assert figure.written() == text
+    assert str(figure) == text
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -147,6 +147,20 @@ def test_a_wide_screen_also_says_what_is_measured(attnkit, monkeypatch):
     assert RECORDS["cora"].what in attnkit("run=reproduce").out
     monkeypatch.setenv("COLUMNS", "80")
     assert RECORDS["cora"].what not in attnkit("run=reproduce").out
+
+
+def test_no_name_at_all(attnkit):
+    done = attnkit("run=reproduce", "reproduce.name=[]")
+    assert done.code == 2
+    assert "reproduce.name=[]: expected at least one name" in done.err
+
+
+def test_a_name_with_a_limit_of_time(attnkit, own):
+    """What does not start in time is named in the table."""
+    done = own(attnkit, {"late": {**OF_HERS}}, "reproduce.name=late", "reproduce.minutes=1e-12",
+               "run_dir=here")  # fmt: skip
+    assert done.code == 0, done.err
+    assert _rows("here")["late"]["state"] == "not started, the time was up"
 
 
 def test_data_is_found_where_the_modules_look(tmp_path):
@@ -272,7 +286,7 @@ def test_a_script_of_ones_own(attnkit, own, hers):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"metrik": 1}, r"record\.metrik: there is no such key; did you mean metric"),
+        ({"metrik": 1}, r"record\.metrik: record has no such key; did you mean metric"),
         ({"what": None}, r"record\.what: missing"),
         ({"why": None}, r"record\.why: missing; say why nothing was measured"),
         ({"ours": {"mean": 1.0}}, "a measured figure needs its date and machine"),

@@ -1,21 +1,25 @@
-"""`run=bench`: how fast this model trains on this machine, where the time goes, and which
-attention kernel wins. No callback and no logger of attnkit's runs beside it."""
+"""`run=bench`: how fast a model trains, where the time goes, and which attention kernel wins.
+
+No callback and no logger of attnkit's runs beside it.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 
+from attnkit.core.kernels.choose import BACKENDS, UnsupportedError
+from attnkit.launch.errors import is_out_of_memory
 from attnkit.launch.job.run import Run
-from attnkit.launch.measure.kernels import compare_kernels
-from attnkit.launch.measure.step import step_of
 from attnkit.lightning.callbacks.throughput import num_samples, wait_for_device
 from attnkit.lightning.errors import UserError
 
@@ -23,6 +27,7 @@ FILE = "bench.md"
 WARM_UP = 3  # steps
 SECONDS = 5.0  # of timed steps
 LEAST = 5  # steps
+ROUNDS = 5  # of the comparison of kernels
 
 
 class Clock(SimpleProfiler):
@@ -51,14 +56,13 @@ class Clock(SimpleProfiler):
 
 
 class _Timed(Callback):
-    """Counts what comes after the warm-up, and ends training after some seconds."""
+    """Times and counts the steps after the warm-up, and ends training after some seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.seconds: list[float] = []
         self.units: Counter[str] = Counter()
-        self.batch: Any = None
-        self._steps = 0
+        self._warm_up = WARM_UP
         self._last = 0.0
 
     def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
@@ -69,9 +73,9 @@ class _Timed(Callback):
     ) -> None:
         wait_for_device(pl_module)
         before, self._last = self._last, time.perf_counter()
-        self._steps += 1
-        if self._steps <= WARM_UP:
-            self.batch = batch
+        self.batch = batch
+        if self._warm_up:
+            self._warm_up -= 1
             self.clock.recorded_durations.clear()
         else:
             self.seconds.append(self._last - before)
@@ -150,3 +154,95 @@ def _markdown(figures: Mapping[str, float], kernels: Mapping[str, tuple[float | 
         ratio = f"{seconds / auto:.2f}" if seconds and auto else ""
         lines.append(f"| `{name}` | {figure} | {ratio} | {why} |")
     return "\n".join(lines) + "\n"
+
+
+# --- one step, and which kernel is fastest in it --------------------------------------------------
+
+
+def step_of(trainer: Trainer, module: LightningModule, batch: Any) -> Callable[[], Any]:
+    """Computes the loss of this batch outside of training, as often as it is called.
+
+    Nothing of the module is logged any more.
+    """
+    silent: Any = module
+    silent.log = silent.log_dict = lambda *_, **__: None
+    module.train()
+    batch = module.transfer_batch_to_device(batch, module.device, 0)
+
+    def step() -> Any:
+        with trainer.precision_plugin.train_step_context():
+            found = module.training_step(batch, 0)
+        return found["loss"] if isinstance(found, Mapping) else found
+
+    return step
+
+
+def compare_kernels(
+    module: LightningModule, step: Callable[[], Any]
+) -> dict[str, tuple[float | None, str]]:
+    """Seconds of forward and backward for each kernel, and what there is to say of it.
+
+    A kernel is forced in all layers that it can serve; "auto" is what runs otherwise. Seconds are
+    the median of rounds in which the kernels take turns.
+    """
+    layers = [m for m in module.modules() if isinstance(getattr(m, "backend", None), str)]
+    module.train()
+    served: dict[str, list[Any]] = {}
+    said: dict[str, str] = {}
+    if layers:
+        with suppress(Exception):  # a step of somebody's own, outside of training
+            _timed_step(module, step)
+            served["auto"] = []
+    for name in [kernel.name for kernel in BACKENDS] if served else []:
+        for layer in layers:
+            try:
+                with _forced([layer], name), torch.no_grad():
+                    step()
+                served.setdefault(name, []).append(layer)
+            except UnsupportedError as error:
+                said[name] = str(error).partition(": ")[2] or str(error)
+            except Exception as error:
+                said[name] = "out of memory" if is_out_of_memory(error) else type(error).__name__
+    seconds: dict[str, list[float]] = {name: [] for name in served}
+    turns = list(served)
+    for number in range(ROUNDS + 1):
+        for name in turns:
+            try:
+                with _forced(served[name], name):
+                    found = _timed_step(module, step)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                said[name] = "out of memory"
+            else:
+                seconds[name] += [found] if number else []  # the first round warms up
+        turns = turns[1:] + turns[:1]
+    for name, some in served.items():
+        if 0 < len(some) < len(layers):
+            said[name] = f"{len(some)} of {len(layers)} layers; {said.get(name, '')}"
+        elif seconds[name]:
+            said[name] = ""
+    medians = {name: statistics.median(found) for name, found in seconds.items() if found}
+    return {name: (medians.get(name), said.get(name, "")) for name in {**served, **said}}
+
+
+@contextmanager
+def _forced(layers: Sequence[Any], name: str) -> Iterator[None]:
+    own = [layer.backend for layer in layers]
+    try:
+        for layer in layers:
+            layer.backend = name
+        yield
+    finally:
+        for layer, before in zip(layers, own, strict=True):
+            layer.backend = before
+
+
+def _timed_step(module: LightningModule, step: Callable[[], Any]) -> float:
+    wait_for_device(module)
+    started = time.perf_counter()
+    step().backward()
+    wait_for_device(module)
+    seconds = time.perf_counter() - started
+    module.zero_grad()
+    return seconds

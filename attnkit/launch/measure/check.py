@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from rich.table import Table
 
 from attnkit.core.operators.multiply_adds import count_multiply_adds
+from attnkit.finetune.memory import memory_of_step, trained_layers
+from attnkit.finetune.record import finetuned
 from attnkit.launch import STARTED
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job import out_of_memory as oom
@@ -26,9 +29,8 @@ from attnkit.launch.job.kinds import KINDS
 from attnkit.launch.job.request import Request, decide
 from attnkit.launch.job.run import Run
 from attnkit.launch.job.trainer import make_trainer
-from attnkit.launch.measure.step import step_of
+from attnkit.launch.measure.bench import step_of
 from attnkit.launch.measure.stopwatch import Stopwatch
-from attnkit.launch.measure.trained import memory_rows, trained_rows
 from attnkit.launch.processes.torchrun import Launcher
 from attnkit.lightning.build.build import allowing
 from attnkit.lightning.callbacks.cached_features import CachedFeatures
@@ -36,10 +38,22 @@ from attnkit.lightning.callbacks.cost import Cost
 from attnkit.lightning.callbacks.kernel_record import KernelRecord
 from attnkit.lightning.callbacks.throughput import num_samples
 from attnkit.lightning.errors import RunError, UserError
+from attnkit.lightning.telling.numbers import seconds
 from attnkit.lightning.telling.text import cell
 
 # Loggers that write into the run folder and nowhere else.
 _LOCAL = ("CSVLogger", "MetricsCSV", "TensorBoard", "TensorBoardLogger")
+MOST_LAYERS = 6  # that are named
+MEMORY = "memory of a step beside the weights"
+_WRITTEN = {  # of each figure: its name, how it is written, and in which unit
+    "parameters": ("parameters", "{:,.0f}", 1),
+    "trainable_parameters": ("trained parameters", "{:,.0f}", 1),
+    "multiply_adds": ("multiply-adds of a sample", "{:,.0f}", 1),
+    "peak_memory": ("peak memory", "{:,.0f} MiB of the process", 2**-20),
+    "peak_gpu_memory": ("peak memory of the GPU", "{:,.0f} MiB of tensors", 2**-20),
+    "step_seconds": ("a batch of training", "{:,.1f} ms", 1000),
+    "epoch_seconds": ("an epoch, with validation", "{:,.3g} s", 1),
+}
 
 
 def command(request: Request, launcher: Launcher | None = None) -> int:
@@ -66,9 +80,8 @@ def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
             "  trainer.devices and num_nodes tell it of how many"
         )
     report.quiet()
-    report.print_(
-        f"{cell(job.config['task'])} · check · runs a part of the job in a temporary folder"
-    )
+    task = cell(job.config["task"])
+    report.print_(f"{task} · check · runs a part of the job in a temporary folder")
     with ExitStack() as stack:
         sys.dont_write_bytecode = True  # for good: this process only checks
         try:
@@ -79,87 +92,58 @@ def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
         stack.enter_context(report.logging_to(Path(folder)))
         # The job's own table is of a part of it.
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        figures, kernels, trained, unknown = _tried(job, Path(folder))
-    _show(job, figures, (*trained, *_kernel_rows(kernels)), unknown)
+        run, watch, unknown = _carried_out(job.runs[0], Path(folder))
+        figures = _figures(run, watch, len(job.runs))
+        trained = [*_trained_rows(run, watch)]
+    unknown += _unknown(run, figures, trained)
+    table = Table(title=f"{task} · check", title_justify="left", show_header=False)
+    table.add_column("what", overflow="fold")
+    table.add_column("figure", overflow="fold")
+    rows = [*_rows(figures, len(job.runs)), *trained, *_kernel_rows(run)]
+    for name, value in (*rows, *(("not known", x) for x in unknown)):
+        table.add_row(cell(name), cell(value))
+    report.print_table(table)
     return figures
 
 
-def _tried(
-    job: Job, folder: Path
-) -> tuple[dict[str, float], KernelRecord, list[tuple[str, str]], list[str]]:
-    config, unknown = _moved(job.runs[0], folder)
+# --- the part of the job --------------------------------------------------------------------------
+
+
+def _carried_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, list[str]]:
+    """A shortened training of this configuration, and what of the job it leaves out."""
+    config, unknown = _moved(config, folder)
     given = config["trainer"] or {}
     config["trainer"] = {**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
     world = make_trainer(config, KINDS["train"]).world_size
     if world > 1:
-        one = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
-        config["trainer"] = {**config["trainer"], **one}
+        config["trainer"] |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
         unknown.append(f"what {world} processes wait for each other; measured is one of them alone")
+    watches = []
 
     def on_ready(run: Run) -> bool:
         callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(c, KernelRecord) for c in callbacks):
+        if not _found(run, KernelRecord):
             callbacks.append(KernelRecord(verbose=False))
-        callbacks.append(Stopwatch(run.trainer, given, world))
+        watches.append(Stopwatch(run.trainer, given, world))
+        callbacks.extend(watches)
         return True
 
-    work = Run(config, on_ready=on_ready)
+    run = Run(config, on_ready=on_ready)
     try:
-        work.carry_out()
+        run.carry_out()
     except oom.OutOfMemory as error:
         batch = (config.get("data") or {}).get("batch_size")
         raise RunError(
             f"out of memory with batches of {batch}\n  {error}\n"
             f"  training would try again with half of it, at most {oom.MOST} times"
         ) from None
-    trainer, module = work.trainer, work.module
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    watch = next(c for c in callbacks if isinstance(c, Stopwatch))
-    record = next(c for c in callbacks if isinstance(c, KernelRecord))
-    figures: dict[str, float] = {
-        "parameters": work.num_parameters,
-        "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
-        "batches": watch.batches("train"),
-        "epochs": watch.epochs(),
-        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024),
-    }
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        figures["peak_gpu_memory"] = torch.cuda.max_memory_allocated(device)
-    if watch.times["train"]:
-        figures["step_seconds"] = watch.mean("train")
-    one_run = watch.seconds(time.perf_counter() - STARTED)
-    if math.isfinite(one_run):
-        figures["seconds"] = one_run * len(job.runs)
-        figures["epoch_seconds"] = watch.epoch_seconds()
-    else:
-        unknown.append("the time: neither trainer.max_epochs nor max_steps ends it")
-    # Of the module's example; without one, of a training step, for each sample or whole graph.
-    found = next((c.results.get("multiply_adds") for c in callbacks if isinstance(c, Cost)), None)
-    if found is None:
-        with suppress(Exception):  # a step of somebody's own, outside of training
-            found = count_multiply_adds(step_of(trainer, module, watch.batch))
-            found /= 1 if hasattr(watch.batch, "edge_index") else num_samples(watch.batch)
-    if found is None:
-        unknown.append("multiply-adds: the step can't be run by itself")
-    else:
-        figures["multiply_adds"] = found
-    trained = list(trained_rows(module))
-    try:
-        step = step_of(trainer, module, watch.batch)
-        trained += memory_rows(module, trainer.optimizers, step)
-    except Exception:  # a step of somebody's own, or all of it does not fit
-        unknown.append("the memory that is saved against finetune=full")
-    if any(isinstance(c, CachedFeatures) for c in callbacks):
-        unknown.append("how much less an epoch takes where features are kept from the one before")
-    if any(type(c).__name__ == "EarlyStopping" for c in callbacks):
-        unknown.append("whether early stopping ends it sooner; the time is that of all epochs")
-    if given.get("max_time"):
-        unknown.append("when trainer.max_time ends it")
-    if (config.get("data") or {}).get("num_workers"):
-        unknown.append("the memory of data workers, which comes on top")
-    return figures, record, trained, unknown
+    return run, watches[0], unknown
+
+
+def _found(run: Run, kind: type) -> Any:
+    """The callback of this class, or None."""
+    callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
 def _moved(config: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -188,48 +172,94 @@ def _inside(value: Any, folder: Path) -> Any:
     return str(folder / "elsewhere" / value.lstrip(os.sep))
 
 
-# --- the table ------------------------------------------------------------------------------------
-
-_ROWS = {  # of each figure: its name, how it is written, and in which unit
-    "parameters": ("parameters", "{:,.0f}", 1),
-    "trainable_parameters": ("trained parameters", "{:,.0f}", 1),
-    "multiply_adds": ("multiply-adds of a sample", "{:,.0f}", 1),
-    "peak_memory": ("peak memory", "{:,.0f} MiB of the process", 2**-20),
-    "peak_gpu_memory": ("peak memory of the GPU", "{:,.0f} MiB of tensors", 2**-20),
-    "step_seconds": ("a batch of training", "{:,.1f} ms", 1000),
-    "epoch_seconds": ("an epoch, with validation", "{:,.3g} s", 1),
-}
+# --- what it takes --------------------------------------------------------------------------------
 
 
-def _show(
-    job: Job,
-    figures: Mapping[str, float],
-    more: Sequence[tuple[str, str]],
-    unknown: list[str],
-) -> None:
-    table = Table(title=f"{job.config['task']} · check", title_justify="left", show_header=False)
-    table.add_column("what", overflow="fold")
-    table.add_column("figure", overflow="fold")
-    rows = [
-        (name, text.format(figures[key] * factor))
-        for key, (name, text, factor) in _ROWS.items()
-        if key in figures
-    ]
-    times = "" if len(job.runs) == 1 else f", {len(job.runs)} runs"
-    count = f"{figures['epochs']:,g} × {figures['batches']:,g}{times}"
-    rows.append(("epochs × batches", count))
-    if (seconds := figures.get("seconds")) is not None:
-        minutes = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-        whole = minutes if seconds < 5400 else f"{seconds / 3600:.1f} h"
-        rows.append(("time of the whole job", whole))
-    for name, value in (*rows, *more, *(("not known", x) for x in unknown)):
-        table.add_row(cell(name), cell(value))
-    report.print_table(table)
+def _figures(run: Run, watch: Stopwatch, num_runs: int) -> dict[str, float]:
+    """The numbers that are known."""
+    trained = (p.numel() for p in run.module.parameters() if p.requires_grad)
+    unit = 1 if sys.platform == "darwin" else 1024
+    figures: dict[str, float] = {
+        "parameters": run.num_parameters,
+        "trainable_parameters": sum(trained),
+        "batches": watch.batches("train"),
+        "epochs": watch.epochs(),
+        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    }
+    device = run.trainer.strategy.root_device
+    if device.type == "cuda":
+        figures["peak_gpu_memory"] = torch.cuda.max_memory_allocated(device)
+    if watch.times["train"]:
+        figures["step_seconds"] = watch.mean("train")
+    one_run = watch.seconds(time.perf_counter() - STARTED)
+    if math.isfinite(one_run):
+        figures["seconds"] = one_run * num_runs
+        figures["epoch_seconds"] = watch.epoch_seconds()
+    # Of the module's example; without one, of a training step, for each sample or whole graph.
+    cost = _found(run, Cost)
+    if cost and "multiply_adds" in cost.results:
+        figures["multiply_adds"] = cost.results["multiply_adds"]
+    else:
+        with suppress(Exception):  # a step of somebody's own, outside of training
+            found = count_multiply_adds(step_of(run.trainer, run.module, watch.batch))
+            whole = hasattr(watch.batch, "edge_index")
+            figures["multiply_adds"] = found / (1 if whole else num_samples(watch.batch))
+    return figures
 
 
-def _kernel_rows(record: KernelRecord) -> Iterator[tuple[str, str]]:
+def _unknown(run: Run, figures: Mapping[str, float], trained: Sequence[Any]) -> Iterator[str]:
+    """What a few steps can't tell."""
+    if "seconds" not in figures:
+        yield "the time: neither trainer.max_epochs nor max_steps ends it"
+    if "multiply_adds" not in figures:
+        yield "multiply-adds: the step can't be run by itself"
+    if trained and trained[-1][0] != MEMORY:
+        yield "the memory that is saved against finetune=full"
+    if _found(run, CachedFeatures):
+        yield "how much less an epoch takes where features are kept from the one before"
+    if _found(run, EarlyStopping):
+        yield "whether early stopping ends it sooner; the time is that of all epochs"
+    if (run.config["trainer"] or {}).get("max_time"):
+        yield "when trainer.max_time ends it"
+    if (run.config.get("data") or {}).get("num_workers"):
+        yield "the memory of data workers, which comes on top"
+
+
+# --- rows of the table: a name and a text each ----------------------------------------------------
+
+
+def _rows(figures: Mapping[str, float], num_runs: int) -> Iterator[tuple[str, str]]:
+    for key, (name, text, factor) in _WRITTEN.items():
+        if key in figures:
+            yield name, text.format(figures[key] * factor)
+    times = "" if num_runs == 1 else f", {num_runs} runs"
+    yield "epochs × batches", f"{figures['epochs']:,g} × {figures['batches']:,g}{times}"
+    if "seconds" in figures:
+        yield "time of the whole job", seconds(figures["seconds"])
+
+
+def _trained_rows(run: Run, watch: Stopwatch) -> Iterator[tuple[str, str]]:
+    """How a model is trained of which only a part is: its share, its layers, what that saves."""
+    parameters = list(run.module.parameters())
+    if all(parameter.requires_grad for parameter in parameters):
+        return
+    layers, total = trained_layers(run.module), sum(p.numel() for p in parameters)
+    found = finetuned(run.module)
+    method = f", finetune={found[2].method}" if found else ""
+    yield "share that is trained", f"{layers.total() / total:.2%} of {total:,}{method}"
+    named = [f"{name}  {count:,}" for name, count in layers.most_common(MOST_LAYERS)]
+    if rest := layers.most_common()[MOST_LAYERS:]:
+        named.append(f"{len(rest)} more  {sum(count for _, count in rest):,}")
+    yield "trained", "\n".join(named)
+    with suppress(Exception):  # a step of somebody's own, or all of it does not fit
+        step = step_of(run.trainer, run.module, watch.batch)
+        part, whole = memory_of_step(run.module, run.trainer.optimizers, step)
+        yield MEMORY, f"{part / 2**20:,.0f} MiB; {whole / 2**20:,.0f} MiB with finetune=full"
+
+
+def _kernel_rows(run: Run) -> Iterator[tuple[str, str]]:
     """Each layer's kernel, and that of validation where it is another."""
-    stages = {stage: counts.counts for stage, counts in record.records.items()}
+    stages = {stage: found.counts for stage, found in _found(run, KernelRecord).records.items()}
     for layer in dict.fromkeys(name for counts in stages.values() for name in counts):
         ran = {stage: ", ".join(counts.get(layer, ())) for stage, counts in stages.items()}
         first = next(iter(ran.values()))

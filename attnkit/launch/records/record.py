@@ -1,22 +1,21 @@
-"""The records in conf/experiment: of each figure what it reproduces, and what came of it.
+"""Records: the figures that experiments of conf/experiment reproduce, and when two figures agree.
 
-A record is the node `record` of an experiment. The experiment is its command; where `record.script`
-names a file, that is run instead.
+A record is the node `record` of an experiment. The rest of the experiment is its command; where
+`record.script` names a file, that is run instead.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from attnkit.core.nearest import nearest
-from attnkit.launch.command import command_line, setting
-from attnkit.launch.config.annotations import accepts, expected
-from attnkit.launch.config.signatures import known
-from attnkit.launch.config.sources import short
-from attnkit.launch.records.verdict import Figure
+from attnkit.launch.command import setting
+from attnkit.launch.config.signatures import Signature, known
+from attnkit.launch.config.sources import Origins, Source, short
+from attnkit.launch.config.validate import check_arguments
 from attnkit.lightning.errors import UserError
 
 GROUP = "experiment"
@@ -24,13 +23,55 @@ _PLACES = ("", "raw", "*/raw")  # of a data set's files below data.root, as the 
 
 
 @dataclass(frozen=True)
-class Data:
-    """The files that a record needs.
+class Figure:
+    """A mean over runs, in the unit of its record. As a text: `83.05 ± 0.37`.
 
     Args:
-        folder: the name of their folder, where `data.root` holds several.
-        file: one of them, by which they are found.
+        mean: as it is written: its last digit says how exact it is.
+        std: standard deviation over the runs; None: unknown, or there was one run.
+        runs: how many; None: unknown.
+        tolerance: how far another may be away, whatever the deviations; None: half a unit of the
+            last digit of the mean.
     """
+
+    mean: float
+    std: float | None = None
+    runs: int | None = None
+    tolerance: float | None = None
+
+    def __str__(self) -> str:
+        numbers = [self.mean] if self.std is None else [self.mean, self.std]
+        if 0 < abs(self.mean) < 1e-3:
+            return " ± ".join(f"{number:.0e}" for number in numbers)
+        places = max(map(_places, numbers))
+        return " ± ".join(f"{number:.{places}f}" for number in numbers)
+
+
+def verdict(new: Figure, reference: Figure) -> str:
+    """`within spread`, `above` or `below`: on which side of the reference the new figure lies.
+
+    It is within if |new − reference| ≤ max(√(s² + s_ref²), tolerance), s the standard deviations
+    over runs, 0 where one is unknown.
+    """
+    spread = math.hypot(new.std or 0.0, reference.std or 0.0)
+    tolerance = reference.tolerance
+    if tolerance is None:
+        tolerance = 0.5 * 10.0 ** -_places(reference.mean)
+    difference = new.mean - reference.mean
+    if abs(difference) <= max(spread, tolerance) * (1 + 1e-9):
+        return "within spread"
+    return "above" if difference > 0 else "below"
+
+
+def _places(number: float) -> int:
+    """Decimals of a number as it was written."""
+    text = repr(number)
+    return 0 if "e" in text else len(text.partition(".")[2])
+
+
+@dataclass(frozen=True)
+class Data:
+    """The files that a record needs: the name of their folder, and one of them to find them by."""
 
     folder: str
     file: str
@@ -46,83 +87,49 @@ class Data:
         return any(next(root.glob(str(Path(p, self.file))), None) for p in _PLACES)
 
 
+_PARTS: dict[str, type] = {"published": Figure, "ours": Figure, "data": Data}
+"""Keys of a record that are objects of their own."""
+
+
 @dataclass(frozen=True)
 class Record:
-    """One figure.
+    """One figure; docs/records.md explains the keys of an experiment's node `record`.
 
     Args:
         name: of the experiment.
-        what: what is measured, in a line.
-        metric: its name in results.json.
         runs: how many there are of it, each of a seed or a split.
-        paper: authors and year; of a figure of our own, where it is claimed.
-        table: which table, figure or section of it.
-        url: of the paper.
-        unit: "%" where results.json has a share, else "".
-        published: the figure of the paper.
-        ours: what was measured by the command, last.
-        date: of `ours`, as 2026-11-23.
-        machine: of `ours`.
-        minutes: of `ours` on it, all seeds.
-        data: the files that it needs.
-        gpu: whether it takes too long without one.
-        script: a file to run instead, below the folder that holds conf/.
-        why: why `ours` is missing.
-        note: what differs from the paper.
         by: "seeds" or "splits".
         conf: the folder that the experiment was read from.
     """
 
     name: str
-    what: str
-    metric: str
     runs: int
-    paper: str
+    by: str
+    conf: Path
+    # The keys of the node.
+    what: str
+    metric: str  # its name in results.json
+    paper: str  # of a figure of our own: where it is claimed
     table: str
     url: str = ""
-    unit: str = "%"
+    unit: str = "%"  # "": as in results.json
     published: Figure | None = None
     ours: Figure | None = None
     date: str = ""
     machine: str = ""
-    minutes: float | None = None
+    minutes: float | None = None  # of all runs
     data: Data | None = None
     gpu: bool = False
     script: str = ""
     why: str = ""
     note: str = ""
-    by: str = "seeds"
-    conf: Path = Path()
 
     @property
-    def group(self) -> str:
-        """The heading that it stands under."""
-        return f"{self.paper}, {self.table}"
-
-    @property
-    def needs(self) -> str:
-        """`data`, `GPU`, `data, GPU`, or nothing."""
-        return ", ".join(name for name, is_so in (("data", self.data), ("GPU", self.gpu)) if is_so)
-
-    @property
-    def reference(self) -> Figure | None:
-        """What a new figure is held against: the published one, else ours."""
-        return self.published or self.ours
-
-    @property
-    def path(self) -> Path:
-        """The path of its script.
-
-        Raises:
-            UserError: it is not here.
-        """
-        path = self.conf.resolve().parent / self.script
-        if not path.is_file():
-            raise UserError(
-                f"{self.name}: no file {path}\n"
-                f"  {self.script} is in the repository, which an installed package does not have"
-            )
-        return path
+    def time(self) -> str:
+        """The time of all its runs: `39 s`, `57 min`."""
+        if self.minutes is None:
+            return ""
+        return f"{60 * self.minutes:.0f} s" if self.minutes < 1.5 else f"{self.minutes:.0f} min"
 
     def overrides(self, root: Path | None, runs: int | None = None) -> list[str]:
         """The command line that runs the experiment.
@@ -136,11 +143,13 @@ class Record:
             words.append(setting("data.root", self.data.root(root)))
         return [*words, *([f"{self.by}={runs}"] if runs else [])]
 
-    def command(self) -> str:
-        """The command, to be pasted into a shell; `PATH` stands for the data's folder."""
-        if self.script:
-            return f"python {self.script}"
-        return command_line(*self.overrides(Path("PATH") if self.data else None))
+
+def grouped(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by the paper and table that they stand in, papers with a URL first."""
+    groups: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda r: (not r.url, r.paper, r.table, r.name)):
+        groups.setdefault(f"{record.paper}, {record.table}", []).append(record)
+    return groups
 
 
 def read(folders: Sequence[Path]) -> dict[str, Record]:
@@ -164,55 +173,47 @@ def read(folders: Sequence[Path]) -> dict[str, Record]:
     return records
 
 
-def named(records: Mapping[str, Record], name: str) -> Record:
-    """The record of this name.
-
-    Raises:
-        UserError: there is none, with the nearest name.
-    """
-    if name not in records:
-        hint = nearest(name, records) or f"\n  there are {', '.join(records) or 'none'}"
-        raise UserError(f"reproduce.name: no record {name!r}{hint}\n  run=reproduce lists them")
-    return records[name]
-
-
 def _record(path: Path, content: Mapping[str, Any]) -> Record:
-    where = f"{short(path)}: record"
-    given = _mapping(where, content["record"])
-    for key, kind in (("published", Figure), ("ours", Figure), ("data", Data)):
-        if given.get(key) is not None:
-            part = _mapping(f"{where}.{key}", given[key])
-            _check(f"{where}.{key}", kind, part)
-            given[key] = kind(**part)
+    where = Origins(find_files=lambda: [Source(path, "")])
+    given = _mapping("record", content["record"], where)
+    parts: dict[str, Any] = {}
+    for key, kind in _PARTS.items():
+        if key in given:
+            part = _mapping(f"record.{key}", given.pop(key), where)
+            _check(f"record.{key}", part, known(f"{__name__}.{kind.__name__}"), where)
+            parts[key] = kind(**part)
     by = "splits" if content.get("splits") else "seeds"
     runs = content.get(by) or 1
-    runs = (content.get("data") or {}).get("num_splits") if runs == "all" else runs
-    given |= {"name": path.stem, "runs": runs, "by": by, "conf": path.parents[1]}
-    _check(where, Record, given)
-    record = Record(**given)
+    if runs == "all":
+        runs = (content.get("data") or {}).get("num_splits")
+    if not isinstance(runs, int):
+        raise _problem(by, "expected a number, or all together with data.num_splits", where)
+    own: dict[str, Any] = {"name": path.stem, "runs": runs, "by": by, "conf": path.parents[1]}
+    keys = known(f"{__name__}.{Record.__name__}").parameters
+    _check("record", given, Signature({k: p for k, p in keys.items() if k not in own}), where)
+    record = Record(**own, **given, **parts)
     if record.ours is None and not record.why:
-        raise UserError(f"{where}.why: missing; say why nothing was measured")
+        raise _problem("record.why", "missing; say why nothing was measured", where)
     if record.ours is not None and not (record.date and record.machine):
-        raise UserError(f"{where}: a measured figure needs its date and machine")
+        raise _problem("record.ours", "a measured figure needs its date and machine", where)
     return record
 
 
-def _mapping(where: str, given: Any) -> dict[str, Any]:
+def _mapping(key: str, given: Any, where: Origins) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise UserError(f"{where}: expected a mapping, got {given!r}")
-    return {str(key): value for key, value in given.items() if value is not None}
+        raise _problem(key, f"expected a mapping, got {given!r}", where)
+    return {str(name): value for name, value in given.items() if value is not None}
 
 
-def _check(where: str, kind: type, given: Mapping[str, Any]) -> None:
-    """Each key is a field of the class and has its type, and none is missing."""
-    parameters = known(f"{kind.__module__}.{kind.__name__}").parameters
-    for key, value in given.items():
-        if key not in parameters:
-            hint = nearest(key, parameters) or f"; it has {', '.join(parameters)}"
-            raise UserError(f"{where}.{key}: there is no such key{hint}")
-        if type(value).__module__ == "builtins" and not accepts(parameters[key], value):
-            wanted = expected(parameters[key])
-            raise UserError(f"{where}.{key}: expected {wanted}, got {value!r}")
-    for field in fields(kind):
-        if field.default is MISSING and field.name not in given:
-            raise UserError(f"{where}.{field.name}: missing")
+def _check(key: str, given: dict[str, Any], signature: Signature, where: Origins) -> None:
+    """Each key is one that there is and has its type, and none is missing."""
+    check_arguments(key, given, signature, where, what=key)
+    for name, parameter in signature.parameters.items():
+        if parameter.required and name not in given:
+            raise _problem(f"{key}.{name}", "missing", where)
+
+
+def _problem(key: str, message: str, where: Origins) -> UserError:
+    """An error that names the file, and the line of the key or of the node that lacks it."""
+    place = where.of(key) or where.of(key.rpartition(".")[0])
+    return UserError(f"{key}: {message}" + (f"\n  in {place}" if place else ""))

@@ -2,32 +2,88 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from runpy import run_path
+from shutil import get_terminal_size
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from attnkit.launch.command import dotted_key
+from attnkit.launch.command import dotted_key, nearest
 from attnkit.launch.config.schema import REPRODUCE
 from attnkit.launch.config.signatures import known
 from attnkit.launch.config.validate import check_arguments
-from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail, summary
+from attnkit.launch.errors import CRASHED, fail, summary
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.execute import execute
 from attnkit.launch.job.job import Job
 from attnkit.launch.job.request import Request, check_uses, decide
 from attnkit.launch.processes.torchrun import Launcher
-from attnkit.launch.records import record as records
-from attnkit.launch.records.record import Record
-from attnkit.launch.records.table import Row, listing, save, show
-from attnkit.launch.records.verdict import Figure
+from attnkit.launch.records.record import Figure, Record, grouped, read, verdict
 from attnkit.launch.signals import raise_received
-from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
-from attnkit.lightning.files import absolute
+from attnkit.lightning.errors import RunError, UserError
+from attnkit.lightning.files import absolute, write_csv, write_text
+from attnkit.lightning.telling.numbers import seconds
+from attnkit.lightning.telling.text import in_line
 
+CSV, MARKDOWN = "table.csv", "table.md"
 _TYPED = ("run", "reproduce", "data.root", "seeds", "run_dir", "allow")
+_LISTED = ("record", "published", "ours", "time", "needs", "what")
+_COMPARED = ("record", "published", "on record", "now", "verdict", "time")
+_TO_THE_RIGHT = ("published", "ours", "on record", "now", "time")
+_LEGEND = """
+published: from the paper; ours: measured here; ±: over seeds or splits.
+time: of all runs together, on the machine named in docs/records.md.
+  attnkit run=reproduce reproduce.name=NAME [data.root=PATH]  run one
+  attnkit run=reproduce reproduce.minutes=N [data.root=PATH]  all that fit"""
+_RULE = """
+within spread: |now - reference| is at most sqrt(s^2 + s_ref^2), or half a unit of
+the reference's last digit. The reference is the published figure if there is one,
+else the figure on record."""
+_WIDE = 120  # columns of a screen that also shows what is measured
+
+
+@dataclass
+class Row:
+    """A record that is run again, and what has come of it so far."""
+
+    record: Record
+    folder: Path
+    now: Figure | None = None
+    seconds: float | None = None
+    state: str = "waiting"
+    error: str = ""
+
+    def cells(self) -> dict[str, Any]:
+        """The row of table.csv, by column."""
+        record, now = self.record, self.now
+        reference = record.published or record.ours
+        found = verdict(now, reference) if now and reference else ""
+        return {
+            "record": record.name,
+            "metric": record.metric,
+            "unit": record.unit,
+            **_numbers("published", record.published),
+            **_numbers("on_record", record.ours),
+            **_numbers("now", now),
+            "runs": now.runs if now else None,
+            "verdict": found,
+            "against": found and ("published" if record.published else "on record"),
+            "seconds": None if self.seconds is None else round(self.seconds, 2),
+            "state": self.state,
+            "error": self.error,
+            "folder": str(self.folder),
+        }
+
+    def texts(self) -> list[str]:
+        """The row as people read it, under the names of `_COMPARED`."""
+        figures = (self.record.published, self.record.ours, self.now)
+        said = self.cells()["verdict"] if self.state == "done" else self.state
+        took = "" if self.seconds is None else seconds(self.seconds)
+        return [self.record.name, *(str(figure or "") for figure in figures), said, took]
 
 
 def command(request: Request, launcher: Launcher | None = None) -> int:
@@ -35,59 +91,90 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
 
     1 if one of them has failed. A figure that is below or above is no failure.
     """
-    _check(request, launcher)
-    there_are = records.read(request.composer.folders())
-    asked = request.config["reproduce"]
-    root = _root(request)
-    if asked["name"] is not None:
-        names = [asked["name"]] if isinstance(asked["name"], str) else asked["name"]
-        chosen = [records.named(there_are, name) for name in dict.fromkeys(names)]
-    elif asked["minutes"] is not None:
-        chosen = _fitting(list(there_are.values()), asked["minutes"], root)
-    else:
-        listing(list(there_are.values()))
+    root, runs = _checked(request, launcher)
+    name, minutes = request.config["reproduce"]["name"], request.config["reproduce"]["minutes"]
+    there_are = read(request.composer.folders())
+    if name is None and minutes is None:
+        _list(there_are.values())
         return 0
-    return _Reproduction(request, root, asked["minutes"]).run(chosen)
+    if name is None:
+        chosen = _fitting(there_are.values(), minutes, root)
+    else:
+        chosen = _named(there_are, [name] if isinstance(name, str) else name)
+    given = request.config.get("run_dir")
+    folder = folders.plan(given, "reproduce")
+    for record in chosen:  # what is wrong with one is an error before any of them runs
+        _job(request, record, folder, root, runs)
+    folder = folders.create(folder, fresh=given is None)
+    print(f"{len(chosen)} records in {folder}", flush=True)
+    rows = [Row(record, folder / record.name) for record in chosen]
+    started = time.monotonic()
+    for row in rows:
+        if minutes is not None and time.monotonic() - started > 60 * minutes:
+            row.state = "not started, the time was up"
+            continue
+        print(f"\n{row.record.name}: {row.record.what}", flush=True)
+        row.state = "interrupted"  # until it has come to its end
+        _save(folder, rows)
+        _run(request, row, root, runs)
+    _save(folder, rows)
+    print("", *_aligned([_COMPARED, *(row.texts() for row in rows)]), _RULE, sep="\n")
+    for row in rows:
+        if row.error:
+            print(f"{row.record.name}: {' '.join(row.error.split())}")
+    print(f"  table  {folder / CSV}\n         {folder / MARKDOWN}")
+    return CRASHED if any(row.error for row in rows) else 0
 
 
-def _check(request: Request, launcher: Launcher | None) -> None:
-    """Refuse what is typed and would change a record, or do nothing."""
+# --- which records --------------------------------------------------------------------------------
+
+
+def _checked(request: Request, launcher: Launcher | None) -> tuple[Path | None, int | None]:
+    """What was typed for `data.root`, and as another number of runs than on record.
+
+    Raises:
+        UserError: something was typed that would change a record, or do nothing.
+    """
     if launcher:
         raise UserError(f"run=reproduce: not under {launcher.name}; it is one process")
     check_uses(request)
     for typed in request.overrides:
-        key = dotted_key(typed)
-        if key in _TYPED or key.startswith("reproduce."):
-            continue
-        instead = "; run one with a change by experiment=NAME key=value"
-        if key == "experiment":
-            instead = f"; reproduce.name={typed.partition('=')[2]}"
-        elif key.startswith("data."):
-            instead = "; of data only data.root=PATH"
-        raise UserError(f"{typed}: not for run=reproduce, which runs records as they are{instead}")
+        if dotted_key(typed) not in _TYPED and not dotted_key(typed).startswith("reproduce."):
+            raise UserError(
+                f"{typed}: not for run=reproduce, which runs records as they are; of data only "
+                "data.root=PATH\n  one with a change: experiment=NAME key=value, without run="
+            )
     asked: Any = OmegaConf.to_container(request.config["reproduce"])
     check_arguments("reproduce", asked, known(REPRODUCE), request.origins, what="run=reproduce")
     if asked["minutes"] is not None and asked["minutes"] <= 0:
         raise UserError(f"reproduce.minutes: expected more than 0, got {asked['minutes']}")
-
-
-def _root(request: Request) -> Path | None:
+    runs = int(request.config["seeds"]) if request.typed("seeds") else None
     if not request.typed("data.root"):
-        return None
+        return None, runs
     root = absolute(str(request.config["data"]["root"]))
     if not root.is_dir():
         raise UserError(f"data.root: no folder {root}")
-    return root
+    return root, runs
 
 
-def _fitting(there_are: Sequence[Record], minutes: float, root: Path | None) -> list[Record]:
+def _named(records: Mapping[str, Record], names: Sequence[str]) -> list[Record]:
+    if not names:
+        raise UserError("reproduce.name=[]: expected at least one name; run=reproduce lists them")
+    for name in names:
+        if name not in records:
+            hint = nearest(name, records) or f"\n  there are {', '.join(records) or 'none'}"
+            raise UserError(f"reproduce.name: no record {name!r}{hint}\n  run=reproduce lists them")
+    return [records[name] for name in dict.fromkeys(names)]
+
+
+def _fitting(records: Iterable[Record], minutes: float, root: Path | None) -> list[Record]:
     """The shortest records, as many as fit; prints why the others are left out."""
     from torch.cuda import is_available
 
     chosen: list[Record] = []
     left: dict[str, list[str]] = {}
     total = 0.0
-    for record in sorted(there_are, key=lambda record: record.minutes or 0):
+    for record in sorted(records, key=lambda record: record.minutes or 0):
         if record.gpu and not is_available():
             left.setdefault("a GPU", []).append(record.name)
         elif record.data and not (root and record.data.is_in(root)):
@@ -107,91 +194,60 @@ def _fitting(there_are: Sequence[Record], minutes: float, root: Path | None) -> 
     return chosen
 
 
-class _Reproduction:
-    """The records of one command, in a folder with a folder for each.
+# --- one record -----------------------------------------------------------------------------------
 
-    Args:
-        root: what was given for `data.root`.
-        minutes: after which no further record starts.
+
+def _job(
+    request: Request, record: Record, folder: Path, root: Path | None, runs: int | None
+) -> Job | None:
+    """What is to be done for an experiment, in a folder below this one; None for a script.
+
+    Raises:
+        UserError: a file is missing, or the experiment is wrong.
     """
-
-    def __init__(self, request: Request, root: Path | None, minutes: float | None) -> None:
-        self.request, self.root = request, root
-        self.seconds = float("inf") if minutes is None else 60 * minutes
-        self.runs = int(request.config["seeds"]) if request.typed("seeds") else None
-        given = request.config.get("run_dir")
-        self.folder = folders.plan(given, "reproduce")
-        self.fresh = given is None
-
-    def run(self, chosen: Sequence[Record]) -> int:
-        """Run the records in turn; the table is written even if this ends early."""
-        for record in chosen:
-            self._job(record)  # what is wrong with one is an error now
-        self.folder = folders.create(self.folder, fresh=self.fresh)
-        print(f"{len(chosen)} records in {self.folder}", flush=True)
-        started = time.monotonic()
-        rows = [Row(record, self.folder / record.name) for record in chosen]
-        try:
-            for row in rows:
-                if time.monotonic() - started > self.seconds:
-                    row.state = "not started, the time was up"
-                    continue
-                print(f"\n{row.record.name}: {row.record.what}", flush=True)
-                self._run(row)
-                save(self.folder, rows)
-        except (KeyboardInterrupt, StoppedBySignal) as error:
-            row.state = "interrupted"
-            save(self.folder, rows)
-            by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"
-            raise Interrupted(
-                getattr(error, "said", by),
-                f"; what was done is in {self.folder}",
-                getattr(error, "code", INTERRUPTED),
-            ) from None
-        save(self.folder, rows)
-        show(self.folder, rows)
-        return CRASHED if any(row.error for row in rows) else 0
-
-    def _run(self, row: Row) -> None:
-        record, started = row.record, time.monotonic()
-        try:
-            if record.script:
-                _run_script(record, row.folder, self.runs or record.runs)
-            else:
-                job = self._job(record)
-                assert job is not None
-                execute(job)
-            row.now = figure(record, row.folder)
-            row.state = "done"
-        except Exception as error:
-            raise_received()  # what a signal has broken off may fail in any way
-            row.state, row.error = "failed", summary(error)
-            fail(error, CRASHED, f"{record.name}: ")
-        row.seconds = time.monotonic() - started
-
-    def _job(self, record: Record) -> Job | None:
-        """What is to be done for an experiment; None for a script.
-
-        Raises:
-            UserError: a file is missing, or the experiment is wrong.
-        """
-        if record.data is not None and self.root is None:
+    if record.data is not None and root is None:
+        raise UserError(
+            f"{record.name}: needs data.root=PATH, the folder of {record.data.file}\n"
+            f"  or one with the folder {record.data.folder} in it"
+        )
+    if record.script:
+        path = _script(record)
+        if not path.is_file():
             raise UserError(
-                f"{record.name}: needs data.root=PATH, the folder of {record.data.file}\n"
-                f"  or one with the folder {record.data.folder} in it"
+                f"{record.name}: no file {path}\n"
+                f"  {record.script} is in the repository, which an installed package does not have"
             )
-        if record.script:
-            _ = record.path
-            return None
-        allow = [o for o in self.request.overrides if dotted_key(o) == "allow"]
-        words = [*record.overrides(self.root, self.runs), *allow]
-        return decide(Request.read(self.request.composer, words), self.folder / record.name)
+        return None
+    allow = [o for o in request.overrides if dotted_key(o) == "allow"]
+    words = [*record.overrides(root, runs), *allow]
+    return decide(Request.read(request.composer, words), folder / record.name)
+
+
+def _run(request: Request, row: Row, root: Path | None, runs: int | None) -> None:
+    """Run a record; its failure is noted in the row."""
+    record, started = row.record, time.monotonic()
+    try:
+        if job := _job(request, record, row.folder.parent, root, runs):
+            execute(job)
+        else:
+            _run_script(record, row.folder, runs or record.runs)
+        row.now = _figure(record, row.folder)
+        row.state = "done"
+    except Exception as error:
+        raise_received()  # what a signal has broken off may fail in any way
+        row.state, row.error = "failed", summary(error)
+        fail(error, CRASHED, f"{record.name}: ")
+    row.seconds = time.monotonic() - started
+
+
+def _script(record: Record) -> Path:
+    return record.conf.resolve().parent / record.script
 
 
 def _run_script(record: Record, folder: Path, runs: int) -> None:
     """Its `main(seed=…, picture=…)` for each seed; what it returns is in results.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    main, started = run_path(str(record.path))["main"], time.monotonic()
+    main, started = run_path(str(_script(record)))["main"], time.monotonic()
     values = [float(main(seed=s, picture=str(folder / f"seed_{s}.png"))) for s in range(runs)]
     results = {record.metric: statistics.fmean(values), "num_seeds": runs}
     if runs > 1:
@@ -199,14 +255,62 @@ def _run_script(record: Record, folder: Path, runs: int) -> None:
     folders.save_results(folder, {**results, "seconds": round(time.monotonic() - started, 2)})
 
 
-def figure(record: Record, folder: Path) -> Figure:
+def _figure(record: Record, folder: Path) -> Figure:
     """The figure that a run has left, in the unit of its record."""
     results = folders.load_results(folder)
     if record.metric not in results:
         raise RunError(f"{record.metric}: not among the results: {', '.join(results)}")
-    scale = 100 if record.unit == "%" else 1
-    mean, runs = scale * results[record.metric], int(results["num_seeds"])
-    spread = results.get(f"{record.metric}_std") if runs > 1 else None
-    if record.unit == "%":
-        return Figure(round(mean, 2), None if spread is None else round(scale * spread, 2), runs)
-    return Figure(float(f"{mean:.3g}"), None if spread is None else float(f"{spread:.2g}"), runs)
+
+    def rounded(number: float) -> float:
+        return round(100 * number, 2) if record.unit == "%" else float(f"{number:.3g}")
+
+    std = results.get(f"{record.metric}_std")  # missing for a single run
+    spread = None if std is None else rounded(std)
+    return Figure(rounded(results[record.metric]), spread, int(results["num_seeds"]))
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _list(records: Iterable[Record]) -> None:
+    """All records on screen, in 80 columns; with what they measure where there is room."""
+    groups = grouped(records)
+    lines = [[*_LISTED]]
+    for record in chain(*groups.values()):
+        needs = ", ".join(["data"] * (record.data is not None) + ["GPU"] * record.gpu)
+        figures = str(record.published or ""), str(record.ours or "")
+        lines.append([record.name, *figures, record.time, needs, record.what])
+    if get_terminal_size().columns < _WIDE:
+        lines = [line[:-1] for line in lines]
+    header, *aligned = _aligned(lines)
+    print(header)
+    for group, inside in groups.items():
+        print(f"\n{in_line(group)}")
+        for _ in inside:
+            print(aligned.pop(0))
+    print(_LEGEND)
+
+
+def _save(folder: Path, rows: Sequence[Row]) -> None:
+    """table.csv and table.md, of what is done so far."""
+    cells = [row.cells() for row in rows]
+    write_csv(folder / CSV, [*cells[0]], [[*row.values()] for row in cells])
+    lines = [_COMPARED, ["---"] * len(_COMPARED), *(row.texts() for row in rows)]
+    marked = (" | ".join(text.replace("|", "/") for text in line) for line in lines)
+    write_text(folder / MARKDOWN, "".join(f"| {line} |\n" for line in marked))
+
+
+def _aligned(lines: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of cells whose columns are equally wide; the first has the names of the columns."""
+    columns = []
+    for name, *cells in zip(*lines, strict=True):
+        texts = [name, *map(in_line, cells)]
+        width = max(map(len, texts))
+        right = name in _TO_THE_RIGHT
+        columns.append([text.rjust(width) if right else text.ljust(width) for text in texts])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+
+
+def _numbers(name: str, figure: Figure | None) -> dict[str, float | None]:
+    mean, std = (figure.mean, figure.std) if figure else (None, None)
+    return {name: mean, f"{name}_std": std}

@@ -9,7 +9,7 @@ import torch
 
 import attnkit
 from attnkit.core.kernels.choose import BACKENDS
-from attnkit.launch.measure import bench, kernels
+from attnkit.launch.measure import bench
 
 VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "run=bench", "run_dir=run")
 
@@ -17,7 +17,7 @@ VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "run=bench", 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(bench, "SECONDS", 0.1)
-    monkeypatch.setattr(kernels, "ROUNDS", 2)
+    monkeypatch.setattr(bench, "ROUNDS", 2)
 
 
 def test_parts_and_kernels(attnkit):
@@ -63,7 +63,7 @@ def test_each_kernel_really_runs():
             return output
 
     model = Two()
-    found = kernels.compare_kernels(model, lambda: model())
+    found = bench.compare_kernels(model, lambda: model())
     assert {name for name, (seconds, _) in found.items() if seconds} == {
         "auto", "block_sparse", "flash", "blockwise", "math", "reference",
     }  # fmt: skip

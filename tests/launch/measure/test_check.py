@@ -108,7 +108,7 @@ def test_the_table(attnkit):
     assert rows["parameters"] == rows["trained parameters"]
     assert "share that is trained" not in rows
     assert re.fullmatch(r"[\d,]+ MiB of the process", rows["peak memory"])
-    assert re.fullmatch(r"\d+ (s|min)", rows["time of the whole job"])
+    assert re.fullmatch(r"[\d.]+ s|\d+ min \d\d s", rows["time of the whole job"])
     assert not list(Path().iterdir())
 
 
