@@ -12,7 +12,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from attnkit.launch.command import dotted_key, nearest
+from attnkit.core.nearest import nearest
+from attnkit.launch.command import dotted_key
 from attnkit.launch.config.schema import REPRODUCE
 from attnkit.launch.config.signatures import known
 from attnkit.launch.config.validate import check_arguments
