@@ -33,3 +33,15 @@ def _run(command: list[str], folder: Path) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def test_what_ci_asks_for_is_there(repository):
+    """pytest runs nothing at all where one of the names that it is given is not there."""
+    lines = (repository / ".ci" / "run").read_text().partition("PROMISES=(")[2]
+    promises = [line.strip().strip('"') for line in lines.partition("\n)")[0].splitlines()]
+    asked = [line for line in promises if line and not line.startswith("#")]
+    assert len(asked) > 50
+    for promise in asked:
+        path, _, name = promise.partition("::")
+        text = (repository / path).read_text()
+        assert f"def {name.partition('[')[0]}(" in text or not name, promise
