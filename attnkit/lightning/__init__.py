@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.explained import Explained
     from attnkit.lightning.export.export import Export
     from attnkit.lightning.export.program import Program
-    from attnkit.lightning.loggers.metrics_csv import MetricsCSV
-    from attnkit.lightning.loggers.tensorboard import TensorBoard
-    from attnkit.lightning.loggers.wandb import WandbRun
+    from attnkit.lightning.loggers import MetricsCSV, TensorBoard, WandbRun
     from attnkit.lightning.modules.classification import ClassificationModule
     from attnkit.lightning.modules.module import TaskModule
     from attnkit.lightning.modules.optim import muon
