@@ -178,13 +178,9 @@ class BestCheckpoint(ModelCheckpoint):
         return {**super().state_dict(), "kept": kept, "seen": list(self._seen)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        kept = state_dict.get("kept")
-        if kept is None:  # of a former version
-            scores = state_dict.get("best_k_models", {})
-            kept = {path: {str(self.monitor): float(score)} for path, score in scores.items()}
-        self.kept = {self._here(path): {"step": -1, **kept[path]} for path in kept}
-        self._seen = list(state_dict.get("seen", []))
-        self.last_model_path = self._here(state_dict.get("last_model_path", ""))
+        self.kept = {self._here(name): figures for name, figures in state_dict["kept"].items()}
+        self._seen = list(state_dict["seen"])
+        self.last_model_path = self._here(state_dict["last_model_path"])
         if self.monitor is None:
             self.best_model_path = self._here(state_dict["best_model_path"])
         else:
@@ -296,8 +292,7 @@ class BestCheckpoint(ModelCheckpoint):
 def _held_by(path: str, noted: dict[str, float], key: str) -> dict[str, float] | None:
     """The figures of what a file holds, which may be of a later epoch than was noted of it.
 
-    None: it is gone, or nothing is known of what it holds. Of a former version's, the step and the
-    epoch are read from the file.
+    None: it is gone, or nothing is known of what it holds.
 
     Args:
         key: of the callback's state in the file.
@@ -312,8 +307,7 @@ def _held_by(path: str, noted: dict[str, float], key: str) -> dict[str, float] |
     own = checkpoint.get("callbacks", {}).get(key, {}).get("kept", {}).values()
     if found := next((figures for figures in own if figures["step"] == step), None):
         return dict(found)
-    epoch = checkpoint.get("epoch", -1) + 1
-    return {**noted, "epoch": epoch, "step": step} if noted["step"] in (-1, step) else None
+    return noted if noted["step"] == step else None
 
 
 def _copied(value: Any) -> Any:
