@@ -40,14 +40,13 @@ if TYPE_CHECKING:
         warmup_polynomial,
         warmup_step,
     )
-    from attnkit.lightning.resume.best_checkpoint import BestCheckpoint
+    from attnkit.lightning.resume.best_and_last import BestCheckpoint, LastCheckpoint
     from attnkit.lightning.resume.checkpoints import (
         CheckpointError,
         SafeCheckpoints,
         VerifiedCheckpointIO,
     )
     from attnkit.lightning.resume.exact_resume import ExactResume
-    from attnkit.lightning.resume.paced_checkpoints import LastCheckpoint
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
     from attnkit.lightning.resume.warm_start import warm_start

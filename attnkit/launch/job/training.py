@@ -15,7 +15,7 @@ from attnkit.launch.job.run import Run
 from attnkit.lightning._private import epoch_ends
 from attnkit.lightning.loggers import TensorBoard
 from attnkit.lightning.resume import checkpoints
-from attnkit.lightning.resume.best_checkpoint import BestCheckpoint
+from attnkit.lightning.resume.best_and_last import BestCheckpoint
 from attnkit.lightning.telling.epochs import EpochLines
 
 _log = logging.getLogger(__name__)
