@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.explained import Explained
     from attnkit.lightning.export.export import Export
     from attnkit.lightning.export.program import Program
-    from attnkit.lightning.loggers.metrics_csv import MetricsCSV
-    from attnkit.lightning.loggers.tensorboard import TensorBoard
-    from attnkit.lightning.loggers.wandb import WandbRun
+    from attnkit.lightning.loggers import MetricsCSV, TensorBoard, WandbRun
     from attnkit.lightning.modules.classification import ClassificationModule
     from attnkit.lightning.modules.module import TaskModule
     from attnkit.lightning.modules.optim import muon
@@ -41,14 +39,13 @@ if TYPE_CHECKING:
         warmup_polynomial,
         warmup_step,
     )
-    from attnkit.lightning.resume.best_checkpoint import BestCheckpoint
+    from attnkit.lightning.resume.best_and_last import BestCheckpoint, LastCheckpoint
     from attnkit.lightning.resume.checkpoints import (
         CheckpointError,
         SafeCheckpoints,
         VerifiedCheckpointIO,
     )
     from attnkit.lightning.resume.exact_resume import ExactResume
-    from attnkit.lightning.resume.paced_checkpoints import LastCheckpoint
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
     from attnkit.lightning.resume.warm_start import warm_start

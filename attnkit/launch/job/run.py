@@ -27,7 +27,7 @@ from attnkit.lightning._private import report_lost_batches
 from attnkit.lightning.build.build import build
 from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.loggers.wandb import WandbRun
+from attnkit.lightning.loggers import WandbRun
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.monitors import unlogged
 from attnkit.lightning.resume import checkpoints

@@ -95,7 +95,7 @@ def load(
         raise CheckpointError(f"{path}: not a checkpoint: it has no state_dict")
     if _MARK in checkpoint and digest is None:
         raise CheckpointError(f"{path}: no intact checkpoint: its digest is missing")
-    for key in ("hyper_parameters", "hparams", "module_arguments"):  # the last two: before 1.0
+    for key in ("hyper_parameters", "hparams", "module_arguments"):  # Lightning reads all three
         given = checkpoint.get(key) or {}
         if not isinstance(given, dict):
             raise CheckpointError(f"{path}: {key}: expected a mapping, got {type(given).__name__}")

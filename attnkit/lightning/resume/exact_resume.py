@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from attnkit.lightning import _private as private
-from attnkit.lightning.resume.plateau import catch_up, monitored
 from attnkit.lightning.resume.sampler import ResumableSampler
 
 
@@ -55,7 +54,7 @@ class ExactResume(Callback):
             "batch_sizes": _batch_sizes(trainer),
             "metrics": _metric_states(pl_module),
             "sums": _epoch_sums(trainer),
-            "monitored": monitored(trainer),
+            "monitored": _monitored(trainer),
         }
         checkpoint["exact_resume"] = _gathered(mine)
 
@@ -86,7 +85,7 @@ class ExactResume(Callback):
         self._start_data(trainer, saved, middle)
         if saved is not None:
             _set_random_states(trainer, saved["random"])
-            catch_up(trainer, saved.get("monitored", {}))
+            _catch_up(trainer, saved.get("monitored", {}))
             if middle:
                 _set_metric_states(pl_module, saved["metrics"])
                 self._sums = saved["sums"]
@@ -221,6 +220,27 @@ def _set_metric_states(pl_module: LightningModule, saved: dict[str, Any]) -> Non
                 moved = value.to(metric.device) if isinstance(value, Tensor) else value
                 setattr(metric, key, moved)
             private.set_num_updates(metric, values["updates"])
+
+
+def _monitored(trainer: Trainer) -> dict[str, float]:
+    """The value of each metric that a schedule follows, such as `Plateau`, for the checkpoint."""
+    names = {str(c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau}
+    values = trainer.callback_metrics
+    return {name: float(values[name]) for name in names if name in values}
+
+
+def _catch_up(trainer: Trainer, values: dict[str, float]) -> None:
+    """Make the step of such a schedule at the end of the epoch that the checkpoint was saved at.
+
+    Lightning makes it after the checkpoint of an epoch, which lacks it.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if not config.reduce_on_plateau or config.interval != "epoch":
+            continue
+        scheduler: Any = config.scheduler
+        is_behind = scheduler.last_epoch < trainer.current_epoch // config.frequency
+        if is_behind and config.monitor in values:
+            scheduler.step(values[config.monitor])
 
 
 def _epoch_sums(trainer: Trainer) -> dict[str, dict[str, Tensor]]:

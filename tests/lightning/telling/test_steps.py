@@ -113,21 +113,6 @@ def test_an_epoch_is_a_row_and_a_resumed_run_goes_on(small_net, loader, make_tra
     assert steps == list(range(2, 21, 2))
 
 
-def test_a_file_that_counts_from_0_goes_on_from_1(small_net, loader, make_trainer, tmp_path):
-    (tmp_path / "metrics.csv").write_text(
-        "epoch,step,train/loss,val/loss\n0,4,,2.5\n0,4,2.25,\n1,9,,1.5\n1,9,1.25,\n2,14,,1.0\n"
-    )
-    trainer = make_trainer(max_epochs=2)
-    trainer.fit(small_net(), loader, loader)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    trainer = make_trainer(max_epochs=3, logger=MetricsCSV(tmp_path))
-    trainer.fit(small_net(), loader, loader, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
-    rows = rows_of(tmp_path / "metrics.csv")
-    assert [(row["epoch"], row["step"]) for row in rows] == [
-        (1, 5), (1, 5), (2, 10), (2, 10), (3, 15),
-    ]  # fmt: skip
-
-
 def test_a_validation_within_an_epoch_has_its_row(small_net, digits, make_trainer, tmp_path):
     loader = torch.utils.data.DataLoader(digits, batch_size=14)  # four batches
     make_trainer(logger=MetricsCSV(tmp_path), val_check_interval=2, max_epochs=2).fit(

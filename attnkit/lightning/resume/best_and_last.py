@@ -1,4 +1,6 @@
-"""The checkpoint of the best validation, which is what a run is tested and used with."""
+"""The checkpoint of the best validation, which a run is tested and used with, and that of the last
+epoch, from which it goes on. Neither is written after every epoch where epochs are short, as on
+small graphs."""
 
 import copy
 import math
@@ -19,13 +21,31 @@ from attnkit.lightning import _private as private
 from attnkit.lightning.best import LOSS, Mode, mode_for, rank, validation
 from attnkit.lightning.files import replacing
 from attnkit.lightning.resume.checkpoints import CheckpointError, load
-from attnkit.lightning.resume.paced_checkpoints import checked_seconds
 
 HELD = 2**26  # bytes of a checkpoint that are held in memory at most
 PLAIN = {str, int, float, bool, type(None)}
 
 
-class BestCheckpoint(ModelCheckpoint):
+class _Paced(ModelCheckpoint):
+    """`ModelCheckpoint` that knows when it last wrote."""
+
+    def __init__(self, every_seconds: float, **kwargs: Any) -> None:
+        if every_seconds < 0:
+            raise ValueError(f"every_seconds: expected at least 0, got {every_seconds}")
+        super().__init__(**kwargs)
+        self.every_seconds = every_seconds
+        self._written = "", -float("inf")
+        """The file that was written last, and when."""
+
+    def _is_recent(self) -> bool:
+        return time.monotonic() - self._written[1] < self.every_seconds
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self._written = filepath, time.monotonic()
+
+
+class BestCheckpoint(_Paced):
     """`ModelCheckpoint` of the best validation, whose file always holds the best epoch.
 
     The best is that of the best `monitor`; of epochs that are equal in it, that of the smallest
@@ -56,14 +76,13 @@ class BestCheckpoint(ModelCheckpoint):
         self, every_seconds: float = 5.0, *, mode: Mode | None = None, **kwargs: Any
     ) -> None:
         monitor = kwargs.get("monitor")
-        super().__init__(mode=mode_for(monitor, mode) if monitor else mode or "min", **kwargs)
-        self.every_seconds = checked_seconds(every_seconds)
+        mode = mode_for(monitor, mode) if monitor else mode or "min"
+        super().__init__(every_seconds, mode=mode, **kwargs)
         self.kept: dict[str, dict[str, float]] = {}
         """Of each file the validation that it is of: `epoch`, from 1, `step`, and its metrics."""
         self._seen: list[float] = []
         """Of the metric the least and the largest value, and how many there were, also with NaN."""
         self._held: tuple[dict[str, Any], str] | None = None
-        self._written = "", -float("inf")
         self._is_small: bool | None = None
 
     @property
@@ -178,13 +197,9 @@ class BestCheckpoint(ModelCheckpoint):
         return {**super().state_dict(), "kept": kept, "seen": list(self._seen)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        kept = state_dict.get("kept")
-        if kept is None:  # of a former version
-            scores = state_dict.get("best_k_models", {})
-            kept = {path: {str(self.monitor): float(score)} for path, score in scores.items()}
-        self.kept = {self._here(path): {"step": -1, **kept[path]} for path in kept}
-        self._seen = list(state_dict.get("seen", []))
-        self.last_model_path = self._here(state_dict.get("last_model_path", ""))
+        self.kept = {self._here(name): figures for name, figures in state_dict["kept"].items()}
+        self._seen = list(state_dict["seen"])
+        self.last_model_path = self._here(state_dict["last_model_path"])
         if self.monitor is None:
             self.best_model_path = self._here(state_dict["best_model_path"])
         else:
@@ -259,7 +274,6 @@ class BestCheckpoint(ModelCheckpoint):
             private.note_saved(self, trainer.global_step, filepath)
         else:
             super()._save_checkpoint(trainer, filepath)
-            self._written = filepath, time.monotonic()
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         """Lightning's, whose `deepcopy` takes ten times as long."""
@@ -281,9 +295,6 @@ class BestCheckpoint(ModelCheckpoint):
             self._is_small = 4 * size < HELD  # optimizers keep up to three times as much
         return self._is_small and trainer.world_size == 1
 
-    def _is_recent(self) -> bool:
-        return time.monotonic() - self._written[1] < self.every_seconds
-
     def _write(self, trainer: Trainer) -> None:
         if self._held is not None:
             (checkpoint, filepath), self._held = self._held, None
@@ -293,11 +304,66 @@ class BestCheckpoint(ModelCheckpoint):
                 logger.after_save_checkpoint(self)
 
 
+class LastCheckpoint(_Paced):
+    """`ModelCheckpoint` that saves the run after an epoch, at most once every few seconds.
+
+    It saves at the end of the last epoch, and of others where it is `every_seconds` since it last
+    did. A run that is killed repeats these seconds; Ctrl-C and SIGTERM save by `SaveOnSignal`. It
+    saves too where `max_steps`, `max_time` or a callback ends the training within an epoch, so that
+    it can go on from there.
+
+    Args:
+        every_seconds: 0 saves after every epoch.
+        kwargs: Lightning's.
+    """
+
+    def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
+        super().__init__(every_seconds, **kwargs)
+        self._is_within_epoch = False
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        if (
+            private.stops_now(trainer)
+            and not private.epoch_ends(trainer)
+            and not private.is_accumulating(trainer)
+            and not self._should_skip_saving_checkpoint(trainer)
+        ):
+            # not at the end of the epoch, which would count as trained; Lightning then saves no
+            # more at this step
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+            self._is_within_epoch = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self._is_within_epoch and trainer.is_global_zero:
+            os.utime(self.best_model_path)  # the one to go on from, of those of this step
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_due(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_due(trainer):
+            super().on_validation_end(trainer, pl_module)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """The same in all processes."""
+        steps, epochs = trainer.max_steps, trainer.max_epochs
+        if (
+            trainer.should_stop
+            or 0 <= steps <= trainer.global_step
+            or (epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
+        ):
+            return True
+        is_due = not self._is_recent()
+        return trainer.strategy.broadcast(is_due) if trainer.world_size > 1 else is_due
+
+
 def _held_by(path: str, noted: dict[str, float], key: str) -> dict[str, float] | None:
     """The figures of what a file holds, which may be of a later epoch than was noted of it.
 
-    None: it is gone, or nothing is known of what it holds. Of a former version's, the step and the
-    epoch are read from the file.
+    None: it is gone, or nothing is known of what it holds.
 
     Args:
         key: of the callback's state in the file.
@@ -312,8 +378,7 @@ def _held_by(path: str, noted: dict[str, float], key: str) -> dict[str, float] |
     own = checkpoint.get("callbacks", {}).get(key, {}).get("kept", {}).values()
     if found := next((figures for figures in own if figures["step"] == step), None):
         return dict(found)
-    epoch = checkpoint.get("epoch", -1) + 1
-    return {**noted, "epoch": epoch, "step": step} if noted["step"] in (-1, step) else None
+    return noted if noted["step"] == step else None
 
 
 def _copied(value: Any) -> Any:

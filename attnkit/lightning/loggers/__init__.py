@@ -1,1 +1,0 @@
-"""Loggers for any Trainer."""
