@@ -10,7 +10,6 @@ import warnings
 from contextlib import suppress
 from importlib import import_module
 
-import attnkit.lightning
 from attnkit.launch.config.permission import Consent
 from attnkit.lightning.build.allowlist import HOMES
 from attnkit.lightning.build.build import build
@@ -233,8 +232,10 @@ def main(folder: str) -> dict:
     for module in (*HOMES, *ALLOWED_MODULES):  # what is allowed may be imported
         with suppress(ModuleNotFoundError):
             import_module(module)
-    for name in attnkit.lightning.__all__:
-        getattr(attnkit.lightning, name)
+    for package in ("attnkit", *HOMES, *ALLOWED_MODULES):
+        if package.startswith("attnkit") and "__getattr__" in vars(module := sys.modules[package]):
+            for name in dir(module):  # whose names are imported when they are first used
+                getattr(module, name)
     for node in (*NODES, *STRINGS):
         with suppress(UserError):
             build(node)
