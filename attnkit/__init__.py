@@ -6,7 +6,7 @@ This file is the public table and nothing else. Names are imported when first us
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import homes, lazy
+from attnkit.core.lazy import lazy
 
 __version__ = "0.2.0"
 
@@ -90,5 +90,3 @@ if TYPE_CHECKING:
     from attnkit.surgery.replace import replace_attention
 else:
     __getattr__, __dir__ = lazy(__name__)
-
-__all__ = [*homes(__name__)]

@@ -7,38 +7,50 @@ A package writes its names once, as imports that only type checkers run:
     else:
         __getattr__, __dir__ = lazy(__name__)
 
-so that `attnkit.layers.BAM` imports its file alone. Nothing of torch is imported.
+so that `attnkit.layers.BAM` imports its file alone. Nothing of torch is imported, and of Python
+only what every start has loaded: `python -m attnkit` begins with the working directory on the
+path, where an ast.py may lie.
 """
 
-import ast
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable
-from functools import cache
 from importlib import import_module
-from typing import Any
+
+TYPE_CHECKING = False  # type checkers take it for that of typing
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_tables: dict[str, dict[str, tuple[str, str]]] = {}
 
 
-@cache
 def homes(package: str) -> dict[str, tuple[str, str]]:
     """The names of a package's table: for each the module that has it, and its name there."""
-    spec: Any = sys.modules[package].__spec__
-    tree = ast.parse(spec.loader.get_source(package))
-    return {
-        alias.asname or alias.name: (node.module, alias.name)
-        for block in tree.body
-        if isinstance(block, ast.If)
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
+    if package not in _tables:
+        import ast
+
+        spec: Any = sys.modules[package].__spec__
+        tree = ast.parse(spec.loader.get_source(package))
+        _tables[package] = {
+            alias.asname or alias.name: (node.module, alias.name)
+            for block in tree.body
+            if isinstance(block, ast.If)
+            for node in block.body
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        }
+    return _tables[package]
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package for the names of its table."""
+    """`__getattr__` and `__dir__` of a package for the names of its table, and its `__all__`."""
     names = vars(sys.modules[package])
 
     def getattr_(name: str) -> Any:
-        if name not in homes(package):
+        if name == "__all__":
+            return [*homes(package)]
+        if name.startswith("__") or name not in homes(package):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, original = homes(package)[name]
         home = vars(import_module(module))

@@ -6,7 +6,7 @@ when its name is first used, so that code which only needs `UserError` does not 
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import homes, lazy
+from attnkit.core.lazy import lazy
 
 if TYPE_CHECKING:
     from attnkit.lightning.build.build import allowing
@@ -54,5 +54,3 @@ if TYPE_CHECKING:
     from attnkit.lightning.telling.steps import StepMetrics
 else:
     __getattr__, __dir__ = lazy(__name__)
-
-__all__ = [*homes(__name__)]
