@@ -14,7 +14,7 @@ from csv import DictReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnkit.launch.command import quoted, setting
+from attnkit.launch.command import quoted
 from attnkit.launch.config import hydra_words
 from attnkit.launch.config.compose import Composer, readable
 from attnkit.launch.job import folder as folders
@@ -56,6 +56,8 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
         UserError: what the command line would refuse, in the same words.
         RunError: what went wrong, such as too little memory.
     """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     with _given_back():
         composer, overrides, _ = _read(words, config_dir, values, multirun=False)
         request = Request.read(composer, overrides)
@@ -67,6 +69,10 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
             )
         job = decide(request)
         found = execute(job) or _opened(job)
+        if found.kind.trains and not any(name.startswith("test/") for name in found.results):
+            for callback in found.trainer.checkpoint_callbacks:  # a test would have loaded it
+                if isinstance(callback, ModelCheckpoint) and callback.monitor:
+                    found.restore(callback.best_model_path or None)
         found.folder = job.folder
         return found
 
@@ -90,21 +96,12 @@ def sweep(*words: str, config_dir: str | Path | None = None, **values: Any) -> l
         UserError: what the command line would refuse, in the same words.
     """
     from attnkit.launch.sweep import start
-    from attnkit.launch.sweep.record import find_sweep
 
+    begun: list[Path] = []
     with _given_back():
         composer, overrides, hydra = _read(words, config_dir, values, multirun=True)
-        given = {one.key_or_group: one.value() for one in composer.parse(overrides)}
-        if "resume" in given:
-            folder = find_sweep(given["resume"], "resume")
-        elif given.get("run_dir") is not None:
-            folder = absolute(str(given["run_dir"]))
-        else:
-            task = given.get("task")
-            name = composer.job_name or (Path(task).name if isinstance(task, str) else "task")
-            folder = folders.plan(None, name, sweep=True)
-            overrides = [*overrides, setting("run_dir", folder)]
-        start.sweep(composer, overrides, hydra)
+        start.sweep(composer, overrides, hydra, begun.append)
+        (folder,) = begun
         with (folder / "table.csv").open(newline="", encoding="utf-8") as file:
             return [{name: _number(text) for name, text in row.items()} for row in DictReader(file)]
 
@@ -128,20 +125,28 @@ def _number(text: str) -> int | float | str | None:
 
 
 def _opened(job: Job) -> Run:
-    """A run that other processes carried out, or that was over before: its best weights."""
+    """A run that other processes carried out, or that was over before: with its weights, the best
+    of a training where they were kept."""
     from attnkit.launch.job import screen
     from attnkit.launch.job.run import Run
     from attnkit.lightning.build.build import allowing
+    from attnkit.lightning.resume import checkpoints
 
     screen.quiet()
     home = Path(job.runs[-1]["run_dir"])
-    ckpt = str(folders.checkpoint(str(home)))
+    config = folders.load_config(home)
+    ckpt = config["ckpt"]
+    if job.kind.trains:
+        kept = home / folders.CHECKPOINTS
+        best = kept / "best.ckpt"
+        ckpt = best if best.is_file() else checkpoints.newest_intact(kept).path
     with allowing(*job.allow):
-        run = Run({**folders.load_config(home), "run": "test", "ckpt": ckpt})
+        run = Run({**config, "run": "test", "ckpt": ckpt and str(ckpt)}, alone=job.alone)
         run.make_own_data()
         run.make_module()
         run.restore()
         run.make_trainer()
+    run.config, run.kind = config, job.kind
     return run
 
 
@@ -157,6 +162,8 @@ def _overrides(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 def _text(key: str, value: Any) -> str:
     """A Python value as Hydra's overrides write it."""
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy or torch
+        value = value.item()
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -165,7 +172,7 @@ def _text(key: str, value: Any) -> str:
         return repr(value)
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
-        is_plain = re.fullmatch(r"[A-Za-z_./][\w./+-]*", text, re.ASCII)
+        is_plain = re.fullmatch(r"(\.{0,2}/|[A-Za-z_])[\w./+-]*", text, re.ASCII)
         return text if is_plain and text.lower() not in _NO_TEXTS else quoted(text)
     if isinstance(value, list | tuple):
         return f"[{','.join(_text(key, one) for one in value)}]"
@@ -195,10 +202,17 @@ def _given_back() -> Iterator[None]:
     environment, path, threads = os.environ.copy(), sys.path[:], torch.get_num_threads()
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
     show_warning = warnings.showwarning
+    is_exact = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    tries_kernels = torch.backends.cudnn.benchmark
+    # to ask a GPU for its state would start it, before there are processes of its own
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        with torch.random.fork_rng(gpus), warnings.catch_warnings():
             yield
     finally:
+        torch.use_deterministic_algorithms(is_exact, warn_only=only_warns)
+        torch.backends.cudnn.benchmark = tries_kernels
         random.setstate(drawn)
         np.random.set_state(drawn_by_numpy)
         for logger, level, propagate, handlers in before:

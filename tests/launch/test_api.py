@@ -58,10 +58,13 @@ def test_values_are_what_they_are(hers):
     given = {
         "text": "a b=c,d ${x} 'y' \\ ???", "number": "1", "path": Path("p q"), "none": None,
         "flag": True, "small": 1e-7, "list": [1, [2.5, "true"], None], "empty": {}, "of": {"n": -3},
-        "pairs": [{"one": 1, "two": "2"}],
+        "pairs": [{"one": 1, "two": "2"}], "point": ".5", "dot": "./x", "numpy": np.float64(1e-3),
+        "whole": np.int64(3), "torch": torch.tensor(2.5),
     }  # fmt: skip
     run = toolkit.run("task=mine", config_dir=hers, vars=given, trainer={"max_epochs": 1})
-    assert run.config["vars"] == {**given, "path": "p q"}
+    plain = {"path": "p q", "numpy": 1e-3, "whole": 3, "torch": 2.5}
+    assert run.config["vars"] == {**given, **plain}
+    assert type(run.config["vars"]["numpy"]) is float
     assert run.folder.parent == Path("outputs/mine").resolve()
 
 
@@ -99,12 +102,13 @@ def test_the_process_is_afterwards_as_it_was(hers):
             [(one.level, one.propagate, one.handlers[:]) for one in loggers],
             [handler.level for one in loggers for handler in one.handlers],
             [signal.getsignal(number) for number in SIGNALS],
+            torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,
             dict(os.environ), sys.path[:], torch.get_num_threads(), os.getcwd(),
             warnings.showwarning, warnings.filters[:],
         )  # fmt: skip
 
     before = state()
-    toolkit.run("task=mine", config_dir=hers, run_dir="one")
+    toolkit.run("task=mine", config_dir=hers, run_dir="one", trainer={"deterministic": True})
     with pytest.raises(RuntimeError, match="fails on purpose"):
         toolkit.run("task=mine", config_dir=hers, module={"fail_at": 1}, run_dir="two")
     assert folders.load_state(Path("two"))["state"] == folders.FAILED
@@ -128,6 +132,22 @@ def test_resumed_and_tested_and_several_seeds(hers):
     assert several.results["num_seeds"] == 2
     assert several.results["test/loss_std"] > 0
     assert several.config["seed"] == 1
+
+
+def test_the_best_weights_where_nothing_is_tested(hers, tmp_path):
+    folder = tmp_path / "untested"
+    folder.mkdir()
+    text = (hers / "mine_of_the_tests.py").read_text()
+    untested = "\n\nData.test_dataloader = LightningDataModule.test_dataloader\n"
+    (folder / "mine_of_the_tests.py").write_text(text + untested)
+    (folder / "task").mkdir()
+    (folder / "task" / "mine.yaml").write_text((hers / "task" / "mine.yaml").read_text())
+    run = toolkit.run("task=mine", config_dir=folder, run_dir="one", module={"lr": 9.0})
+    assert not any(name.startswith("test/") for name in run.results)
+    best = torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)
+    assert best["epoch"] == 0  # of two, since the loss grows
+    for key, value in run.module.state_dict().items():
+        assert torch.equal(value, best["state_dict"][key])
 
 
 def test_explained():
@@ -166,7 +186,11 @@ def test_a_sweep_is_its_table(mine, hers, found):
 @pytest.mark.slow
 def test_several_processes(hers):
     run = toolkit.run("task=mine", "trainer=cpu_ddp", config_dir=hers, run_dir="one")
+    assert run.config["run"] == "train"
     best = torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)
     for key, value in run.module.state_dict().items():
         assert torch.equal(value, best["state_dict"][key])
     assert run.results["epochs"] == 2
+    tested = toolkit.run("run=test", ckpt=run.folder, config_dir=hers)
+    assert tested.results["test/loss"] == pytest.approx(run.results["test/loss"], abs=1e-6)
+    assert tested.config["run"] == "test"

@@ -150,7 +150,7 @@ class GraphQuestion(Target):
                 steps = steps_to(self.index, self.edge_index, len(told))[: len(told)][told]
                 if bool((steps < 0).any()):
                     return None  # nodes that no edge leads from
-                hops = max(hops, *steps.tolist())
+                hops = max([hops, *steps.tolist()])
         while not self._is_unchanged(self._within(hops)):
             wider = self._within(hops + 1)
             if torch.equal(wider, self._within(hops)):

@@ -176,12 +176,22 @@ class Composer:
             # the task has no choice in this group yet
             return self._of_files([f"+{t}" if _key(t) == group else t for t in texts])
 
-    def _set(self, config: DictConfig, overrides: Sequence[Override]) -> None:
-        """Set keys, with or without `+`, whether or not they are there; delete those with `~`."""
+    def _set(
+        self, config: DictConfig, overrides: Sequence[Override], *, may_miss: bool = False
+    ) -> None:
+        """Set keys, with or without `+`, whether or not they are there; delete those with `~`.
+
+        Args:
+            may_miss: whether a key that is to be deleted may be gone already.
+        """
+        deleted: set[str] = set()
         for override in overrides:
             key, value = override.key_or_group, override.value()
             if override.is_delete():
-                _delete(config, key, value)
+                is_gone = may_miss and OmegaConf.select(config, key, default=_GONE) is _GONE
+                if key not in deleted and not is_gone:  # a trial that is retried has it twice
+                    _delete(config, key, value)
+                deleted.add(key)
                 continue
             try:
                 OmegaConf.update(config, key, value, merge=True, force_add=True)
@@ -218,7 +228,7 @@ class Composer:
             config.update({o.key_or_group: fresh[o.key_or_group] for o in chosen})
         rest = [o for o in parsed if o not in chosen and o.key_or_group != "task"]
         with self._translated(overrides):
-            self._set(config, rest)
+            self._set(config, rest, may_miss=True)  # as of a run that goes on for the second time
         return config
 
     def plain(self, config: DictConfig, origins: Origins) -> dict[str, Any]:
@@ -266,7 +276,8 @@ class Composer:
         except (HydraException, OmegaConfBaseException) as error:
             text = str(error) if str(error) != "None" else str(error.__cause__)
             if text in ("str", "None") or ":" not in text:
-                text = f"{self._broken_file()}: {_one_line(error.__cause__ or error)}"
+                where = self._broken_file() or " ".join(overrides)
+                text = f"{where}: {_one_line(error.__cause__ or error)}"
             raise UserError(self._in_file(text)) from error
 
     def _in_file(self, text: str) -> str:
@@ -320,6 +331,9 @@ class Composer:
                     if pattern.search(line):
                         return f"{short(path)}:{number}"
         return ""
+
+
+_GONE = object()
 
 
 def _delete(config: DictConfig, key: str, value: Any = None) -> None:

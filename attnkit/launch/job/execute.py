@@ -58,6 +58,7 @@ def execute(job: Job, launcher: Launcher | None = None) -> Run | None:
                 folder = Path(config["run_dir"])
                 if len(job.runs) > 1:
                     if _is_over(config, job.changes):
+                        run = None
                         continue
                     screen.say(folder.name.replace("_", " "))
                 run = None  # with its model, before the next one is built

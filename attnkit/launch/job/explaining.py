@@ -45,7 +45,7 @@ def explain(run: Run) -> dict[str, float] | None:
     run.make_trainer()
     run.restore()
     device = _device(report.device)
-    batch, rows, how = chosen(run, report)
+    batch, rows, how = chosen(run, report.num_images)
     explained = explained_of(module, batch, device)
     against = None
     with _told():
@@ -146,7 +146,7 @@ def _device(asked: str | None) -> torch.device:
 # --- what is explained ----------------------------------------------------------------------------
 
 
-def chosen(run: Run, report: Report) -> tuple[Any, list[int], str]:
+def chosen(run: Run, num_images: int) -> tuple[Any, list[int], str]:
     """A batch of what is explained, its places in the data, and how it was chosen."""
     images = run.config["images"]
     made = getattr(run, "data", None)  # of a run that has trained
@@ -164,7 +164,7 @@ def chosen(run: Run, report: Report) -> tuple[Any, list[int], str]:
     if dataset is None or not hasattr(dataset, "__len__"):
         raise UserError("data: its test loader has no data set to choose from; give images=PATH")
     labels = getattr(dataset, "labels", None)
-    count = min(report.num_images, len(dataset))
+    count = min(num_images, len(dataset))
     rows, how = list(range(count)), "the first ones"
     if not images and labels is not None:
         rows, how = by_turns(labels.tolist(), count), "taken from each class in turn"

@@ -40,7 +40,7 @@ class Kind:
     Args:
         name: the value of `run=`.
         uses: the top-level keys of the configuration it reads, beside those all kinds read.
-        work: dotted name of the function that does it, given a `Run` (job/one_run.py), and
+        work: dotted name of the function that does it, given a `Run` (job/run.py), and
             returns the figures for results.json.
         command: dotted name of the function that carries the command line out, given a `Request`
             (job/request.py) and the launcher of ranks or None, and returns the exit code.

@@ -203,14 +203,13 @@ class Run:
             target.compile(mode="default" if mode is True else mode)
         return self.module
 
-    def restore(self) -> None:
-        """Give the module the weights of the checkpoint, where it does not have them yet."""
-        if self.ckpt is not None:
-            checkpoint = checkpoints.load(self.ckpt)
+    def restore(self, ckpt: str | None = None) -> None:
+        """Give the module the weights of a checkpoint; None: of `ckpt`, if it has not got them."""
+        ckpt = ckpt or self.ckpt
+        if ckpt is not None:
+            checkpoint = checkpoints.load(ckpt)
             self.module.on_load_checkpoint(checkpoint)
-            checkpoints.loaded(
-                partial(self.module.load_state_dict, checkpoint["state_dict"]), self.ckpt
-            )
+            checkpoints.loaded(partial(self.module.load_state_dict, checkpoint["state_dict"]), ckpt)
 
     def make_trainer(self) -> Trainer:
         """The trainer, with the callbacks and loggers that take part."""
@@ -285,10 +284,9 @@ class Run:
             ValueError, TypeError: as `attnkit.explain`.
         """
         from attnkit.interpret.explain import explain
-        from attnkit.interpret.report import Report
         from attnkit.launch.job.explaining import chosen, explained_of
 
-        batch, _, _ = chosen(self, Report(num_images=num_images))
+        batch, _, _ = chosen(self, num_images)
         given = explained_of(self.module, batch, self.module.device)
         options = {"target": given.sentences, **options}
         return explain(given.model, given.inputs, **options)

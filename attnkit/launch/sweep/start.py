@@ -7,7 +7,7 @@ what sweep.json says of `--config-dir`, `allow=` and commands of a launcher is a
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -40,22 +40,28 @@ _HARMLESS = re.compile(
 )
 
 
-def sweep(composer: Composer, overrides: Sequence[str], words: Sequence[str]) -> int:
+def sweep(
+    composer: Composer,
+    overrides: Sequence[str],
+    words: Sequence[str],
+    begun: Callable[[Path], None] = lambda folder: None,
+) -> int:
     """Run one trial for each combination; returns the exit code, 1 if a trial failed.
 
     Args:
         words: Hydra's, as config/hydra_words.py has read them.
+        begun: told the folder of the sweep, before its trials run.
     """
     parsed = composer.parse(overrides)
-    if any(o.key_or_group == "resume" for o in parsed):
-        return resume(composer, overrides, words)
+    if any(o.key_or_group == "resume" and o.value() is not None for o in parsed):
+        return resume(composer, overrides, words, begun)
     for override in parsed:
         if override.is_sweep_override() and override.key_or_group in ("run_dir", "allow"):
             raise UserError(f"{override.input_line}: must be the same for all trials")
     place = [o for o in overrides if key_of(o) == "run_dir"]
     rest = [o for o in overrides if o not in place]
     if study.is_chosen(words):
-        return study.start(composer, rest, place, words)
+        return study.start(composer, rest, place, words, begun)
     launch = Launch.read(composer, words)
     combinations = _combinations(composer, rest)
     request = Request.read(composer, [*combinations[0], *place])
@@ -75,6 +81,7 @@ def sweep(composer: Composer, overrides: Sequence[str], words: Sequence[str]) ->
     keys = tuple(o.key_or_group for o in parsed if o.is_sweep_override())
     made = [[o for o in c if key_of(o) != "allow"] for c in combinations]
     trials = (new_trial(root, keys, n, made[n], name) for n, name in enumerate(names))
+    begun(root)
     with held(root):
         planned = begin(composer, root, overrides, words, keys, trials=tuple(trials))
         print(f"{len(combinations)} trials in {root}", flush=True)
@@ -82,7 +89,12 @@ def sweep(composer: Composer, overrides: Sequence[str], words: Sequence[str]) ->
         return run_trials(launch, planned, order, [range(len(combinations))])
 
 
-def resume(composer: Composer, overrides: Sequence[str], words: Sequence[str]) -> int:
+def resume(
+    composer: Composer,
+    overrides: Sequence[str],
+    words: Sequence[str],
+    begun: Callable[[Path], None],
+) -> int:
     """Run the trials of a sweep that have not ended; returns the exit code."""
     (given,) = [o for o in composer.parse(overrides) if o.key_or_group == "resume"][-1:]
     if given.is_sweep_override():
@@ -101,6 +113,7 @@ def resume(composer: Composer, overrides: Sequence[str], words: Sequence[str]) -
     allow = [o for o in overrides if key_of(o) == "allow"]
     _check_permissions(composer, sweep, allow)
     launcher = [w for w in words if is_launcher(w)] or _launcher_of(sweep)
+    begun(sweep.folder)
     with held(sweep.folder, "resume"), _in_folder(sweep.working_dir):
         if is_study:
             return study.go_on(composer, sweep, allow, [*launcher, *words])
@@ -119,7 +132,8 @@ def retry(request: Request, launcher: object = None) -> int:
     _check_permissions(composer, sweep, allow)
     launch = Launch.read(composer, request.words or _launcher_of(sweep))
     failed = [trial.number for trial in sweep.having("failed")]
-    order = order_of(composer, sweep, allow, retry=True, changes=tuple(changes))
+    attempts = {str(trial.number): len(trial.errors) for trial in sweep.having("failed")}
+    order = order_of(composer, sweep, allow, retry=True, attempts=attempts, changes=tuple(changes))
     with held(sweep.folder, "sweep"), _in_folder(sweep.working_dir):
         code = _run(launch, sweep, order, failed)
         if not failed:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +42,17 @@ class Order:
     """Overrides for trials that are run again."""
     retry: bool = False
     """Run also trials that have failed."""
+    attempts: Mapping[str, int] | None = None
+    """With `retry`: how often each had failed before, so that no late job tries one twice."""
     study: tuple[str, ...] = ()
     """Overrides by which a trial reports to the study it belongs to."""
 
     def wants(self, trial: Trial) -> bool:
         """Whether this trial is still to be run."""
         state = progress(trial.folder)
-        return state in ("interrupted", "waiting") or (self.retry and state == "failed")
+        before = (self.attempts or {}).get(str(trial.number))
+        is_tried_again = self.retry and state == "failed" and before == len(trial.errors)
+        return state in ("interrupted", "waiting") or is_tried_again
 
 
 def run_here(order: Order, number: int) -> None:

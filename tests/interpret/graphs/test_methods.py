@@ -366,3 +366,21 @@ def test_only_what_is_named_like_edges_is_edges(graph):
     assert torch.equal(explain(model, wide, INDEX, 1).edge_index, edges)
     with pytest.raises(TypeError, match=r"inputs: expected edges, .* named edge_index"):
         explain(model, {"features": x, "other": edges}, INDEX, 1)
+
+
+def test_an_answer_that_no_feature_changes():
+    """Its gradients are 0 everywhere, and so is what it loses without an edge."""
+
+    class Nothing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = pyg.GATv2Conv(4, 3)
+
+        def forward(self, x, edge_index):
+            return (self.conv(x, edge_index) - 100).relu()
+
+    x, edge_index = torch.randn(11, 4), torch.randint(11, (2, 31))
+    seen = attnkit.explain(
+        Nothing(), (x, edge_index), index=int(edge_index[1, 0]), method="occlusion"
+    )
+    assert not seen.edges.any()

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from attnkit.launch.config.compose import Composer, readable
+from attnkit.launch.config.compose import Composer, readable, task_config
 from attnkit.launch.processes import gpus as devices
 from attnkit.launch.processes.locks import is_locked, locked
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.start import _combinations
+from attnkit.launch.sweep.trial import Order
 from attnkit.lightning import UserError
 
 
@@ -284,3 +286,25 @@ def test_the_names_of_devices(monkeypatch):
     for given, expected in (("0,1", ("0", "1")), ("", ()), ("3, GPU-1,-1,2", ("3", "GPU-1"))):
         monkeypatch.setenv(devices.VARIABLE, given)
         assert devices.visible() == expected
+
+
+def test_a_key_that_is_gone_may_be_deleted_again():
+    """As by a trial that is tried again with what it was given, or a run that goes on twice."""
+    composer = Composer()
+    once = composer.compose(["task=vit", "~callbacks.found"])
+    twice = composer.compose(["task=vit", "~callbacks.found", "~callbacks.found"])
+    assert "found" not in twice.callbacks
+    assert task_config(once) == task_config(twice)
+    saved = OmegaConf.to_container(task_config(once), resolve=False)
+    assert "found" not in composer.overlay(saved, ["~callbacks.found"]).callbacks
+    with pytest.raises(UserError, match=r"~callbacks.fund: there is no such key; did you mean"):
+        composer.compose(["task=vit", "~callbacks.fund"])
+
+
+def test_no_late_job_tries_a_trial_twice(record):
+    trial = trials.read_sweep(record).trials[1]
+    (trial.folder / "state.json").write_text('{"state": "failed"}')
+    errors = len(trials.read_sweep(record).trials[1].errors)
+    for before, is_wanted in ((errors, True), (errors - 1, False)):
+        order = Order(str(record), retry=True, attempts={"1": before})
+        assert order.wants(trials.read_sweep(record).trials[1]) == is_wanted

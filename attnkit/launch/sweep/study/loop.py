@@ -5,7 +5,7 @@ the table are those of every sweep. Several processes may run one study, in swee
 the same storage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +112,11 @@ class _Plan:
 
 
 def start(
-    composer: Composer, rest: Sequence[str], place: Sequence[str], words: Sequence[str]
+    composer: Composer,
+    rest: Sequence[str],
+    place: Sequence[str],
+    words: Sequence[str],
+    begun: Callable[[Path], None],
 ) -> int:
     """Begin a study, or join the one that the storage holds; returns the exit code.
 
@@ -120,6 +124,7 @@ def start(
         rest: the overrides without `run_dir`.
         place: `run_dir`, if it was given.
         words: Hydra's.
+        begun: told the folder of the sweep, before its trials run.
     """
     plan = _Plan(composer, words, rest)
     launch = _launch(composer, words, plan.settings)
@@ -139,6 +144,7 @@ def start(
         open_storage(plan.settings.url(root), make=True)
     root = folders.create(root, fresh=request.config.get("run_dir") is None)
     keys = [o.key_or_group for o in plan.swept]
+    begun(root)
     with held(root):
         sweep = begin(composer, root, (*rest, *place), words, keys, sweeper=NAME)
         return _run(plan, launch, sweep, _open(plan, root, job), words)
