@@ -1,13 +1,15 @@
 """attnkit.launch: the command line, from Hydra's composition to a run folder.
 
 main       arguments, help, exit codes
+api        the same from Python: attnkit.run, attnkit.sweep
 command    commands and overrides as texts
 errors, signals   how a command ends
 config/    from a command line to one plain, checked configuration (the only Hydra)
 job/       one run: kinds of run, decided, built, carried out, its folder
 measure/   run=check and run=bench
+records/   run=reproduce: experiments with published results
 processes/ ranks, torchrun and srun, GPUs, locks, OpenMP
-sweep/     many runs: trials, launchers, resuming; study/ (Optuna), report/ (table, pictures)
+sweep/     many runs: trials, launchers, resuming, ranking and report; study/ (Optuna)
 """
 
 import time
