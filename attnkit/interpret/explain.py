@@ -11,6 +11,7 @@ from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.methods.question import (
     Classes,
     Layers,
+    MapFunction,
     Question,
     Target,
     captioner_of,
@@ -27,7 +28,6 @@ Map = (
     | Annotated[Tensor, "batch tokens"]
     | Annotated[Tensor, "edges"]
 )
-MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def explain(

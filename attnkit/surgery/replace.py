@@ -144,12 +144,6 @@ def replace_attention(
     return Replacement(tuple(_row(name, m, adapters[id(m)]) for name, m in chosen.items()))
 
 
-def is_served(model: nn.Module) -> bool:
-    """Whether `replace_attention` knows all attention of the model, by its classes."""
-    named = dict(_attention_modules(model))
-    return bool(named) and all(map(is_known, named.values()))
-
-
 def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """What is attention by the name of its class, or of one it derives from, and not attnkit's. A
     block or pooling around attention, which may be named so too, is not."""

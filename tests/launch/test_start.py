@@ -96,3 +96,14 @@ def test_a_signal_is_acknowledged_at_once():
         assert process.stderr.readline() == "SIGINT: stopping\n"  # and it still waits
         assert process.poll() is None
         process.communicate("\n", timeout=60)
+
+
+def test_nothing_of_the_working_directory_is_imported(tmp_path, monkeypatch):
+    """`python -m` puts it first on the path, before attnkit can take it away."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("ast", "token", "tokenize", "statistics", "queue", "random", "csv", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from here')")
+    done = subprocess.run(
+        [sys.executable, "-m", "attnkit", "--help"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

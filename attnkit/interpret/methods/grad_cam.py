@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.interpret.methods.grid import Grid, Source, locate, maps_among, settled
-from attnkit.interpret.methods.hooks import Run, module_runs
+from attnkit.interpret.methods.hooks import ModuleRun, module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import token_layers, watch
 
@@ -95,7 +95,7 @@ class _Made(NamedTuple):
     num_tokens: 0 of a map.
     """
 
-    run: Run
+    run: ModuleRun
     number: int
     batch: int
     places: tuple[int, ...]
@@ -158,7 +158,7 @@ def _on_output(question: Question, layer: str | None) -> Tensor:
 
 
 def _of_images(
-    runs: Sequence[Run], of_others: Sequence[Run], images: Tensor, others: Tensor
+    runs: Sequence[ModuleRun], of_others: Sequence[ModuleRun], images: Tensor, others: Tensor
 ) -> list[_Made]:
     """Maps and tokens among what modules made of images and of another number of images."""
     height, width = images.shape[-2:]
@@ -189,7 +189,7 @@ def _of_images(
 def _grid_of_tokens(
     question: Question,
     made: Sequence[_Made],
-    of_others: Sequence[Run],
+    of_others: Sequence[ModuleRun],
     others: Tensor,
     num_tokens: int,
     grids: dict[int, Grid | None],

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from attnkit.core.capture.calls import AttentionCall
 from attnkit.core.capture.watch import watch_attention
-from attnkit.interpret.methods.hooks import Enough, Run, module_runs
+from attnkit.interpret.methods.hooks import Enough, ModuleRun, module_runs
 from attnkit.interpret.methods.question import looking
 
 MAX_SPECIAL_TOKENS = 16  # class and register tokens that may see patches, as their mean does
@@ -164,7 +164,7 @@ def _grid_on(seen: Callable[[int], Tensor], num_tokens: int) -> Grid | None:
 
 
 def maps_among(
-    runs: Sequence[Run], images: Tensor, calls: Sequence[AttentionCall] = ()
+    runs: Sequence[ModuleRun], images: Tensor, calls: Sequence[AttentionCall] = ()
 ) -> list[Source]:
     """The latest map of each shape that modules made, and the images, as sources.
 
@@ -223,7 +223,7 @@ def token_grids(
     images = (images[:1] if ask is None else images).detach().clone().requires_grad_()
     first: dict[Family, tuple[AttentionCall, list[Source]]] = {}
 
-    def look(run: Run | None = None) -> bool:
+    def look(run: ModuleRun | None = None) -> bool:
         for call in calls:
             if isinstance(call, AttentionCall) and family_of(call) not in first:
                 seen = [call, *(one for one, _ in first.values())]
@@ -389,7 +389,7 @@ def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
     asked: tuple[int, int] | None = None
     made: tuple[int, int] | None = None
 
-    def look(run: Run) -> bool:
+    def look(run: ModuleRun) -> bool:
         nonlocal asked, made
         given = [(each.module, each.given) for each in run.path()] + [(model, [images])]
         for module, tensors in given:

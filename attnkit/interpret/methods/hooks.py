@@ -12,7 +12,7 @@ from attnkit.core.running import module_name
 
 
 @dataclass(eq=False)
-class Run:
+class ModuleRun:
     """One run of a module.
 
     name: as in `named_modules()`, compiled or not.
@@ -26,14 +26,14 @@ class Run:
     name: str
     module: nn.Module
     given: list[Tensor]
-    around: "Run | None"
+    around: "ModuleRun | None"
     has_gradients: bool
     output: Any = None
     made: list[Tensor] = field(default_factory=list)
 
-    def path(self) -> "Iterator[Run]":
+    def path(self) -> "Iterator[ModuleRun]":
         """Itself and the runs that it is part of, the innermost first."""
-        run: Run | None = self
+        run: ModuleRun | None = self
         while run is not None:
             yield run
             run = run.around
@@ -45,20 +45,20 @@ class Enough(Exception):
 
 @contextmanager
 def module_runs(
-    model: nn.Module, is_kept: Callable[[Run], bool] = lambda run: True
-) -> Iterator[list[Run]]:
+    model: nn.Module, is_kept: Callable[[ModuleRun], bool] = lambda run: True
+) -> Iterator[list[ModuleRun]]:
     """The runs of modules in the block, in the order in which they end, of which `is_kept(run)`.
 
     `is_kept` is called when a module ends, and may raise `Enough` to stop the model.
     """
-    runs: list[Run] = []
-    open_runs: list[Run] = []
+    runs: list[ModuleRun] = []
+    open_runs: list[ModuleRun] = []
     names = {module: module_name(name) for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = _tensors([*args, *kwargs.values()])
         around = open_runs[-1] if open_runs else None
-        open_runs.append(Run(names[module], module, given, around, torch.is_grad_enabled()))
+        open_runs.append(ModuleRun(names[module], module, given, around, torch.is_grad_enabled()))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         run = open_runs.pop()

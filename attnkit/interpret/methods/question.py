@@ -11,11 +11,13 @@ from attnkit.core.arguments import in_a_line
 from attnkit.core.contexts import uncompiled
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import module_name, undisturbed
-from attnkit.interpret.methods.hooks import Run, module_runs
+from attnkit.interpret.methods.hooks import ModuleRun, module_runs
 from attnkit.interpret.quantity import Of, Quantity, quantity_of
 
 Classes = int | Sequence[int] | Annotated[Tensor, "batch", int] | None
 Layers = int | str | Sequence[int | str] | None
+MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""A map of a model, images and a class for each."""
 
 
 class Target:
@@ -119,7 +121,7 @@ class Target:
     def why_no_gradient(self) -> str:
         """Which module breaks the graph: it runs others without gradients, or detaches its own."""
 
-        def breaking(run: Run) -> bool:
+        def breaking(run: ModuleRun) -> bool:
             takes = any(tensor.requires_grad for tensor in run.given)
             return not run.has_gradients or (
                 takes and not any(tensor.requires_grad for tensor in run.made)
@@ -164,9 +166,9 @@ class Question(Target):
     ) -> None:
         super().__init__(model, layers, of)
         self.forward: Callable[[Tensor], Any] = model
-        with torch.inference_mode(False):  # a clone made there can have gradients
+        with torch.inference_mode(False):  # what is made there cannot be in a graph
             self.images = _checked(images).detach().clone().requires_grad_()
-        self.target = _as_classes(target, self.images)
+            self.target = _as_classes(target, self.images)
         self.grid = grid
         self.num_prefix_tokens = num_prefix_tokens
         self.chain: Any = None
@@ -181,9 +183,10 @@ class Question(Target):
         return self.forward(self.images.clone())
 
     def ask(self, images: Tensor | None = None) -> Tensor:
-        """The logit of its class for each image, [batch], in the graph; None: the images asked of.
+        """The logit of its class for each image, [batch], in the graph.
 
-        A batch of n times as many images is n copies of the batch, one after the other.
+        Args:
+            images: as many as were asked of; None: those.
         """
         images = self.images if images is None else images
         logits = logits_of(self.forward(images.clone()), type(self.model).__name__)
@@ -193,8 +196,7 @@ class Question(Target):
             )
         self.see(logits)
         assert self.target is not None
-        target = self.target.repeat(len(images) // self.batch)
-        return logits.gather(1, target[:, None])[:, 0]
+        return logits.gather(1, self.target[:, None])[:, 0]
 
 
 @contextmanager

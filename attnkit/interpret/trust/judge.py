@@ -13,7 +13,7 @@ from torchmetrics.functional import spearman_corrcoef
 
 from attnkit.interpret.methods.controls import centre
 from attnkit.interpret.methods.gradients import input_gradient
-from attnkit.interpret.methods.question import Classes, Question, looking
+from attnkit.interpret.methods.question import Classes, MapFunction, Question, looking
 from attnkit.interpret.quantity import Of
 from attnkit.interpret.trust.curves import (
     FRACTIONS,
@@ -54,8 +54,6 @@ SAID_SHARE = 0.2
 ENOUGH_IMAGES = 10
 """From so many on, two maps are compared by how their difference varies from image to image."""
 
-MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""A map of a model, images and a class for each."""
 Maker = Callable[[nn.Module, Annotated[Tensor, "batch", int]], Maps]
 """A map, on the grid of what is removed, of a model and a class for each image."""
 
