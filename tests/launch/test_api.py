@@ -132,6 +132,12 @@ def test_resumed_and_tested_and_several_seeds(hers):
     assert several.results["num_seeds"] == 2
     assert several.results["test/loss_std"] > 0
     assert several.config["seed"] == 1
+    for folder in ("both", "both/seed_0"):  # which was stopped, while the other is over
+        folders.save_state(Path(folder), folders.STOPPED)
+    resumed = toolkit.run(resume="both", config_dir=hers)
+    assert resumed.config["seed"] == 1
+    for key, value in several.module.state_dict().items():
+        assert torch.equal(value, resumed.module.state_dict()[key])
 
 
 def test_the_best_weights_where_nothing_is_tested(hers, tmp_path):
