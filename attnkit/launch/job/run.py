@@ -25,11 +25,11 @@ from attnkit.launch.job.parts import fill, module_parts, rehearse
 from attnkit.launch.job.trainer import make_trainer
 from attnkit.lightning._private import report_lost_batches
 from attnkit.lightning.build.build import build
-from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers import WandbRun
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.monitors import unlogged
+from attnkit.lightning.protocols import DescribedData
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.warm_start import trained_on, warm_start
 from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images

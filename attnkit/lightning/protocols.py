@@ -1,0 +1,110 @@
+"""What data modules and modules of tasks may tell of themselves: their data, what to explain."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class DescribedData(Protocol):
+    """A LightningDataModule that describes its data; a run fills in the model's nulls from it.
+
+        class Cells(LightningDataModule):
+            def describe(self):
+                return {"image_size": 64, "in_channels": 3, "num_classes": 2,
+                        "class_names": ["healthy", "infected"],
+                        "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]}
+
+    It may also have a method `summary()` that returns a list of lines, printed and logged before a
+    run. Both are optional: without `describe()`, `ImageClassification` looks at the first batches
+    (`attnkit.tasks.image_classification.describe_batches`).
+    """
+
+    def describe(self) -> Mapping[str, Any]:
+        """Plain values by the names of arguments of the module and of the model.
+
+        Called after `prepare_data()` and `setup("fit")`, before module and model are built. Each
+        value fills the argument of its name where the configuration leaves it null; names that
+        are not arguments are ignored. Images: `image_size` (side in pixels, or [height, width]),
+        `patch_size`, `in_channels`, `num_classes`, `class_names`, and of the training pixels on the
+        scale from 0 to 1 `mean` and `std` per channel; of batches that the data module normalises
+        itself `normalized_by`, a dict of the `mean` and `std` that it used. Nodes of a graph:
+        `in_channels`, `out_channels`, `num_classes`, `class_names`.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class Explained:
+    """A batch for `attnkit.explain`, and what a page shows with its maps.
+
+    `run=explain` works for any LightningModule that has a method `explained(batch)`, which returns
+    this:
+
+        class Cells(LightningModule):
+            def explained(self, batch):
+                images, labels = batch
+                return Explained(self, images, pictures=images, truth=labels)
+
+    model: returns logits [batch, classes] of `inputs`; or a captioner; or a model of a graph.
+    inputs: images as the model takes them, or (x, edge_index) of a graph.
+    pictures: the images as people see them; None: a graph.
+    class_names: of the classes, or of a graph's; empty: their numbers.
+    truth: the right class of each image or node; None: unknown.
+    names: of the images, such as their files; empty: their numbers.
+    masks: where the evidence of the right answer is, for `attnkit.trust`; None: unknown.
+    true_edges: for a graph, from a node to the edges that its right answer depends on, bool
+        [edges].
+    sentences: the captions that a captioner gives; `words`: the texts of their words.
+    named: for each sentence, from the place of a word to the mask of what it names; empty: unknown.
+    notes: what a reader should know, one sentence each.
+    """
+
+    model: nn.Module
+    inputs: Any
+    pictures: Annotated[Tensor, "batch channels height width"] | None = None
+    class_names: Sequence[str] = ()
+    truth: Annotated[Tensor, "batch", int] | None = None
+    names: Sequence[str] = ()
+    masks: Annotated[Tensor, "batch height width", bool] | None = None
+    true_edges: Callable[[int], Tensor | None] | None = None
+    sentences: Annotated[Tensor, "batch words", int] | None = None
+    words: Sequence[Sequence[str]] = ()
+    named: Sequence[Mapping[int, Annotated[Tensor, "height width", bool]]] = ()
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """`images`, `sentences` or `nodes`."""
+        if self.sentences is not None:
+            return "sentences"
+        return "nodes" if self.pictures is None else "images"
+
+    def name(self, number: int) -> str:
+        """The name of an image, or its number."""
+        return self.names[number] if self.names else f"image {number}"
+
+    def class_name(self, number: int) -> str:
+        """The name of a class, or its number."""
+        return self.class_names[number] if number < len(self.class_names) else str(number)
+
+
+def by_turns(labels: Sequence[int], count: int) -> list[int]:
+    """Their places: the first of each class, then the second of each, and so on."""
+    seen: dict[int, int] = {}
+    turns = []
+    for row, label in enumerate(labels):
+        seen[label] = seen.get(label, -1) + 1
+        turns.append((seen[label], label, row))
+    return [row for _, _, row in sorted(turns)[:count]]
+
+
+def num_rows(batch: Any) -> int:
+    """How many a batch has, by its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    some = values if isinstance(values, Iterable) else ()
+    return next((len(value) for value in some if isinstance(value, Tensor) and value.ndim), 0)
