@@ -103,7 +103,7 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
             "which have their own configuration"
         )
     if launcher and launcher.rank:
-        if not {"sweep", "reproduce"} & {*request.mode.needs}:  # which rank 0 refuses
+        if request.mode.work:  # rank 0 refuses others
             launcher.job = decide(request)
         return 0  # what is done is rank 0's to say
     gc.enable()

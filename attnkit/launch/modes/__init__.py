@@ -45,7 +45,8 @@ class Mode:
         command: dotted name of the function that carries the command line out, given a `Request`
             (launch/decide.py) and the launcher of ranks or None, and returns the exit code.
         stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
-        needs: which of `ckpt`, `sweep`, `explain`, `export` and `reproduce` must be there.
+        rules: dotted name of a function that refuses what else is wrong, given a `Request`.
+        needs_ckpt: whether `ckpt` must be there.
         leaves: arguments of the trainer it does not read.
         in_sweeps: whether `-m` runs several of them.
         has_table: whether its work shows a table of its own, in the place of that of the figures.
@@ -56,7 +57,8 @@ class Mode:
     work: str = ""
     command: str = "attnkit.launch.several.command"
     stage: str = ""
-    needs: tuple[str, ...] = ()
+    rules: str = ""
+    needs_ckpt: bool = False
     leaves: frozenset[str] = frozenset()
     in_sweeps: bool = True
     has_table: bool = False
@@ -99,7 +101,7 @@ MODES = {
             _OBJECTS | {"logger", "ckpt", "rank_logs"},
             work="attnkit.launch.modes.test.test",
             stage="test",
-            needs=("ckpt",),
+            needs_ckpt=True,
             leaves=_FIT | {"limit_predict_batches"},
         ),
         Mode(
@@ -107,35 +109,35 @@ MODES = {
             _OBJECTS | {"predict", "ckpt", "images", "rank_logs"},
             work="attnkit.launch.modes.predict.predict",
             stage="predict",
-            needs=("ckpt",),
+            rules="attnkit.launch.modes.rules.predict",
+            needs_ckpt=True,
             leaves=_FIT | {"limit_test_batches"},
         ),
         Mode(
             "explain",
             _MODEL | {"explain", "data", "predict", "ckpt", "images", "run_dir", "seed"},
             work="attnkit.launch.modes.explain.explain",
-            needs=("explain",),
+            rules="attnkit.launch.modes.rules.explain",
             has_table=True,
         ),
         Mode(
             "export",
             _MODEL | {"export", "ckpt", "run_dir"},
             work="attnkit.launch.modes.export.export",
-            needs=("ckpt", "export"),
+            rules="attnkit.launch.modes.rules.export",
+            needs_ckpt=True,
         ),
         Mode(
             "retry",
             # of the trials may change what a run that goes on may change
             frozenset({"sweep", "trainer", "callbacks", "logger", "data", "compile", "rank_logs"}),
             command="attnkit.launch.sweep.start.retry",
-            needs=("sweep",),
             in_sweeps=False,
         ),
         Mode(
             "report",
             frozenset({"sweep"}),
             command="attnkit.launch.sweep.report.report",
-            needs=("sweep",),
             in_sweeps=False,
         ),
         Mode(
@@ -143,7 +145,6 @@ MODES = {
             # of data only the root: a record is run as it is
             frozenset({"reproduce", "record", "data", "seeds", "run_dir"}),
             command="attnkit.launch.records.reproduce.command",
-            needs=("reproduce",),
             in_sweeps=False,
         ),
     )
