@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.class_report import ClassReport
     from attnkit.lightning.callbacks.cost import Cost
     from attnkit.lightning.callbacks.ema import EMA
+    from attnkit.lightning.callbacks.epochs import DataSummary, EpochLines
     from attnkit.lightning.callbacks.finite import FiniteLoss
     from attnkit.lightning.callbacks.kernel_record import KernelRecord
     from attnkit.lightning.callbacks.learning_curves import LearningCurves
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.progress import Progress
     from attnkit.lightning.callbacks.pruning import Pruning
     from attnkit.lightning.callbacks.results_file import ResultsFile
+    from attnkit.lightning.callbacks.steps import StepMetrics
     from attnkit.lightning.callbacks.throughput import Throughput
     from attnkit.lightning.described import DescribedData
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
@@ -49,8 +51,5 @@ if TYPE_CHECKING:
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
     from attnkit.lightning.resume.warm_start import warm_start
-    from attnkit.lightning.telling.epochs import EpochLines
-    from attnkit.lightning.telling.found import DataSummary
-    from attnkit.lightning.telling.steps import StepMetrics
 else:
     __getattr__, __dir__ = lazy(__name__)

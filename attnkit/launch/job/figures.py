@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
-from attnkit.lightning.telling.numbers import seconds, with_prefix
-from attnkit.lightning.telling.text import cell
+from attnkit.lightning.console import cell, seconds, with_prefix
 
 _COLUMNS = {
     ("test/", ""): "test",

@@ -19,10 +19,9 @@ from rich.table import Table
 
 from attnkit.launch.job.figures import tables
 from attnkit.launch.job.folder import RESULTS
+from attnkit.lightning.console import cell, say, visible
+from attnkit.lightning.console import log as _log
 from attnkit.lightning.errors import RunError, UserError
-from attnkit.lightning.telling.say import log as _log
-from attnkit.lightning.telling.say import say
-from attnkit.lightning.telling.text import cell, visible
 
 if TYPE_CHECKING:
     from attnkit.launch.job.job import Job

@@ -13,10 +13,10 @@ from attnkit.launch.errors import is_out_of_memory, of_allocator
 from attnkit.launch.job import out_of_memory
 from attnkit.launch.job.run import Run
 from attnkit.lightning._private import epoch_ends
+from attnkit.lightning.callbacks.epochs import EpochLines
 from attnkit.lightning.loggers import TensorBoard
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.best_and_last import BestCheckpoint
-from attnkit.lightning.telling.epochs import EpochLines
 
 _log = logging.getLogger(__name__)
 

@@ -37,9 +37,8 @@ from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.callbacks.cost import Cost
 from attnkit.lightning.callbacks.kernel_record import KernelRecord
 from attnkit.lightning.callbacks.throughput import num_samples
+from attnkit.lightning.console import cell, seconds
 from attnkit.lightning.errors import RunError, UserError
-from attnkit.lightning.telling.numbers import seconds
-from attnkit.lightning.telling.text import cell
 
 # Loggers that write into the run folder and nowhere else.
 _LOCAL = ("CSVLogger", "MetricsCSV", "TensorBoard", "TensorBoardLogger")

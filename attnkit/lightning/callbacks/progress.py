@@ -8,8 +8,8 @@ from rich import get_console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from attnkit.lightning._private import BarFromOne
-from attnkit.lightning.telling.say import on_terminal
-from attnkit.lightning.telling.steps import StepMetrics
+from attnkit.lightning.callbacks.steps import StepMetrics
+from attnkit.lightning.console import on_terminal
 
 NARROW = 100  # columns
 SHORT = {"grad_norm": "grad", "samples_per_second": "per s"}

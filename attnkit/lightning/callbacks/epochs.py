@@ -1,4 +1,5 @@
-"""One line for each epoch, and without a terminal, one every ten seconds."""
+"""What a run says of its data when it starts, and of each epoch; without a terminal, a line every
+ten seconds."""
 
 import time
 from typing import Any
@@ -7,11 +8,26 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from attnkit.lightning.best import rank, validation
-from attnkit.lightning.telling.numbers import seconds, three_digits
-from attnkit.lightning.telling.say import on_terminal, say
-from attnkit.lightning.telling.steps import StepMetrics
+from attnkit.lightning.callbacks.steps import StepMetrics
+from attnkit.lightning.console import on_terminal, say, seconds, three_digits
 
 MANY = 100  # epochs, of which not each gets its line
+
+
+class DataSummary(Callback):
+    """Says what data there is when `fit` starts: the lines that `summary()` of the data module
+    returns, if it has one, on screen and in run.log.
+
+    attnkit's data modules tell the samples of each split and class, how uneven the classes are, and
+    of images their size, channels, mean and deviation.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = getattr(trainer, "datamodule", None)
+        summary = getattr(data, "summary", None)
+        if callable(summary) and trainer.is_global_zero:
+            for line in summary():
+                say(line)
 
 
 class EpochLines(Callback):
