@@ -32,6 +32,7 @@ def train(run: Run) -> dict[str, float] | None:
     figures = _of_epochs(trainer, run.metrics())
     figures |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
     figures |= {"parameters": run.num_parameters}
+    run.save(figures)  # should the test fail
     run.ended_by = ended_by(trainer)
     best = None
     for callback in trainer.checkpoint_callbacks:
