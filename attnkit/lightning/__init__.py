@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.accumulation import ExactAccumulation
     from attnkit.lightning.callbacks.cached_features import CachedFeatures
     from attnkit.lightning.callbacks.class_report import ClassReport
-    from attnkit.lightning.callbacks.cost import Cost
     from attnkit.lightning.callbacks.ema import EMA
+    from attnkit.lightning.callbacks.epochs import DataSummary, EpochLines
     from attnkit.lightning.callbacks.finite import FiniteLoss
     from attnkit.lightning.callbacks.kernel_record import KernelRecord
     from attnkit.lightning.callbacks.learning_curves import LearningCurves
+    from attnkit.lightning.callbacks.meter import Cost, Meter, StepMetrics, Throughput
     from attnkit.lightning.callbacks.predictions import PredictionsFile
     from attnkit.lightning.callbacks.progress import Progress
     from attnkit.lightning.callbacks.pruning import Pruning
     from attnkit.lightning.callbacks.results_file import ResultsFile
-    from attnkit.lightning.callbacks.throughput import Throughput
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
     from attnkit.lightning.export.export import Export
     from attnkit.lightning.export.program import Program
@@ -47,8 +47,5 @@ if TYPE_CHECKING:
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
     from attnkit.lightning.resume.warm_start import warm_start
-    from attnkit.lightning.telling.epochs import EpochLines
-    from attnkit.lightning.telling.found import DataSummary
-    from attnkit.lightning.telling.steps import StepMetrics
 else:
     __getattr__, __dir__ = lazy(__name__)

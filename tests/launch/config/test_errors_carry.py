@@ -21,8 +21,8 @@ from attnkit.lightning import UserError
     ],
 )
 def test_key_expected_given_and_where(override, key, expected, given):
+    request = Request.read(Composer(), [override])
     with pytest.raises(UserError) as caught:
-        request = Request.read(Composer(), [override])
         request.plain(request.config, run_dir="run")
     error = caught.value
     assert (error.key, error.expected, error.given) == (key, expected, given)
