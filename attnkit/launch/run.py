@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import lightning
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from attnkit.launch import folder as folders
@@ -22,14 +23,14 @@ from attnkit.launch.config import schema
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.modes import mode_of, named
 from attnkit.launch.parts import fill, module_parts, rehearse
-from attnkit.launch.trainer import make_trainer
+from attnkit.launch.trainer import Elapsed, make_trainer
 from attnkit.lightning._private import report_lost_batches
 from attnkit.lightning.build.build import build
-from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers import WandbRun
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.monitors import unlogged
+from attnkit.lightning.protocols import DescribedData
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.warm_start import trained_on, warm_start
 from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
@@ -305,11 +306,16 @@ class Run:
                     logger.close(failed=not done)
         if not self.trainer.is_global_zero:
             return
-        figures["seconds"] = round(self._seconds_before() + time.perf_counter() - self._started, 2)
-        before = folders.load_results(self.folder)
-        folders.save_results(self.folder, {**before, **figures, "num_seeds": 1})
+        self.save(figures)
         progress = {k: figures[k] for k in ("epochs", "steps") if k in figures}
         folders.save_state(self.folder, folders.DONE, ended_by=self.ended_by, **progress)
+
+    def save(self, figures: Mapping[str, float]) -> None:
+        """Add figures to results.json."""
+        if self.trainer.is_global_zero:
+            seconds = round(self._seconds_before() + time.perf_counter() - self._started, 2)
+            known = {**folders.load_results(self.folder), **figures}
+            folders.save_results(self.folder, {**known, "num_seeds": 1, "seconds": seconds})
 
     def _work(self) -> dict[str, float]:
         try:
@@ -320,16 +326,23 @@ class Run:
                 raise KeyboardInterrupt from None
             raise
         except (MisconfigurationException, RuntimeError) as error:
-            if about_monitor := unlogged(error):
+            if about_monitor := unlogged(error, self.trainer):
                 raise about_monitor from error
             if not isinstance(error, MisconfigurationException):
                 raise
             raise UserError(f"trainer: {first_line(error)}") from error
 
     def metrics(self) -> dict[str, float]:
-        """The finite metrics that were logged last."""
-        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        return {name: value for name, value in logged.items() if math.isfinite(value)}
+        """What was logged last, and the numbers in the attribute `results` of callbacks.
+
+        What is not finite is left out with a warning, since JSON has no such numbers.
+        """
+        found = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            found |= getattr(callback, "results", {})
+        for name in [name for name, value in found.items() if not math.isfinite(value)]:
+            rank_zero_warn(f"{name} is {found.pop(name)} and left out of {folders.RESULTS}")
+        return found
 
     def _seed(self) -> None:
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
@@ -339,4 +352,5 @@ class Run:
         if self.start is None:
             return 0.0
         states = checkpoints.load(self.start, mmap=True).get("callbacks", {})
-        return float(states.get("ResultsFile", {}).get("seconds", 0.0))
+        elapsed = states.get(Elapsed.__name__, {}).get("time_elapsed", {})
+        return float(elapsed.get("train", 0.0))

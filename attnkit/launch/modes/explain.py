@@ -19,10 +19,10 @@ from attnkit.launch import folder as folders
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.parts import fill
 from attnkit.lightning.build.build import build
+from attnkit.lightning.console import say
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.explained import Explained, by_turns, num_rows
+from attnkit.lightning.protocols import Explained, by_turns, num_rows
 from attnkit.lightning.resume import checkpoints
-from attnkit.lightning.telling.say import say
 from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config
 

@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from attnkit.launch.errors import OutOfMemory, is_out_of_memory, of_allocator
 from attnkit.launch.run import Run
 from attnkit.lightning._private import epoch_ends
+from attnkit.lightning.callbacks.epochs import EpochLines
 from attnkit.lightning.loggers import TensorBoard
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.best_and_last import BestCheckpoint
-from attnkit.lightning.telling.epochs import EpochLines
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ def train(run: Run) -> dict[str, float]:
     figures = _of_epochs(trainer, run.metrics())
     figures |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
     figures |= {"parameters": run.num_parameters}
+    run.save(figures)  # should the test fail
     run.ended_by = ended_by(trainer)
     best = None
     for callback in trainer.checkpoint_callbacks:
