@@ -35,7 +35,7 @@ _OF_REPORT = (
 )  # fmt: skip
 
 
-def explain(run: Run) -> dict[str, float] | None:
+def explain(run: Run) -> dict[str, float]:
     """Explain images, sentences or nodes; leaves explain.html, scores.csv and maps.npz."""
     report = build(run.config["explain"], at="explain")
     if not isinstance(report, Report):
@@ -55,8 +55,7 @@ def explain(run: Run) -> dict[str, float] | None:
             against = explained_of(_other(module, report.against), batch, device)
     facts = [*_facts(run, report, device), *facts, how, *explained.notes]
     facts = [fact for fact in facts if fact]
-    if not run.ready():
-        return None
+    run.ready()
     for fact in facts:
         say(fact)
     with _told():
