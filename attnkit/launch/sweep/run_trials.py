@@ -10,9 +10,8 @@ from typing import Any
 
 from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer
+from attnkit.launch.decide import Job, Request, decide
 from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail
-from attnkit.launch.job.job import Job
-from attnkit.launch.job.request import Request, decide
 from attnkit.launch.signals import raise_received
 from attnkit.launch.sweep.launchers import Launch
 from attnkit.launch.sweep.record import Sweep, to_go_on, write_sweep

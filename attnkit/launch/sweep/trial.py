@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnkit.launch import folder as folders
 from attnkit.launch.command import key_of, setting
 from attnkit.launch.config.compose import Composer
+from attnkit.launch.decide import Job, Request, decide
 from attnkit.launch.errors import CRASHED, fail, guarded, summary
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.execute import execute
-from attnkit.launch.job.job import Job
-from attnkit.launch.job.request import Request, decide
 from attnkit.launch.processes.locks import locked
 from attnkit.launch.processes.torchrun import VARIABLES
+from attnkit.launch.several import carry_out
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.launch.sweep.ranking import Metric, figure
 from attnkit.launch.sweep.record import ERROR, OUTPUT, Trial, progress, read_sweep, shortened
@@ -81,7 +80,7 @@ def run_alone(order: Order, number: int, *, apart: bool = False) -> None:
                 _clear(trial.folder)
             job = job_of(order, trial)
             with _printing_apart(trial) if apart else nullcontext():
-                execute(job)
+                carry_out(job)
         except Exception as error:
             raise_received()  # what a signal has broken off may fail in any way
             if progress(trial.folder) != "pruned":
@@ -117,7 +116,7 @@ def save_error(folder: Path, text: str) -> None:
 
 def _clear(folder: Path) -> None:
     """Leave only the lock, the logs and the errors of the attempts before."""
-    from attnkit.launch.job.screen import LOG
+    from attnkit.launch.console import LOG
 
     kept = (LOG, OUTPUT, folders.LOCK)
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnkit.launch import folder as folders
 from attnkit.launch.command import command_line, key_of, permission, quoted
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, is_sweeper, split, trial_folder
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.job import Job
-from attnkit.launch.job.request import Request
+from attnkit.launch.decide import Job, Request
 from attnkit.launch.sweep.launchers import BASIC, Launch
 from attnkit.launch.sweep.record import Sweep, add_trial, held, read_sweep
 from attnkit.launch.sweep.report import best_command

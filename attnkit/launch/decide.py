@@ -8,6 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from attnkit.launch import folder as folders
+from attnkit.launch import provenance
 from attnkit.launch.command import command_line, dotted_key, literal, permission
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer, task_config
@@ -15,10 +17,7 @@ from attnkit.launch.config.permission import Consent, allowed_by
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.config.sources import Origins, Source
 from attnkit.launch.config.validate import validate
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job import origin
-from attnkit.launch.job.job import Job
-from attnkit.launch.job.kinds import KINDS, Kind, kind_of
+from attnkit.launch.modes import MODES, Mode, mode_of
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
@@ -75,8 +74,8 @@ class Request:
         return next((o for o in self.overrides if o.lstrip("+").startswith(f"{key}=")), "")
 
     @property
-    def kind(self) -> Kind:
-        return kind_of(self.config.get("run"))
+    def mode(self) -> Mode:
+        return mode_of(self.config.get("run"))
 
     @property
     def permission(self) -> tuple[str, ...]:
@@ -111,19 +110,53 @@ class Request:
         return plain
 
 
+@dataclass
+class Job:
+    """One command: the run folder, its configuration, and one resolved configuration per seed."""
+
+    folder: Path
+    config: dict[str, Any]
+    runs: list[dict[str, Any]]
+    fresh: bool = False
+    """The folder's name is ours to choose: if it is taken, another one will do."""
+    trial: bool = False
+    """Of a sweep: the folder may hold the log and the errors of attempts that came to nothing."""
+    callbacks: frozenset[str] = frozenset()
+    """Names of callbacks that were asked for on the command line."""
+    command: str = ""
+    """As it was typed."""
+    permission: tuple[str, ...] = ()
+    """The words of the command line that permit code: --config-dir and allow=."""
+    allow: tuple[str, ...] = ()
+    """The user's own packages."""
+    paths: tuple[str, ...] = ()
+    """Folders of the user's own modules."""
+    alone: bool = False
+    """The checkpoint has no run folder around it: everything comes from inside it."""
+    resumed: bool = False
+    changes: tuple[str, ...] = ()
+    """Overrides given beside resume=."""
+    begun: bool = False
+    """All objects of the first run could be built, and its folder is written."""
+
+    @property
+    def mode(self) -> Mode:
+        return mode_of(self.config["run"])
+
+
 def decide(request: Request, run_dir: Path | None = None) -> Job:
     """The job a command line asks for; `run_dir` is where a trial of a sweep belongs."""
     if run_dir is not None:
         request.config["run_dir"] = literal(str(run_dir))
-    config, kind = request.config, request.kind
-    if run_dir is not None and not kind.in_sweeps:
-        raise UserError(f"run={kind.name}: not with -m; one configuration at a time")
+    config, mode = request.config, request.mode
+    if run_dir is not None and not mode.in_sweeps:
+        raise UserError(f"run={mode.name}: not with -m; one configuration at a time")
     if config.get("resume") is not None:
         return _resumed(request)
     check_uses(request)
-    if "ckpt" in kind.needs or (config.get("ckpt") is not None and "ckpt" in kind.uses):
+    if "ckpt" in mode.needs or (config.get("ckpt") is not None and "ckpt" in mode.uses):
         return _evaluation(request)
-    if "explain" in kind.needs:
+    if "explain" in mode.needs:
         _check_untrained(request)
     if request.base is not None:
         request = _on_base(request, request.base)
@@ -141,23 +174,23 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
 
 
 def check_uses(request: Request) -> None:
-    """Refuse what the kind of run does not use, or misses.
+    """Refuse what this mode does not use, or misses.
 
     Raises:
         UserError: naming the override as it was typed.
     """
-    kind, config = request.kind, request.config
-    if "ckpt" in kind.needs and config.get("ckpt") is None:
-        raise UserError(f"run={kind.name}: needs ckpt=PATH, a checkpoint or a run folder")
+    mode, config = request.mode, request.config
+    if "ckpt" in mode.needs and config.get("ckpt") is None:
+        raise UserError(f"run={mode.name}: needs ckpt=PATH, a checkpoint or a run folder")
     for typed in request.overrides:
         top, _, inner = dotted_key(typed).partition(".")
-        if top in _KEYS and not kind.reads(top):
-            users = ", ".join(name for name, other in KINDS.items() if top in other.uses)
+        if top in _KEYS and not mode.reads(top):
+            users = ", ".join(name for name, other in MODES.items() if top in other.uses)
             only = f"; only in run={users}{_INSTEAD.get(top, '')}"
-            raise UserError(f"{typed}: has no effect in run={kind.name}{only}")
-        if top == "trainer" and inner in kind.leaves:
-            raise UserError(f"{typed}: has no effect in run={kind.name}, which does not train")
-    if (config.get("record") or {}).get("script") and kind.name != "reproduce":
+            raise UserError(f"{typed}: has no effect in run={mode.name}{only}")
+        if top == "trainer" and inner in mode.leaves:
+            raise UserError(f"{typed}: has no effect in run={mode.name}, which does not train")
+    if (config.get("record") or {}).get("script") and mode.name != "reproduce":
         name = request.typed("experiment").partition("=")[2]
         raise UserError(
             f"experiment={name}: a script, which run=reproduce runs\n"
@@ -209,10 +242,10 @@ def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str,
 
 def _num_splits(node: Mapping[str, Any]) -> int | None:
     """How many fixed splits data have, which are read for it; None: they do not say."""
-    from attnkit.launch.job import screen  # which imports torch
+    from attnkit.launch import console  # which imports torch
     from attnkit.lightning.build.build import build
 
-    screen.quiet()
+    console.quiet()
     data = build(node, at="data")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run of each split gives them
@@ -250,26 +283,26 @@ def _callbacks(request: Request, config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _check_parts_of(request: Request) -> None:
-    """What the task must say of this kind of run: what reads images, explains or exports.
+    """What the task must say of this mode: what reads images, explains or exports.
 
     Without `predict`, the data itself is predicted.
     """
-    config, kind = request.config, request.kind
-    if "export" in kind.needs and not config.get("export"):
+    config, mode = request.config, request.mode
+    if "export" in mode.needs and not config.get("export"):
         raise UserError("run=export: needs export, which is null; keep its default value")
-    if "explain" in kind.needs and not config.get("explain"):
+    if "explain" in mode.needs and not config.get("explain"):
         raise UserError("run=explain: needs explain, which is null; keep its default value")
-    if "images" not in kind.uses:
+    if "images" not in mode.uses:
         return
     images = config.get("images")
     if not takes_images(config.get("predict")):
         if images is not None:
-            own = "predicts its own data" if "explain" not in kind.needs else "has no images"
+            own = "predicts its own data" if "explain" not in mode.needs else "has no images"
             raise UserError(f"images={images}: this task {own}; leave it out")
-        if "explain" in kind.needs:
+        if "explain" in mode.needs:
             _refuse_idle(request, "predict", "run=predict reads it")
         return
-    if images is None and "explain" not in kind.needs:
+    if images is None and "explain" not in mode.needs:
         raise UserError(f"run={config['run']}: needs images=PATH, a folder or a file")
     idle, instead = "data", "which reads images=…\n  of those: predict.batch_size, …"
     if images is None:  # of its own test data
@@ -281,7 +314,7 @@ def _refuse_idle(request: Request, idle: str, instead: str) -> None:
     """Refuse what is typed below a key that this run does not read."""
     for typed in request.overrides:
         if dotted_key(typed).partition(".")[0] == idle:
-            raise UserError(f"{typed}: has no effect in run={request.kind.name}, {instead}")
+            raise UserError(f"{typed}: has no effect in run={request.mode.name}, {instead}")
 
 
 def _check_untrained(request: Request) -> None:
@@ -308,7 +341,7 @@ def _on_base(request: Request, base: Path) -> Request:
     kept = ("init", "seeds", "splits")
     saved |= {key: value for key, value in CONTROLS.items() if key not in kept}
     saved["run_dir"] = literal(request.config["run_dir"])
-    for key in origin.load(base.parent).get("from_data", []):
+    for key in provenance.load(base.parent).get("from_data", []):
         part, _, name = str(key).partition(".")
         if name in (saved.get(part) or {}):
             saved[part][name] = None
@@ -339,7 +372,7 @@ def _evaluation(request: Request) -> Job:
     request = replace(request, config=config)
     _check_parts_of(request)
     top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
-    if "export" in request.kind.needs and isinstance(top["export"].get("folder"), str):
+    if "export" in request.mode.needs and isinstance(top["export"].get("folder"), str):
         folders.check_writable(absolute(top["export"]["folder"]), "export.folder")
     fresh = given.get("run_dir") is None
     return _job(request, folder, top, [top], fresh=fresh, alone=home is None)
@@ -358,9 +391,9 @@ def _check_alone(request: Request, ckpt: Path) -> None:
 
 def _resumed(request: Request) -> Job:
     """The same run in the same folder; only what the model does not depend on may change."""
-    if request.kind.name != "train":
-        name = request.kind.name
-        instead = f"; ckpt={request.config['resume']}" if "ckpt" in request.kind.needs else ""
+    if request.mode.name != "train":
+        name = request.mode.name
+        instead = f"; ckpt={request.config['resume']}" if "ckpt" in request.mode.needs else ""
         raise UserError(f"run={name}: not together with resume, which trains{instead}")
     for key in ("run_dir", "ckpt", "images", "init", "sweep", "seed", "seeds", "splits"):
         if typed := request.typed(key):
