@@ -111,7 +111,7 @@ def test_they_stand_in_two_files():
         (ModelCheckpoint(), "_get_metric_interpolated_filepath_name"),  # which it calls
         (ModelCheckpoint(), "_should_remove_checkpoint"),
         (ModelCheckpoint(), "_remove_checkpoint"),
-        (ModelCheckpoint(), "_save_topk_checkpoint"),  # the same
+        (ModelCheckpoint(), "_save_topk_checkpoint"),  # which LastCheckpoint overrides
         (ModelCheckpoint(), "_should_skip_saving_checkpoint"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
