@@ -26,7 +26,7 @@ HELD = 2**26  # bytes of a checkpoint that are held in memory at most
 class _Paced(ModelCheckpoint):
     """`ModelCheckpoint` that knows when it last wrote."""
 
-    def __init__(self, every_seconds: float, **kwargs: Any) -> None:
+    def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
         if every_seconds < 0:
             raise ValueError(f"every_seconds: expected at least 0, got {every_seconds}")
         super().__init__(**kwargs)
@@ -290,9 +290,6 @@ class LastCheckpoint(_Paced):
         kwargs: Lightning's.
     """
 
-    def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
-        super().__init__(every_seconds, **kwargs)
-
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         super().on_train_batch_end(trainer, *args, **kwargs)
         if (
@@ -305,11 +302,13 @@ class LastCheckpoint(_Paced):
             # more at this step
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
-    def _save_topk_checkpoint(
-        self, trainer: Trainer, monitor_candidates: dict[str, torch.Tensor]
-    ) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_due(trainer):
-            super()._save_topk_checkpoint(trainer, monitor_candidates)
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_due(trainer):
+            super().on_validation_end(trainer, pl_module)
 
     def _is_due(self, trainer: Trainer) -> bool:
         """The same in all processes."""
