@@ -36,7 +36,7 @@ from attnkit.lightning.build.build import allowing
 from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.callbacks.kernel_record import KernelRecord
 from attnkit.lightning.callbacks.meter import Meter, num_samples
-from attnkit.lightning.console import cell, seconds
+from attnkit.lightning.console import cell, say_table, seconds
 from attnkit.lightning.errors import RunError, UserError
 
 # Loggers that write into the run folder and nowhere else.
@@ -100,7 +100,7 @@ def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
     rows = [*_rows(figures, len(job.runs)), *trained, *_kernel_rows(run)]
     for name, value in (*rows, *(("not known", x) for x in unknown)):
         table.add_row(cell(name), cell(value))
-    report.print_table(table)
+    say_table(table)
     return figures
 
 
