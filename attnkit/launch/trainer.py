@@ -15,7 +15,7 @@ from attnkit.launch.modes import Mode
 from attnkit.launch.signals import raise_received
 from attnkit.lightning._private import replace_signal_handling, set_timeout
 from attnkit.lightning.build.build import build
-from attnkit.lightning.callbacks.accumulation import ExactAccumulation
+from attnkit.lightning.callbacks.loss import ExactAccumulation
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.monitors import MonitorsInSanityCheck
 
