@@ -22,22 +22,20 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.progress import Progress
     from attnkit.lightning.callbacks.pruning import Pruning
     from attnkit.lightning.callbacks.results_file import ResultsFile
-    from attnkit.lightning.described import DescribedData
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
-    from attnkit.lightning.explained import Explained
     from attnkit.lightning.export.export import Export
     from attnkit.lightning.export.program import Program
     from attnkit.lightning.loggers import MetricsCSV, TensorBoard, WandbRun
     from attnkit.lightning.modules.classification import ClassificationModule
     from attnkit.lightning.modules.module import TaskModule
-    from attnkit.lightning.modules.optim import muon
-    from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
+    from attnkit.lightning.modules.optim import muon, parameter_groups, scale_learning_rates
     from attnkit.lightning.modules.schedules import (
         Plateau,
         warmup_cosine,
         warmup_polynomial,
         warmup_step,
     )
+    from attnkit.lightning.protocols import DescribedData, Explained
     from attnkit.lightning.resume.best_and_last import BestCheckpoint, LastCheckpoint
     from attnkit.lightning.resume.checkpoints import (
         CheckpointError,

@@ -96,7 +96,7 @@ def units(batch: Any) -> dict[str, int]:
     return counts or {"samples": num_samples(batch)}
 
 
-def work(run: Run) -> dict[str, float] | None:
+def work(run: Run) -> dict[str, float]:
     """Time steps of training and the kernels; leaves bench.md."""
     data = run.make_data()
     module = run.make_module()
@@ -104,8 +104,7 @@ def work(run: Run) -> dict[str, float] | None:
     clock = trainer.profiler = Clock(module)  # type: ignore[attr-defined]
     if trainer.world_size > 1:
         raise UserError("run=bench: one process; trainer.devices=1 trainer.strategy=auto")
-    if not run.ready():
-        return None
+    run.ready()
     timed = _Timed(clock)
     trainer.callbacks.append(timed)  # type: ignore[attr-defined]
     trainer.limit_val_batches = 0

@@ -128,13 +128,12 @@ def _carried_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, 
         unknown.append(f"what {world} processes wait for each other; measured is one of them alone")
     watches = []
 
-    def on_ready(run: Run) -> bool:
+    def on_ready(run: Run) -> None:
         callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
         if not _found(run, KernelRecord):
             callbacks.append(KernelRecord(verbose=False))
         watches.append(Stopwatch(run.trainer, given, world))
         callbacks.extend(watches)
-        return True
 
     run = Run(config, on_ready=on_ready)
     try:

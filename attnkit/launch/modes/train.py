@@ -20,13 +20,12 @@ from attnkit.lightning.resume.best_and_last import BestCheckpoint
 _log = logging.getLogger(__name__)
 
 
-def train(run: Run) -> dict[str, float] | None:
+def train(run: Run) -> dict[str, float]:
     """Train from the newest checkpoint or from the start, then test the best one."""
     trainer = run.make_trainer()  # first: what is wrong there costs no look at the data
     data = run.make_data()
     module = run.make_module()
-    if not run.ready():
-        return None
+    run.ready()
     _log_run(run, {})
     _fit(run)
     figures = _of_epochs(trainer, run.metrics())
