@@ -16,7 +16,7 @@ import torchmetrics
 from hydra._internal.core_plugins import basic_sweeper
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities import data as fabric_data
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, launchers
 
@@ -103,6 +103,8 @@ def test_they_stand_in_two_files():
         (torchmetrics.MeanMetric(), "_computed"),
         (torchmetrics.MeanMetric(), "_defaults"),
         (CSVLogger("."), "_experiment"),
+        (RichProgressBar(), "_init_progress"),
+        (RichProgressBar(), "_get_train_description"),
         (ModelCheckpoint(), "_last_global_step_saved"),
         (ModelCheckpoint(), "_last_checkpoint_saved"),
         (ModelCheckpoint(), "_save_checkpoint"),  # which BestCheckpoint overrides
