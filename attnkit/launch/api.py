@@ -19,7 +19,7 @@ from attnkit.launch.command import quoted
 from attnkit.launch.config import hydra_words
 from attnkit.launch.config.compose import Composer, readable
 from attnkit.launch.decide import Request, decide
-from attnkit.launch.several import carry_out, command
+from attnkit.launch.several import carry_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
@@ -62,7 +62,7 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
         composer, overrides, _ = _read(words, config_dir, values, multirun=False)
         request = Request.read(composer, overrides)
         mode = request.mode
-        if mode.command != f"{command.__module__}.{command.__name__}":
+        if not mode.is_run:
             raise UserError(
                 f"run={mode.name}: expected a run that leaves a folder of its own\n"
                 f"  on the command line: attnkit run={mode.name} …"

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,11 @@ from attnkit.launch.command import command_line, dotted_key, literal, permission
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer, task_config
 from attnkit.launch.config.permission import Consent, allowed_by
-from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.config.sources import Origins, Source
 from attnkit.launch.config.validate import validate
-from attnkit.launch.modes import MODES, Mode, mode_of
+from attnkit.launch.modes import Mode, mode_of, named
+from attnkit.launch.modes.rules import check_uses
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.files import absolute
 
 # Keys that say what to do with a saved run; they are never taken over from it.
 CONTROLS = {
@@ -83,31 +82,27 @@ class Request:
         allow = [o for o in self.overrides if o.lstrip("+").startswith("allow=")]
         return permission(self.composer.config_dir, allow)
 
-    def folder(self, task: str = "", *, sweep: bool = False) -> Path:
-        """The folder to write to, of another task or of that given; not made yet."""
-        if not task and not OmegaConf.is_missing(self.config, "task"):
-            task = Path(str(self.config["task"])).name
-        task = self.composer.job_name or task or "task"
-        return folders.plan(self.config.get("run_dir"), task, sweep=sweep)
+    def folder(self, *, sweep: bool = False) -> Path:
+        """The folder to write to; not made yet."""
+        known = not OmegaConf.is_missing(self.config, "task")
+        task = Path(str(self.config["task"])).name if known else ""
+        name = self.composer.job_name or task or "task"
+        return folders.plan(self.config.get("run_dir"), name, sweep=sweep)
 
-    def on(self, saved: Path) -> "Request":
-        """The same on top of the configuration of a saved run."""
-        return self.on_file(saved / folders.CONFIG)
-
-    def on_file(self, path: Path) -> "Request":
-        """The same on top of this configuration."""
+    def on(self, path: Path, config: DictConfig) -> "Request":
+        """The same with a configuration that was made on top of that of a saved run."""
         source = Source(path, "")
-        return replace(self, origins=Origins(self.overrides, lambda: [source]))
+        return replace(self, config=config, origins=Origins(self.overrides, lambda: [source]))
 
-    def plain(self, config: DictConfig, **values: Any) -> dict[str, Any]:
-        """The configuration with these values, resolved and checked."""
+    def plain(self, config: DictConfig, **values: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The configuration with these values, resolved and checked; what packages it may name."""
         config = config.copy()
         for key, value in values.items():
             OmegaConf.update(config, key, literal(value), force_add=True)
         plain = self.composer.plain(config, self.origins)
-        self.consent.check(plain, self.origins)  # first: nothing that is refused is even read
+        allow = self.consent.check(plain, self.origins)  # what is refused is not even read
         validate(plain, self.origins)
-        return plain
+        return {**plain, "allow": None}, allow  # permission is not for a file to give
 
 
 @dataclass
@@ -121,7 +116,7 @@ class Job:
     """The folder's name is ours to choose: if it is taken, another one will do."""
     trial: bool = False
     """Of a sweep: the folder may hold the log and the errors of attempts that came to nothing."""
-    callbacks: frozenset[str] = frozenset()
+    callbacks: tuple[str, ...] = ()
     """Names of callbacks that were asked for on the command line."""
     command: str = ""
     """As it was typed."""
@@ -146,69 +141,59 @@ class Job:
 
 def decide(request: Request, run_dir: Path | None = None) -> Job:
     """The job a command line asks for; `run_dir` is where a trial of a sweep belongs."""
+    mode = request.mode
     if run_dir is not None:
         request.config["run_dir"] = literal(str(run_dir))
-    config, mode = request.config, request.mode
-    if run_dir is not None and not mode.in_sweeps:
-        raise UserError(f"run={mode.name}: not with -m; one configuration at a time")
-    if config.get("resume") is not None:
+        if not (mode.is_run and mode.in_sweeps):
+            raise UserError(f"run={mode.name}: not with -m; one configuration at a time")
+    if request.config.get("resume") is not None:
         return _resumed(request)
     check_uses(request)
-    if "ckpt" in mode.needs or (config.get("ckpt") is not None and "ckpt" in mode.uses):
-        return _evaluation(request)
-    if "explain" in mode.needs:
-        _check_untrained(request)
-    if request.base is not None:
+    fresh = request.config.get("run_dir") is None
+    is_of_checkpoint = request.config.get("ckpt") is not None and "ckpt" in mode.uses
+    home = None
+    if is_of_checkpoint:
+        request, home = _of_checkpoint(request)
+    elif request.base is not None:
         request = _on_base(request, request.base)
-        config = request.config
+    config = request.config
     if config.get("init") is not None:
         config["init"] = literal(folders.initial(str(config["init"])))
-    fresh = run_dir is None and config.get("run_dir") is None
     folder = run_dir or request.folder()
-    top = request.plain(config, run_dir=str(folder))
+    config["run_dir"] = literal(str(folder))
+    if mode.rules:
+        named(mode.rules)(request)
+    top, allow = request.plain(config)
     runs = [
-        request.plain(config, run_dir=str(folder / name), **values)
+        request.plain(config, run_dir=str(folder / name), **values)[0]
         for name, values in _parts(top).items()
     ]
-    return _job(request, folder, top, runs or [top], fresh=fresh, trial=run_dir is not None)
+    alone = is_of_checkpoint and home is None
+    trial = run_dir is not None
+    return _job(request, folder, [top, *runs], allow, fresh=fresh, trial=trial, alone=alone)
 
 
-def check_uses(request: Request) -> None:
-    """Refuse what this mode does not use, or misses.
-
-    Raises:
-        UserError: naming the override as it was typed.
-    """
-    mode, config = request.mode, request.config
-    if "ckpt" in mode.needs and config.get("ckpt") is None:
-        raise UserError(f"run={mode.name}: needs ckpt=PATH, a checkpoint or a run folder")
-    for typed in request.overrides:
-        top, _, inner = dotted_key(typed).partition(".")
-        if top in _KEYS and not mode.reads(top):
-            users = ", ".join(name for name, other in MODES.items() if top in other.uses)
-            only = f"; only in run={users}{_INSTEAD.get(top, '')}"
-            raise UserError(f"{typed}: has no effect in run={mode.name}{only}")
-        if top == "trainer" and inner in mode.leaves:
-            raise UserError(f"{typed}: has no effect in run={mode.name}, which does not train")
-    if (config.get("record") or {}).get("script") and mode.name != "reproduce":
-        name = request.typed("experiment").partition("=")[2]
-        raise UserError(
-            f"experiment={name}: a script, which run=reproduce runs\n"
-            f"  {command_line('run=reproduce', f'reproduce.name={name}')}"
-        )
-    if config.get("splits") is not None and config.get("seeds") != 1:
-        raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
-    images = config.get("images")
-    if images is not None and not absolute(str(images)).exists():
-        raise UserError(f"images: no file or folder {absolute(str(images))}")
-
-
-# At the top of every configuration; of others validate() says that there are none.
-_KEYS = {field.name for field in fields(schema.Config)}
-_INSTEAD = {
-    "ckpt": "\n  to train on: resume=RUN_DIR",
-    "sweep": "\n  to go on with a sweep: -m resume=SWEEP_DIR",
-}
+def _job(
+    request: Request,
+    folder: Path,
+    configs: list[dict[str, Any]],
+    allow: tuple[str, ...],
+    **kwargs: Any,
+) -> Job:
+    """The job of these configurations: that of the whole, and of several runs one for each."""
+    consent, given = request.consent, ("--config", str(request.base)) if request.base else ()
+    allowed = permission(request.composer.config_dir, ())
+    return Job(
+        folder,
+        configs[0],
+        configs[1:] or configs,
+        callbacks=_callbacks(request, configs[0]),
+        command=command_line(*given, *request.overrides, permission=allowed),
+        permission=request.permission,
+        allow=allow,
+        paths=(str(consent.folder),) if consent.folder else (),
+        **kwargs,
+    )
 
 
 def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str, Any]]:
@@ -253,81 +238,14 @@ def _num_splits(node: Mapping[str, Any]) -> int | None:
         return getattr(data, "num_splits", None)
 
 
-def _job(
-    request: Request,
-    folder: Path,
-    top: dict[str, Any],
-    runs: list[dict[str, Any]],
-    **kwargs: Any,
-) -> Job:
-    consent = request.consent
-    packages = consent.check(top)
-    for config in (top, *runs):
-        config["allow"] = None  # permission is not for a file to give
-    paths = (str(consent.folder),) if consent.folder else ()
-    kwargs |= {"callbacks": _callbacks(request, top), "permission": request.permission}
-    given = ("--config", str(request.base)) if request.base else ()
-    allowed = permission(request.composer.config_dir, ())
-    kwargs["command"] = command_line(*given, *request.overrides, permission=allowed)
-    return Job(folder, top, runs, allow=packages, paths=paths, **kwargs)
-
-
-def _callbacks(request: Request, config: Mapping[str, Any]) -> frozenset[str]:
+def _callbacks(request: Request, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Those whose settings were typed, or that a typed choice of the group adds."""
     keys = [dotted_key(override).split(".") for override in request.overrides]
     names = {key[1] for key in keys if key[0] == "callbacks" and len(key) > 1}
     if ["callbacks"] in keys:
         usual = request.composer.compose([f"task={config['task']}"])
         names |= set(config.get("callbacks") or {}) - set(usual["callbacks"])
-    return frozenset(names)
-
-
-def _check_parts_of(request: Request) -> None:
-    """What the task must say of this mode: what reads images, explains or exports.
-
-    Without `predict`, the data itself is predicted.
-    """
-    config, mode = request.config, request.mode
-    if "export" in mode.needs and not config.get("export"):
-        raise UserError("run=export: needs export, which is null; keep its default value")
-    if "explain" in mode.needs and not config.get("explain"):
-        raise UserError("run=explain: needs explain, which is null; keep its default value")
-    if "images" not in mode.uses:
-        return
-    images = config.get("images")
-    if not takes_images(config.get("predict")):
-        if images is not None:
-            own = "predicts its own data" if "explain" not in mode.needs else "has no images"
-            raise UserError(f"images={images}: this task {own}; leave it out")
-        if "explain" in mode.needs:
-            _refuse_idle(request, "predict", "run=predict reads it")
-        return
-    if images is None and "explain" not in mode.needs:
-        raise UserError(f"run={config['run']}: needs images=PATH, a folder or a file")
-    idle, instead = "data", "which reads images=…\n  of those: predict.batch_size, …"
-    if images is None:  # of its own test data
-        idle, instead = "predict", "without images=PATH; of the test data: data.batch_size, …"
-    _refuse_idle(request, idle, instead)
-
-
-def _refuse_idle(request: Request, idle: str, instead: str) -> None:
-    """Refuse what is typed below a key that this run does not read."""
-    for typed in request.overrides:
-        if dotted_key(typed).partition(".")[0] == idle:
-            raise UserError(f"{typed}: has no effect in run={request.mode.name}, {instead}")
-
-
-def _check_untrained(request: Request) -> None:
-    """UserError unless it is a network of timm with images=PATH, which needs no run."""
-    target = (request.config.get("model") or {}).get("_target_")
-    if target != "attnkit.models.timm_backbone":
-        raise UserError(
-            "run=explain: needs ckpt=PATH, a checkpoint or a run folder\n"
-            "  for a network not trained with attnkit: model=timm model.name=NAME images=PATH"
-        )
-    if request.config.get("images") is None:
-        raise UserError("run=explain: without ckpt=PATH it needs images=PATH, a folder or a file")
-    _check_parts_of(request)
+    return tuple(sorted(names))
 
 
 def _on_base(request: Request, base: Path) -> Request:
@@ -335,47 +253,46 @@ def _on_base(request: Request, base: Path) -> Request:
 
     What the data gave then, it gives again: it may be other data.
     """
+    changes = {k: v for k, v in CONTROLS.items() if k not in ("init", "seeds", "splits")}
     saved = folders.read_config(base)
-    old = Path(str(saved.get("run_dir") or base.parent))
-    saved = folders.relocate(literal(saved), Path(literal(str(old))), Path("${run_dir}"))
-    kept = ("init", "seeds", "splits")
-    saved |= {key: value for key, value in CONTROLS.items() if key not in kept}
-    saved["run_dir"] = literal(request.config["run_dir"])
     for key in provenance.load(base.parent).get("from_data", []):
         part, _, name = str(key).partition(".")
         if name in (saved.get(part) or {}):
             saved[part][name] = None
     (saved.get("callbacks") or {}).pop("pruning", None)  # of a study, which this run is not in
-    config = request.composer.overlay(saved, request.overrides)
-    return replace(request.on_file(base), config=config)
+    return _on_saved(request, base, saved, changes)
 
 
-def _evaluation(request: Request) -> Job:
-    """test or predict: the configuration of the run the checkpoint lies in, overrides on top."""
+def _of_checkpoint(request: Request) -> tuple[Request, Path | None]:
+    """The configuration of the run that the checkpoint lies in, overrides on top; and its folder.
+
+    That of the command line and None where there is no such folder.
+    """
     given = request.config
     ckpt = folders.checkpoint(str(given["ckpt"]))
     home = folders.run_of(ckpt)
     if home is None:
         _check_alone(request, ckpt)
-        folder = request.folder()
-        config = given.copy()
     else:
-        saved = folders.load_config(home)
-        folder = request.folder(str(saved["task"]))
-        saved = {**literal(folders.relocate(saved, home, folder)), **CONTROLS}
+        saved = folders.read_config(home / folders.CONFIG)
         # A quick look at training is no reason to test or predict on a part of the images.
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
         explain = given.get("explain")  # what to do with a saved run is not taken over from it
-        saved["explain"] = explain and OmegaConf.to_container(explain, resolve=False)
-        config = request.composer.overlay(saved, request.overrides)
-        request = request.on(home)
-    request = replace(request, config=config)
-    _check_parts_of(request)
-    top = request.plain(config, run_dir=str(folder), ckpt=str(ckpt))
-    if "export" in request.mode.needs and isinstance(top["export"].get("folder"), str):
-        folders.check_writable(absolute(top["export"]["folder"]), "export.folder")
-    fresh = given.get("run_dir") is None
-    return _job(request, folder, top, [top], fresh=fresh, alone=home is None)
+        explain = explain and OmegaConf.to_container(explain, resolve=False)
+        changes = {**CONTROLS, "explain": explain}
+        request = _on_saved(request, home / folders.CONFIG, saved, changes)
+    request.config["ckpt"] = literal(str(ckpt))
+    return request, home
+
+
+def _on_saved(
+    request: Request, path: Path, saved: dict[str, Any], changes: Mapping[str, Any]
+) -> Request:
+    """The configuration of a saved run, its paths below the folder to come, overrides on top."""
+    old = literal(str(saved.get("run_dir") or path.parent))
+    saved = folders.relocate(literal(saved), Path(old), Path("${run_dir}"))
+    saved |= {**changes, "run_dir": literal(request.config["run_dir"])}
+    return request.on(path, request.composer.overlay(saved, request.overrides))
 
 
 def _check_alone(request: Request, ckpt: Path) -> None:
@@ -393,7 +310,7 @@ def _resumed(request: Request) -> Job:
     """The same run in the same folder; only what the model does not depend on may change."""
     if request.mode.name != "train":
         name = request.mode.name
-        instead = f"; ckpt={request.config['resume']}" if "ckpt" in request.mode.needs else ""
+        instead = f"; ckpt={request.config['resume']}" if request.mode.needs_ckpt else ""
         raise UserError(f"run={name}: not together with resume, which trains{instead}")
     for key in ("run_dir", "ckpt", "images", "init", "sweep", "seed", "seeds", "splits"):
         if typed := request.typed(key):
@@ -402,7 +319,7 @@ def _resumed(request: Request) -> Job:
             )
     folder = folders.to_resume(str(request.config["resume"]))
     saved = folders.load_config(folder)
-    request = request.on(folder)
+    request = request.on(folder / folders.CONFIG, request.config)
     if saved.get("run") != "train":
         raise UserError(
             f"resume: {folder} was a run={saved.get('run')}; there is nothing to resume"
@@ -413,10 +330,11 @@ def _resumed(request: Request) -> Job:
         o for o in request.overrides if dotted_key(o) not in ("resume", "run", "task", "allow")
     ]
     check_resumable(changes)
-    top = _overlaid(request, saved, changes)
+    top, allow = request.plain(request.composer.overlay(literal(saved), changes))
     parts = [folders.load_config(folder / name) for name in _parts(top, resumed=True)]
-    runs = [_overlaid(request, part, changes) for part in parts] or [top]
-    return _job(request, folder, top, runs, resumed=True, changes=tuple(changes))
+    overlaid = (request.composer.overlay(literal(part), changes) for part in parts)
+    runs = [request.plain(config)[0] for config in overlaid]
+    return _job(request, folder, [top, *runs], allow, resumed=True, changes=tuple(changes))
 
 
 def check_resumable(changes: Sequence[str]) -> None:
@@ -427,7 +345,3 @@ def check_resumable(changes: Sequence[str]) -> None:
                 f"{change}: can't be changed when a run is resumed\n"
                 f"  can be changed: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"
             )
-
-
-def _overlaid(request: Request, saved: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    return request.plain(request.composer.overlay(literal(saved), changes))

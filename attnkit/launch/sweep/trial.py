@@ -24,9 +24,9 @@ from attnkit.launch.several import carry_out
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.launch.sweep.ranking import Metric, figure
 from attnkit.launch.sweep.record import ERROR, OUTPUT, Trial, progress, read_sweep, shortened
+from attnkit.lightning.console import cell, in_line
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_text
-from attnkit.lightning.telling.text import cell, in_line
 
 
 @dataclass(frozen=True)

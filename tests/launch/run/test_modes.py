@@ -14,9 +14,10 @@ from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.permission import Consent
 from attnkit.launch.config.sources import Origins
-from attnkit.launch.decide import Request, check_uses
+from attnkit.launch.decide import Request
 from attnkit.launch.measure import bench
 from attnkit.launch.modes import MODES, Mode
+from attnkit.launch.modes.rules import check_uses
 from attnkit.lightning.build import build as building
 from attnkit.lightning.errors import UserError
 
@@ -55,7 +56,7 @@ CHANGED = {
     "reproduce": "reproduce.minutes=1",
 }
 FREE = {"run", "task", "allow", "vars"}
-RUNS = [k for k in MODES.values() if k.work or k.name == "check"]
+RUNS = [k for k in MODES.values() if k.is_run or k.name == "check"]
 
 
 def test_every_key_is_looked_at():
@@ -77,7 +78,7 @@ def trained(tmp_path_factory):
 
 
 def command_of(mode: Mode) -> list[str]:
-    return [f"run={mode.name}", *(f"{CHANGED[key]}" for key in mode.needs if key == "ckpt")]
+    return [f"run={mode.name}", *([CHANGED["ckpt"]] if mode.needs_ckpt else [])]
 
 
 @pytest.mark.parametrize("mode", RUNS, ids=lambda mode: mode.name)
@@ -94,7 +95,7 @@ def test_what_a_mode_does_not_use_is_refused(attnkit, trained, monkeypatch, mode
         refused["resume"] = f"run={mode.name}: not together with resume"
     monkeypatch.chdir(trained)
     before = sorted(trained.rglob("*"))
-    task = ["task=vit"] if "ckpt" not in mode.needs else []
+    task = ["task=vit"] if not mode.needs_ckpt else []
     for key in {keys[0]} | ({"resume"} & {*keys}):
         done = attnkit(*task, *command_of(mode), CHANGED[key])
         assert done.code == 2
@@ -204,8 +205,7 @@ GREETING = """\
 def work(run):
     data, module = run.make_data(), run.make_module()
     trainer = run.make_trainer()
-    if not run.ready():
-        return None
+    run.ready()
     (run.folder / "greeting.txt").write_text(f"hello {type(module).__name__}")
     return {"greetings": 1}
 """
@@ -218,7 +218,7 @@ def test_a_mode_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
     greet = Mode(
         "greet",
         frozenset({"module", "data", "trainer", "run_dir"}),
-        work="greeting_of_the_tests.work",
+        "greeting_of_the_tests.work",
     )
     monkeypatch.setitem(MODES, greet.name, greet)
     done = mine("run=greet", "run_dir=here")

@@ -23,9 +23,9 @@ from attnkit.launch.sweep.study import space
 from attnkit.launch.sweep.study.settings import JOURNAL, PREFIX, Settings
 from attnkit.launch.sweep.trial import Order
 from attnkit.lightning.callbacks.study import make_pruner, open_storage
+from attnkit.lightning.console import three_digits
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_text
-from attnkit.lightning.telling.numbers import three_digits
 
 if TYPE_CHECKING:
     from attnkit.launch.sweep.study.store import Store
