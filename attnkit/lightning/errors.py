@@ -14,12 +14,12 @@ class UserError(Exception):
 
     Args:
         message: what is wrong and what to do; with `expected`, what follows what was given.
-        key: the key of the configuration or the argument, with which the text begins.
+        key: the key of the configuration, the argument or the file, with which the text begins.
         expected: what would be right: then the text says what was given, too.
         given: what was given in its place.
         where: where it was written: an override, or a file and its line. It ends the text.
 
-    All but the message are attributes.
+    All are attributes, the message with what was expected and given.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class UserError(Exception):
             message = f"expected {expected}, got {_shown(given)}{message}"
         text = f"{key}: {message}" if key else message
         super().__init__(f"{text}\n  in {where}" if where else text)
-        self.key, self.expected, self.given, self.where = key, expected, given, where
+        self.message, self.key, self.where = message, key, where
+        self.expected, self.given = expected, given
 
 
 def _shown(value: Any) -> str:

@@ -83,7 +83,7 @@ class Export:
         made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         if any(not path.name.startswith(".") for path in self.folder.iterdir()):
-            raise UserError(f"export: {self.folder} is not empty")
+            raise UserError(f"{self.folder} is not empty", key="export")
         try:
             with TemporaryDirectory(dir=self.folder, prefix=".") as beside:
                 self._write(module, Path(beside), written)
@@ -115,7 +115,7 @@ class Export:
                 raise
             (folder / WEIGHTS).unlink(missing_ok=True)
             write_config(None, folder / CONFIG, **facts)
-            written.left_out["safetensors"] = first_line(error).removeprefix("export: ")
+            written.left_out["safetensors"] = error.message.partition("\n")[0]
         written.files.append(folder / CONFIG)
 
     def _write_programs(
@@ -151,11 +151,10 @@ class Export:
         return described
 
     def _leave_out(self, kind: str, error: Exception, written: Written) -> None:
-        cause = str(error) if isinstance(error, UserError) else _cause(error)
+        cause = error.message if isinstance(error, UserError) else _cause(error)
         if self.formats is not None:
-            lead = "" if cause.startswith(f"{kind}:") else f"{kind}: "
-            raise UserError(f"export: {lead}{cause}") from error
-        written.left_out[kind] = " ".join(cause.removeprefix(f"{kind}: ").split())
+            raise UserError(f"{kind}: {cause}", key="export") from error
+        written.left_out[kind] = " ".join(cause.split())
 
 
 def _check_again(module: LightningModule, folder: Path) -> None:
@@ -163,12 +162,11 @@ def _check_again(module: LightningModule, folder: Path) -> None:
     try:
         again = load(folder).state_dict()
     except CheckpointError as error:
-        said = str(error).replace(f"{folder / WEIGHTS}: ", "").replace(f"{folder / CONFIG}: ", "")
-        name = type(module).__name__
-        raise UserError(f"export: {name} can't be built again: {said}") from error
+        said = f"{type(module).__name__} can't be built again: {error.message}"
+        raise UserError(said, key="export") from error
     for name, tensor in module.state_dict().items():
         if not torch.equal(again[name], tensor.cpu().to(again[name].dtype)):
-            raise UserError(f"export: {name} differs when the export is loaded again")
+            raise UserError(f"{name} differs when the export is loaded again", key="export")
 
 
 def _cause(error: Exception) -> str:

@@ -66,7 +66,8 @@ def load(path: Any, device: torch.device | str = "cpu") -> LightningModule:
     except RuntimeError as error:
         problem = " ".join(str(error).splitlines()[1:2]).strip()[:300]
         raise CheckpointError(
-            f"{weights}: these weights do not fit {type(module).__name__}\n  {problem}"
+            f"these weights do not fit {type(module).__name__}\n  {problem}",
+            key=str(weights),
         ) from error
     return module.to(device).eval()
 
@@ -100,7 +101,7 @@ def write_config(
     try:
         text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UserError(f"export: hyper-parameters: expected plain data: {error}") from error
+        raise UserError(f"hyper-parameters: expected plain data: {error}", key="export") from error
     write_text(path, f"{text}\n")
 
 
@@ -117,9 +118,10 @@ def _arguments(module: LightningModule) -> dict[str, Any]:
     ]
     if missing:
         raise UserError(
-            f"export: {type(module).__name__} can't be built again: it has no hyper-parameter "
+            f"{type(module).__name__} can't be built again: it has no hyper-parameter "
             f"{', '.join(missing)}\n  save_hyperparameters() keeps plain arguments; give the model "
-            "as a configuration"
+            "as a configuration",
+            key="export",
         )
     return {
         name: value if name in _TRAINING else _with_defaults(value)
@@ -148,7 +150,7 @@ def _with_defaults(node: Any) -> Any:
 def _name_of(cls: type) -> str:
     """The shortest dotted name under which a class can be imported."""
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
-        raise UserError(f"export: {cls.__qualname__} can't be imported; put it into a module")
+        raise UserError(f"{cls.__qualname__} can't be imported; put it into a module", key="export")
     package = ""
     for part in cls.__module__.split("."):
         package = f"{package}.{part}" if package else part
@@ -188,28 +190,30 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: not an intact export: {first_line(error, named=True)}"
+            f"not an intact export: {first_line(error, named=True)}", key=str(path)
         ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not written by attnkit's export (format {FORMAT!r})")
+        raise CheckpointError(f"not written by attnkit's export (format {FORMAT!r})", key=str(path))
     version = config.get("format_version")
     if type(version) is not int or version < 1:
-        raise CheckpointError(f"{path}: format_version: expected 1 or more, got {version!r}")
+        raise CheckpointError(f"format_version: expected 1 or more, got {version!r}", key=str(path))
     if version > VERSION:
         raise CheckpointError(
-            f"{path}: format {version} is newer than this attnkit, which reads {VERSION}\n"
-            "  pip install --upgrade attnkit"
+            f"format {version} is newer than this attnkit, which reads {VERSION}\n"
+            "  pip install --upgrade attnkit",
+            key=str(path),
         )
     if "module" not in config and config.get("programs"):
         files = [file for node in config["programs"].values() for file in node["files"].values()]
         raise CheckpointError(
-            f"{path}: this export holds programs and no weights; load {', '.join(files)} by "
-            "torch.export.load or onnxruntime"
+            f"this export holds programs and no weights; load {', '.join(files)} by "
+            "torch.export.load or onnxruntime",
+            key=str(path),
         )
     for key, inside in (("module", "_target_"), ("weights", "sha256")):
         node = config.get(key)
         if not isinstance(node, dict) or not isinstance(node.get(inside), str):
-            raise CheckpointError(f"{path}: {key}: expected a mapping with {inside}")
+            raise CheckpointError(f"{key}: expected a mapping with {inside}", key=str(path))
     return config
 
 
@@ -220,13 +224,13 @@ def _read_weights(path: Path, node: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != node["sha256"]:
-            raise CheckpointError(f"{path}: the weights are damaged or were replaced")
+            raise CheckpointError("the weights are damaged or were replaced", key=str(path))
         return tensors_of(data)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
+        raise CheckpointError(str(error.strerror), key=str(path)) from error
     except (SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: not a safetensors file: {first_line(error, named=True)}"
+            f"not a safetensors file: {first_line(error, named=True)}", key=str(path)
         ) from error
 
 
@@ -234,15 +238,15 @@ def _build(node: Mapping[str, Any], path: Path) -> LightningModule:
     arguments = {key: untrained(value) for key, value in node.items()}
     target = arguments.pop("_target_")
     if bad := next((key for key in arguments if key.startswith("_")), None):
-        raise CheckpointError(f"{path}: module.{bad}: not known")
+        raise CheckpointError(f"module.{bad}: not known", key=str(path))
     try:
         make = build({"_target_": target, "_partial_": True}, at="module").func
         if not (isinstance(make, type) and issubclass(make, LightningModule)):
             raise UserError(f"module._target_: {target} is not a LightningModule")
         return make(**arguments)
     except UserError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(str(error), key=str(path)) from error
     except Exception as error:  # a constructor given anything may raise anything
         raise CheckpointError(
-            f"{path}: module: {target}: {first_line(error, named=True)}"
+            f"module: {target}: {first_line(error, named=True)}", key=str(path)
         ) from error

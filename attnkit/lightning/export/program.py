@@ -119,9 +119,8 @@ def write_torch_export(program: Program, exported: ExportedProgram, path: Path) 
 def check_onnx() -> None:
     """UserError if the extra `onnx` is not installed."""
     if missing := [name for name in ONNX_EXTRA if find_spec(name) is None]:
-        raise UserError(
-            f"onnx: needs {', '.join(missing)}: not installed\n  pip install 'attnkit[onnx]'"
-        )
+        needs = f"needs {', '.join(missing)}: not installed\n  pip install 'attnkit[onnx]'"
+        raise UserError(needs, key="onnx")
 
 
 def write_onnx(program: Program, exported: ExportedProgram, path: Path) -> float:
