@@ -70,7 +70,7 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
     elif shown is None:
         shown = any(isinstance(callback, ProgressBar) for callback in callbacks)
     if mode.trains:
-        callbacks += [MonitorsInSanityCheck(), Elapsed()]
+        callbacks.append(MonitorsInSanityCheck())
     loggers = _built(Logger, "logger", config["logger"] if "logger" in mode.uses else {})
     try:
         trainer = Trainer(
@@ -84,6 +84,8 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
         )
     except Exception as error:  # Lightning's of all kinds, all about these arguments
         raise UserError(f"trainer: {first_line(error)}") from error
+    if mode.trains:  # not before: Lightning ignores max_time where a Timer is given
+        trainer.callbacks.insert(0, Elapsed())  # type: ignore[attr-defined]
     if timeout is not None:
         set_timeout(trainer, timedelta(seconds=timeout))
     # Lightning's answer to SIGTERM is a broadcast inside the handler and exit code 0; ours

@@ -19,7 +19,7 @@ from attnkit.launch.decide import Request, decide
 from attnkit.launch.records.record import Data, Figure, read, verdict
 from attnkit.lightning.errors import UserError
 
-RECORDS = read(Composer().folders())
+RECORDS = read(Composer().folders)
 EXPERIMENTS = [name for name, record in RECORDS.items() if not record.script]
 SCRIPTS = [name for name, record in RECORDS.items() if record.script]
 

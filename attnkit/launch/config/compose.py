@@ -82,7 +82,8 @@ class Composer:
 
     def __init__(self, config_dir: Path | None = None) -> None:
         version.setbase("1.3")
-        self._folders = folders(config_dir)
+        self.folders = folders(config_dir)
+        """The folders configurations are read from."""
         search_path = create_config_search_path(CONF)
         if config_dir is not None:
             search_path.prepend(
@@ -96,36 +97,28 @@ class Composer:
 
     # --- what there is ---
 
-    def folders(self) -> list[Path]:
-        """The folders configurations are read from."""
-        return self._folders
-
     @cached_property
     def groups(self) -> dict[str, list[str]]:
         """Each group and its choices."""
-        return groups(self._folders)
+        return groups(self.folders)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """The overrides as Hydra reads them."""
         parser = OverridesParser.create(config_loader=self.loader)
-        parsed = []
-        for text in overrides:
-            try:
-                override = parser.parse_override(text)
-                override.config_loader = self.loader  # of which glob(…) asks the choices
-                parsed.append(override)
-            except HydraException as error:
-                raise UserError(_unreadable(text, error)) from error
-        for override in parsed:
-            key = override.key_or_group
-            if override.is_sweep_override() or override.is_delete() or key not in self.groups:
-                continue
-            if not isinstance(override.value(), str | list | dict):
-                choices = ", ".join(self.groups[key])
-                raise UserError(
-                    f"{override.input_line}: expected a choice or a mapping\n  {choices}"
-                )
-        return parsed
+        return [self._parsed(parser, text) for text in overrides]
+
+    def _parsed(self, parser: OverridesParser, text: str) -> Override:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise UserError(_unreadable(text, error)) from error
+        override.config_loader = self.loader  # of which glob(…) asks the choices
+        if override.is_sweep_override() or override.is_delete():
+            return override
+        choices = self.groups.get(override.key_or_group)
+        if choices and not isinstance(override.value(), str | list | dict):
+            raise UserError(f"expected a choice or a mapping\n  {', '.join(choices)}", key=text)
+        return override
 
     # --- composing ---
 
@@ -133,7 +126,8 @@ class Composer:
         """Hydra's composition, its own node included. A key that no file has yet is added."""
         config = self._composed(overrides)
         check_hydra(config, overrides)
-        if not isinstance(_raw(config, "task"), str):
+        written: Any = OmegaConf.to_container(config)
+        if not isinstance(written.get("task"), str):
             path = f"task/{OmegaConf.select(config, 'hydra.runtime.choices.task')}.yaml"
             first = "a task's file begins with the line '# @package _global_' and names its task"
             raise UserError(f"{self._broken_file() or path}: {first}")
@@ -208,7 +202,7 @@ class Composer:
             return []
         files = []
         for default in result.defaults:
-            paths = [folder / f"{default.config_path}.yaml" for folder in self.folders()]
+            paths = [folder / f"{default.config_path}.yaml" for folder in self.folders]
             if path := next(filter(Path.is_file, paths), None):
                 files.append(Source(path, default.package or ""))
         return files
@@ -277,7 +271,7 @@ class Composer:
         except (HydraException, OmegaConfBaseException) as error:
             file, lines = told(error)
             if file:
-                paths = [folder / f"{file}.yaml" for folder in reversed(self.folders())]
+                paths = [folder / f"{file}.yaml" for folder in reversed(self.folders)]
                 where = short(next(filter(Path.is_file, paths), paths[0]))
             elif lines in (["str"], ["None"]) or ":" not in "".join(lines):
                 where = self._broken_file() or " ".join(overrides)
@@ -320,7 +314,7 @@ class Composer:
     def _mention(self, group: str, choice: str) -> str:
         """The line of a defaults list that asks for a choice."""
         pattern = re.compile(rf"(^|[\s/\[{{]){re.escape(group)}\s*:\s*{re.escape(choice)}\b")
-        for folder in reversed(self.folders()):
+        for folder in reversed(self.folders):
             for path in sorted(folder.glob("*/*.yaml")):
                 for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
                     if pattern.search(line):
@@ -375,7 +369,8 @@ def _interpolation(
     key = str(getattr(error, "full_key", "") or "")
     name = absent_name(error)
     if isinstance(error, InterpolationKeyError) and name:
-        hint = nearest(f"${{{name}}}", (f"${{{one}}}" for one in _keys(config)))
+        keys = _keys(OmegaConf.to_container(config))
+        hint = nearest(f"${{{name}}}", (f"${{{one}}}" for one in keys))
         message = f"${{{name}}} names no key{hint}"
     elif isinstance(error, GrammarParseError | InterpolationResolutionError):
         message, key = _one_line(error), key or "interpolation"
@@ -384,17 +379,11 @@ def _interpolation(
     return UserError(message, key=key, where=origins.of(key) if key else "")
 
 
-def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name in map(str, config):
+def _keys(written: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in written.items():
         yield f"{prefix}{name}"
-        if isinstance(_raw(config, name), dict):
-            yield from _keys(config[name], f"{prefix}{name}.")
-
-
-def _raw(config: DictConfig, key: str) -> Any:
-    """A value as it was written, its interpolations not resolved."""
-    values = OmegaConf.to_container(OmegaConf.masked_copy(config, key))
-    return values[key]  # type: ignore[index,call-overload]
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{name}.")
 
 
 def _one_line(error: object, lines: int = 1) -> str:

@@ -62,10 +62,10 @@ def takes_images(node: Mapping[str, Any] | None) -> bool:
 
 def signature_of(target: str) -> Signature | None:
     """The signature of the class or function at a dotted path, or None where it can't be read."""
+    found = _find(target)
     try:
-        found = _find(target)
         return _signature(*found) if found else None
-    except (OSError, SyntaxError, ValueError, RecursionError):
+    except RecursionError:  # of a text that no one writes
         return None
 
 
@@ -78,10 +78,7 @@ def known(target: str) -> Signature:
 
 def definition_of(target: str) -> tuple[str, bool] | None:
     """The name under which a class or function is written, and whether it is a class."""
-    try:
-        found = _find(target)
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
+    found = _find(target)
     if found is None or not isinstance(found[0], ast.ClassDef | ast.FunctionDef):
         return None
     return f"{found[1].name}.{found[0].name}", isinstance(found[0], ast.ClassDef)
@@ -145,7 +142,10 @@ def _module(name: str) -> Module | None:
                 break
         else:
             return None
-    return _parsed(name, path, path.stat().st_mtime_ns) if path else None
+    try:
+        return _parsed(name, path, path.stat().st_mtime_ns) if path else None
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
 
 
 @lru_cache(maxsize=512)

@@ -93,7 +93,7 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
     """
     root, runs = _checked(request, launcher)
     name, minutes = request.config["reproduce"]["name"], request.config["reproduce"]["minutes"]
-    there_are = read(request.composer.folders())
+    there_are = read(request.composer.folders)
     if name is None and minutes is None:
         _list(there_are.values())
         return 0
