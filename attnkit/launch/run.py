@@ -33,13 +33,13 @@ from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.monitors import unlogged
 from attnkit.lightning.protocols import DescribedData
 from attnkit.lightning.resume import checkpoints
-from attnkit.lightning.resume.warm_start import trained_on, warm_start
-from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
 
 if TYPE_CHECKING:
     from attnkit.interpret.explanation import Explanation
 
 _log = logging.getLogger(__name__)
+_PRETRAINED = ("name", "model_name", "pretrained", "weights")
+"""Arguments of networks that have weights to be pretrained with; of others nothing is known."""
 
 
 class Run:
@@ -165,9 +165,15 @@ class Run:
     def _follow_weights(self) -> None:
         if self._is_trained:  # it knows it all
             return
+        nodes = {key: self.config.get(key) or {} for key in ("model", *schema.MODEL_PARTS)}
+        nodes = {k: n for k, n in nodes.items() if any(n.get(name) for name in _PRETRAINED)}
+        if not nodes and not self.config.get("init"):
+            return
+        from attnkit.lightning.resume.warm_start import trained_on
+        from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
+
         facts: dict[str, Any] = {}
-        for key in ("model", *schema.MODEL_PARTS):
-            node = self.config.get(key) or {}
+        for key, node in nodes.items():
             try:
                 found = expected_images(node)
             except ValueError as error:
@@ -233,6 +239,8 @@ class Run:
         if not isinstance(module, LightningModule):
             raise UserError(f"module: {node['_target_']} is not a LightningModule")
         if self.config.get("init") and not self._is_trained:
+            from attnkit.lightning.resume.warm_start import warm_start
+
             _log.info(warm_start(module, self.config["init"]))
         return module
 
