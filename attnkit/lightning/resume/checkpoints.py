@@ -301,7 +301,7 @@ def _objects(unsafe: list[str]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error)
+    text = str(error)  # torch 2.11 to 2.14: what was refused stands in the message alone
     if found := re.search(r"Unsupported \w+:? *[^\n]*?(?= was not an allowed|\. |\n|$)", text):
         return f"it holds more than tensors and plain data ({found[0][:200]})"
     return first_line(error).partition(". ")[0][:200]
