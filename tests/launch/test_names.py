@@ -116,7 +116,7 @@ def test_a_saved_configuration_is_data(composer, monkeypatch, how):
         assert job.config["init"] == str(run / "checkpoints" / "best.ckpt")
     places = [name.replace(str(run), str(job.folder)) for name in names]
     assert job.config["module"]["class_names"] == places
-    assert job.config["callbacks"]["last"]["dirpath"] == f"{job.folder}/checkpoints"
+    assert job.config["callbacks"]["checkpoint"]["dirpath"] == f"{job.folder}/checkpoints"
 
 
 def unseen(text):
