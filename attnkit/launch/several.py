@@ -20,7 +20,6 @@ from attnkit.launch import provenance
 from attnkit.launch.command import command_line, setting
 from attnkit.launch.decide import Job
 from attnkit.launch.errors import INTERRUPTED, Interrupted, OutOfMemory
-from attnkit.launch.processes import start_ranks
 from attnkit.launch.processes.locks import holder, locked
 from attnkit.launch.processes.torchrun import Launcher
 from attnkit.launch.signals import raise_received
@@ -37,14 +36,9 @@ OOM_RETRIES = "oom_retries"  # in results.json
 
 # Arguments of the trainer that count batches, where they are whole numbers.
 _BATCHES = (
-    "limit_batches",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "overfit_batches",
-    "val_check_interval",
-)
+    "limit_batches", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+    "limit_predict_batches", "overfit_batches", "val_check_interval",
+)  # fmt: skip
 
 
 def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
@@ -98,19 +92,19 @@ def _run_folder(job: Job) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
+            stopped = isinstance(error, Interrupted)
+            state = folders.STOPPED if stopped else folders.FAILED
             wanted = job.begun and not isinstance(error, UserError)
-            if isinstance(error, Interrupted) and not job.mode.trains:
+            if stopped and not job.mode.trains:
                 # nothing goes on there: the same command is to find the folder free
                 wanted = not folders.is_bare(folder)
             if not kept and not wanted:
                 folders.take_back(folder, made)
             for path in {folder, *(Path(config["run_dir"]) for config in job.runs)}:
                 if folders.load_state(path).get("state") == folders.RUNNING:
-                    stopped = isinstance(error, Interrupted)
-                    folders.save_state(path, folders.STOPPED if stopped else folders.FAILED)
+                    folders.save_state(path, state)
             if job.begun and folder.is_dir():
-                stopped = isinstance(error, Interrupted)
-                provenance.ended(folder, folders.STOPPED if stopped else folders.FAILED)
+                provenance.ended(folder, state)
             raise
 
 
@@ -178,6 +172,8 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run |
             return run
         except _InRanks as ranks:
             count = ranks.count
+        from attnkit.launch.processes import start_ranks
+
         run = None  # the ranks have a model and data of their own
         given = {"run_dir": config["run_dir"], "log": str(job.folder), "alone": job.alone}
         start_ranks.start({**given, "allow": job.allow, "path": job.paths}, count)

@@ -108,12 +108,12 @@ def test_they_stand_in_two_files():
         (ModelCheckpoint(), "_last_global_step_saved"),
         (ModelCheckpoint(), "_last_checkpoint_saved"),
         (ModelCheckpoint(), "_save_checkpoint"),  # which BestCheckpoint overrides
-        (ModelCheckpoint(), "_monitor_candidates"),  # the same
         (ModelCheckpoint(), "_save_monitor_checkpoint"),  # the same
         (ModelCheckpoint(), "_get_metric_interpolated_filepath_name"),  # which it calls
         (ModelCheckpoint(), "_should_remove_checkpoint"),
         (ModelCheckpoint(), "_remove_checkpoint"),
         (ModelCheckpoint(), "_save_topk_checkpoint"),  # which LastCheckpoint calls
+        (ModelCheckpoint(), "_monitor_candidates"),  # the same
         (ModelCheckpoint(), "_should_skip_saving_checkpoint"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
