@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +15,6 @@ import lightning
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from attnkit.launch import folder as folders
@@ -351,18 +349,6 @@ class Run:
             if not isinstance(error, MisconfigurationException):
                 raise
             raise UserError(f"trainer: {first_line(error)}") from error
-
-    def metrics(self) -> dict[str, float]:
-        """What was logged last, and the numbers in the attribute `results` of callbacks.
-
-        What is not finite is left out with a warning, since JSON has no such numbers.
-        """
-        found = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            found |= getattr(callback, "results", {})
-        for name in [name for name, value in found.items() if not math.isfinite(value)]:
-            rank_zero_warn(f"{name} is {found.pop(name)} and left out of {folders.RESULTS}")
-        return found
 
     def _seed(self) -> None:
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
