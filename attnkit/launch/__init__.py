@@ -9,7 +9,7 @@ job/       one run: kinds of run, decided, built, carried out, its folder
 measure/   run=check and run=bench
 records/   run=reproduce: experiments with published results
 processes/ ranks, torchrun and srun, GPUs, locks, OpenMP
-sweep/     many runs: trials, launchers, resuming, ranking and report; study/ (Optuna)
+sweep/     many runs: trials, launchers, resuming, studies by Optuna, ranking and report
 """
 
 import time
