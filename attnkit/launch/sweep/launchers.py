@@ -115,8 +115,8 @@ class Launch:
     job_name: str
 
     @classmethod
-    def read(cls, composer: Composer, words: Sequence[str]) -> "Launch":
-        """The launcher that these words of Hydra's choose.
+    def read(cls, composer: Composer, words: Sequence[str], at_once: int = 1) -> "Launch":
+        """The launcher that these words of Hydra's choose, for so many trials at once.
 
         Raises:
             UserError: it is not installed, or not with these settings, or not on this machine.
@@ -136,6 +136,11 @@ class Launch:
                 f"{what}: the package submitit is not installed\n  pip install 'attnkit[submitit]'"
             )
         made = kind(**settings(composer, words, "hydra.launcher", kind, what))
+        if isinstance(made, Basic) and at_once > 1:
+            raise UserError(
+                f"hydra.sweeper.n_jobs={at_once}: {what} runs one at a time\n"
+                "  add hydra/launcher=joblib, which runs several"
+            )
         if isinstance(made, Joblib) and made.n_jobs == 0:
             raise UserError("hydra.launcher.n_jobs=0: expected 1 or more, or -1 for all CPUs")
         if isinstance(made, Submitit) and (made.nodes, made.tasks_per_node) != (1, 1):

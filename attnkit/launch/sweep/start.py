@@ -19,7 +19,6 @@ from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, trial_folder
 from attnkit.launch.job import folder as folders
 from attnkit.launch.job.request import Request, check_resumable
 from attnkit.launch.processes.locks import holder
-from attnkit.launch.sweep import study
 from attnkit.launch.sweep.launchers import BASIC, Launch
 from attnkit.launch.sweep.record import (
     Sweep,
@@ -31,6 +30,7 @@ from attnkit.launch.sweep.record import (
     read_sweep,
     write_sweep,
 )
+from attnkit.launch.sweep.study import CHANGEABLE, Study, is_chosen
 from attnkit.launch.sweep.trials import Order, checked, run_trials
 from attnkit.lightning.errors import UserError
 
@@ -62,8 +62,8 @@ def sweep(
             raise UserError(f"{override.input_line}: must be the same for all trials")
     place = [o for o in overrides if key_of(o) == "run_dir"]
     rest = [o for o in overrides if o not in place]
-    plan = (study.Study if study.is_chosen(words) else _Grid)(composer, words, rest)
-    launch = plan.launcher(words)
+    plan = (Study if is_chosen(words) else _Grid)(composer, words, rest)
+    launch = Launch.read(composer, words, plan.at_once)
     request = Request.read(composer, [*plan.first, *place])
     root = request.folder(sweep=True)
     orders = plan.check(root)
@@ -96,6 +96,7 @@ class _Grid:
     """
 
     name = "basic"
+    at_once = 1
 
     def __init__(self, composer: Composer, words: Sequence[str], rest: Sequence[str]) -> None:
         self.composer, self.words = composer, words
@@ -104,10 +105,6 @@ class _Grid:
         parsed = composer.parse(rest)
         self.keys = tuple(o.key_or_group for o in parsed if o.is_sweep_override())
         self.allow = [o for o in rest if key_of(o) == "allow"]
-
-    def launcher(self, words: Sequence[str]) -> Launch:
-        """What runs the trials."""
-        return Launch.read(self.composer, words)
 
     def check(self, root: Path) -> list[Order]:
         """All trials of a sweep in this folder, decided."""
@@ -142,11 +139,11 @@ def resume(
     if given.is_sweep_override():
         raise UserError(f"{given.input_line}: one sweep at a time")
     sweep = read_sweep(find_sweep(given.value(), "resume"))
-    is_study = sweep.sweeper == study.NAME
+    is_study = sweep.sweeper == Study.name
     for override in (*overrides, *words):
         if key_of(override) in ("resume", "allow") or is_launcher(override):
             continue
-        if not (is_study and study.is_changeable(override)):
+        if not (is_study and key_of(override) in CHANGEABLE):
             more = "; n_trials, n_jobs and storage of hydra.sweeper" if is_study else ""
             raise UserError(
                 f"{override}: can't be changed when a sweep is resumed\n"
@@ -157,7 +154,9 @@ def resume(
     begun(sweep.folder)
     with held(sweep.folder, "resume"), _in_folder(sweep.working_dir):
         if is_study:
-            return study.go_on(composer, sweep, [*launcher, *words])
+            study = Study.again(composer, sweep, words)
+            launch = Launch.read(composer, launcher, study.at_once)
+            return study.run(launch, sweep, [*launcher, *words])
         unfinished = sweep.having("interrupted", "waiting")
         return _run(composer, Launch.read(composer, launcher), sweep, unfinished)
 
@@ -175,8 +174,8 @@ def retry(request: Request, launcher: object = None) -> int:
         code = _run(composer, launch, sweep, failed, changes)
         if not failed:
             print("no trial has failed: nothing to try again")
-        if sweep.sweeper == study.NAME:
-            study.tell(composer, sweep)
+        if sweep.sweeper == Study.name:
+            Study.again(composer, sweep).tell()
         return code
 
 

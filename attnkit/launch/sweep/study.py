@@ -26,7 +26,8 @@ from attnkit.launch.config.hydra_words import (
     trial_folder,
 )
 from attnkit.launch.sweep import search
-from attnkit.launch.sweep.launchers import BASIC, Launch
+from attnkit.launch.sweep.launchers import Launch
+from attnkit.launch.sweep.ranking import Metric
 from attnkit.launch.sweep.record import Sweep, Trial, add_trial, new_trial, read_sweep
 from attnkit.launch.sweep.report import best_command
 from attnkit.launch.sweep.search import PREFIX, SAMPLERS, Settings
@@ -44,10 +45,10 @@ NAME = "optuna"
 BEST = "best.txt"
 JOURNAL = "study.journal"
 """The default storage, in the folder of the sweep."""
+CHANGEABLE = tuple(f"{PREFIX}{name}" for name in ("n_trials", "n_jobs", "storage"))
+"""Settings that may change in a study that goes on."""
 
 _CHECKPOINT = "callbacks.checkpoint"
-# What may change in a study that goes on.
-_CHANGEABLE = tuple(f"{PREFIX}{name}" for name in ("n_trials", "n_jobs", "storage"))
 # User attributes of the study: how many trials it is to have, for any process may raise it; and of
 # a trial: of which sweep it is which one.
 _LIMIT, _SWEEP, _NUMBER = "n_trials", "sweep", "number"
@@ -71,37 +72,6 @@ def is_chosen(words: Sequence[str]) -> bool:
                 "  hydra/sweeper=basic: all of them; optuna: a study, with hydra.sweeper.*"
             )
     return chosen
-
-
-def is_changeable(word: str) -> bool:
-    """Whether a study that goes on may have this setting."""
-    return key_of(word) in _CHANGEABLE
-
-
-def go_on(composer: Composer, sweep: Sweep, words: Sequence[str]) -> int:
-    """Go on with a study; returns the exit code."""
-    study = _again(composer, sweep, words)
-    return study.run(study.launcher(words), sweep, words)
-
-
-def tell(composer: Composer, sweep: Sweep) -> None:
-    """Tell the study of trials that were tried again, and show what is best after it."""
-    study = _again(composer, sweep, ())
-    with study.locked():
-        study.settle(read_sweep(sweep.folder))
-    study.show_best()
-
-
-def _again(composer: Composer, sweep: Sweep, words: Sequence[str]) -> "Study":
-    """The study's command as it was typed, with what is permitted and changed by this one."""
-    changes = [w for w in words if is_changeable(w)]
-    rest = [o for o in split(sweep.command)[0] if key_of(o) not in ("allow", "run_dir")]
-    study = Study(composer, [*sweep.hydra, *changes], [*rest, *sweep.allow])
-    study.check(sweep.folder, begins=False)
-    # No file may have a storage made: one that is elsewhere has to be there, or typed.
-    typed = any("storage" in word for word in changes)
-    study.open(sweep.folder, make=typed or study.settings.storage is None)
-    return study
 
 
 class Study:
@@ -130,21 +100,28 @@ class Study:
             mode = modes[self.settings.direction]
             self.fixed.append(f"{_CHECKPOINT}.monitor={self.settings.metric}")
             self.fixed.append(f"{_CHECKPOINT}.mode={mode}")
+        self.at_once = self.settings.n_jobs
         self.first = [*self.overrides(search.corners(self.space)[0]), *self.allow]
+
+    @classmethod
+    def again(cls, composer: Composer, sweep: Sweep, words: Sequence[str] = ()) -> "Study":
+        """The study of a command as it was typed, with what is permitted and changed by this one.
+
+        Args:
+            words: Hydra's of this command.
+        """
+        changes = [w for w in words if key_of(w) in CHANGEABLE]
+        rest = [o for o in split(sweep.command)[0] if key_of(o) not in ("allow", "run_dir")]
+        study = cls(composer, [*sweep.hydra, *changes], [*rest, *sweep.allow])
+        study.check(sweep.folder, begins=False)
+        # No file may have a storage made: one that is elsewhere has to be there, or typed.
+        typed = any("storage" in word for word in changes)
+        study.open(sweep.folder, make=typed or study.settings.storage is None)
+        return study
 
     def overrides(self, params: dict[str, Any]) -> list[str]:
         """Of a trial."""
         return [*self.fixed, *search.texts({key: params[key] for key in self.space})]
-
-    def launcher(self, words: Sequence[str]) -> Launch:
-        """What runs the trials."""
-        launch = Launch.read(self.composer, words)
-        if self.settings.n_jobs > 1 and launch.is_basic:
-            raise UserError(
-                f"{PREFIX}n_jobs={self.settings.n_jobs}: hydra/launcher={BASIC} runs one at a time"
-                "\n  add hydra/launcher=joblib, which runs several"
-            )
-        return launch
 
     def check(self, root: Path, *, begins: bool = True) -> list[Order]:
         """No trial is chosen yet; what is wrong at the ends of the space is an error now.
@@ -166,12 +143,11 @@ class Study:
             job = checked(self.composer, trial, self.allow).job
         if job.config["run"] != "train":
             raise UserError(f"hydra/sweeper={NAME}: run={job.config['run']}; a study trains")
+        self.metric = Metric.of(job.config)
         checkpoint = (job.config.get("callbacks") or {}).get("checkpoint") or {}
-        self.monitor = str(checkpoint.get("monitor") or "")
-        self.minimise = checkpoint.get("mode") != "max"
-        if not self.monitor or self.monitor.startswith("test"):
+        if not checkpoint.get("monitor") or self.metric.monitor.startswith("test"):
             raise UserError(
-                f"{_CHECKPOINT}.monitor: {self.monitor or 'null'}; "
+                f"{_CHECKPOINT}.monitor: {checkpoint.get('monitor')}; "
                 "a study needs a validation metric there"
             )
         if self.settings.pruner != "none" and len(job.runs) > 1:
@@ -198,8 +174,8 @@ class Study:
         is_url = optunas.is_url(self.storage)
         path = Path(urlsplit(self.storage).path if is_url else self.storage)
         self.sweep = os.path.relpath(folder, path.parent)
-        direction = ("minimize" if self.minimise else "maximize") if make else None
-        self.study = optunas.open_study(self.storage, name, direction=direction)
+        direction = "maximize" if self.metric.maximize else "minimize"
+        self.study = optunas.open_study(self.storage, name, direction=direction if make else None)
         with self.locked():
             self._check_same()
 
@@ -218,12 +194,12 @@ class Study:
         from optuna.study import StudyDirection
 
         name, theirs = self.settings.study_name, self.study.user_attrs
-        minimises = self.study.direction == StudyDirection.MINIMIZE
-        if (not theirs and self.study.get_trials(deepcopy=False)) or minimises != self.minimise:
+        is_other = (self.study.direction == StudyDirection.MAXIMIZE) != self.metric.maximize
+        if is_other or (not theirs and self.study.get_trials(deepcopy=False)):
             raise UserError(f"hydra.sweeper.study_name={name}: is a study of another kind")
         mine = {
             "command": sorted(self.fixed),
-            "monitor": self.monitor,
+            "monitor": self.metric.monitor,
             "space": {k: distribution_to_json(d) for k, d in self.space.items()},
         }
         for key, value in mine.items():
@@ -270,7 +246,7 @@ class Study:
         trial.set_user_attr(_NUMBER, number)
         return trial.params
 
-    def settle(self, sweep: Sweep) -> None:
+    def _settle(self, sweep: Sweep) -> None:
         """Tell the study what has become of the trials of the sweep."""
         from optuna.trial import TrialState, create_trial
 
@@ -285,7 +261,7 @@ class Study:
             if trial.state not in _ENDED or before is None:
                 continue
             state = TrialState[_ENDED[trial.state]]
-            value = trial.results.get(f"{self.monitor}_best")
+            value = trial.results.get(self.metric.name)
             if state == TrialState.COMPLETE and value is None:
                 state = TrialState.FAIL
             if before.state == TrialState.RUNNING:
@@ -303,6 +279,12 @@ class Study:
                         intermediate_values=before.intermediate_values,
                     )
                 )
+
+    def tell(self) -> None:
+        """Tell the study what has become of the trials of the sweep, and show what is best."""
+        with self.locked():
+            self._settle(read_sweep(self.folder))
+        self._show_best()
 
     # --- the sweep ---
 
@@ -327,9 +309,7 @@ class Study:
         kept = [w for w in sweep.hydra if not is_launcher(w)]
         sweep = replace(sweep, hydra=(*kept, *launcher))
         code = run_trials(launch.run, sweep, self._batches())
-        with self.locked():
-            self.settle(read_sweep(self.folder))
-        self.show_best()
+        self.tell()
         return code
 
     def _batches(self) -> Iterator[list[Order]]:
@@ -347,7 +327,7 @@ class Study:
                 if sweep == self.sweep and number >= there:  # killed before it was written down
                     self._add(number, asked.params)
             known = read_sweep(self.folder)
-            self.settle(known)
+            self._settle(known)
             broken_off = known.having("interrupted", "waiting")
             chosen = [trial for trial in broken_off if trial.number not in tried][:most]
             number = len(known.trials)
@@ -370,11 +350,11 @@ class Study:
         # In the sweep's folder it stays where it is when the sweep is moved.
         storage = literal(self.storage) if own.storage else f"${{run_dir}}/../{JOURNAL}"
         node = {"_target_": "attnkit.lightning.Pruning", "folder": "${run_dir}", "storage": storage}
-        node |= {"study": literal(own.study_name), "monitor": literal(self.monitor)}
+        node |= {"study": literal(own.study_name), "monitor": literal(self.metric.monitor)}
         node |= {"pruner": own.pruner, "options": own.pruner_options}
         return {**node, "trial": self._asked()[self.sweep, trial.number].number}
 
-    def show_best(self) -> None:
+    def _show_best(self) -> None:
         """The best command line of the study, on screen and in a file."""
         try:
             best = self.study.best_trial
@@ -383,6 +363,8 @@ class Study:
         allowed = permission(self.composer.config_dir, self.allow)
         line = command_line(*self.overrides(best.params), permission=allowed)
         write_text(self.folder / BEST, f"{line}\n")
-        print(f"  best   {self.monitor} {three_digits(best.values[0])}: {self.folder / BEST}")
+        print(
+            f"  best   {self.metric.monitor} {three_digits(best.values[0])}: {self.folder / BEST}"
+        )
         if line != best_command(self.folder):  # that of another sweep in the same study
             print(f"the best run of the study:\n  {line}")
