@@ -17,8 +17,8 @@ from lightning import LightningModule
 
 import attnkit
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job.request import Request, decide
-from attnkit.launch.job.run import Run
+from attnkit.launch.decide import Request, decide
+from attnkit.launch.run import Run
 from attnkit.lightning import Export
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,7 @@ from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.hard import Draw
 from attnkit.core.positions.rotary import Rotation
-from attnkit.launch.job.run import Run
+from attnkit.launch.run import Run
 from attnkit.models.captioning.generate import Sentences
 
 Sizes = dict[str, Any]

@@ -5,7 +5,11 @@ api        the same from Python: attnkit.run, attnkit.sweep
 command    commands and overrides as texts
 errors, signals   how a command ends
 config/    from a command line to one plain, checked configuration (the only Hydra)
-job/       one run: kinds of run, decided, built, carried out, its folder
+decide     what a command line asks for, as plain data: a job
+several    the runs of a job, one after the other: folders, seeds, processes, results
+run        one run: its data, module and trainer (parts, trainer)
+modes/     what a run does: the table of modes, a file for each
+folder, provenance, console   where a run writes, where it comes from, what it says
 measure/   run=check and run=bench
 records/   run=reproduce: experiments with published results
 processes/ ranks, torchrun and srun, GPUs, locks, OpenMP

@@ -14,18 +14,18 @@ from csv import DictReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnkit.launch import folder as folders
 from attnkit.launch.command import quoted
 from attnkit.launch.config import hydra_words
 from attnkit.launch.config.compose import Composer, readable
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.execute import command, execute
-from attnkit.launch.job.request import Request, decide
+from attnkit.launch.decide import Request, decide
+from attnkit.launch.several import carry_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.job import Job
-    from attnkit.launch.job.run import Run
+    from attnkit.launch.decide import Job
+    from attnkit.launch.run import Run
 
 
 def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run:
@@ -61,15 +61,15 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
     with _given_back():
         composer, overrides, _ = _read(words, config_dir, values, multirun=False)
         request = Request.read(composer, overrides)
-        kind = request.kind
-        if kind.command != f"{command.__module__}.{command.__name__}":
+        mode = request.mode
+        if not mode.work:
             raise UserError(
-                f"run={kind.name}: expected a run that leaves a folder of its own\n"
-                f"  on the command line: attnkit run={kind.name} …"
+                f"run={mode.name}: expected a run that leaves a folder of its own\n"
+                f"  on the command line: attnkit run={mode.name} …"
             )
         job = decide(request)
-        found = execute(job) or _opened(job)
-        if found.kind.trains and not any(name.startswith("test/") for name in found.results):
+        found = carry_out(job) or _opened(job)
+        if found.mode.trains and not any(name.startswith("test/") for name in found.results):
             for callback in found.trainer.checkpoint_callbacks:  # a test would have loaded it
                 if isinstance(callback, ModelCheckpoint) and callback.monitor:
                     found.restore(callback.best_model_path or None)
@@ -127,16 +127,16 @@ def _number(text: str) -> int | float | str | None:
 def _opened(job: Job) -> Run:
     """A run that other processes carried out, or that was over before: with its weights, the best
     of a training where they were kept."""
-    from attnkit.launch.job import screen
-    from attnkit.launch.job.run import Run
+    from attnkit.launch import console
+    from attnkit.launch.run import Run
     from attnkit.lightning.build.build import allowing
     from attnkit.lightning.resume import checkpoints
 
-    screen.quiet()
+    console.quiet()
     home = Path(job.runs[-1]["run_dir"])
     config = folders.load_config(home)
     ckpt = config["ckpt"]
-    if job.kind.trains:
+    if job.mode.trains:
         kept = home / folders.CHECKPOINTS
         best = kept / "best.ckpt"
         ckpt = best if best.is_file() else checkpoints.newest_intact(kept).path
@@ -146,7 +146,7 @@ def _opened(job: Job) -> Run:
         run.make_module()
         run.restore()
         run.make_trainer()
-    run.config, run.kind = config, job.kind
+    run.config, run.mode = config, job.mode
     return run
 
 

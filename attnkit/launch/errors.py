@@ -39,6 +39,10 @@ class Interrupted(KeyboardInterrupt):
         self.code = code
 
 
+class OutOfMemory(RunError):
+    """Training ran out of memory; the message is the allocator's first line."""
+
+
 def guarded(command: Callable[[], int]) -> int:
     """Run a command and turn whatever it raises into lines on stderr and an exit code."""
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from textwrap import fill
 
-from attnkit.launch.job.kinds import KINDS
+from attnkit.launch.modes import MODES
 
 SHORT = """\
 attnkit: train, test and use attention models. For example
@@ -91,7 +91,7 @@ def text(groups: Mapping[str, Sequence[str]]) -> str:
     """The help, with the groups and choices of all folders."""
     width = max(map(len, groups), default=0)
     lines = (_wrapped(f"  {name:<{width}}  ", ", ".join(given)) for name, given in groups.items())
-    return TEMPLATE.format(groups="\n".join(lines), kinds=_wrapped(" " * 31, ", ".join(KINDS)))
+    return TEMPLATE.format(groups="\n".join(lines), kinds=_wrapped(" " * 31, ", ".join(MODES)))
 
 
 def _wrapped(start: str, words: str) -> str:

@@ -92,22 +92,22 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
         gc.enable()
         return sweep(composer, overrides, words)
 
-    from attnkit.launch.job.kinds import named
-    from attnkit.launch.job.request import Request, decide
+    from attnkit.launch.decide import Request, decide
+    from attnkit.launch.modes import named
 
     base = _base(args.config) if args.config else None
     request = Request.read(composer, overrides, words, base)
-    if base and (request.config.get("resume") or not request.kind.reads("optimizer")):
+    if base and (request.config.get("resume") or not request.mode.reads("optimizer")):
         raise UserError(
-            f"--config: begins a new run; not with resume= or run={request.kind.name}, "
+            f"--config: begins a new run; not with resume= or run={request.mode.name}, "
             "which have their own configuration"
         )
     if launcher and launcher.rank:
-        if not {"sweep", "reproduce"} & {*request.kind.needs}:  # which rank 0 refuses
+        if request.mode.work:  # rank 0 refuses others
             launcher.job = decide(request)
         return 0  # what is done is rank 0's to say
     gc.enable()
-    return named(request.kind.command)(request, launcher)
+    return named(request.mode.command)(request, launcher)
 
 
 def _base(given: str) -> Path:
@@ -122,7 +122,7 @@ def _base(given: str) -> Path:
 def _show(composer: "Composer", overrides: Sequence[str], *, resolve: bool) -> int:  # type: ignore[name-defined] # noqa: F821
     from omegaconf import OmegaConf
 
-    from attnkit.launch.job.request import Request
+    from attnkit.launch.decide import Request
 
     request = Request.read(composer, overrides)
     if not OmegaConf.missing_keys(request.config):

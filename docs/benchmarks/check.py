@@ -25,7 +25,7 @@ if sys.argv.pop(1) == "cpu":
     time.perf_counter = time.process_time
 from attnkit.launch.measure.check import check
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job.request import Request, decide
+from attnkit.launch.decide import Request, decide
 figures = check(decide(Request.read(Composer(None), ["run=check", *sys.argv[1:]])))
 print("figures " + json.dumps(figures))
 """

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import attnkit as toolkit
-from attnkit.launch.job import folder as folders
+from attnkit.launch import folder as folders
 from attnkit.lightning.errors import UserError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

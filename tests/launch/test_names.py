@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 import attnkit as toolkit
+from attnkit.launch import folder as folders
 from attnkit.launch.command import command_line, quoted, setting
 from attnkit.launch.config.compose import Composer, readable
+from attnkit.launch.console import logging_to
+from attnkit.launch.decide import Request, decide
 from attnkit.launch.errors import fail
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.request import Request, decide
-from attnkit.launch.job.screen import logging_to
 from attnkit.launch.processes.python import command_of, print_anything
 from attnkit.launch.sweep.record import read_sweep
 from attnkit.lightning import UserError

@@ -15,7 +15,7 @@ import yaml
 
 from attnkit.launch.command import command_line
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job.request import Request, decide
+from attnkit.launch.decide import Request, decide
 from attnkit.launch.records.record import Data, Figure, read, verdict
 from attnkit.lightning.errors import UserError
 

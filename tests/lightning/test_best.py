@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
-from attnkit.launch.job import folder as folders
+from attnkit.launch import folder as folders
 from attnkit.lightning import BestCheckpoint, EpochLines, LastCheckpoint, Plateau, UserError
 from attnkit.lightning.best import mode_of, rank
 from attnkit.lightning.modules.monitors import MonitorsInSanityCheck, direction

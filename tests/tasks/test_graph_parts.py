@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job.request import Request, decide
+from attnkit.launch.decide import Request, decide
 from attnkit.lightning import UserError
 from attnkit.tasks.node_classification import (
     GraphFilesData,

@@ -20,7 +20,7 @@ class Config:
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
     run: str = "train"
-    """What to do: one of `KINDS` (launch/job/kinds.py)."""
+    """What to do: one of `MODES` (launch/modes)."""
 
     module: dict[str, Any] | None = None
     """The LightningModule; gets those of `PARTS` that it takes."""

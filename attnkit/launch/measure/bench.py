@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnkit.core.kernels.choose import BACKENDS, UnsupportedError
 from attnkit.launch.errors import is_out_of_memory
-from attnkit.launch.job.run import Run
+from attnkit.launch.run import Run
 from attnkit.lightning.callbacks.throughput import num_samples, wait_for_device
 from attnkit.lightning.errors import UserError
 

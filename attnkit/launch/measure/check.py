@@ -21,17 +21,17 @@ from attnkit.core.operators.multiply_adds import count_multiply_adds
 from attnkit.finetune.memory import memory_of_step, trained_layers
 from attnkit.finetune.record import finetuned
 from attnkit.launch import STARTED
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job import out_of_memory as oom
-from attnkit.launch.job import screen as report
-from attnkit.launch.job.job import Job
-from attnkit.launch.job.kinds import KINDS
-from attnkit.launch.job.request import Request, decide
-from attnkit.launch.job.run import Run
-from attnkit.launch.job.trainer import make_trainer
+from attnkit.launch import console as report
+from attnkit.launch import folder as folders
+from attnkit.launch.decide import Job, Request, decide
+from attnkit.launch.errors import OutOfMemory
 from attnkit.launch.measure.bench import step_of
 from attnkit.launch.measure.stopwatch import Stopwatch
+from attnkit.launch.modes import MODES
 from attnkit.launch.processes.torchrun import Launcher
+from attnkit.launch.run import Run
+from attnkit.launch.several import MOST
+from attnkit.launch.trainer import make_trainer
 from attnkit.lightning.build.build import allowing
 from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.callbacks.cost import Cost
@@ -114,7 +114,7 @@ def _carried_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, 
     config, unknown = _moved(config, folder)
     given = config["trainer"] or {}
     config["trainer"] = {**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
-    world = make_trainer(config, KINDS["train"]).world_size
+    world = make_trainer(config, MODES["train"]).world_size
     if world > 1:
         config["trainer"] |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
         unknown.append(f"what {world} processes wait for each other; measured is one of them alone")
@@ -131,11 +131,11 @@ def _carried_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, 
     run = Run(config, on_ready=on_ready)
     try:
         run.carry_out()
-    except oom.OutOfMemory as error:
+    except OutOfMemory as error:
         batch = (config.get("data") or {}).get("batch_size")
         raise RunError(
             f"out of memory with batches of {batch}\n  {error}\n"
-            f"  training would try again with half of it, at most {oom.MOST} times"
+            f"  training would try again with half of it, at most {MOST} times"
         ) from None
     return run, watches[0], unknown
 

@@ -18,25 +18,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attnkit.launch import folder as folders
 from attnkit.launch.errors import (
     CRASHED,
     INTERRUPTED,
     TRACEBACK,
     WRONG_INPUT,
+    OutOfMemory,
     fail,
     is_peer_lost,
     is_timeout,
     summary,
 )
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.out_of_memory import OutOfMemory
 from attnkit.launch.processes.start_ranks import Report
 from attnkit.launch.processes.torchrun import Launcher, leave_group
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.lightning.errors import StoppedBySignal, UserError
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.run import Run
+    from attnkit.launch.run import Run
 
 _ENDING = 5.0  # seconds in which rank 0 says how it ends, when something has gone wrong
 
@@ -111,8 +111,8 @@ def _run(
     works: list[Run] = []
 
     def run() -> None:
-        from attnkit.launch.job import screen as report
-        from attnkit.launch.job.run import Run
+        from attnkit.launch import console as report
+        from attnkit.launch.run import Run
         from attnkit.lightning.build.build import allowing
         from attnkit.lightning.resume.signals import fork_apart
 

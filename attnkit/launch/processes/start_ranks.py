@@ -23,8 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from attnkit.launch.errors import CRASHED, WRONG_INPUT
-from attnkit.launch.job.out_of_memory import OutOfMemory
+from attnkit.launch.errors import CRASHED, WRONG_INPUT, OutOfMemory
 from attnkit.launch.processes.python import command_of
 from attnkit.launch.processes.torchrun import VARIABLES
 from attnkit.launch.signals import held_back

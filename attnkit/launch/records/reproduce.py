@@ -13,17 +13,17 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from attnkit.core.nearest import nearest
+from attnkit.launch import folder as folders
 from attnkit.launch.command import dotted_key
 from attnkit.launch.config.schema import REPRODUCE
 from attnkit.launch.config.signatures import known
 from attnkit.launch.config.validate import check_arguments
+from attnkit.launch.decide import Job, Request, decide
 from attnkit.launch.errors import CRASHED, fail, summary
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.execute import execute
-from attnkit.launch.job.job import Job
-from attnkit.launch.job.request import Request, check_uses, decide
+from attnkit.launch.modes.rules import check_uses
 from attnkit.launch.processes.torchrun import Launcher
 from attnkit.launch.records.record import Figure, Record, grouped, read, verdict
+from attnkit.launch.several import carry_out
 from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, UserError
 from attnkit.lightning.files import absolute, write_csv, write_text
@@ -229,7 +229,7 @@ def _run(request: Request, row: Row, root: Path | None, runs: int | None) -> Non
     record, started = row.record, time.monotonic()
     try:
         if job := _job(request, record, row.folder.parent, root, runs):
-            execute(job)
+            carry_out(job)
         else:
             _run_script(record, row.folder, runs or record.runs)
         row.now = _figure(record, row.folder)

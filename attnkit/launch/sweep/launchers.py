@@ -25,11 +25,11 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from attnkit.core.nearest import nearest
+from attnkit.launch import folder as folders
 from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import is_launcher, settings
 from attnkit.launch.errors import INTERRUPTED
-from attnkit.launch.job import folder as folders
 from attnkit.launch.processes import gpus
 from attnkit.launch.processes.python import command_of
 from attnkit.launch.signals import held_back

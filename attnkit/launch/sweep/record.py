@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from attnkit.launch import folder as folders
 from attnkit.launch.command import command_line, key_of, permission, setting
-from attnkit.launch.job import folder as folders
 from attnkit.launch.processes.locks import holder, is_locked, locked
 from attnkit.lightning.callbacks.study import PRUNED
 from attnkit.lightning.errors import UserError

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import attnkit
+from attnkit.launch import folder as folders
 from attnkit.launch.command import command_line, key_of, setting
+from attnkit.launch.decide import Request
 from attnkit.launch.errors import CRASHED, summary
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.request import Request
 from attnkit.launch.sweep import picture
 from attnkit.launch.sweep.ranking import (
     Metric,

@@ -13,11 +13,11 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from attnkit.launch import folder as folders
 from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, trial_folder
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.request import Request, check_resumable
+from attnkit.launch.decide import Request, check_resumable
 from attnkit.launch.processes.locks import holder
 from attnkit.launch.sweep.launchers import BASIC, Launch
 from attnkit.launch.sweep.record import (

@@ -16,16 +16,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from attnkit.launch import folder as folders
 from attnkit.launch.command import key_of, setting
 from attnkit.launch.config.compose import Composer
+from attnkit.launch.decide import Job, Request, decide
 from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail, guarded, summary
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.execute import execute
-from attnkit.launch.job.job import Job
-from attnkit.launch.job.request import Request, decide
 from attnkit.launch.processes.locks import locked
 from attnkit.launch.processes.one_rank import end_with
 from attnkit.launch.processes.torchrun import VARIABLES
+from attnkit.launch.several import carry_out
 from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.launch.sweep.ranking import Metric, figure
 from attnkit.launch.sweep.record import (
@@ -175,7 +174,7 @@ def _run(order: Order, printing: Any = None) -> None:
                 configs = [folders.load_config(Path(c["run_dir"])) for c in (job.config, *job.runs)]
                 job = replace(job, resumed=True, config=configs[0], runs=configs[1:])
             with printing or nullcontext():
-                execute(job)
+                carry_out(job)
         except Exception as error:
             raise_received()  # what a signal has broken off may fail in any way
             if progress(trial.folder) != "pruned":
@@ -200,7 +199,7 @@ def save_error(folder: Path, text: str) -> None:
 
 def _clear(folder: Path) -> None:
     """Leave only the lock, the logs and the errors of the attempts before."""
-    from attnkit.launch.job.screen import LOG
+    from attnkit.launch.console import LOG
 
     kept = (LOG, OUTPUT, folders.LOCK)
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -107,8 +107,8 @@ TARGETS = [
     "torchmetrics.utilities.data.apply_to_collection",
     # attnkit's own
     "attnkit.launch.main.sys.exit", "attnkit.launch.main.main",
-    "attnkit.launch.job.execute.save_results",
-    "attnkit.launch.job.execute.subprocess.Popen", "attnkit.launch.job.folder.take_back",
+    "attnkit.launch.several.save_results",
+    "attnkit.launch.several.subprocess.Popen", "attnkit.launch.folder.take_back",
     "attnkit.launch.sweep.start.sweep", "attnkit.lightning.callbacks.progress.Progress.print",
     "attnkit.lightning.build.build.build", "attnkit.attend",
     "attnkit.lightning.build.build.import_module",

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job.request import Request, decide
-from attnkit.launch.job.run import Run
+from attnkit.launch.decide import Request, decide
 from attnkit.launch.measure import stopwatch
 from attnkit.launch.measure.check import check
+from attnkit.launch.run import Run
 from attnkit.layers import ReceptiveField
 from attnkit.tasks.node_classification import DigitsGraphData
 

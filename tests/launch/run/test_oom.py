@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnkit.launch.job.folder import load_config
+from attnkit.launch.folder import load_config
 
 CPU = "  DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 TASK = """\

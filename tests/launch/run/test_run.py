@@ -15,8 +15,8 @@ import torch
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job import screen as report
+from attnkit.launch import console as report
+from attnkit.launch import folder as folders
 
 
 def results_of(folder: Path) -> dict:

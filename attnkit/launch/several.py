@@ -1,22 +1,24 @@
-"""Does what was decided: folders, seeds, processes, results. Knows neither Hydra nor a task."""
+"""Does what was decided: folders, seeds, processes, results. Knows neither Hydra nor a task.
+
+Training that runs out of memory is tried again with half the batch and twice the accumulation, from
+the last checkpoint.
+"""
 
 from __future__ import annotations
 
 import gc
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnkit.launch import folder as folders
+from attnkit.launch import provenance
 from attnkit.launch.command import command_line, setting
-from attnkit.launch.errors import INTERRUPTED, Interrupted
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job import origin
-from attnkit.launch.job import out_of_memory as oom
-from attnkit.launch.job.job import Job
-from attnkit.launch.job.request import Request, decide
+from attnkit.launch.decide import Job, Request, decide
+from attnkit.launch.errors import INTERRUPTED, Interrupted, OutOfMemory
 from attnkit.launch.processes import start_ranks
 from attnkit.launch.processes.locks import holder, locked
 from attnkit.launch.processes.torchrun import Launcher
@@ -24,19 +26,33 @@ from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.run import Run
+    from attnkit.launch.run import Run
 
 # Results that differ between seeds by chance; those get a spread.
 SPREAD = ("test/", "val/")
 
+MOST = 3  # times that a batch is halved
+OOM_RETRIES = "oom_retries"  # in results.json
+
+# Arguments of the trainer that count batches, where they are whole numbers.
+_BATCHES = (
+    "limit_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
+
 
 def command(request: Request, launcher: Launcher | None = None) -> int:
     """Decide and carry out a command line; returns the exit code."""
-    execute(decide(request), launcher)
+    carry_out(decide(request), launcher)
     return 0
 
 
-def execute(job: Job, launcher: Launcher | None = None) -> Run | None:
+def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
     """Run a job and print its tables; nothing is left of one that can't be built.
 
     Returns:
@@ -49,23 +65,23 @@ def execute(job: Job, launcher: Launcher | None = None) -> Run | None:
         return None
     run: Run | None = None
     with _run_folder(job):  # whether it is free is known before torch is
-        from attnkit.launch.job import screen
+        from attnkit.launch import console
         from attnkit.lightning.build.build import allowing
 
-        screen.quiet()
-        with allowing(*job.allow), screen.logging_to(job.folder):
+        console.quiet()
+        with allowing(*job.allow), console.logging_to(job.folder):
             for config in job.runs:
                 folder = Path(config["run_dir"])
                 if len(job.runs) > 1:
                     if _is_over(config, job.changes):
                         run = None
                         continue
-                    screen.say(folder.name.replace("_", " "))
+                    console.say(folder.name.replace("_", " "))
                 run = None  # with its model, before the next one is built
                 with _held(job, folder):
                     run = _run_one(job, config, launcher)
-            screen.final(job, _summarise(job))
-            origin.ended(job.folder, folders.DONE)
+            console.final(job, _summarise(job))
+            provenance.ended(job.folder, folders.DONE)
     return run
 
 
@@ -88,7 +104,7 @@ def _run_folder(job: Job) -> Iterator[None]:
             yield
         except BaseException as error:
             wanted = job.begun and not isinstance(error, UserError)
-            if isinstance(error, Interrupted) and not job.kind.trains:
+            if isinstance(error, Interrupted) and not job.mode.trains:
                 # nothing goes on there: the same command is to find the folder free
                 wanted = not folders.is_bare(folder)
             if not kept and not wanted:
@@ -99,7 +115,7 @@ def _run_folder(job: Job) -> Iterator[None]:
                     folders.save_state(path, folders.STOPPED if stopped else folders.FAILED)
             if job.begun and folder.is_dir():
                 stopped = isinstance(error, Interrupted)
-                origin.ended(folder, folders.STOPPED if stopped else folders.FAILED)
+                provenance.ended(folder, folders.STOPPED if stopped else folders.FAILED)
             raise
 
 
@@ -120,12 +136,12 @@ def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run
     Returns:
         the run; None where ranks carried it out.
     """
-    from attnkit.launch.job import screen
+    from attnkit.launch import console
 
     while True:
         try:
             return _start(job, config, launcher)
-        except oom.OutOfMemory as error:
+        except OutOfMemory as error:
             if launcher:  # whose ranks have ended, and only it could start them again
                 raise RunError(
                     f"out of memory: {error}\n  under {launcher.name} not tried again; smaller: "
@@ -138,16 +154,16 @@ def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run
             torch.cuda.empty_cache()
         folder = Path(config["run_dir"])
         results = folders.load_results(folder)
-        tries = int(results.get(oom.RETRIES, 0))
-        config, said = oom.smaller(folders.load_config(folder), tries, why)
-        screen.say(said)
-        folders.save_results(folder, {**results, oom.RETRIES: tries + 1})
+        tries = int(results.get(OOM_RETRIES, 0))
+        config, said = smaller(folders.load_config(folder), tries, why)
+        console.say(said)
+        folders.save_results(folder, {**results, OOM_RETRIES: tries + 1})
         folders.save_config(folder, config)
 
 
 def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run | None:
     """One attempt at a run, in this process or in ranks of its own."""
-    from attnkit.launch.job.run import Run
+    from attnkit.launch.run import Run
     from attnkit.lightning._private import starts_processes
 
     folder = Path(config["run_dir"])
@@ -182,7 +198,7 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run |
         after = f" after step {step}" if step else ""
         code = getattr(error, "code", INTERRUPTED)
         go_on = "start it again"
-        if job.kind.trains:
+        if job.mode.trains:
             go_on = command_line(setting("resume", job.folder), permission=job.permission)
         raise Interrupted(f"{by}{after}", f"; to go on: {go_on}", code) from None
 
@@ -200,7 +216,7 @@ def _check_processes(run: Run, launcher: Launcher | None) -> None:
 
 def _write_down(job: Job, run: Run) -> None:
     """Write and print what runs, once all objects are built."""
-    from attnkit.launch.job import screen
+    from attnkit.launch import console
 
     if not job.begun:
         folders.save_config(job.folder, job.config)
@@ -211,10 +227,10 @@ def _write_down(job: Job, run: Run) -> None:
     folders.save_config(run.folder, run.config)
     folders.save_state(run.folder, folders.RUNNING)
     if not job.begun:
-        origin.started(job.folder, job.command, run.trainer, run.from_data)
-        screen.header(job, run)
+        provenance.started(job.folder, job.command, run.trainer, run.from_data)
+        console.header(job, run)
     if run.start:
-        screen.say(f"from {run.start}: {run.newest.why}")
+        console.say(f"from {run.start}: {run.newest.why}")
     job.begun = True
 
 
@@ -263,11 +279,51 @@ def _summarise(job: Job) -> dict[str, float]:
         results[key] = statistics.fmean(values) if len(parts) > 1 else values[0]
         if len(parts) > 1 and key.startswith(SPREAD):
             results[f"{key}_std"] = statistics.stdev(values)
-    if retries := sum(part.get(oom.RETRIES, 0) for part in parts):
-        results[oom.RETRIES] = retries
+    if retries := sum(part.get(OOM_RETRIES, 0) for part in parts):
+        results[OOM_RETRIES] = retries
     results["num_seeds"] = len(parts)
     results["seconds"] = round(sum(part.get("seconds", 0.0) for part in parts), 2)
     folders.save_results(job.folder, results)
     if len(parts) > 1:
         folders.save_state(job.folder, folders.DONE)
     return results
+
+
+def smaller(config: Mapping[str, Any], tries: int, why: str) -> tuple[dict[str, Any], str]:
+    """The configuration with half the batch, and in words what it changes.
+
+    An odd batch is rounded down, so that the effective batch is a little smaller.
+
+    The effective batch stays as it was, and with it the number of optimizer steps and the schedule.
+    A batch norm sees the smaller batches.
+
+    Args:
+        tries: how often the batch was halved before.
+        why: what the allocator said.
+
+    Raises:
+        RunError: there is nothing to halve, or it did not help `MOST` times.
+    """
+    data, trainer = dict(config.get("data") or {}), dict(config.get("trainer") or {})
+    batch, accumulated = data.get("batch_size"), trainer.get("accumulate_grad_batches") or 1
+    if type(batch) is not int:
+        what = "this data has no data.batch_size" if "batch_size" not in data else (
+            f"data.batch_size={'null' if batch is None else batch}"
+        )  # fmt: skip
+        raise RunError(f"out of memory, and no batch to halve: {what}\n  {why}")
+    if tries >= MOST or batch < 2:
+        halved = f", halved {tries} times" if tries else ""
+        raise RunError(
+            f"out of memory with batches of {batch}{halved}\n  {why}\n"
+            "  a smaller model or input takes less"
+        )
+    data["batch_size"] = batch // 2
+    trainer["accumulate_grad_batches"] = 2 * accumulated
+    trainer |= {k: 2 * trainer[k] for k in _BATCHES if type(trainer.get(k)) is int}
+    said = (
+        f"out of memory with batches of {batch}: again with {batch // 2}, "
+        f"{2 * accumulated} to a step (trainer.oom_retry=false: not)"
+    )
+    if batch % 2:
+        said += f"; a step has {batch // 2 * 2 * accumulated} instead of {batch * accumulated}"
+    return {**config, "data": data, "trainer": trainer}, said

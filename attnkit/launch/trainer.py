@@ -11,7 +11,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, WeightAveraging
 from lightning.pytorch.loggers import Logger
 
-from attnkit.launch.job.kinds import Kind
+from attnkit.launch.modes import Mode
 from attnkit.launch.signals import raise_received
 from attnkit.lightning._private import replace_signal_handling, set_timeout
 from attnkit.lightning.build.build import build
@@ -29,17 +29,17 @@ _HOOKS = {
 }
 
 
-def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] = ()) -> Trainer:
-    """What `trainer`, `callbacks` and `logger` describe, as far as this kind of run uses them.
+def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] = ()) -> Trainer:
+    """What `trainer`, `callbacks` and `logger` describe, as far as this mode uses them.
 
     Args:
         asked: names of callbacks that were asked for on the command line; one that takes no part in
-            this kind of run is refused.
+            this mode is refused.
 
     Raises:
         UserError: one of them is wrong.
     """
-    if "trainer" not in kind.uses:
+    if "trainer" not in mode.uses:
         return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     arguments = dict(config.get("trainer") or {})
     arguments.pop("oom_retry", None)
@@ -48,20 +48,20 @@ def make_trainer(config: Mapping[str, Any], kind: Kind, asked: Collection[str] =
     if limit is not None:
         arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
     named = _built(Callback, "callbacks", config.get("callbacks"))
-    idle = [name for name, callback in named.items() if not takes_part(type(callback), kind.stage)]
+    idle = [name for name, callback in named.items() if not takes_part(type(callback), mode.stage)]
     for name in (name for name in idle if name in asked):
         target = config["callbacks"][name]["_target_"]
-        reason = f": it has no hook of {kind.stage}" if kind.stage else ""
-        raise UserError(f"callbacks.{name}: {target} has no effect in run={kind.name}{reason}")
+        reason = f": it has no hook of {mode.stage}" if mode.stage else ""
+        raise UserError(f"callbacks.{name}: {target} has no effect in run={mode.name}{reason}")
     callbacks = [callback for name, callback in named.items() if name not in idle]
     shown = arguments.pop("enable_progress_bar", None)
     if shown is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     elif shown is None:
         shown = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    if kind.trains:
+    if mode.trains:
         callbacks.append(MonitorsInSanityCheck())
-    loggers = _built(Logger, "logger", config["logger"] if "logger" in kind.uses else {})
+    loggers = _built(Logger, "logger", config["logger"] if "logger" in mode.uses else {})
     try:
         trainer = Trainer(
             **arguments,

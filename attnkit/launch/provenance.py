@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnkit.launch.job.folder import ORIGIN
+from attnkit.launch.folder import ORIGIN
 from attnkit.lightning.files import write_text
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from attnkit.launch.job.figures import tables
+from attnkit.launch.console import tables
 
 RESULTS = {
     "test/accuracy": 0.951, "test/top5_accuracy": 1.0, "val/accuracy_best": 0.94,

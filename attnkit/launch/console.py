@@ -1,4 +1,4 @@
-"""What a run says: a line at its start, one table at its end, and all of it in run.log."""
+"""What a run says: a line at its start, tables at its end, and all of it in run.log."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rich import get_console
 from rich.console import Console
 from rich.table import Table
 
-from attnkit.launch.job.figures import tables
-from attnkit.launch.job.folder import RESULTS
+from attnkit.launch.folder import RESULTS
 from attnkit.lightning.errors import RunError, UserError
+from attnkit.lightning.telling.numbers import seconds, with_prefix
 from attnkit.lightning.telling.say import log as _log
 from attnkit.lightning.telling.say import say
 from attnkit.lightning.telling.text import cell, visible
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.job import Job
-    from attnkit.launch.job.run import Run
+    from attnkit.launch.decide import Job
+    from attnkit.launch.run import Run
 
 LOG = "run.log"
 PREDICTIONS = "predictions.csv"
@@ -176,9 +176,9 @@ def header(job: Job, run: Run) -> None:
 
 def final(job: Job, results: Mapping[str, float]) -> None:
     """The figures and where everything is."""
-    if job.kind.stage == "predict":
+    if job.mode.stage == "predict":
         show(predictions(job.folder))
-    if not job.kind.has_table:
+    if not job.mode.has_table:
         for table in tables(f"{job.config['task']} · {job.config['run']}", results):
             show(table)
     folder = job.folder
@@ -219,3 +219,79 @@ def predictions(folder: Path) -> Table:
     for row in rows[:_MAX_ROWS]:
         table.add_row(*(cell(row[name] or "") for name in names))
     return table
+
+
+# --- the figures of a run as two tables ----------------------------------------------------------
+
+_COLUMNS = {
+    ("test/", ""): "test",
+    ("val/", "_best"): "val, best epoch",
+    ("val/", "_last"): "val, last epoch",
+    ("val/", ""): "val",
+}
+"""For each stage and ending of a metric's name, the column that it stands in."""
+
+
+def tables(title: str, results: Mapping[str, float]) -> Iterator[Table]:
+    """The metrics of results.json, a row for each and a column for each stage, and all else."""
+    shown = {name: text for name, text in _texts(results).items() if f"{name}_last" not in results}
+    metrics: dict[str, dict[str, str]] = {}
+    for name in list(shown):
+        metric, column = _place(name)
+        if column:
+            metrics.setdefault(metric, {})[column] = shown.pop(name)
+    if metrics:
+        columns = [c for c in _COLUMNS.values() if any(c in row for row in metrics.values())]
+        table = Table("metric", title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for metric in sorted(metrics):
+            table.add_row(cell(metric), *(metrics[metric].get(column, "") for column in columns))
+        if "best_epoch" in results and "test" in columns:
+            table.caption = "test: the checkpoint of the best epoch"
+            table.caption_justify = "left"
+        yield table
+    if shown:
+        rest = Table(title=None if metrics else title, title_justify="left", show_header=False)
+        rest.add_column()
+        rest.add_column(justify="right")
+        for name in sorted(shown, key=lambda name: ("/" not in name, name)):
+            rest.add_row(cell(name), shown[name])
+        yield rest
+
+
+def _texts(results: Mapping[str, float]) -> dict[str, str]:
+    """Every figure as it is shown, with its deviation over several seeds."""
+    several = results["num_seeds"] > 1
+    texts = {}
+    for name, value in results.items():
+        if name.endswith("_std") or name == "num_seeds" or name.startswith("kernels/"):
+            continue
+        texts[name] = _text(name, value)
+        if several and f"{name}_std" in results:
+            texts[name] += f" ± {_text(name, results[f'{name}_std'])}"
+    if several:
+        texts["num_seeds"] = str(int(results["num_seeds"]))
+    kernels = sorted({n.rpartition("/")[2] for n in results if n.startswith("kernels/")})
+    if kernels:
+        texts["attention kernels"] = ", ".join(kernels)
+    return texts
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The metric and the column of a figure: no column for one of no stage that is shown."""
+    for (stage, ending), column in _COLUMNS.items():
+        if name.startswith(stage) and name.endswith(ending):
+            return name.removeprefix(stage).removesuffix(ending), column
+    return name, ""
+
+
+def _text(name: str, value: float) -> str:
+    if name.startswith("difference/"):
+        return f"{value:.1e}"
+    if name.endswith("_per_second"):
+        return f"{with_prefix(value)}/s"
+    if name.endswith("seconds"):
+        return seconds(value)
+    whole = float(value).is_integer() and abs(value) >= 1 and not _place(name)[1]
+    return f"{value:,.0f}" if whole else f"{value:.4f}"

@@ -9,9 +9,8 @@ from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from attnkit.launch.errors import is_out_of_memory, of_allocator
-from attnkit.launch.job import out_of_memory
-from attnkit.launch.job.run import Run
+from attnkit.launch.errors import OutOfMemory, is_out_of_memory, of_allocator
+from attnkit.launch.run import Run
 from attnkit.lightning._private import epoch_ends
 from attnkit.lightning.loggers import TensorBoard
 from attnkit.lightning.resume import checkpoints
@@ -90,7 +89,7 @@ def _fit(run: Run) -> None:
     except Exception as error:
         if not is_out_of_memory(error) or not _may_shrink(run):
             raise
-        raise out_of_memory.OutOfMemory(of_allocator(error)) from error
+        raise OutOfMemory(of_allocator(error)) from error
     if run.trainer.interrupted:
         raise KeyboardInterrupt
 
@@ -109,7 +108,7 @@ def _may_shrink(run: Run) -> bool:
     """Whether smaller batches can be accumulated, which a module that steps itself cannot."""
     callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
     scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
-    wanted = out_of_memory.wanted(run.config)
+    wanted = (run.config.get("trainer") or {}).get("oom_retry", True)
     return wanted and run.module.automatic_optimization and not scheduled
 
 

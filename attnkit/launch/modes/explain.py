@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Subset
 
 from attnkit.interpret.progress import steps
 from attnkit.interpret.report import Report
+from attnkit.launch import console
+from attnkit.launch import folder as folders
 from attnkit.launch.config.signatures import takes_images
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job import screen
-from attnkit.launch.job.parts import fill
+from attnkit.launch.parts import fill
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.explained import Explained, by_turns, num_rows
@@ -27,7 +27,7 @@ from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config
 
 if TYPE_CHECKING:
-    from attnkit.launch.job.run import Run
+    from attnkit.launch.run import Run
 
 _PACKAGES = ("attnkit", "torch", "timm")
 _OF_REPORT = (
@@ -66,7 +66,7 @@ def explain(run: Run) -> dict[str, float] | None:
                 explained, run.folder, title=_title(run), facts=facts, against=against,
                 step=step,
             )  # fmt: skip
-    screen.show(found.table(_title(run)))
+    console.show(found.table(_title(run)))
     for sentence in found.said[:1]:
         say(sentence)
     count = len(report.nodes or explained.inputs)

@@ -17,12 +17,12 @@ from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from attnkit.launch import folder as folders
 from attnkit.launch.config import schema
 from attnkit.launch.config.signatures import takes_images
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.kinds import kind_of, named
-from attnkit.launch.job.parts import fill, module_parts, rehearse
-from attnkit.launch.job.trainer import make_trainer
+from attnkit.launch.modes import mode_of, named
+from attnkit.launch.parts import fill, module_parts, rehearse
+from attnkit.launch.trainer import make_trainer
 from attnkit.lightning._private import report_lost_batches
 from attnkit.lightning.build.build import build
 from attnkit.lightning.described import DescribedData
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class Run:
-    """A run: its configuration and folder, and the objects that its kind of work builds.
+    """A run: its configuration and folder, and the objects that its mode builds.
 
     `carry_out` does the work, a function of this run that reads top-down: it makes trainer, data
     and module, says that all is `ready`, and trains, tests or whatever it is for.
@@ -70,7 +70,7 @@ class Run:
         on_ready: Callable[[Run], bool] = lambda run: True,
     ) -> None:
         self.config = config
-        self.kind = kind_of(config["run"])
+        self.mode = mode_of(config["run"])
         self.folder = Path(config["run_dir"])
         self.alone = alone
         self.ended_by = ""
@@ -82,7 +82,7 @@ class Run:
         self._seed()
         report_lost_batches()
         self.newest = checkpoints.Newest(None, "", [])
-        if self.kind.trains:
+        if self.mode.trains:
             self.newest = checkpoints.newest_intact(self.folder / folders.CHECKPOINTS)
         self.start = self.newest.path
         if self.newest.broken and self.start is None:
@@ -197,7 +197,7 @@ class Run:
         self._seed()
         self.module = self._loaded_module() if self.alone else self._new_module()
         mode = self.config["compile"]
-        if mode and "compile" in self.kind.uses:  # in place, so that names in checkpoints stay
+        if mode and "compile" in self.mode.uses:  # in place, so that names in checkpoints stay
             model = getattr(self.module, "model", None)
             target = model if isinstance(model, nn.Module) else self.module
             target.compile(mode="default" if mode is True else mode)
@@ -213,7 +213,7 @@ class Run:
 
     def make_trainer(self) -> Trainer:
         """The trainer, with the callbacks and loggers that take part."""
-        self.trainer = make_trainer(self.config, self.kind, self._asked)
+        self.trainer = make_trainer(self.config, self.mode, self._asked)
         return self.trainer
 
     def _new_module(self) -> LightningModule:
@@ -284,7 +284,7 @@ class Run:
             ValueError, TypeError: as `attnkit.explain`.
         """
         from attnkit.interpret.explain import explain
-        from attnkit.launch.job.explaining import chosen, explained_of
+        from attnkit.launch.modes.explain import chosen, explained_of
 
         batch, _, _ = chosen(self, num_images)
         given = explained_of(self.module, batch, self.module.device)
@@ -294,7 +294,7 @@ class Run:
     def loaded(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """Call a function of the trainer that loads the checkpoint; only plain data is read."""
         call = partial(function, self.module, datamodule=self.data, weights_only=True, **arguments)
-        wrong = () if self.kind.trains else (KeyError,)
+        wrong = () if self.mode.trains else (KeyError,)
         return checkpoints.loaded(call, arguments.get("ckpt_path"), wrong)
 
     # --- running ---
@@ -319,7 +319,7 @@ class Run:
 
     def _work(self) -> dict[str, float] | None:
         try:
-            return named(self.kind.work)(self)
+            return named(self.mode.work)(self)
         except SystemExit:
             if self.trainer.interrupted:  # Lightning's way to answer Ctrl-C
                 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,6 @@
-"""The kinds of run: for each value of `run=` what it needs, what it uses and what it does.
+"""The modes of a run: for each value of `run=` what it needs, what it uses and what it does.
 
-A new kind is one entry of `KINDS`. What a kind does not use is refused when it is typed.
+A new mode is one entry of `MODES`. What a mode does not use is refused when it is typed.
 """
 
 from collections.abc import Callable
@@ -34,18 +34,19 @@ _UNTIMED = (_FIT - {"accumulate_grad_batches", "gradient_clip_algorithm", "gradi
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of run.
+class Mode:
+    """One mode of a run.
 
     Args:
         name: the value of `run=`.
-        uses: the top-level keys of the configuration it reads, beside those all kinds read.
-        work: dotted name of the function that does it, given a `Run` (job/run.py), and
+        uses: the top-level keys of the configuration it reads, beside those all modes read.
+        work: dotted name of the function that does it, given a `Run` (launch/run.py), and
             returns the figures for results.json.
         command: dotted name of the function that carries the command line out, given a `Request`
-            (job/request.py) and the launcher of ranks or None, and returns the exit code.
+            (launch/decide.py) and the launcher of ranks or None, and returns the exit code.
         stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
-        needs: which of `ckpt`, `sweep`, `explain`, `export` and `reproduce` must be there.
+        rules: dotted name of a function that refuses what else is wrong, given a `Request`.
+        needs_ckpt: whether `ckpt` must be there.
         leaves: arguments of the trainer it does not read.
         in_sweeps: whether `-m` runs several of them.
         has_table: whether its work shows a table of its own, in the place of that of the figures.
@@ -54,9 +55,10 @@ class Kind:
     name: str
     uses: frozenset[str]
     work: str = ""
-    command: str = "attnkit.launch.job.execute.command"
+    command: str = "attnkit.launch.several.command"
     stage: str = ""
-    needs: tuple[str, ...] = ()
+    rules: str = ""
+    needs_ckpt: bool = False
     leaves: frozenset[str] = frozenset()
     in_sweeps: bool = True
     has_table: bool = False
@@ -71,98 +73,97 @@ class Kind:
         return key in self.uses or key in _ALWAYS
 
 
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind(
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode(
             "train",
             _TRAINING,
-            work="attnkit.launch.job.training.train",
+            work="attnkit.launch.modes.train.train",
             stage="fit",
             leaves=frozenset({"limit_predict_batches"}),
         ),
-        Kind(
+        Mode(
             "check",
             _TRAINING - {"resume"},  # it is given the command of the training
             command="attnkit.launch.measure.check.command",
             in_sweeps=False,
         ),
-        Kind(
+        Mode(
             "bench",
             _OBJECTS | {"optimizer", "scheduler"},
             work="attnkit.launch.measure.bench.work",
             leaves=_UNTIMED,
             in_sweeps=False,
         ),
-        Kind(
+        Mode(
             "test",
             _OBJECTS | {"logger", "ckpt", "rank_logs"},
-            work="attnkit.launch.job.evaluation.test",
+            work="attnkit.launch.modes.test.test",
             stage="test",
-            needs=("ckpt",),
+            needs_ckpt=True,
             leaves=_FIT | {"limit_predict_batches"},
         ),
-        Kind(
+        Mode(
             "predict",
             _OBJECTS | {"predict", "ckpt", "images", "rank_logs"},
-            work="attnkit.launch.job.evaluation.predict",
+            work="attnkit.launch.modes.predict.predict",
             stage="predict",
-            needs=("ckpt",),
+            rules="attnkit.launch.modes.rules.predict",
+            needs_ckpt=True,
             leaves=_FIT | {"limit_test_batches"},
         ),
-        Kind(
+        Mode(
             "explain",
             _MODEL | {"explain", "data", "predict", "ckpt", "images", "run_dir", "seed"},
-            work="attnkit.launch.job.explaining.explain",
-            needs=("explain",),
+            work="attnkit.launch.modes.explain.explain",
+            rules="attnkit.launch.modes.rules.explain",
             has_table=True,
         ),
-        Kind(
+        Mode(
             "export",
             _MODEL | {"export", "ckpt", "run_dir"},
-            work="attnkit.launch.job.evaluation.export",
-            needs=("ckpt", "export"),
+            work="attnkit.launch.modes.export.export",
+            rules="attnkit.launch.modes.rules.export",
+            needs_ckpt=True,
         ),
-        Kind(
+        Mode(
             "retry",
             # of the trials may change what a run that goes on may change
             frozenset({"sweep", "trainer", "callbacks", "logger", "data", "compile", "rank_logs"}),
             command="attnkit.launch.sweep.start.retry",
-            needs=("sweep",),
             in_sweeps=False,
         ),
-        Kind(
+        Mode(
             "report",
             frozenset({"sweep"}),
             command="attnkit.launch.sweep.report.report",
-            needs=("sweep",),
             in_sweeps=False,
         ),
-        Kind(
+        Mode(
             "reproduce",
             # of data only the root: a record is run as it is
             frozenset({"reproduce", "record", "data", "seeds", "run_dir"}),
             command="attnkit.launch.records.reproduce.command",
-            needs=("reproduce",),
             in_sweeps=False,
         ),
     )
 }
 
 
-def kind_of(name: Any) -> Kind:
-    """The kind of run of this name.
+def mode_of(name: Any) -> Mode:
+    """The mode of this name.
 
     Raises:
         UserError: there is none.
     """
-    if name not in KINDS:
-        kinds = ", ".join(KINDS)
-        raise UserError(f"run: expected one of {kinds}, got {name!r}{nearest(name, KINDS)}")
-    return KINDS[name]
+    if name not in MODES:
+        modes = ", ".join(MODES)
+        raise UserError(f"run: expected one of {modes}, got {name!r}{nearest(name, MODES)}")
+    return MODES[name]
 
 
 def named(dotted: str) -> Callable[..., Any]:
-    """The function that a kind names; imported only now, since most need torch."""
+    """The function that a mode names; imported only now, since most need torch."""
     module, _, name = dotted.rpartition(".")
     return getattr(import_module(module), name)

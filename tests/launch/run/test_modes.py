@@ -1,4 +1,4 @@
-"""Every kind of run uses what is typed, or refuses it; and a kind of one's own is one entry."""
+"""Every mode uses what is typed, or refuses it; and a mode of one's own is one entry."""
 
 import dataclasses
 import re
@@ -9,14 +9,15 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from attnkit.launch import trainer as trainers
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.permission import Consent
 from attnkit.launch.config.sources import Origins
-from attnkit.launch.job import trainer as trainers
-from attnkit.launch.job.kinds import KINDS, Kind
-from attnkit.launch.job.request import Request, check_uses
+from attnkit.launch.decide import Request
 from attnkit.launch.measure import bench
+from attnkit.launch.modes import MODES, Mode
+from attnkit.launch.modes.rules import check_uses
 from attnkit.lightning.build import build as building
 from attnkit.lightning.errors import UserError
 
@@ -55,14 +56,14 @@ CHANGED = {
     "reproduce": "reproduce.minutes=1",
 }
 FREE = {"run", "task", "allow", "vars"}
-RUNS = [k for k in KINDS.values() if k.work or k.name == "check"]
+RUNS = [k for k in MODES.values() if k.work or k.name == "check"]
 
 
 def test_every_key_is_looked_at():
     keys = {field.name for field in dataclasses.fields(schema.Config)}
     assert keys == set(CHANGED) | FREE
-    for kind in KINDS.values():
-        assert kind.uses <= keys, kind.name
+    for mode in MODES.values():
+        assert mode.uses <= keys, mode.name
 
 
 @pytest.fixture(scope="module")
@@ -70,33 +71,33 @@ def trained(tmp_path_factory):
     """A run folder `trained` in a folder of its own."""
     from attnkit.launch.main import main
 
-    folder = tmp_path_factory.mktemp("kinds")
+    folder = tmp_path_factory.mktemp("modes")
     code = main([*("task=vit", *SMALL, "trainer.max_epochs=1"), f"run_dir={folder / 'trained'}"])
     assert code == 0
     return folder
 
 
-def command_of(kind: Kind) -> list[str]:
-    return [f"run={kind.name}", *(f"{CHANGED[key]}" for key in kind.needs if key == "ckpt")]
+def command_of(mode: Mode) -> list[str]:
+    return [f"run={mode.name}", *([CHANGED["ckpt"]] if mode.needs_ckpt else [])]
 
 
-@pytest.mark.parametrize("kind", RUNS, ids=lambda kind: kind.name)
-def test_what_a_kind_does_not_use_is_refused(attnkit, trained, monkeypatch, kind):
+@pytest.mark.parametrize("mode", RUNS, ids=lambda mode: mode.name)
+def test_what_a_mode_does_not_use_is_refused(attnkit, trained, monkeypatch, mode):
     """Every key by the check; the first, and resume, by a command, which changes nothing."""
-    keys = [key for key in CHANGED if not kind.reads(key)]
-    config = OmegaConf.create({"run": kind.name, "ckpt": "trained"})
-    refused = {key: f"{CHANGED[key]}: has no effect in run={kind.name}" for key in keys}
+    keys = [key for key in CHANGED if not mode.reads(key)]
+    config = OmegaConf.create({"run": mode.name, "ckpt": "trained"})
+    refused = {key: f"{CHANGED[key]}: has no effect in run={mode.name}" for key in keys}
     for key in keys:
         typed = Request(Composer(), [CHANGED[key]], config, Origins([], list), Consent())
         with pytest.raises(UserError, match=re.escape(refused[key])):
             check_uses(typed)
     if "resume" in keys:
-        refused["resume"] = f"run={kind.name}: not together with resume"
+        refused["resume"] = f"run={mode.name}: not together with resume"
     monkeypatch.chdir(trained)
     before = sorted(trained.rglob("*"))
-    task = ["task=vit"] if "ckpt" not in kind.needs else []
+    task = ["task=vit"] if not mode.needs_ckpt else []
     for key in {keys[0]} | ({"resume"} & {*keys}):
-        done = attnkit(*task, *command_of(kind), CHANGED[key])
+        done = attnkit(*task, *command_of(mode), CHANGED[key])
         assert done.code == 2
         assert refused[key] in done.err
         assert len(done.err.strip().splitlines()) <= 3
@@ -107,8 +108,8 @@ def test_what_a_kind_does_not_use_is_refused(attnkit, trained, monkeypatch, kind
 ALONE = {"seeds", "splits", "resume", "backbone", "attention", "encoder", "decoder"}
 
 
-@pytest.mark.parametrize("kind", RUNS, ids=lambda kind: kind.name)
-def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kind):
+@pytest.mark.parametrize("mode", RUNS, ids=lambda mode: mode.name)
+def test_what_a_mode_uses_reaches_its_objects(attnkit, trained, monkeypatch, mode):
     """All at once; what is built and what the trainer is given is looked at as it passes by."""
     monkeypatch.chdir(trained)
     seen = []
@@ -125,21 +126,21 @@ def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kin
     monkeypatch.setattr(building, "_call", noting_call)
     monkeypatch.setattr(trainers, "Trainer", noting_trainer)
     monkeypatch.setattr(bench, "SECONDS", 0.1)
-    from_checkpoint = "ckpt" in kind.uses
-    keys = [k for k in CHANGED if k in kind.uses and k not in ALONE | {"compile"}]
+    from_checkpoint = "ckpt" in mode.uses
+    keys = [k for k in CHANGED if k in mode.uses and k not in ALONE | {"compile"}]
     if from_checkpoint:
         keys.remove("model")  # of the checkpoint, whose weights would not care about dropout
     if "images" in keys:
         keys.remove("data")  # the images are the data
-    if kind.name == "bench":
+    if mode.name == "bench":
         keys.remove("callbacks")  # of which only averages of weights take part
-    here = {**CHANGED, "run_dir": f"run_dir={kind.name}"}
-    start = [f"run={kind.name}"] if from_checkpoint else ["task=vit", f"run={kind.name}", *SMALL]
-    if kind.name in ("train", "check"):
+    here = {**CHANGED, "run_dir": f"run_dir={mode.name}"}
+    start = [f"run={mode.name}"] if from_checkpoint else ["task=vit", f"run={mode.name}", *SMALL]
+    if mode.name in ("train", "check"):
         start.append("trainer.max_epochs=1")
     done = attnkit(*start, *(here[key] for key in keys))
     assert done.code == 0, done.err
-    assert ("init: weights of" in done.out) is (kind.name == "train")  # a check is silent
+    assert ("init: weights of" in done.out) is (mode.name == "train")  # a check is silent
     elsewhere = {"run_dir", "ckpt", "images", "init", "seed", "precision", "rank_logs"}
     for key in set(keys) - elsewhere:
         name, _, value = CHANGED[key].partition("=")
@@ -147,7 +148,7 @@ def test_what_a_kind_uses_reaches_its_objects(attnkit, trained, monkeypatch, kin
         assert any(arguments.get(name) == value for arguments in seen), key
     if "precision" in keys:
         assert any(arguments.get("precision") == "bf16-mixed" for arguments in seen)
-    assert Path(kind.name).is_dir() is (kind.name != "check")
+    assert Path(mode.name).is_dir() is (mode.name != "check")
 
 
 def test_data_of_a_prediction_of_images_is_refused(attnkit, trained, monkeypatch):
@@ -158,22 +159,22 @@ def test_data_of_a_prediction_of_images_is_refused(attnkit, trained, monkeypatch
     assert "predict.batch_size" in done.err
 
 
-@pytest.mark.parametrize("kind", ["test", "predict", "bench"])
+@pytest.mark.parametrize("mode", ["test", "predict", "bench"])
 @pytest.mark.parametrize("key", ["max_epochs=9", "val_check_interval=0.5", "oom_retry=false"])
-def test_arguments_of_training_are_refused_elsewhere(attnkit, trained, monkeypatch, kind, key):
+def test_arguments_of_training_are_refused_elsewhere(attnkit, trained, monkeypatch, mode, key):
     monkeypatch.chdir(trained)
-    needs = ["ckpt=trained"] if kind != "bench" else ["task=vit"]
-    needs += [CHANGED["images"]] if kind == "predict" else []
-    done = attnkit(f"run={kind}", *needs, f"trainer.{key}")
+    needs = ["ckpt=trained"] if mode != "bench" else ["task=vit"]
+    needs += [CHANGED["images"]] if mode == "predict" else []
+    done = attnkit(f"run={mode}", *needs, f"trainer.{key}")
     assert done.code == 2
-    assert f"trainer.{key}: has no effect in run={kind}" in done.err
+    assert f"trainer.{key}: has no effect in run={mode}" in done.err
 
 
 EARLY = "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/loss}"
 
 
 @pytest.mark.parametrize(
-    ("kind", "callback"),
+    ("mode", "callback"),
     [
         ("test", "callbacks.curves.path=x.png"),
         ("test", EARLY),
@@ -181,14 +182,14 @@ EARLY = "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,mo
         ("bench", "callbacks=interpret"),
     ],
 )  # fmt: skip
-def test_callbacks_that_take_no_part_are_refused(attnkit, trained, monkeypatch, kind, callback):
+def test_callbacks_that_take_no_part_are_refused(attnkit, trained, monkeypatch, mode, callback):
     monkeypatch.chdir(trained)
     before = sorted(trained.rglob("*"))
-    needs = ["ckpt=trained"] if kind != "bench" else ["task=vit", *SMALL]
-    needs += [CHANGED["images"]] if kind == "predict" else []
-    done = attnkit(f"run={kind}", *needs, callback)
+    needs = ["ckpt=trained"] if mode != "bench" else ["task=vit", *SMALL]
+    needs += [CHANGED["images"]] if mode == "predict" else []
+    done = attnkit(f"run={mode}", *needs, callback)
     assert done.code == 2
-    assert f"has no effect in run={kind}" in done.err
+    assert f"has no effect in run={mode}" in done.err
     assert sorted(trained.rglob("*")) == before
 
 
@@ -211,16 +212,16 @@ def work(run):
 """
 
 
-def test_a_kind_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
+def test_a_mode_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
     (tmp_path / "greeting_of_the_tests.py").write_text(GREETING)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "greeting_of_the_tests", raising=False)
-    greet = Kind(
+    greet = Mode(
         "greet",
         frozenset({"module", "data", "trainer", "run_dir"}),
         work="greeting_of_the_tests.work",
     )
-    monkeypatch.setitem(KINDS, greet.name, greet)
+    monkeypatch.setitem(MODES, greet.name, greet)
     done = mine("run=greet", "run_dir=here")
     assert done.code == 0, done.err
     assert Path("here/greeting.txt").read_text() == "hello Mine"

@@ -10,7 +10,7 @@ import torch
 import yaml
 from PIL import Image
 
-from attnkit.launch.job.folder import load_config, save_config
+from attnkit.launch.folder import load_config, save_config
 from attnkit.launch.main import main
 
 TINY = (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from attnkit.launch import folder as folders
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.job import folder as folders
-from attnkit.launch.job.execute import execute
-from attnkit.launch.job.request import Request, decide
+from attnkit.launch.decide import Request, decide
+from attnkit.launch.several import carry_out
 from attnkit.lightning import UserError
 from attnkit.lightning.resume import checkpoints
 
@@ -40,7 +40,7 @@ def test_commands_of_one_second_have_a_folder_each(hers):
         job.runs = [folders.relocate(config, job.folder, stamp) for config in job.runs]
         job.folder = stamp
     for job in jobs:
-        execute(job)
+        carry_out(job)
     found = [job.folder for job in jobs]
     assert found == [stamp, Path(f"{stamp}_2"), Path(f"{stamp}_3")]
     for seed, folder in enumerate(found):
@@ -54,10 +54,10 @@ def test_commands_of_one_second_have_a_folder_each(hers):
 
 def test_a_folder_asked_for_twice_at_once_is_given_once(hers):
     first, second = (job_of(hers, "run_dir=run") for _ in range(2))
-    execute(first)
+    carry_out(first)
     before = (Path("run") / "config.yaml").read_bytes()
     with pytest.raises(UserError, match="run is not empty: another command"):
-        execute(second)
+        carry_out(second)
     assert (Path("run") / "config.yaml").read_bytes() == before
 
 
@@ -102,7 +102,7 @@ def test_a_run_that_is_taken_between_decision_and_start(hers, mine, held_by_anot
     job = decide(request)
     number = held_by_another(Path("run/.lock").absolute())
     with pytest.raises(UserError, match=f"resume: .* in use by process {number}"):
-        execute(job)
+        carry_out(job)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from attnkit.launch.job.origin import git_state
+from attnkit.launch.provenance import git_state
 
 QUICK = (
     "trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "model.dim=24",

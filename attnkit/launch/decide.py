@@ -1,0 +1,347 @@
+"""What a command line asks for, decided and checked before anything is imported or written."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from attnkit.launch import folder as folders
+from attnkit.launch import provenance
+from attnkit.launch.command import command_line, dotted_key, literal, permission
+from attnkit.launch.config import schema
+from attnkit.launch.config.compose import Composer, task_config
+from attnkit.launch.config.permission import Consent, allowed_by
+from attnkit.launch.config.sources import Origins, Source
+from attnkit.launch.config.validate import validate
+from attnkit.launch.modes import Mode, mode_of, named
+from attnkit.launch.modes.rules import check_uses
+from attnkit.lightning.errors import UserError
+
+# Keys that say what to do with a saved run; they are never taken over from it.
+CONTROLS = {
+    "run": "train",
+    "seeds": 1,
+    "splits": None,
+    "init": None,
+    "resume": None,
+    "sweep": None,
+    "ckpt": None,
+    "images": None,
+    "allow": None,
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line: the composition it gives, and where its keys were written."""
+
+    composer: Composer
+    overrides: Sequence[str]
+    config: DictConfig
+    origins: Origins
+    consent: Consent
+    words: Sequence[str] = ()
+    """Hydra's, for a sweep."""
+    base: Path | None = None
+    """The config.yaml of an earlier run, which takes the place of the shipped configuration."""
+
+    @classmethod
+    def read(
+        cls,
+        composer: Composer,
+        overrides: Sequence[str],
+        words: Sequence[str] = (),
+        base: Path | None = None,
+    ) -> "Request":
+        for override in composer.parse(overrides):
+            if override.is_sweep_override():
+                raise UserError(
+                    f"{override.input_line}: several values\n"
+                    "  one run for each: add -m; one list: key=[a,b]; a text: 'key=\"a,b\"'"
+                )
+        config = task_config(composer.compose(overrides))
+        consent = Consent(allowed_by(overrides, config), composer.config_dir)
+        consent.make_importable()
+        origins = Origins(overrides, lambda: composer.files(overrides))
+        return cls(composer, overrides, config, origins, consent, words, base)
+
+    def typed(self, key: str) -> str:
+        """The override that sets exactly this key, if there is one."""
+        return next((o for o in self.overrides if o.lstrip("+").startswith(f"{key}=")), "")
+
+    @property
+    def mode(self) -> Mode:
+        return mode_of(self.config.get("run"))
+
+    @property
+    def permission(self) -> tuple[str, ...]:
+        """The words of the command line that permit code, for commands that are to follow."""
+        allow = [o for o in self.overrides if o.lstrip("+").startswith("allow=")]
+        return permission(self.composer.config_dir, allow)
+
+    def folder(self, *, sweep: bool = False) -> Path:
+        """The folder to write to; not made yet."""
+        known = not OmegaConf.is_missing(self.config, "task")
+        task = Path(str(self.config["task"])).name if known else "task"
+        given = self.config.get("run_dir")
+        return folders.plan(given, self.composer.job_name or task, sweep=sweep)
+
+    def on(self, path: Path, config: DictConfig) -> "Request":
+        """The same with a configuration that was made on top of that of a saved run."""
+        source = Source(path, "")
+        return replace(self, config=config, origins=Origins(self.overrides, lambda: [source]))
+
+    def plain(self, config: DictConfig, **values: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The configuration with these values, resolved and checked; what packages it may name."""
+        config = config.copy()
+        for key, value in values.items():
+            OmegaConf.update(config, key, literal(value), force_add=True)
+        plain = self.composer.plain(config, self.origins)
+        allow = self.consent.check(plain, self.origins)  # what is refused is not even read
+        validate(plain, self.origins)
+        return {**plain, "allow": None}, allow  # permission is not for a file to give
+
+
+@dataclass
+class Job:
+    """One command: the run folder, its configuration, and one resolved configuration per seed."""
+
+    folder: Path
+    config: dict[str, Any]
+    runs: list[dict[str, Any]]
+    fresh: bool = False
+    """The folder's name is ours to choose: if it is taken, another one will do."""
+    trial: bool = False
+    """Of a sweep: the folder may hold the log and the errors of attempts that came to nothing."""
+    callbacks: tuple[str, ...] = ()
+    """Names of callbacks that were asked for on the command line."""
+    command: str = ""
+    """As it was typed."""
+    permission: tuple[str, ...] = ()
+    """The words of the command line that permit code: --config-dir and allow=."""
+    allow: tuple[str, ...] = ()
+    """The user's own packages."""
+    paths: tuple[str, ...] = ()
+    """Folders of the user's own modules."""
+    alone: bool = False
+    """The checkpoint has no run folder around it: everything comes from inside it."""
+    resumed: bool = False
+    changes: tuple[str, ...] = ()
+    """Overrides given beside resume=."""
+    begun: bool = False
+    """All objects of the first run could be built, and its folder is written."""
+
+    @property
+    def mode(self) -> Mode:
+        return mode_of(self.config["run"])
+
+
+def decide(request: Request, run_dir: Path | None = None) -> Job:
+    """The job a command line asks for; `run_dir` is where a trial of a sweep belongs."""
+    mode = request.mode
+    if run_dir is not None:
+        request.config["run_dir"] = literal(str(run_dir))
+        if not mode.in_sweeps:
+            raise UserError(f"run={mode.name}: not with -m; one configuration at a time")
+    if request.config.get("resume") is not None:
+        return _resumed(request)
+    check_uses(request)
+    fresh = request.config.get("run_dir") is None
+    is_of_checkpoint = request.config.get("ckpt") is not None and "ckpt" in mode.uses
+    home = None
+    if is_of_checkpoint:
+        request, home = _of_checkpoint(request)
+    elif request.base is not None:
+        request = _on_base(request, request.base)
+    config = request.config
+    if config.get("init") is not None:
+        config["init"] = literal(folders.initial(str(config["init"])))
+    folder = run_dir or request.folder()
+    config["run_dir"] = literal(str(folder))
+    if mode.rules:
+        named(mode.rules)(request)
+    top, allow = request.plain(config)
+    runs = [
+        request.plain(config, run_dir=str(folder / name), **values)[0]
+        for name, values in _parts(top).items()
+    ]
+    alone = is_of_checkpoint and home is None
+    trial = run_dir is not None
+    return _job(request, folder, [top, *runs], allow, fresh=fresh, trial=trial, alone=alone)
+
+
+def _job(
+    request: Request,
+    folder: Path,
+    configs: list[dict[str, Any]],
+    allow: tuple[str, ...],
+    **kwargs: Any,
+) -> Job:
+    """The job of these configurations: that of the whole, and of several runs one for each."""
+    consent, given = request.consent, ("--config", str(request.base)) if request.base else ()
+    allowed = permission(request.composer.config_dir, ())
+    return Job(
+        folder,
+        configs[0],
+        configs[1:] or configs,
+        callbacks=_callbacks(request, configs[0]),
+        command=command_line(*given, *request.overrides, permission=allowed),
+        permission=request.permission,
+        allow=allow,
+        paths=(str(consent.folder),) if consent.folder else (),
+        **kwargs,
+    )
+
+
+def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str, Any]]:
+    """The folders of a job of several runs, one for each seed or split, and what differs there.
+
+    The number of splits is put in the place of `all`, so that a job that is resumed knows it.
+    """
+    splits = top.get("splits")
+    if splits is not None:
+        data = top.get("data") or {}
+        if "split" not in data:
+            raise UserError("splits: the data has no split to choose (data.split)")
+        found = data.get("num_splits")
+        if found is None and not resumed:
+            found = _num_splits(data)
+        splits = found if splits == "all" else splits
+        if splits is None:
+            raise UserError(
+                "splits=all: the data does not say how many it has (num_splits)\n"
+                "  splits=N runs data.split=0 to N - 1"
+            )
+        if found is not None and splits > found:
+            raise UserError(f"splits={splits}: the data has {found}")
+        top["splits"] = splits
+        return {f"split_{i}": {"data.split": i, "splits": None} for i in range(splits)}
+    if top["seeds"] > 1:
+        seeds = range(top["seed"], top["seed"] + top["seeds"])
+        return {f"seed_{seed}": {"seed": seed, "seeds": 1} for seed in seeds}
+    return {}
+
+
+def _num_splits(node: Mapping[str, Any]) -> int | None:
+    """How many fixed splits data have, which are read for it; None: they do not say."""
+    from attnkit.launch import console  # which imports torch
+    from attnkit.lightning.build.build import build
+
+    console.quiet()
+    data = build(node, at="data")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run of each split gives them
+        data.prepare_data()
+        return getattr(data, "num_splits", None)
+
+
+def _callbacks(request: Request, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those whose settings were typed, or that a typed choice of the group adds."""
+    keys = [dotted_key(override).split(".") for override in request.overrides]
+    names = {key[1] for key in keys if key[0] == "callbacks" and len(key) > 1}
+    if ["callbacks"] in keys:
+        usual = request.composer.compose([f"task={config['task']}"])
+        names |= set(config.get("callbacks") or {}) - set(usual["callbacks"])
+    return tuple(sorted(names))
+
+
+def _on_base(request: Request, base: Path) -> Request:
+    """A new run with the configuration of an earlier one, overrides on top.
+
+    What the data gave then, it gives again: it may be other data.
+    """
+    changes = {k: v for k, v in CONTROLS.items() if k not in ("init", "seeds", "splits")}
+    saved = folders.read_config(base)
+    for key in provenance.load(base.parent).get("from_data", []):
+        part, _, name = str(key).partition(".")
+        if name in (saved.get(part) or {}):
+            saved[part][name] = None
+    (saved.get("callbacks") or {}).pop("pruning", None)  # of a study, which this run is not in
+    return _on_saved(request, base, saved, changes)
+
+
+def _of_checkpoint(request: Request) -> tuple[Request, Path | None]:
+    """The configuration of the run that the checkpoint lies in, overrides on top; and its folder.
+
+    That of the command line and None where there is no such folder.
+    """
+    given = request.config
+    ckpt = folders.checkpoint(str(given["ckpt"]))
+    home = folders.run_of(ckpt)
+    if home is None:
+        _check_alone(request, ckpt)
+    else:
+        saved = folders.read_config(home / folders.CONFIG)
+        # A quick look at training is no reason to test or predict on a part of the images.
+        saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
+        explain = given.get("explain")  # what to do with a saved run is not taken over from it
+        explain = explain and OmegaConf.to_container(explain, resolve=False)
+        changes = {**CONTROLS, "explain": explain}
+        request = _on_saved(request, home / folders.CONFIG, saved, changes)
+    request.config["ckpt"] = literal(str(ckpt))
+    return request, home
+
+
+def _on_saved(
+    request: Request, path: Path, saved: dict[str, Any], changes: Mapping[str, Any]
+) -> Request:
+    """The configuration of a saved run, its paths below the folder to come, overrides on top."""
+    old = literal(str(saved.get("run_dir") or path.parent))
+    saved = folders.relocate(literal(saved), Path(old), Path("${run_dir}"))
+    saved |= {**changes, "run_dir": literal(request.config["run_dir"])}
+    return request.on(path, request.composer.overlay(saved, request.overrides))
+
+
+def _check_alone(request: Request, ckpt: Path) -> None:
+    """Refuse settings that would change what a checkpoint without a run folder holds."""
+    for typed in request.overrides:
+        part = dotted_key(typed).partition(".")[0]
+        if part in ("module", "model", *schema.MODEL_PARTS):
+            raise UserError(
+                f"{typed}: can't change what {ckpt.name} holds\n"
+                "  it can be changed with ckpt=RUN_DIR"
+            )
+
+
+def _resumed(request: Request) -> Job:
+    """The same run in the same folder; only what the model does not depend on may change."""
+    if request.mode.name != "train":
+        name = request.mode.name
+        instead = f"; ckpt={request.config['resume']}" if request.mode.needs_ckpt else ""
+        raise UserError(f"run={name}: not together with resume, which trains{instead}")
+    for key in ("run_dir", "ckpt", "images", "init", "sweep", "seed", "seeds", "splits"):
+        if typed := request.typed(key):
+            raise UserError(
+                f"{typed}: not together with resume, which continues in the folder of the run"
+            )
+    folder = folders.to_resume(str(request.config["resume"]))
+    saved = folders.load_config(folder)
+    request = request.on(folder / folders.CONFIG, request.config)
+    if saved.get("run") != "train":
+        raise UserError(
+            f"resume: {folder} was a run={saved.get('run')}; there is nothing to resume"
+        )
+    if (typed := request.typed("task")) and request.config["task"] != saved["task"]:
+        raise UserError(f"{typed}: the run in {folder} is of task {saved['task']}")
+    changes = [
+        o for o in request.overrides if dotted_key(o) not in ("resume", "run", "task", "allow")
+    ]
+    check_resumable(changes)
+    top, allow = request.plain(request.composer.overlay(literal(saved), changes))
+    parts = [folders.load_config(folder / name) for name in _parts(top, resumed=True)]
+    overlaid = (request.composer.overlay(literal(part), changes) for part in parts)
+    runs = [request.plain(config)[0] for config in overlaid]
+    return _job(request, folder, [top, *runs], allow, resumed=True, changes=tuple(changes))
+
+
+def check_resumable(changes: Sequence[str]) -> None:
+    """Refuse what may not change in a run that goes on."""
+    for change in changes:
+        if not f"{dotted_key(change)}.".startswith(schema.RESUMABLE):
+            raise UserError(
+                f"{change}: can't be changed when a run is resumed\n"
+                f"  can be changed: {', '.join(k.rstrip('.') for k in schema.RESUMABLE)}"
+            )

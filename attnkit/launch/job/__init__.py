@@ -1,1 +1,0 @@
-"""One run: decided, built, carried out, its folder written."""

@@ -1,0 +1,26 @@
+"""`run=export`: the weights and programs of a checkpoint."""
+
+from __future__ import annotations
+
+from attnkit.launch import console
+from attnkit.launch.run import Run
+from attnkit.lightning.build.build import build
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.export.export import Export
+
+
+def export(run: Run) -> dict[str, float] | None:
+    """Write the weights and programs of the checkpoint's module."""
+    module = run.make_module()
+    run.make_trainer()
+    if not run.ready():
+        return None
+    run.restore()
+    writer = build(run.config["export"], at="export")
+    if not isinstance(writer, Export):
+        raise UserError(f"export: {run.config['export']['_target_']} is not an Export")
+    written = writer(module)
+    for name, why in written.left_out.items():
+        console.say(f"{name}: left out: {why}")
+    figures = {f"difference/{name}": apart for name, apart in written.differences.items()}
+    return {**figures, "parameters": run.num_parameters}
