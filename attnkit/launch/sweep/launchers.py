@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
@@ -49,20 +49,93 @@ _STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Basic:
-    """hydra/launcher=basic has no settings."""
+    """hydra/launcher=basic: one trial after the other, in this process. It has no settings."""
+
+    def run(self, orders: Sequence[Order]) -> None:
+        """Run these trials."""
+        for order in orders:
+            run_here(order)
+
+
+class _Apart:
+    """A launcher whose trials are processes of their own; each has a job that watches over it."""
+
+    def submit(self, watch: "_Watch", orders: Sequence[Order], devices: Sequence[str]) -> list[Any]:
+        """A job for each trial, with the methods `done` and `exception`.
+
+        Args:
+            watch: what a job does.
+            devices: GPUs, of which trials that take one get one each; empty: as they are.
+        """
+        raise NotImplementedError
+
+    def run(self, orders: Sequence[Order]) -> None:
+        """Run these trials and wait for them.
+
+        The first signal tells every trial to end its step, the second one to end at once.
+
+        Raises:
+            KeyboardInterrupt, StoppedBySignal: a signal came; the trials have ended their steps.
+        """
+        stop = orders[0].trial.folder.with_name(f".stop_{uuid.uuid4().hex[:8]}")
+        devices = () if isinstance(self, Slurm) else gpus.visible()  # SLURM gives its own
+        watch = _Watch(str(Path.cwd()), stop, ",".join(devices))
+        shared = devices if len(devices) > 1 else ()
+        jobs: list[Any] = []
+        stopped: KeyboardInterrupt | StoppedBySignal | None = None
+        while True:
+            try:
+                with held_back():  # what is started leaves signals to this thread
+                    jobs = jobs or self.submit(watch, orders, shared)
+                    if all(job.done() for job in jobs):
+                        break
+                time.sleep(_POLL)
+            except (KeyboardInterrupt, StoppedBySignal) as error:
+                signum = getattr(error, "signum", signal.SIGINT)
+                write_text(stop, str(int(signal.SIGKILL if stopped else signum)))
+                name = signal.Signals(signum).name
+                print(f"\n{name}: the trials end their steps", file=sys.stderr, flush=True)
+                stopped = error
+        stop.unlink(missing_ok=True)
+        if stopped:
+            raise stopped
+        for job in jobs:
+            if problem := job.exception():  # not a trial's, which is in its folder
+                raise problem
 
 
 @dataclass(frozen=True)
-class Joblib:
-    """The settings of hydra/launcher=joblib."""
+class Joblib(_Apart):
+    """hydra/launcher=joblib, and its settings."""
 
     n_jobs: int = -1
     """How many trials at once. -1: one for each CPU, -2: one less, …"""
 
+    def submit(self, watch: "_Watch", orders: Sequence[Order], devices: Sequence[str]) -> list[Any]:
+        """Futures of threads; a trial that takes a GPU waits for a free one."""
+        free: Queue[str] = Queue()
+        for device in devices:
+            free.put(device)
+
+        def run(order: Order) -> None:
+            device = free.get() if devices and order.one_gpu else ""
+            try:
+                watch(order, device)
+            finally:
+                if device:
+                    free.put(device)
+
+        many = self.n_jobs
+        many = many if many > 0 else max(1, (os.cpu_count() or 1) + 1 + many)
+        pool = ThreadPoolExecutor(min(many, len(orders)))
+        jobs = [pool.submit(run, order) for order in orders]
+        pool.shutdown(wait=False)
+        return jobs
+
 
 @dataclass(frozen=True)
-class Submitit:
-    """The settings of hydra/launcher=submitit_local."""
+class Submitit(_Apart):
+    """hydra/launcher=submitit_local, and its settings."""
 
     submitit_folder: str | Path | None = None
     """Of its logs; by default .submitit/%j in the folder of the sweep."""
@@ -75,10 +148,28 @@ class Submitit:
     name: str | None = None
     stderr_to_stdout: bool = False
 
+    def submit(self, watch: "_Watch", orders: Sequence[Order], devices: Sequence[str]) -> list[Any]:
+        """Jobs of submitit's; the trials that take a GPU get them in turn."""
+        import submitit
+        from submitit.core.utils import environment_variables
+
+        cluster = "slurm" if isinstance(self, Slurm) else "local"
+        shared = {one.name for one in fields(Submitit)}
+        given = asdict(self).items()
+        values = {name if name in shared else f"slurm_{name}": value for name, value in given}
+        logs = values.pop("submitit_folder") or watch.stop.with_name(".submitit") / "%j"
+        own = {name: values.pop(name) for name in [*values] if name == "slurm_max_num_timeout"}
+        executor = submitit.AutoExecutor(absolute(str(logs)), cluster=cluster, **own)
+        executor.update_parameters(**values)
+        turns = cycle(devices or [""])
+        chosen = [next(turns) if order.one_gpu else "" for order in orders]
+        with environment_variables(**{_SAFE_PATH: "1"}):  # of submitit's own processes
+            return executor.map_array(watch, orders, chosen)
+
 
 @dataclass(frozen=True)
 class Slurm(Submitit):
-    """The settings of hydra/launcher=submitit_slurm."""
+    """hydra/launcher=submitit_slurm, and its settings."""
 
     partition: str | None = None
     qos: str | None = None
@@ -98,7 +189,8 @@ class Slurm(Submitit):
     setup: list[str] | None = None
 
 
-_LAUNCHERS = {
+Launcher = Basic | Joblib | Submitit
+_LAUNCHERS: dict[str, type[Launcher]] = {
     BASIC: Basic,
     "joblib": Joblib,
     "submitit_local": Submitit,
@@ -106,44 +198,36 @@ _LAUNCHERS = {
 }
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A launcher that was found to be there; `run` runs trials by it."""
+def read_launcher(composer: Composer, words: Sequence[str], at_once: int = 1) -> Launcher:
+    """The launcher that these words of Hydra's choose, for so many trials at once.
 
-    settings: Any
-    """One of the classes above."""
-    job_name: str
-
-    @classmethod
-    def read(cls, composer: Composer, words: Sequence[str], at_once: int = 1) -> "Launch":
-        """The launcher that these words of Hydra's choose, for so many trials at once.
-
-        Raises:
-            UserError: it is not installed, or not with these settings, or not on this machine.
-        """
-        words = [w for w in words if is_launcher(w)]
-        chosen = [w for w in words if key_of(w) == "hydra/launcher"]
-        name = chosen[-1].partition("=")[2] if chosen else BASIC
-        what = f"hydra/launcher={name}"
-        if name not in _LAUNCHERS:
-            hint = nearest(name, _LAUNCHERS)
-            raise UserError(
-                f"{what}: there is no launcher of this name{hint}\n  {', '.join(_LAUNCHERS)}"
-            )
-        kind = _LAUNCHERS[name]
-        if issubclass(kind, Submitit) and find_spec("submitit") is None:
-            raise UserError(
-                f"{what}: the package submitit is not installed\n  pip install 'attnkit[submitit]'"
-            )
-        made = kind(**settings(composer, words, "hydra.launcher", kind, what))
-        if isinstance(made, Basic) and at_once > 1:
-            raise UserError(
-                f"hydra.sweeper.n_jobs={at_once}: {what} runs one at a time\n"
-                "  add hydra/launcher=joblib, which runs several"
-            )
-        if isinstance(made, Joblib) and made.n_jobs == 0:
-            raise UserError("hydra.launcher.n_jobs=0: expected 1 or more, or -1 for all CPUs")
-        if isinstance(made, Submitit) and (made.nodes, made.tasks_per_node) != (1, 1):
+    Raises:
+        UserError: it is not installed, or not with these settings, or not on this machine.
+    """
+    words = [w for w in words if is_launcher(w)]
+    chosen = [w for w in words if key_of(w) == "hydra/launcher"]
+    name = chosen[-1].partition("=")[2] if chosen else BASIC
+    what = f"hydra/launcher={name}"
+    if name not in _LAUNCHERS:
+        hint = nearest(name, _LAUNCHERS)
+        raise UserError(
+            f"{what}: there is no launcher of this name{hint}\n  {', '.join(_LAUNCHERS)}"
+        )
+    kind = _LAUNCHERS[name]
+    if issubclass(kind, Submitit) and find_spec("submitit") is None:
+        raise UserError(
+            f"{what}: the package submitit is not installed\n  pip install 'attnkit[submitit]'"
+        )
+    made = kind(**settings(composer, words, "hydra.launcher", kind, what))
+    if isinstance(made, Basic) and at_once > 1:
+        raise UserError(
+            f"hydra.sweeper.n_jobs={at_once}: {what} runs one at a time\n"
+            "  add hydra/launcher=joblib, which runs several"
+        )
+    if isinstance(made, Joblib) and made.n_jobs == 0:
+        raise UserError("hydra.launcher.n_jobs=0: expected 1 or more, or -1 for all CPUs")
+    if isinstance(made, Submitit):
+        if (made.nodes, made.tasks_per_node) != (1, 1):
             raise UserError(
                 "hydra.launcher.nodes and tasks_per_node: expected 1, got "
                 f"{made.nodes} and {made.tasks_per_node}\n"
@@ -154,104 +238,12 @@ class Launch:
                 f"{what}: no SLURM here (no command sbatch)\n"
                 "  submitit_local and joblib run the trials on this machine"
             )
-        return cls(made, composer.job_name or "attnkit")
-
-    @property
-    def is_basic(self) -> bool:
-        """Whether it runs one trial at a time, in this process."""
-        return isinstance(self.settings, Basic)
-
-    def run(self, orders: Sequence[Order]) -> None:
-        """Run these trials and wait for them.
-
-        Raises:
-            KeyboardInterrupt, StoppedBySignal: a signal came; the trials have ended their steps.
-        """
-        if self.is_basic:
-            for order in orders:
-                run_here(order)
-            return
-        sweep = orders[0].trial.folder.parent
-        stop = sweep / f".stop_{uuid.uuid4().hex[:8]}"
-        devices = () if isinstance(self.settings, Slurm) else gpus.visible()  # SLURM gives its own
-        apart = _Apart(str(Path.cwd()), stop, ",".join(devices))
-        shared = devices if len(devices) > 1 else ()
-        submit = self._by_jobs if isinstance(self.settings, Submitit) else self._by_threads
-        try:
-            self._wait(lambda: submit(apart, orders, shared), stop)
-        finally:
-            stop.unlink(missing_ok=True)
-
-    def _wait(self, submit: Callable[[], list[Any]], stop: Path) -> None:
-        """The first signal tells every trial to end its step, the second one to end at once."""
-        jobs: list[Any] = []
-        stopped: KeyboardInterrupt | StoppedBySignal | None = None
-        while True:
-            try:
-                with held_back():  # what is started leaves signals to this thread
-                    jobs = jobs or submit()
-                    if all(job.done() for job in jobs):
-                        break
-                time.sleep(_POLL)
-            except (KeyboardInterrupt, StoppedBySignal) as error:
-                signum = getattr(error, "signum", signal.SIGINT)
-                write_text(stop, str(int(signal.SIGKILL if stopped else signum)))
-                name = signal.Signals(signum).name
-                print(f"\n{name}: the trials end their steps", file=sys.stderr, flush=True)
-                stopped = error
-        if stopped:
-            raise stopped
-        for job in jobs:
-            if problem := job.exception():  # not a trial's, which is in its folder
-                raise problem
-
-    def _by_threads(
-        self, apart: "_Apart", orders: Sequence[Order], devices: Sequence[str]
-    ) -> list[Any]:
-        """A future for each trial; those that take one GPU wait for a free one."""
-        free: Queue[str] = Queue()
-        for device in devices:
-            free.put(device)
-
-        def run(order: Order) -> None:
-            device = free.get() if devices and order.one_gpu else ""
-            try:
-                apart(order, device)
-            finally:
-                if device:
-                    free.put(device)
-
-        many = self.settings.n_jobs
-        many = many if many > 0 else max(1, (os.cpu_count() or 1) + 1 + many)
-        pool = ThreadPoolExecutor(min(many, len(orders)))
-        jobs = [pool.submit(run, order) for order in orders]
-        pool.shutdown(wait=False)
-        return jobs
-
-    def _by_jobs(
-        self, apart: "_Apart", orders: Sequence[Order], devices: Sequence[str]
-    ) -> list[Any]:
-        """A job of submitit's for each trial; those that take one GPU get them in turn."""
-        import submitit
-        from submitit.core.utils import environment_variables
-
-        cluster = "slurm" if isinstance(self.settings, Slurm) else "local"
-        shared = {one.name for one in fields(Submitit)}
-        given = asdict(self.settings).items()
-        values = {name if name in shared else f"slurm_{name}": value for name, value in given}
-        logs = values.pop("submitit_folder") or orders[0].trial.folder.parent / ".submitit/%j"
-        values["name"] = values["name"] or self.job_name
-        own = {name: values.pop(name) for name in [*values] if name == "slurm_max_num_timeout"}
-        executor = submitit.AutoExecutor(absolute(str(logs)), cluster=cluster, **own)
-        executor.update_parameters(**values)
-        turns = cycle(devices or [""])
-        chosen = [next(turns) if order.one_gpu else "" for order in orders]
-        with environment_variables(**{_SAFE_PATH: "1"}):  # of submitit's own processes
-            return executor.map_array(apart, orders, chosen)
+        return replace(made, name=made.name or composer.job_name or "attnkit")
+    return made
 
 
 @dataclass(frozen=True)
-class _Apart:
+class _Watch:
     """Runs a trial as a process of its own and watches over it; plain data, for other machines."""
 
     working_dir: str

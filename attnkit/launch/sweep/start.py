@@ -19,7 +19,7 @@ from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, trial_folder
 from attnkit.launch.decide import Request, check_resumable
 from attnkit.launch.processes.locks import holder
-from attnkit.launch.sweep.launchers import BASIC, Launch
+from attnkit.launch.sweep.launchers import BASIC, Launcher, read_launcher
 from attnkit.launch.sweep.record import (
     Sweep,
     Trial,
@@ -63,7 +63,7 @@ def sweep(
     place = [o for o in overrides if key_of(o) == "run_dir"]
     rest = [o for o in overrides if o not in place]
     plan = (Study if is_chosen(words) else _Grid)(composer, words, rest)
-    launch = Launch.read(composer, words, plan.at_once)
+    launcher = read_launcher(composer, words, plan.at_once)
     request = Request.read(composer, [*plan.first, *place])
     root = request.folder(sweep=True)
     orders = plan.check(root)
@@ -84,7 +84,7 @@ def sweep(
             working_dir=str(Path.cwd()),
         )
         write_sweep(planned)
-        return plan.begin(launch, planned, orders)
+        return plan.begin(launcher, planned, orders)
 
 
 class _Grid:
@@ -122,10 +122,10 @@ class _Grid:
                 )
         return orders
 
-    def begin(self, launch: Launch, sweep: Sweep, orders: Sequence[Order]) -> int:
+    def begin(self, launcher: Launcher, sweep: Sweep, orders: Sequence[Order]) -> int:
         """Run them; returns the exit code."""
         print(f"{len(orders)} trials in {sweep.folder}", flush=True)
-        return run_trials(launch.run, sweep, [orders])
+        return run_trials(launcher.run, sweep, [orders])
 
 
 def resume(
@@ -150,15 +150,15 @@ def resume(
                 f"  can be changed: hydra/launcher and its settings{more}"
             )
     sweep = _permitted(composer, sweep, overrides)
-    launcher = [w for w in words if is_launcher(w)] or _launcher_of(sweep)
+    chosen = [w for w in words if is_launcher(w)] or _launcher_of(sweep)
     begun(sweep.folder)
     with held(sweep.folder, "resume"), _in_folder(sweep.working_dir):
         if is_study:
             study = Study.again(composer, sweep, words)
-            launch = Launch.read(composer, launcher, study.at_once)
-            return study.run(launch, sweep, [*launcher, *words])
+            launcher = read_launcher(composer, chosen, study.at_once)
+            return study.run(launcher, sweep, [*chosen, *words])
         unfinished = sweep.having("interrupted", "waiting")
-        return _run(composer, Launch.read(composer, launcher), sweep, unfinished)
+        return _run(composer, read_launcher(composer, chosen), sweep, unfinished)
 
 
 def retry(request: Request, launcher: object = None) -> int:
@@ -168,10 +168,10 @@ def retry(request: Request, launcher: object = None) -> int:
     composer = request.composer
     sweep = read_sweep(find_sweep(request.config.get("sweep"), "sweep"))
     sweep = _permitted(composer, sweep, request.overrides)
-    launch = Launch.read(composer, request.words or _launcher_of(sweep))
+    chosen = read_launcher(composer, request.words or _launcher_of(sweep))
     with held(sweep.folder, "sweep"), _in_folder(sweep.working_dir):
         failed = sweep.having("failed")
-        code = _run(composer, launch, sweep, failed, changes)
+        code = _run(composer, chosen, sweep, failed, changes)
         if not failed:
             print("no trial has failed: nothing to try again")
         if sweep.sweeper == Study.name:
@@ -181,7 +181,7 @@ def retry(request: Request, launcher: object = None) -> int:
 
 def _run(
     composer: Composer,
-    launch: Launch,
+    launcher: Launcher,
     sweep: Sweep,
     wanted: Sequence[Trial],
     changes: Sequence[str] = (),
@@ -192,7 +192,7 @@ def _run(
     for trial in sweep.having("running"):
         print(f"trial {trial.number} is run by {holder(trial.lock)}")
     print(f"{len(wanted)} of {len(sweep.trials)} trials in {sweep.folder}", flush=True)
-    return run_trials(launch.run, sweep, [orders])
+    return run_trials(launcher.run, sweep, [orders])
 
 
 def _permitted(composer: Composer, sweep: Sweep, overrides: Sequence[str]) -> Sweep:

@@ -26,7 +26,7 @@ from attnkit.launch.config.hydra_words import (
     trial_folder,
 )
 from attnkit.launch.sweep import search
-from attnkit.launch.sweep.launchers import Launch
+from attnkit.launch.sweep.launchers import Launcher
 from attnkit.launch.sweep.ranking import Metric
 from attnkit.launch.sweep.record import Sweep, Trial, add_trial, new_trial, read_sweep
 from attnkit.launch.sweep.report import best_command
@@ -288,12 +288,12 @@ class Study:
 
     # --- the sweep ---
 
-    def begin(self, launch: Launch, sweep: Sweep, orders: Sequence[Order]) -> int:
+    def begin(self, launcher: Launcher, sweep: Sweep, orders: Sequence[Order]) -> int:
         """Begin the study, or join the one that the storage holds; returns the exit code."""
         self.open(sweep.folder, make=True)
-        return self.run(launch, sweep, self.words)
+        return self.run(launcher, sweep, self.words)
 
-    def run(self, launch: Launch, sweep: Sweep, words: Sequence[str]) -> int:
+    def run(self, launcher: Launcher, sweep: Sweep, words: Sequence[str]) -> int:
         """Run trials until there are enough; returns the exit code.
 
         Args:
@@ -305,10 +305,10 @@ class Study:
         print(f"a study of {limit} trials in {self.folder}", flush=True)
         if limit < there:
             print(f"{PREFIX}n_trials={limit}: it has {there} already; no further one is chosen")
-        launcher = [w for w in words if is_launcher(w)]
+        chosen = [w for w in words if is_launcher(w)]
         kept = [w for w in sweep.hydra if not is_launcher(w)]
-        sweep = replace(sweep, hydra=(*kept, *launcher))
-        code = run_trials(launch.run, sweep, self._batches())
+        sweep = replace(sweep, hydra=(*kept, *chosen))
+        code = run_trials(launcher.run, sweep, self._batches())
         self.tell()
         return code
 

@@ -6,7 +6,7 @@ Without torch, for whoever checks settings.
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import absolute
@@ -71,7 +71,9 @@ def open_storage(storage: str, *, make: bool = False) -> "BaseStorage":
         raise UserError(f"Optuna can't use the storage {storage}: {first_line(error)}") from error
 
 
-def open_study(storage: str, name: str, *, direction: str | None = None) -> "Study":
+def open_study(
+    storage: str, name: str, *, direction: Literal["minimize", "maximize"] | None = None
+) -> "Study":
     """A study, made if there is none where a `direction` is given: minimize or maximize.
 
     Raises:

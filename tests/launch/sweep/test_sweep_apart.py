@@ -243,8 +243,7 @@ def test_trials_at_once_share_out_the_gpus(monkeypatch, found, many, sharing):
     folder.mkdir()
     sweep = trials.Sweep(folder, (), (), tuple(made), working_dir=str(Path.cwd()))
     trials.write_sweep(sweep)
-    launch = launchers.Launch(launchers.Joblib(many), "job")
-    launch.run([Order(trial, None, sharing) for trial in made])
+    launchers.Joblib(many).run([Order(trial, None, sharing) for trial in made])
     assert found.states(folder) == ["waiting"] * 6  # none has failed
     seen = [(folder / f"{number}.device").read_text() for number in range(6)]
     assert set(seen) == ({"7", "8"} if sharing else {"7,8"})
