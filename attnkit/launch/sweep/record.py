@@ -129,7 +129,18 @@ def read_sweep(folder: Path) -> Sweep:
     Raises:
         UserError: it has no sweep.json that can be read.
     """
-    content = _load(folder)
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
+        version = content["version"]
+        raise UserError(f"{path}: of version {version!r}, this attnkit reads version {VERSION}")
+    if problem := _problem(content):
+        raise UserError(f"{path}: not the record of a sweep: {problem}")
     facts: dict[str, Any] = {
         n: tuple(v) if isinstance(v := content[n], list) else v for n in _FACTS
     }
@@ -253,22 +264,6 @@ def _rounded(text: str, digits: int) -> str:
     if whole or len(text) <= _PLAIN or not math.isfinite(value):
         return text
     return f"{value:.{digits}g}"
-
-
-def _load(folder: Path) -> dict[str, Any]:
-    path = folder / FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
-        version = content["version"]
-        raise UserError(f"{path}: of version {version!r}, this attnkit reads version {VERSION}")
-    if problem := _problem(content):
-        raise UserError(f"{path}: not the record of a sweep: {problem}")
-    return content
 
 
 def _problem(content: Any) -> str:

@@ -174,8 +174,8 @@ class Study:
         is_url = optunas.is_url(self.storage)
         path = Path(urlsplit(self.storage).path if is_url else self.storage)
         self.sweep = os.path.relpath(folder, path.parent)
-        direction = "maximize" if self.metric.maximize else "minimize"
-        self.study = optunas.open_study(self.storage, name, direction=direction if make else None)
+        maximize = self.metric.maximize
+        self.study = optunas.open_study(self.storage, name, make=make, maximize=maximize)
         with self.locked():
             self._check_same()
 

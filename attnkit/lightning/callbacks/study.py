@@ -6,7 +6,7 @@ Without torch, for whoever checks settings.
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import absolute
@@ -71,21 +71,26 @@ def open_storage(storage: str, *, make: bool = False) -> "BaseStorage":
         raise UserError(f"Optuna can't use the storage {storage}: {first_line(error)}") from error
 
 
-def open_study(
-    storage: str, name: str, *, direction: Literal["minimize", "maximize"] | None = None
-) -> "Study":
-    """A study, made if there is none where a `direction` is given: minimize or maximize.
+def open_study(storage: str, name: str, *, make: bool = False, maximize: bool = False) -> "Study":
+    """A study that prunes nothing by itself.
+
+    Args:
+        make: whether it is begun where there is none.
+        maximize: whether more is better, if it is begun.
 
     Raises:
         UserError: it is not there, or its storage can't be reached.
     """
     import optuna
 
-    opened = open_storage(storage, make=direction is not None)
-    pruner = optuna.pruners.NopPruner()
-    if direction is not None:
+    opened, pruner = open_storage(storage, make=make), optuna.pruners.NopPruner()
+    if make:
         return optuna.create_study(
-            storage=opened, pruner=pruner, study_name=name, direction=direction, load_if_exists=True
+            storage=opened,
+            pruner=pruner,
+            study_name=name,
+            direction="maximize" if maximize else "minimize",
+            load_if_exists=True,
         )
     try:
         return optuna.load_study(study_name=name, storage=opened, pruner=pruner)
